@@ -1,0 +1,143 @@
+"""Partial attention: attend to one piece of the keys now, merge the pieces later.
+
+Softmax attention over a concatenation of key sets equals the sum of the attentions over each set,
+weighted by softmax of their log-sum-exps (Flash-Decoding; Dao et al., 2023). That is what lets KV
+blocks stream through a few device slots: each block yields `(out, lse)` and can then be dropped.
+
+Queries of all heads that share a KV head are packed as rows, so a key is read once per group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLASH_MAX_HEAD_DIM = 256
+
+
+class Partial(NamedTuple):
+    """Attention over a part of the keys.
+
+    out: [kv_heads, rows, head_dim], normalised within the part, dtype of the query
+    lse: [kv_heads, rows], float32, natural log of the sum of exp(scores) over the part
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def partial_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> Partial:
+    """Attention of packed queries over one piece of keys, scaled by head_dim ** -0.5.
+
+    query: [kv_heads, rows, head_dim]
+    key, value: [kv_heads, tokens, head_dim], tokens >= 1, last dimension contiguous
+    mask: additive [rows, tokens] of query's dtype, no row wholly -inf; None attends to all
+    causal: row r attends to keys 0..r; needs rows == tokens, excludes mask
+
+    Raises ValueError, naming every shape, dtype and device, when the inputs do not fit together.
+    """
+    _check(query, key, value, mask, causal)
+    if query.is_cuda and mask is None and query.shape[-1] <= _FLASH_MAX_HEAD_DIM:
+        return _cuda(query, key, value, causal)
+    if query.device.type == "cpu" and query.dtype != torch.float64:
+        return _cpu(query, key, value, mask, causal)
+    return reference_attention(query, key, value, mask=mask, causal=causal)
+
+
+def merge(partials: Sequence[Partial]) -> torch.Tensor:
+    """Merge partial attentions over disjoint keys, in float32.
+
+    Returns [kv_heads, rows, head_dim] in the dtype of the partial outputs. The result depends on
+    the order only by rounding; callers that need bitwise equality keep one order.
+    """
+    if len(partials) == 1:
+        return partials[0].out
+    weights = torch.stack([part.lse for part in partials]).softmax(0).unsqueeze(-1)
+    merged = partials[0].out.float() * weights[0]
+    for part, weight in zip(partials[1:], weights[1:], strict=True):
+        merged.addcmul_(part.out.float(), weight)
+    return merged.to(partials[0].out.dtype)
+
+
+def reference_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> Partial:
+    """What `partial_attention` computes, in plain operations (float32 inside, float64 kept)."""
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scores = query.to(compute) @ key.to(compute).transpose(-1, -2) * query.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(above, float("-inf"))
+    lse = scores.logsumexp(-1)
+    out = (scores - lse.unsqueeze(-1)).exp() @ value.to(compute)
+    return Partial(out.to(query.dtype), lse)
+
+
+def _cpu(query, key, value, mask, causal) -> Partial:  # noqa: ANN001 (checked by the caller)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query[None],
+        key[None],
+        value[None],
+        0.0,
+        causal,
+        attn_mask=None if mask is None else mask[None, None],
+    )
+    return Partial(out[0], lse[0])
+
+
+def _cuda(query, key, value, causal) -> Partial:  # noqa: ANN001 (checked by the caller)
+    rows, head_dim = query.shape[-2:]
+    if query.dtype in _HALF:
+        # The flash kernel wants head_dim in multiples of 8; zero columns change neither scores
+        # (the scale is given) nor the kept part of the output.
+        pad = -head_dim % 8
+        q, k, v = (F.pad(t, (0, pad)) if pad else t for t in (query, key, value))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q[None], k[None], v[None], 0.0, causal, False, scale=head_dim**-0.5
+        )
+        return Partial(out[0, ..., :head_dim], lse[0])
+    if query.dtype == torch.float32 and head_dim % 4 == 0:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query[None], key[None], value[None], None, True, 0.0, causal
+        )
+        return Partial(out[0], lse[0, :, :rows])  # lse comes padded to a multiple of 32 rows
+    return reference_attention(query, key, value, causal=causal)
+
+
+def _check(query, key, value, mask, causal) -> None:  # noqa: ANN001
+    tensors = {"query": query, "key": key, "value": value} | ({} if mask is None else {"mask": mask})
+    kv_heads, rows, head_dim = query.shape
+    tokens = key.shape[1]
+    fits = (
+        key.shape == value.shape == (kv_heads, tokens, head_dim)
+        and tokens > 0
+        and rows > 0
+        and (mask is None or mask.shape == (rows, tokens))
+        and not (causal and (mask is not None or rows != tokens))
+        and len({(t.dtype, t.device) for t in tensors.values()}) == 1
+        and all(t.stride(-1) == 1 for t in tensors.values())
+    )
+    if not fits:
+        report = ", ".join(
+            f"{name} {tuple(t.shape)} stride {t.stride()} {t.dtype} on {t.device}"
+            for name, t in tensors.items()
+        )
+        raise ValueError(f"partial_attention cannot take causal={causal}, {report}")

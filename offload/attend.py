@@ -1,0 +1,100 @@
+"""Attention over a KVStore: what the model calls, whatever the placement.
+
+Block by block and in token order at every placement, so that streamed and resident KV give bitwise
+equal results.
+"""
+
+from __future__ import annotations
+
+import torch
+from triforce_kernels.attention import Partial, merge, partial_attention
+
+from .conveyor import Conveyor
+from .kv import KVStore
+
+
+class KVPass:
+    """A pass's view of a KVStore: attention over everything committed and the pass's own tokens."""
+
+    def __init__(self, store: KVStore, conveyor: Conveyor) -> None:
+        self._store = store
+        self._conveyor = conveyor
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Causal attention of the pass's next tokens.
+
+        query: [heads, tokens, head_dim]; key, value: [kv_heads, tokens, head_dim], rotated already.
+        Returns [heads, tokens, head_dim].
+        """
+        store = self._store
+        heads, tokens, head_dim = query.shape
+        kv_heads = key.shape[0]
+        store.append(layer, key, value)
+        rows = query.reshape(kv_heads, heads // kv_heads * tokens, head_dim)
+        partials = []
+        for transfer_key, resident in store.layer_blocks(layer):
+            buffer = self._conveyor.acquire(transfer_key) if resident is None else resident
+            keys, values = store.shape.view(buffer)
+            partials.append(partial_attention(rows, keys, values))
+            if resident is None:
+                self._conveyor.release(transfer_key)
+        keys, values = store.tail(layer)
+        mask = _tail_mask(tokens, keys.shape[1], heads // kv_heads, query)
+        partials.append(partial_attention(rows, keys, values, mask=mask))
+        return merge(partials).view(heads, tokens, head_dim)
+
+
+class PrefillPass:
+    """A prompt's first pass: a layer's KV is gathered on the device, then stored block by block.
+
+    Every layer's KV crosses the link once, to the host. Chunks of the prompt attend to the chunks
+    before them without a mask, and to themselves causally.
+    """
+
+    def __init__(self, store: KVStore, tokens: int, gathered: torch.Tensor) -> None:
+        """gathered: flat uint8 device buffer of tokens * shape.token_bytes bytes."""
+        shape = store.shape
+        self._store = store
+        self._gathered = gathered.view(shape.dtype).view(2, shape.kv_heads, tokens, shape.head_dim)
+        self._tokens = tokens
+        self._done = 0
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """As KVPass.attend, over the prompt's tokens so far."""
+        heads, tokens, head_dim = query.shape
+        kv_heads = key.shape[0]
+        group = heads // kv_heads
+        start, end = self._done, self._done + tokens
+        self._gathered[0, :, start:end] = key
+        self._gathered[1, :, start:end] = value
+        partials = [
+            partial_attention(
+                query,
+                key.repeat_interleave(group, 0),
+                value.repeat_interleave(group, 0),
+                causal=True,
+            )
+        ]
+        if start:
+            keys, values = self._gathered[:, :, :start]
+            rows = query.reshape(kv_heads, group * tokens, head_dim)
+            past = partial_attention(rows, keys, values)
+            partials.append(
+                Partial(past.out.reshape(heads, tokens, head_dim), past.lse.reshape(heads, tokens))
+            )
+        self._done = end % self._tokens
+        if end == self._tokens:
+            self._store.fill(layer, self._gathered)
+        return merge(partials)
+
+
+def _tail_mask(tokens: int, keys: int, group: int, like: torch.Tensor) -> torch.Tensor | None:
+    """Additive causal mask of the last `tokens` of `keys`, repeated for each head of a group."""
+    if tokens == 1:
+        return None
+    mask = torch.full((tokens, keys), float("-inf"), dtype=like.dtype, device=like.device)
+    return mask.triu_(keys - tokens + 1).repeat(group, 1)

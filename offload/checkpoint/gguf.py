@@ -1,0 +1,227 @@
+"""GGUF: one mapped file of metadata and (quantised) tensors.
+
+The header is walked here and every count and length is held against the file size before anything
+is sized by it: the reader of gguf 0.19 can be hung by a 113-byte file. The gguf package knows the
+quantisations and dequantises.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.quants import dequantize
+
+from ..errors import CheckpointError, UnsupportedModelError
+
+_SCALARS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+SUPPORTED = tuple(
+    GGMLQuantizationType[name]
+    for name in (
+        *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    )
+)
+_MAX_DIMENSIONS = 4
+_MAX_DEPTH = 4
+_CHUNK_ELEMENTS = 8 << 20
+"""Elements dequantised at a time, so that no large tensor exists in float32 as a whole."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GGUFArray:
+    """A metadata array: its length, and its values if they are numbers (strings are skipped)."""
+
+    length: int
+    values: np.ndarray | None
+
+
+class GGUFSource:
+    """A .gguf file: `metadata` and tensors. The file stays mapped until close."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError for anything that is not a sound GGUF file."""
+        self.path = path
+        try:
+            with open(path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        try:
+            self.metadata, self._entries = _Walker(self._map, path).header()
+        except BaseException:
+            self._map.close()
+            raise
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        entry = self._entries[name]
+        if entry.kind not in SUPPORTED:
+            raise UnsupportedModelError(f"{self.path}: {name} is {entry.kind.name}, not supported")
+        return entry.shape
+
+    def read(self, name: str, into: torch.Tensor) -> None:
+        entry = self._entries[name]
+        raw = np.frombuffer(self._map, np.uint8, entry.nbytes, entry.start)
+        if into.dim() < 2:
+            into.copy_(torch.from_numpy(_dequantise(raw, entry.kind)).view(into.shape))
+            return
+        # A step is some whole indices of the first dimension, so whole rows and whole blocks.
+        per_index = into[0].numel()
+        index_bytes = entry.nbytes // into.shape[0]
+        step = max(1, _CHUNK_ELEMENTS // per_index)
+        for first in range(0, into.shape[0], step):
+            part = into[first : first + step]
+            chunk = raw[first * index_bytes : (first + part.shape[0]) * index_bytes]
+            part.copy_(torch.from_numpy(_dequantise(chunk, entry.kind)).view(part.shape))
+
+    def close(self) -> None:
+        self._entries = {}
+        self._map.close()
+
+
+def _dequantise(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    values = dequantize(raw.reshape(-1, GGML_QUANT_SIZES[kind][1]), kind)
+    return values if values.flags.writeable else values.copy()  # float32 comes as a view of the map
+
+
+class _Walker:
+    """Reads the header front to back; every failure is a CheckpointError."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self._data = data
+        self._size = len(data)
+        self._at = 0
+        self._path = path
+
+    def header(self) -> tuple[dict[str, Any], dict[str, _Entry]]:
+        if self._take(4) != b"GGUF":
+            raise self._error("the magic is not GGUF")
+        version = self._number("I")
+        if version not in (2, 3):
+            raise self._error(f"version {version} is not 2 or 3 (or its byte order is big-endian)")
+        tensors = self._count(24)
+        fields = self._count(13)
+        metadata = {}
+        for _ in range(fields):
+            key = self._string()
+            if key in metadata:
+                raise self._error(f"{key} occurs twice")
+            metadata[key] = self._value(self._kind(), 0)
+        infos = {}
+        for _ in range(tensors):
+            name = self._string()
+            if name in infos:
+                raise self._error(f"tensor {name} occurs twice")
+            infos[name] = self._tensor_info(name)
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
+            raise self._error(f"alignment {alignment!r} is not a sound number")
+        base = -(-self._at // alignment) * alignment
+        return metadata, {
+            name: self._entry(name, dims, kind, base + offset)
+            for name, (dims, kind, offset) in infos.items()
+        }
+
+    def _tensor_info(self, name: str) -> tuple[tuple[int, ...], GGMLQuantizationType, int]:
+        dimensions = self._number("I")
+        if not 0 < dimensions <= _MAX_DIMENSIONS:
+            raise self._error(f"tensor {name} has {dimensions} dimensions")
+        dims = tuple(self._number("Q") for _ in range(dimensions))
+        number = self._number("I")
+        try:
+            kind = GGMLQuantizationType(number)
+        except ValueError:
+            raise self._error(f"tensor {name} has unknown type {number}") from None
+        return dims, kind, self._number("Q")
+
+    def _entry(
+        self, name: str, dims: tuple[int, ...], kind: GGMLQuantizationType, start: int
+    ) -> _Entry:
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        elements = math.prod(dims)
+        if elements <= 0 or dims[0] % block:
+            raise self._error(f"tensor {name} of {dims} does not divide into blocks of {block}")
+        nbytes = elements // block * block_bytes
+        if start + nbytes > self._size:
+            raise self._error(f"tensor {name} ends at byte {start + nbytes}, past the file's end")
+        return _Entry(dims[::-1], kind, start, nbytes)
+
+    def _value(self, kind: GGUFValueType, depth: int) -> Any:
+        if kind == GGUFValueType.STRING:
+            return self._string()
+        if kind != GGUFValueType.ARRAY:
+            return self._number(_SCALARS[kind])
+        if depth == _MAX_DEPTH:
+            raise self._error("arrays are nested too deep")
+        kind = self._kind()
+        if kind in _SCALARS:
+            size = struct.calcsize(_SCALARS[kind])
+            length = self._count(size)
+            raw = self._take(length * size)
+            return GGUFArray(length, np.frombuffer(raw, "<" + _SCALARS[kind]))
+        length = self._count(8)
+        for _ in range(length):
+            if kind == GGUFValueType.STRING:
+                self._take(self._count(1))
+            else:
+                self._value(kind, depth + 1)
+        return GGUFArray(length, None)
+
+    def _kind(self) -> GGUFValueType:
+        number = self._number("I")
+        try:
+            return GGUFValueType(number)
+        except ValueError:
+            raise self._error(f"unknown value type {number}") from None
+
+    def _string(self) -> str:
+        return self._take(self._count(1)).decode("utf-8", "replace")
+
+    def _count(self, least_bytes_each: int) -> int:
+        """A length whose items need that many bytes each: never more than the file can hold."""
+        count = self._number("Q")
+        if count * least_bytes_each > self._size - self._at:
+            raise self._error(f"a length of {count} is more than the file holds")
+        return count
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]
+
+    def _take(self, size: int) -> bytes:
+        if size > self._size - self._at:
+            raise self._error("it ends inside its header")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def _error(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._path} is not a sound GGUF file: {why}")

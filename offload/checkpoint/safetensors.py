@@ -1,0 +1,96 @@
+"""Safetensors: one file, or shards with an index."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError, UnsupportedModelError
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DTYPES = ("F64", "F32", "F16", "BF16")
+_MAX_JSON_BYTES = 256 << 20
+
+
+def read_json(path: Path) -> dict:
+    """A JSON object from a file. Raises CheckpointError."""
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise CheckpointError(f"{path} is too large for a JSON header")
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return parsed
+
+
+class SafetensorsSource:
+    """A directory with model.safetensors, or with shards and their index. Files stay mapped."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises CheckpointError if a file is missing or damaged."""
+        self._stack = ExitStack()
+        self._tensors: dict[str, tuple[Path, object]] = {}
+        try:
+            wanted = _shards(directory)
+            for path, names in wanted.items():
+                handle = self._open(path)
+                held = frozenset(handle.keys())
+                absent = sorted((names or held) - held)
+                if absent:
+                    raise CheckpointError(f"{path} does not hold {absent[0]}, which the index names")
+                self._tensors.update((name, (path, handle)) for name in names or held)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        path, handle = self._tensors[name]
+        entry = handle.get_slice(name)
+        if entry.get_dtype() not in _DTYPES:
+            raise UnsupportedModelError(
+                f"{path}: {name} is {entry.get_dtype()}, supported are {', '.join(_DTYPES)}"
+            )
+        return tuple(entry.get_shape())
+
+    def read(self, name: str, into: torch.Tensor) -> None:
+        path, handle = self._tensors[name]
+        try:
+            into.copy_(handle.get_tensor(name).view(into.shape))
+        except (SafetensorError, RuntimeError, OSError) as error:
+            raise CheckpointError(f"cannot read {name} from {path}: {error}") from error
+
+    def close(self) -> None:
+        self._tensors.clear()
+        self._stack.close()
+
+    def _open(self, path: Path):  # noqa: ANN202 (the type is not public)
+        try:
+            return self._stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _shards(directory: Path) -> dict[Path, set[str] | None]:
+    """Each file and the tensors the index places in it, None for all it holds."""
+    index = directory / _INDEX
+    if (directory / _SINGLE).exists() or not index.exists():
+        return {directory / _SINGLE: None}
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(f"{index} has no weight_map")
+    shards: dict[Path, set[str] | None] = {}
+    for name, file in places.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{index} places {name} in {file!r}, which is no file name")
+        shards.setdefault(directory / file, set()).add(name)
+    return shards

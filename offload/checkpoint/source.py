@@ -1,0 +1,25 @@
+"""What every checkpoint format offers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class TensorSource(Protocol):
+    """The tensors of a checkpoint, read one at a time."""
+
+    def names(self) -> frozenset[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape in rows-first order, as torch has it. Raises KeyError."""
+
+    def read(self, name: str, into: torch.Tensor) -> None:
+        """Writes tensor `name` into `into`, converting to its dtype.
+
+        `into` has the same elements in the same order, possibly with the first dimension split or
+        as a transposed view. Raises CheckpointError.
+        """
+
+    def close(self) -> None: ...

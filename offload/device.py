@@ -1,0 +1,101 @@
+"""Device memory as a budget: everything the runtime keeps on the device is allocated through it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from .errors import DoesNotFitError, UsageError
+from .host import available_host_bytes
+from .units import format_bytes
+
+_CUDA_SPARE_BYTES = 512 << 20
+"""Left to the driver, the libraries' workspaces and the allocator's rounding when nobody says."""
+
+
+@dataclass
+class Allocation:
+    """Some bytes of the budget; `bytes` is the flat uint8 tensor, or None for a reservation."""
+
+    size: int
+    purpose: str
+    bytes: torch.Tensor | None
+
+
+class DeviceMemory:
+    """The device's memory up to a limit, counted by purpose.
+
+    On CUDA the limit also caps PyTorch's allocator and the peak is the allocator's own. On the CPU
+    the budget is accounted: buffers are really allocated, and temporaries are covered by
+    reservations whose sizes the tests hold against the allocator's trace.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int | None) -> None:
+        """Raises UsageError for a device that is not there or a limit above what it has."""
+        self.device = device
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            free = max(0, free - _CUDA_SPARE_BYTES)
+        else:
+            free, total = available_host_bytes(), psutil.virtual_memory().total
+        if limit_bytes is not None and limit_bytes > total:
+            raise UsageError(
+                f"{device} has {format_bytes(total)}, less than the "
+                f"{format_bytes(limit_bytes)} of device memory asked for"
+            )
+        self.limit_bytes = free if limit_bytes is None else limit_bytes
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(self.limit_bytes / total, device)
+            torch.cuda.reset_peak_memory_stats(device)
+        self._used: dict[str, int] = {}
+        self._used_bytes = 0
+        self._peak_bytes = 0
+
+    @property
+    def available_bytes(self) -> int:
+        return self.limit_bytes - self._used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes in use at once: accounted on the CPU, the allocator's on CUDA."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return self._peak_bytes
+
+    def allocate(self, size: int, purpose: str) -> Allocation:
+        """`size` bytes of device memory, 64-byte aligned. Raises DoesNotFitError."""
+        allocation = self.reserve(size, purpose)
+        try:
+            allocation.bytes = torch.empty(size, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            self.free(allocation)
+            raise DoesNotFitError(
+                f"device memory for {purpose}", size, self.available_bytes, _REMEDY
+            ) from error
+        return allocation
+
+    def reserve(self, size: int, purpose: str) -> Allocation:
+        """Counts `size` bytes that temporaries will use. Raises DoesNotFitError."""
+        if size > self.available_bytes:
+            raise DoesNotFitError(
+                f"device memory for {purpose}", size, self.available_bytes, _REMEDY
+            )
+        self._used[purpose] = self._used.get(purpose, 0) + size
+        self._used_bytes += size
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+        return Allocation(size, purpose, None)
+
+    def free(self, allocation: Allocation) -> None:
+        """Returns an allocation or reservation; the tensor goes with its last view."""
+        self._used[allocation.purpose] -= allocation.size
+        self._used_bytes -= allocation.size
+        allocation.bytes = None
+        allocation.size = 0
+
+    def by_purpose(self) -> dict[str, int]:
+        return {purpose: size for purpose, size in self._used.items() if size}
+
+
+_REMEDY = "use a shorter context or more --device-memory"

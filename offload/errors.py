@@ -1,0 +1,45 @@
+"""Errors a user can meet. Each carries the exit code the command line ends with."""
+
+from __future__ import annotations
+
+GIB = 1 << 30
+
+
+class TriforceError(Exception):
+    """Base of every error that is the input's or the machine's, not a fault in this code."""
+
+    exit_code = 1
+
+
+class UsageError(TriforceError, ValueError):
+    """An argument that cannot be used as given."""
+
+    exit_code = 2
+
+
+class DoesNotFitError(TriforceError):
+    """More device or host memory is needed than there is."""
+
+    exit_code = 3
+
+    def __init__(self, what: str, needed_bytes: int, available_bytes: int, remedy: str) -> None:
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        super().__init__(
+            f"{what} needs {needed_bytes / GIB:.3f} GiB and {available_bytes / GIB:.3f} GiB "
+            f"is available; {remedy}"
+        )
+
+
+class CheckpointError(TriforceError):
+    """A checkpoint that is missing, damaged or inconsistent."""
+
+    exit_code = 4
+
+
+class UnsupportedModelError(CheckpointError):
+    """A sound checkpoint of a kind this runtime does not run."""
+
+
+class LinkError(TriforceError):
+    """A transfer between host and device failed or did not finish in time."""

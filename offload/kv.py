@@ -1,0 +1,231 @@
+"""The KV cache: blocks on the host or the device, a hot tail, and one owner of the length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .conveyor import Transfer
+from .device import DeviceMemory
+from .host import HostBlocks
+from .layout import ALIGNMENT
+from .link import Event, Link
+
+RING = "kv"
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """The geometry of a model's KV cache. A block is [2, kv_heads, block_tokens, head_dim]."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block's buffer: rounded up, so that neighbours in an arena stay aligned."""
+        return -(-self.token_bytes * self.block_tokens // ALIGNMENT) * ALIGNMENT
+
+    def tail_bytes(self, max_pass_tokens: int) -> int:
+        """Bytes of the hot tail of all layers: a block that fills, and room for a whole pass."""
+        return self.token_bytes * (self.block_tokens + max_pass_tokens) * self.layers
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """A flat uint8 block as [2, kv_heads, block_tokens, head_dim]."""
+        exact = buffer[: self.token_bytes * self.block_tokens].view(self.dtype)
+        return exact.view(2, self.kv_heads, self.block_tokens, self.head_dim)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block's bytes: views of the device, or a host buffer that holds them after `written`."""
+
+    buffer: torch.Tensor
+    written: Event | None
+
+
+class KVStore:
+    """KV of one request.
+
+    Tokens [0, tail_start) of every layer lie in blocks of block_tokens; the rest lie in the hot
+    tail, which also takes the tokens of a pass before they are committed. `commit` is the one place
+    where the length changes. A full tail block moves out at commit: it is first copied to a staging
+    slot on the device, so the tail is free at once while the link carries the block out behind it.
+
+    The first `resident_blocks[layer]` blocks of a layer stay on the device, spread evenly over the
+    layers, so that the link never rests for the length of a resident layer.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        max_pass_tokens: int,
+        resident_blocks: Sequence[int],
+        memory: DeviceMemory,
+        host_blocks: HostBlocks,
+        link: Link,
+        staging: Sequence[torch.Tensor],
+    ) -> None:
+        """resident_blocks: for each layer, how many of its first blocks stay on the device.
+
+        staging: flat uint8 device buffers of one block each; needed if any block goes to the host.
+        Raises DoesNotFitError.
+        """
+        self.shape = shape
+        self.length = 0
+        self._tail_start = 0
+        self._max_pass_tokens = max_pass_tokens
+        self._memory = memory
+        self._host_blocks = host_blocks
+        self._link = link
+        self._staging = list(staging)
+        self._staged: list[Event | None] = [None] * len(self._staging)
+        self._next_staging = 0
+        self._pending = [0] * shape.layers
+        self._blocks: list[list[_Block]] = [[] for _ in range(shape.layers)]
+        self._tail_allocation = memory.allocate(shape.tail_bytes(max_pass_tokens), "KV tail")
+        self._tail = self._tail_allocation.bytes.view(shape.dtype).view(
+            shape.layers,
+            2,
+            shape.kv_heads,
+            shape.block_tokens + max_pass_tokens,
+            shape.head_dim,
+        )
+        self._resident_allocation = memory.allocate(
+            shape.block_bytes * sum(resident_blocks), "resident KV"
+        )
+        pool = iter(self._resident_allocation.bytes.split(shape.block_bytes))
+        self._device_blocks = [[next(pool) for _ in range(count)] for count in resident_blocks]
+
+    @property
+    def tail_length(self) -> int:
+        """Committed tokens that lie in the hot tail."""
+        return self.length - self._tail_start
+
+    def resident_blocks(self) -> int:
+        return sum(block.written is None for blocks in self._blocks for block in blocks)
+
+    def resident_layers(self) -> int:
+        """Layers whose whole KV is on the device."""
+        return sum(all(block.written is None for block in blocks) for blocks in self._blocks)
+
+    def blocks(self) -> int:
+        return sum(map(len, self._blocks))
+
+    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Writes the KV of a pass's next tokens, [kv_heads, tokens, head_dim], uncommitted.
+
+        Raises RuntimeError, before any write, if the pass exceeds what the tail can take.
+        """
+        start = self.tail_length + self._pending[layer]
+        tokens = key.shape[1]
+        if self._pending[layer] + tokens > self._max_pass_tokens:
+            raise RuntimeError(
+                f"a pass of {self._pending[layer] + tokens} tokens, the tail takes "
+                f"{self._max_pass_tokens}"
+            )
+        self._tail[layer, 0, :, start : start + tokens] = key
+        self._tail[layer, 1, :, start : start + tokens] = value
+        self._pending[layer] += tokens
+
+    def tail(self, layer: int) -> torch.Tensor:
+        """[2, kv_heads, tokens, head_dim]: the committed tail and the pass's tokens so far."""
+        return self._tail[layer, :, :, : self.tail_length + self._pending[layer]]
+
+    def commit(self, tokens: int) -> None:
+        """Ends a pass: keeps the first `tokens` of what it appended and drops the rest.
+
+        Raises RuntimeError if the pass did not append that many in every layer.
+        """
+        if not 0 <= tokens <= min(self._pending):
+            raise RuntimeError(f"commit of {tokens} tokens, the pass holds {min(self._pending)}")
+        self._pending = [0] * self.shape.layers
+        self.length += tokens
+        while self.tail_length >= self.shape.block_tokens:
+            self._move_out_tail_block()
+
+    def fill(self, layer: int, keys_values: torch.Tensor) -> None:
+        """Stores a layer's KV of a whole prompt, [2, kv_heads, tokens, head_dim].
+
+        The layers of a prompt are filled one by one; `commit_fill` then sets the length.
+        Raises RuntimeError if the layer holds something already.
+        """
+        if self.length or self._blocks[layer]:
+            raise RuntimeError(f"fill of layer {layer}, which is not empty")
+        block_tokens = self.shape.block_tokens
+        tokens = keys_values.shape[2]
+        for start in range(0, tokens - block_tokens + 1, block_tokens):
+            self._add_block(layer, keys_values[:, :, start : start + block_tokens])
+        rest = tokens % block_tokens
+        self._tail[layer, :, :, :rest] = keys_values[:, :, tokens - rest :]
+
+    def commit_fill(self, tokens: int) -> None:
+        """Sets the length after `fill` of every layer."""
+        if any(len(b) != tokens // self.shape.block_tokens for b in self._blocks):
+            raise RuntimeError("commit_fill before every layer was filled")
+        self.length = tokens
+        self._tail_start = len(self._blocks[0]) * self.shape.block_tokens
+
+    def transfers(self, layer: int) -> list[Transfer]:
+        """The copies that bring the layer's streamed blocks in, in the order they are attended."""
+        return [
+            Transfer((RING, layer, index), RING, block.buffer, (block.written,))
+            for index, block in enumerate(self._blocks[layer])
+            if block.written is not None
+        ]
+
+    def layer_blocks(self, layer: int) -> list[tuple[tuple, torch.Tensor | None]]:
+        """(transfer key, device buffer, or None where the block streams) in token order."""
+        return [
+            ((RING, layer, index), block.buffer if block.written is None else None)
+            for index, block in enumerate(self._blocks[layer])
+        ]
+
+    def close(self) -> None:
+        """Gives back all memory, once the link has carried out what was on its way."""
+        self._link.synchronize()
+        for block in (block for blocks in self._blocks for block in blocks):
+            if block.written is not None:
+                self._host_blocks.give_back(block.buffer)
+        self._blocks = []
+        self._device_blocks = []
+        self._memory.free(self._tail_allocation)
+        self._memory.free(self._resident_allocation)
+        del self._tail
+
+    def _move_out_tail_block(self) -> None:
+        block_tokens = self.shape.block_tokens
+        rest = self.tail_length - block_tokens
+        for layer in range(self.shape.layers):
+            tail = self._tail[layer]
+            self._add_block(layer, tail[:, :, :block_tokens])
+            # Cloned because the two ranges may overlap.
+            tail[:, :, :rest] = tail[:, :, block_tokens : block_tokens + rest].clone()
+        self._tail_start += block_tokens
+
+    def _add_block(self, layer: int, keys_values: torch.Tensor) -> None:
+        blocks = self._blocks[layer]
+        if len(blocks) < len(self._device_blocks[layer]):
+            buffer = self._device_blocks[layer][len(blocks)]
+            self.shape.view(buffer).copy_(keys_values)
+            blocks.append(_Block(buffer, None))
+            return
+        slot = self._next_staging
+        self._next_staging = (slot + 1) % len(self._staging)
+        if self._staged[slot] is not None:
+            self._link.wait(self._staged[slot])
+        self.shape.view(self._staging[slot]).copy_(keys_values)
+        host = self._host_blocks.take()
+        written = self._link.to_host(host, self._staging[slot], (self._link.record(),))
+        self._staged[slot] = written
+        blocks.append(_Block(host, written))

@@ -1,0 +1,69 @@
+"""The link: what carries bytes between host and device, and the events that order its copies.
+
+Two links run the same code above them: `CudaLink` (PCIe) and `EmulatedLink` (a paced copy thread
+on a machine without a GPU). Nothing above this interface knows which one it uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+Event = Any
+"""A point in a link's time, made by the link and only ever handed back to it."""
+
+
+@dataclass(frozen=True)
+class LinkCounters:
+    """What crossed the link since it was made. Subtract two to get what crossed in between."""
+
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+    busy_seconds: float = 0.0
+    """Seconds in which the link carried bytes to the device."""
+
+    def __sub__(self, other: LinkCounters) -> LinkCounters:
+        return LinkCounters(
+            self.bytes_to_device - other.bytes_to_device,
+            self.bytes_to_host - other.bytes_to_host,
+            self.busy_seconds - other.busy_seconds,
+        )
+
+
+class Link(Protocol):
+    """Asynchronous copies between flat uint8 buffers of equal size.
+
+    The order is set by events alone. `to_device` and `to_host` return at once with the event of
+    their completion; a copy starts after every event in `after`. Copies of one direction happen in
+    the order they were asked for; the two directions are independent.
+    """
+
+    emulated: bool
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second to the device: emulated as asked, measured on CUDA; None if unpaced."""
+
+    def to_device(
+        self, device: torch.Tensor, host: torch.Tensor, after: Sequence[Event]
+    ) -> Event: ...
+
+    def to_host(
+        self, host: torch.Tensor, device: torch.Tensor, after: Sequence[Event]
+    ) -> Event: ...
+
+    def record(self) -> Event:
+        """The event of everything computed so far."""
+
+    def wait(self, event: Event) -> None:
+        """Compute that follows starts after `event`. Raises LinkError when its copy failed."""
+
+    def counters(self) -> LinkCounters: ...
+
+    def synchronize(self) -> None:
+        """Blocks the host until every copy asked for is done. Raises LinkError if one failed."""
+
+    def close(self) -> None: ...

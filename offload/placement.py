@@ -1,0 +1,140 @@
+"""What lives on the device and what streams: a simple rule, weights first, then KV blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .errors import DoesNotFitError
+from .host import available_host_bytes
+from .kv import KVShape
+
+WEIGHT_SLOTS = 2
+KV_SLOTS = 3
+STAGING_SLOTS = 2
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model and a context ask for. Sizes in bytes.
+
+    head_bytes: final norm and output matrix, always on the device
+    embedding_bytes: the input embedding if it is a matrix of its own, 0 when tied to the head
+    workspace_bytes: temporaries of the largest forward, prefill of the whole context included
+    """
+
+    layers: int
+    layer_bytes: int
+    head_bytes: int
+    embedding_bytes: int
+    workspace_bytes: int
+    kv: KVShape
+    context_tokens: int
+    max_pass_tokens: int
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks of all layers when the context is full; the newest tokens are in the tail."""
+        return self.layers * (self.context_tokens // self.kv.block_tokens)
+
+    @property
+    def fixed_bytes(self) -> int:
+        return self.head_bytes + self.workspace_bytes + self.kv.tail_bytes(self.max_pass_tokens)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where everything goes. The layers not named in streamed_layers are resident."""
+
+    streamed_layers: tuple[int, ...]
+    embedding_resident: bool
+    resident_kv_blocks: int
+    weight_slots: int
+    kv_slots: int
+    staging_slots: int
+
+
+def place(demand: Demand, limit_bytes: int) -> Placement:
+    """The placement of a model and its longest context within `limit_bytes` of the device.
+
+    Raises DoesNotFitError, with what the least placement needs, when even that does not fit.
+    """
+    everything = Placement((), True, demand.kv_blocks, 0, 0, 0)
+    if device_bytes(demand, everything) <= limit_bytes:
+        return everything
+    kv_slots, staging_slots = (KV_SLOTS, STAGING_SLOTS) if demand.kv_blocks else (0, 0)
+    for streamed in range(demand.layers + 1):
+        least = Placement(
+            spread(streamed, demand.layers),
+            False,
+            0,
+            min(WEIGHT_SLOTS, streamed),
+            kv_slots,
+            staging_slots,
+        )
+        spare = limit_bytes - device_bytes(demand, least)
+        if spare >= 0:
+            break
+    else:
+        raise DoesNotFitError(
+            f"device memory for {demand.context_tokens} tokens of context with everything streamed",
+            limit_bytes - spare,
+            limit_bytes,
+            "use a shorter context (--max-new-tokens, max_context) or more --device-memory",
+        )
+    embedding_resident = demand.embedding_bytes <= spare
+    if embedding_resident:
+        spare -= demand.embedding_bytes
+    return replace(
+        least,
+        embedding_resident=embedding_resident,
+        resident_kv_blocks=min(spare // demand.kv.block_bytes, demand.kv_blocks),
+    )
+
+
+def device_bytes(demand: Demand, placement: Placement) -> int:
+    """Device memory that a placement takes when its context is full."""
+    resident_layers = demand.layers - len(placement.streamed_layers)
+    blocks = placement.resident_kv_blocks + placement.kv_slots + placement.staging_slots
+    return (
+        demand.fixed_bytes
+        + (demand.embedding_bytes if placement.embedding_resident else 0)
+        + (resident_layers + placement.weight_slots) * demand.layer_bytes
+        + blocks * demand.kv.block_bytes
+    )
+
+
+def host_bytes(demand: Demand, placement: Placement) -> int:
+    """Host memory that a placement takes when its context is full."""
+    return (
+        len(placement.streamed_layers) * demand.layer_bytes
+        + (demand.kv_blocks - placement.resident_kv_blocks) * demand.kv.block_bytes
+        + (0 if placement.embedding_resident else demand.embedding_bytes)
+    )
+
+
+def check_host(demand: Demand, placement: Placement, *, device_is_host: bool) -> None:
+    """Raises DoesNotFitError if host memory does not hold what streams.
+
+    device_is_host: the device is emulated and takes host memory too.
+    """
+    needed = host_bytes(demand, placement)
+    if device_is_host:
+        needed += device_bytes(demand, placement)
+    available = available_host_bytes()
+    if needed > available:
+        raise DoesNotFitError(
+            f"host memory for {demand.context_tokens} tokens of context",
+            needed,
+            available,
+            "use a shorter context (--max-new-tokens, max_context) or a smaller model",
+        )
+
+
+def spread(count: int, layers: int) -> tuple[int, ...]:
+    """`count` of `layers` layers, evenly apart, so that the link never rests for long."""
+    return tuple((2 * i + 1) * layers // (2 * count) for i in range(count))
+
+
+def share_blocks(blocks: int, layers: int) -> tuple[int, ...]:
+    """`blocks` resident blocks divided over the layers, at most one apart."""
+    return tuple(blocks // layers + (layer < blocks % layers) for layer in range(layers))

@@ -1,0 +1,169 @@
+"""Everything that outlives a request on the device, and what a request adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from .attend import KVPass, PrefillPass
+from .conveyor import Conveyor, Transfer
+from .device import DeviceMemory
+from .host import HostBlocks
+from .kv import RING as KV_RING
+from .kv import KVStore
+from .link import Link
+from .placement import Demand, Placement, share_blocks
+from .weights import RING as WEIGHT_RING
+from .weights import Fill, WeightPass, WeightStore
+from .layout import FlatLayout
+
+
+class Runtime:
+    """Link, device memory, weights, slots and host blocks of one engine, on one device."""
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        link: Link,
+        demand: Demand,
+        placement: Placement,
+        layer_layout: FlatLayout,
+        fill: Fill,
+    ) -> None:
+        """Allocates and fills the layers' weights. Raises DoesNotFitError and what `fill` raises."""
+        self.memory = memory
+        self.link = link
+        self.demand = demand
+        self.placement = placement
+        with ExitStack() as undo:
+            self.host_blocks = HostBlocks(demand.kv.block_bytes, pin=not link.emulated)
+            undo.callback(self.host_blocks.close)
+            self.weights = WeightStore(
+                layer_layout,
+                demand.layers,
+                placement.streamed_layers,
+                memory,
+                pin=not link.emulated,
+                fill=fill,
+            )
+            undo.callback(self.weights.close)
+            self._slots: list = []
+            self.conveyor = Conveyor(
+                link,
+                {
+                    WEIGHT_RING: self._ring(
+                        placement.weight_slots, demand.layer_bytes, "weight slots"
+                    ),
+                    KV_RING: self._ring(placement.kv_slots, demand.kv.block_bytes, "KV slots"),
+                },
+            )
+            self._staging = self._ring(
+                placement.staging_slots, demand.kv.block_bytes, "staging slots"
+            )
+            undo.pop_all()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory in use for what streams, and for an embedding that found no room."""
+        embedding = 0 if self.placement.embedding_resident else self.demand.embedding_bytes
+        return self.weights.host_bytes + self.host_blocks.nbytes + embedding
+
+    @contextmanager
+    def session(self, prompt_tokens: int, new_tokens: int, workspace_bytes: int) -> Iterator[Session]:
+        """Memory for one request: tail, resident KV blocks and the workspace of its forwards."""
+        with ExitStack() as stack:
+            workspace = self.memory.reserve(workspace_bytes, "workspace")
+            stack.callback(self.memory.free, workspace)
+            session = Session(self, self._staging, prompt_tokens, new_tokens)
+            stack.callback(session.close)
+            yield session
+
+    def close(self) -> None:
+        self.conveyor.cancel()
+        self.weights.close()
+        self.host_blocks.close()
+        for allocation in self._slots:
+            self.memory.free(allocation)
+        self._slots.clear()
+        self._staging.clear()
+
+    def _ring(self, slots: int, slot_bytes: int, purpose: str) -> list[torch.Tensor]:
+        allocations = [self.memory.allocate(slot_bytes, purpose) for _ in range(slots)]
+        self._slots += allocations
+        return [allocation.bytes for allocation in allocations]
+
+
+class Session:
+    """One request's KV and its passes.
+
+    prefill() once, then for every pass: begin_pass() as soon as it is known that there will be one
+    (its copies start at once and run while whatever comes before it computes), forward over
+    `weights` and `cache`, commit().
+    """
+
+    def __init__(
+        self, runtime: Runtime, staging: list[torch.Tensor], prompt_tokens: int, new_tokens: int
+    ) -> None:
+        demand, memory = runtime.demand, runtime.memory
+        kv = demand.kv
+        blocks_per_layer = (prompt_tokens + new_tokens) // kv.block_tokens
+        spare = memory.available_bytes - kv.tail_bytes(demand.max_pass_tokens)
+        resident = min(blocks_per_layer * kv.layers, max(0, spare) // kv.block_bytes)
+        self._runtime = runtime
+        self._prompt_tokens = prompt_tokens
+        self.kv = KVStore(
+            kv,
+            demand.max_pass_tokens,
+            share_blocks(resident, kv.layers),
+            memory,
+            runtime.host_blocks,
+            runtime.link,
+            staging,
+        )
+        self.weights = WeightPass(runtime.weights, runtime.conveyor)
+        self.cache = KVPass(self.kv, runtime.conveyor)
+
+    @contextmanager
+    def prefill(self) -> Iterator[PrefillPass]:
+        """The cache for the prompt's forward; its KV is committed when the block ends."""
+        kv = self.kv.shape
+        gathered = torch.empty(
+            self._prompt_tokens * kv.token_bytes,
+            dtype=torch.uint8,
+            device=self._runtime.memory.device,
+        )
+        self._runtime.conveyor.start(
+            transfer
+            for layer in range(kv.layers)
+            for transfer in self._runtime.weights.transfers(layer)
+        )
+        yield PrefillPass(self.kv, self._prompt_tokens, gathered)
+        self.kv.commit_fill(self._prompt_tokens)
+
+    def begin_pass(self) -> None:
+        """Starts the copies of a pass over everything committed so far."""
+        self._runtime.conveyor.start(self._schedule())
+
+    def commit(self, tokens: int) -> None:
+        """Keeps the first `tokens` tokens of the pass that ended."""
+        self.kv.commit(tokens)
+
+    def bytes_per_pass(self) -> int:
+        """Bytes that a pass over everything committed so far brings to the device."""
+        return sum(transfer.source.numel() for transfer in self._schedule())
+
+    def close(self) -> None:
+        self._runtime.conveyor.cancel()
+        self.kv.close()
+
+    def _schedule(self) -> list[Transfer]:
+        return [
+            transfer
+            for layer in range(self.kv.shape.layers)
+            for transfer in (
+                *self._runtime.weights.transfers(layer),
+                *self.kv.transfers(layer),
+            )
+        ]

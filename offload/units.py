@@ -1,0 +1,50 @@
+"""Sizes and rates as people write them: 22GiB, 512MiB, 25GB/s."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import UsageError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{p + "b": 1000 ** (i + 1) for i, p in enumerate("kmgt")},
+    **{p + "ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")},
+}
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """`"22GiB"`, `"500MB"`, `"4096"` or an int, in bytes. Raises UsageError."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        size = text
+    else:
+        match = _NUMBER.fullmatch(text) if isinstance(text, str) else None
+        if match is None or match[2].lower() not in _UNITS:
+            raise UsageError(f"{text!r} is not a size; write it like 22GiB, 512MiB or 4096")
+        size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size <= 0:
+        raise UsageError(f"a size must be positive, got {text!r}")
+    return size
+
+
+def parse_bandwidth(text: str | float) -> float:
+    """`"25GB/s"`, `"800MB/s"` or a number of bytes per second. Raises UsageError."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        rate = float(text)
+        if not 0 < rate < float("inf"):
+            raise UsageError(f"a bandwidth must be positive and finite, got {text!r}")
+        return rate
+    if not isinstance(text, str) or not text.endswith("/s"):
+        raise UsageError(f"{text!r} is not a bandwidth; write it like 25GB/s or 800MB/s")
+    return float(parse_bytes(text[:-2]))
+
+
+def format_bytes(size: float) -> str:
+    """Human form in binary units, e.g. `1.50 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"

@@ -1,0 +1,327 @@
+"""The engine: a model that is loaded once and serves any number of requests, one after another."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import UsageError
+from offload.runtime import Runtime, Session
+from offload.units import parse_bandwidth, parse_bytes
+
+from .autoregressive import Autoregressive
+from .checkpoint import open_checkpoint, resolve
+from .loading import PREFILL_CHUNK, Progress, choose_dtype, load, open_device
+from .model import Model
+from .params import SamplingParams
+from .stats import Clock, kv_placement, request_stats
+from .text import TextStream, Tokenizer, load_tokenizer
+from .workspace import workspace_bytes
+
+METHODS = {"autoregressive": Autoregressive}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request gave.
+
+    token_ids: the new tokens only, an end-of-text token included
+    finish_reason: "stop", "length" or "interrupted"
+    stats: see docs/stats.md
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stats: dict[str, Any]
+
+
+class Engine:
+    """Generates from one model. Made by `from_pretrained`; closed by `close` or `with`."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        runtime: Runtime,
+        tokenizer: Tokenizer | None,
+        method: str,
+        load_seconds: float,
+        progress: Progress,
+        resources: ExitStack,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.config = model.config
+        self._name = name
+        self._model = model
+        self._runtime = runtime
+        self._method = method
+        self._load_seconds = load_seconds
+        self._progress = progress
+        self._resources = resources
+        self._interrupted = threading.Event()
+        self._streaming = False
+        self._closed = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        device_memory: str | int | None = None,
+        link_bandwidth: str | float | None = None,
+        dtype: str = "auto",
+        method: str = "autoregressive",
+        max_context: int | None = None,
+        block_tokens: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Loads a model.
+
+        model: a directory with safetensors, a .gguf file or a hub id
+        device: "cuda:0" or "cpu"; the first GPU if there is one
+        device_memory: budget, e.g. "22GiB" or bytes; all that is free if None
+        link_bandwidth: of the emulated link (CPU only), e.g. "25GB/s" or bytes per second
+        dtype: "auto", "float32", "bfloat16" or "float16"
+        max_context: prompt and new tokens that will be needed at most; the model's positions if None
+        block_tokens: tokens of a KV block, a power of two; chosen from the sizes if None
+        tokenizer: one that is loaded already
+        progress: called with ("load" or "prefill", layers done, layers in all)
+
+        Raises UsageError, DoesNotFitError (before loading) or CheckpointError.
+        """
+        began = time.perf_counter()
+        if method not in METHODS:
+            raise UsageError(f"method {method!r} is not one of {', '.join(METHODS)}")
+        if block_tokens is not None and (block_tokens < 1 or block_tokens & (block_tokens - 1)):
+            raise UsageError(f"block_tokens must be a power of two, got {block_tokens!r}")
+        where = open_device(device)
+        memory = None if device_memory is None else parse_bytes(device_memory)
+        bandwidth = None if link_bandwidth is None else parse_bandwidth(link_bandwidth)
+        progress = progress or (lambda *_: None)
+        checkpoint = open_checkpoint(resolve(model))
+        try:
+            config = checkpoint.config
+            chosen = choose_dtype(dtype, config, where)
+            context = config.positions if max_context is None else max_context
+            check_context(context, 0, config.positions, "the model has")
+            tokenizer = tokenizer or load_tokenizer(checkpoint.path)
+            built, runtime, resources = load(
+                checkpoint,
+                where,
+                memory,
+                bandwidth,
+                chosen,
+                context,
+                METHODS[method].max_pass_tokens,
+                block_tokens,
+                progress,
+            )
+        finally:
+            checkpoint.close()
+        seconds = time.perf_counter() - began
+        return cls(
+            str(model), built, runtime, tokenizer, method, seconds, progress, resources
+        )
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> Completion:
+        """Runs a request to its end. Raises UsageError, DoesNotFitError or LinkError."""
+        stream = self.stream(prompt, params)
+        for _ in stream:
+            pass
+        return stream.result
+
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> Stream:
+        """Runs a request as its text is asked for: iterate, then read `result`.
+
+        Raises UsageError at once if the prompt cannot be taken.
+        """
+        if self._closed:
+            raise UsageError("the engine is closed")
+        if self._streaming:
+            raise UsageError("the engine serves one request at a time, and one is under way")
+        params = params or SamplingParams()
+        token_ids = self._token_ids(prompt)
+        limit = self._runtime.demand.context_tokens
+        check_context(
+            len(token_ids),
+            params.max_new_tokens,
+            limit,
+            "the model has" if limit == self.config.positions else "the engine was made for",
+        )
+        return Stream(self._run(token_ids, params))
+
+    def interrupt(self) -> None:
+        """Ends the request under way within one pass; what it gave so far is its result."""
+        self._interrupted.set()
+
+    def close(self) -> None:
+        """Releases everything. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._resources.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UsageError("the model has no tokenizer; give the prompt as token ids")
+            token_ids = self.tokenizer.encode(prompt)
+        else:
+            token_ids = list(prompt)
+            for token in token_ids:
+                if not isinstance(token, int) or not 0 <= token < self.config.vocab:
+                    raise UsageError(
+                        f"token id {token!r} is not a number from 0 to {self.config.vocab - 1}"
+                    )
+        if not token_ids:
+            raise UsageError("the prompt is empty")
+        return token_ids
+
+    def _run(self, prompt: list[int], params: SamplingParams) -> Iterator[str | Completion]:
+        """Yields text pieces, then the Completion."""
+        demand = self._runtime.demand
+        blocks = (len(prompt) + params.max_new_tokens) // demand.kv.block_tokens
+        workspace = workspace_bytes(
+            self.config,
+            len(prompt),
+            PREFILL_CHUNK,
+            demand.max_pass_tokens,
+            blocks,
+            demand.kv.dtype.itemsize,
+        )
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        generator = torch.Generator(self._runtime.memory.device).manual_seed(seed)
+        self._interrupted.clear()
+        self._streaming = True
+        try:
+            self._model.rope.reset()
+            with self._runtime.session(len(prompt), params.max_new_tokens, workspace) as session:
+                decoder = METHODS[self._method](self._model, session, params, generator)
+                yield from self._decode(prompt, params, seed, session, decoder)
+        finally:
+            self._streaming = False
+
+    def _decode(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        session: Session,
+        decoder: Autoregressive,
+    ) -> Iterator[str | Completion]:
+        link = self._runtime.link
+        clock = Clock(load=self._load_seconds)
+        began, before = time.perf_counter(), link.counters()
+        stops = frozenset(self.config.eos_token_ids + params.stop_token_ids)
+        text = TextStream(self.tokenizer)
+        tokens: list[int] = []
+        reason = ""
+        try:
+            decoder.prefill(prompt, PREFILL_CHUNK, self._after_prefill_layer)
+            link.synchronize()
+        except _Interrupted:
+            reason = "interrupted"
+        while not reason:
+            taken = decoder.step()
+            if not tokens:
+                clock.prefill, clock.prefill_link = (
+                    time.perf_counter() - began,
+                    link.counters() - before,
+                )
+                began, before = time.perf_counter(), link.counters()
+            tokens += taken
+            if tokens[-1] in stops:
+                reason = "stop"
+            elif len(tokens) >= params.max_new_tokens:
+                reason = "length"
+            elif self._interrupted.is_set():
+                reason = "interrupted"
+            if piece := text.push(taken):
+                yield piece
+        if tokens:
+            clock.decode, clock.decode_link = (
+                time.perf_counter() - began,
+                link.counters() - before,
+            )
+        if piece := text.finish():
+            yield piece
+        stats = {
+            "method": self._method,
+            "model": self._name,
+            "device": str(self._runtime.memory.device),
+            "dtype": str(self._runtime.demand.kv.dtype).removeprefix("torch."),
+            "seed": seed,
+            "prompt_tokens": len(prompt),
+            "new_tokens": len(tokens),
+            "token_ids": tokens,
+            "text": text.text,
+            "finish_reason": reason,
+            **request_stats(
+                self._runtime, clock, decoder.passes, len(tokens), kv_placement(session)
+            ),
+        }
+        yield Completion(tokens, text.text, reason, stats)
+
+    def _after_prefill_layer(self, layer: int) -> None:
+        self._progress("prefill", layer + 1, self.config.layers)
+        if self._interrupted.is_set():
+            raise _Interrupted
+
+
+class Stream:
+    """The text of a request, piece by piece; `result` once it has ended."""
+
+    def __init__(self, pieces: Iterator[str | Completion]) -> None:
+        self._pieces = pieces
+        self._result: Completion | None = None
+
+    @property
+    def result(self) -> Completion:
+        """The whole completion. Raises RuntimeError before the stream has ended."""
+        if self._result is None:
+            raise RuntimeError("the stream has not ended")
+        return self._result
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self._pieces:
+            if isinstance(piece, Completion):
+                self._result = piece
+            else:
+                yield piece
+
+    def close(self) -> None:
+        """Ends the request early and frees what it holds."""
+        self._pieces.close()
+
+
+class _Interrupted(Exception):  # noqa: N818 (not an error)
+    """Ends prefill between two layers."""
+
+
+def check_context(prompt_tokens: int, new_tokens: int, limit: int, whose: str) -> None:
+    """Raises UsageError if a prompt and its new tokens exceed `limit` positions."""
+    if prompt_tokens + new_tokens > limit:
+        new = f" and {new_tokens} new ones" if new_tokens else ""
+        raise UsageError(
+            f"{prompt_tokens} prompt tokens{new} are more than the {limit} positions {whose}"
+        )

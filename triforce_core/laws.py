@@ -1,0 +1,34 @@
+"""Laws: probability vectors over the vocabulary after temperature, top-k and top-p."""
+
+from __future__ import annotations
+
+import torch
+
+from .params import SamplingParams
+
+
+def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The law of the next token, float32, of each row of logits [..., vocab].
+
+    Temperature, then top-k, then top-p, as transformers' warpers apply them: top-k keeps ties with
+    the k-th, top-p keeps the likeliest tokens until their sum reaches p, and never none.
+    Temperature 0 is the one-hot law of the (first) arg-max.
+    """
+    logits = logits.float()
+    if params.temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    scores = logits / params.temperature
+    if 0 < params.top_k < scores.shape[-1]:
+        kth = scores.topk(params.top_k, -1).values[..., -1:]
+        scores = scores.masked_fill(scores < kth, float("-inf"))
+    if params.top_p < 1:
+        ordered, order = scores.sort(-1)
+        dropped = ordered.softmax(-1).cumsum(-1) <= 1 - params.top_p
+        dropped[..., -1] = False
+        scores = scores.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
+    return scores.softmax(-1)
+
+
+def draw(law: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One token of each row of `law` [rows, vocab], as [rows] of int64."""
+    return torch.multinomial(law, 1, generator=generator).squeeze(-1)

@@ -1,0 +1,141 @@
+"""The model: one definition for the Llama family, blind to where weights and KV live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from .config import ModelConfig
+from .rope import Rope, rotate
+
+LayerWeights = Mapping[str, torch.Tensor]
+
+
+class Weights(Protocol):
+    """Where a pass gets its layers from: resident, or streamed just in time."""
+
+    def layer(self, index: int) -> AbstractContextManager[LayerWeights]:
+        """The tensors of `layer_shapes`, valid inside the block. Asked for in order."""
+
+
+class Cache(Protocol):
+    """Where a pass keeps and attends to KV."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Appends key and value [kv_heads, tokens, head_dim] and attends causally.
+
+        query and the result: [heads, tokens, head_dim].
+        """
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What comes before the first layer and after the last.
+
+    embedding: [vocab, hidden], on the device or in host memory
+    norm: [hidden]; head: [vocab, hidden], on the device
+    """
+
+    embedding: torch.Tensor
+    norm: torch.Tensor
+    head: torch.Tensor
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The tensors of one layer, in the order they are used."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_norm": (config.hidden,),
+        "qkv": (queries + 2 * keys, config.hidden),
+    }
+    if config.qkv_bias:
+        shapes["qkv_bias"] = (queries + 2 * keys,)
+    if config.qk_norm:
+        shapes["q_norm"] = shapes["k_norm"] = (config.head_dim,)
+    shapes["o"] = (config.hidden, queries)
+    if config.output_bias:
+        shapes["o_bias"] = (config.hidden,)
+    shapes["post_norm"] = (config.hidden,)
+    shapes["gate_up"] = (2 * config.mlp, config.hidden)
+    shapes["down"] = (config.hidden, config.mlp)
+    return shapes
+
+
+class Model:
+    """Forward passes. Holds what is not a layer: embedding, norm, head and rope."""
+
+    def __init__(self, config: ModelConfig, ends: Ends, rope: Rope, device: torch.device) -> None:
+        self.config = config
+        self.rope = rope
+        self._ends = ends
+        self._device = device
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        start: int,
+        weights: Weights,
+        cache: Cache,
+        *,
+        chunk: int | None = None,
+        each_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """One pass over tokens at positions start, start + 1, ...
+
+        token_ids: [tokens] int64. chunk: tokens of a layer computed at a time, None for all; each
+        layer is asked for once either way. each_layer is called after each layer with its index.
+        Returns hidden states before the final norm, [tokens, hidden].
+        """
+        embedding = self._ends.embedding
+        hidden = F.embedding(token_ids.to(embedding.device), embedding).to(self._device)
+        tokens = hidden.shape[0]
+        cos, sin = self.rope.cos_sin(start, tokens, hidden)
+        step = chunk or tokens
+        for index in range(self.config.layers):
+            with weights.layer(index) as layer:
+                for first in range(0, tokens, step):
+                    part = slice(first, first + step)
+                    self._layer(index, layer, hidden[part], cos[part], sin[part], cache)
+            if each_layer is not None:
+                each_layer(index)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] to float32 logits [tokens, vocab]."""
+        return F.linear(self._norm(hidden, self._ends.norm), self._ends.head).float()
+
+    def _layer(
+        self,
+        index: int,
+        w: LayerWeights,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: Cache,
+    ) -> None:
+        """Adds attention and MLP of one layer to `hidden` [tokens, hidden], in place."""
+        config = self.config
+        tokens = hidden.shape[0]
+        qkv = F.linear(self._norm(hidden, w["input_norm"]), w["qkv"], w.get("qkv_bias"))
+        heads = qkv.view(tokens, config.heads + 2 * config.kv_heads, config.head_dim)
+        query, key, value = heads.transpose(0, 1).split(
+            (config.heads, config.kv_heads, config.kv_heads)
+        )
+        if config.qk_norm:
+            query = self._norm(query, w["q_norm"])
+            key = self._norm(key, w["k_norm"])
+        mixed = cache.attend(index, rotate(query, cos, sin), rotate(key, cos, sin), value)
+        mixed = mixed.transpose(0, 1).reshape(tokens, config.heads * config.head_dim)
+        hidden += F.linear(mixed, w["o"], w.get("o_bias"))
+        gate, up = F.linear(self._norm(hidden, w["post_norm"]), w["gate_up"]).split(config.mlp, -1)
+        hidden += F.linear(F.silu(gate).mul_(up), w["down"])
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)

@@ -1,0 +1,65 @@
+"""What a request asks for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from offload.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request samples and when it stops. Raises UsageError for values out of range.
+
+    temperature: 0 takes the arg-max
+    top_p: keep the smallest set of tokens whose probability reaches this, after temperature
+    top_k: keep the k likeliest tokens; 0 keeps all
+    seed: None draws one; it is reported in the stats either way
+    stop_token_ids: end the text as the model's own end-of-text tokens do
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.6
+    top_p: float = 0.9
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require("max_new_tokens", self.max_new_tokens, _whole(self.max_new_tokens, 1), "1 or more")
+        _require(
+            "temperature",
+            self.temperature,
+            _real(self.temperature) and 0 <= self.temperature < math.inf,
+            "0 or more",
+        )
+        _require(
+            "top_p",
+            self.top_p,
+            _real(self.top_p) and 0 < self.top_p <= 1,
+            "more than 0 and at most 1",
+        )
+        _require("top_k", self.top_k, _whole(self.top_k, 0), "0 (off) or more")
+        _require(
+            "seed",
+            self.seed,
+            self.seed is None or (_whole(self.seed, 0) and self.seed < 1 << 63),
+            "0 to 2**63 - 1",
+        )
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for token in self.stop_token_ids:
+            _require("stop_token_ids", token, _whole(token, 0), "token ids")
+
+
+def _require(name: str, value: object, holds: bool, expected: str) -> None:
+    if not holds:
+        raise UsageError(f"{name} must be {expected}, got {value!r}")
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,75 @@
+"""What a request reports: one nested dict, the same in Python and in --stats FILE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload.link import LinkCounters
+from offload.runtime import Runtime, Session
+
+
+@dataclass
+class Clock:
+    """Seconds of a request's phases, and what crossed the link in them."""
+
+    load: float
+    prefill: float = 0.0
+    decode: float = 0.0
+    prefill_link: LinkCounters = field(default_factory=LinkCounters)
+    decode_link: LinkCounters = field(default_factory=LinkCounters)
+
+
+def kv_placement(session: Session) -> dict[str, int]:
+    """Where a request's KV is, taken while the session is open."""
+    kv = session.kv
+    return {
+        "resident_kv_layers": kv.resident_layers(),
+        "resident_kv_blocks": kv.resident_blocks(),
+        "kv_blocks": kv.blocks(),
+    }
+
+
+def request_stats(
+    runtime: Runtime, clock: Clock, passes: int, new_tokens: int, kv: dict[str, int]
+) -> dict[str, Any]:
+    """Seconds, link, memory and placement. Decode figures cover decoding alone: the first new token
+    comes from prefill, the others from `passes` passes. Seconds and rates are None when no pass
+    was made, or nothing crossed the link, to tell them from.
+    """
+    link, placement, demand = runtime.link, runtime.placement, runtime.demand
+    carried = clock.decode_link
+    bandwidth = link.bandwidth
+    if bandwidth is None and carried.busy_seconds:
+        bandwidth = carried.bytes_to_device / carried.busy_seconds
+    passed = new_tokens - 1
+    return {
+        "seconds": {"load": clock.load, "prefill": clock.prefill, "decode": clock.decode},
+        "seconds_per_token": clock.decode / passed if passes else None,
+        "passes": passes,
+        "tokens_per_pass": passed / passes if passes else None,
+        "link": {
+            "emulated": link.emulated,
+            "bytes_to_device": carried.bytes_to_device,
+            "bytes_to_host": carried.bytes_to_host,
+            "busy_seconds": carried.busy_seconds,
+            "bandwidth_gb_per_s": bandwidth and bandwidth / 1e9,
+            "floor_seconds_per_pass": carried.bytes_to_device / passes / bandwidth
+            if passes and bandwidth
+            else None,
+            "prefill_bytes_to_device": clock.prefill_link.bytes_to_device,
+            "prefill_bytes_to_host": clock.prefill_link.bytes_to_host,
+        },
+        "memory": {
+            "device_budget_bytes": runtime.memory.limit_bytes,
+            "device_peak_bytes": runtime.memory.peak_bytes,
+            "host_bytes": runtime.host_bytes,
+        },
+        "placement": {
+            "layers": demand.layers,
+            "resident_weight_layers": runtime.weights.resident_layers,
+            "embedding_resident": placement.embedding_resident,
+            "block_tokens": demand.kv.block_tokens,
+            **kv,
+        },
+    }

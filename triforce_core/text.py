@@ -1,0 +1,105 @@
+"""Between text and token ids: the checkpoint's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from offload.errors import CheckpointError, UsageError
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer:
+    """A transformers tokenizer, with its failures made typed."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, *, chat: bool = False) -> list[int]:
+        """Token ids of a text, or of a chat's first message by the user. Raises UsageError."""
+        if not chat:
+            return list(self._tokenizer(text)["input_ids"])
+        if not self._tokenizer.chat_template:
+            raise UsageError("the model has no chat template; leave --chat away")
+        rendered = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+        return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+class TextStream:
+    """Turns tokens into text as they come, holding back bytes that are not yet a character.
+
+    The pieces, `finish` included, add up to `decode` of all the tokens, provided that a longer text
+    decodes to an extension of a shorter one up to its last word; only the last words are decoded
+    again at each step.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._context = 0  # tokens from here are decoded together
+        self._shown = 0  # tokens before here are out
+        self.text = ""
+
+    def push(self, tokens: list[int]) -> str:
+        """The text that `tokens` complete."""
+        self._tokens += tokens
+        if self._tokenizer is None:
+            return ""
+        before = self._tokenizer.decode(self._tokens[self._context : self._shown])
+        after = self._tokenizer.decode(self._tokens[self._context :])
+        if after.endswith(_REPLACEMENT):
+            return ""
+        self._context, self._shown = self._shown, len(self._tokens)
+        return self._emit(after[len(before) :])
+
+    def finish(self) -> str:
+        """What was held back."""
+        if self._tokenizer is None or self._shown == len(self._tokens):
+            return ""
+        before = self._tokenizer.decode(self._tokens[self._context : self._shown])
+        after = self._tokenizer.decode(self._tokens[self._context :])
+        self._shown = len(self._tokens)
+        return self._emit(after[len(before) :])
+
+    def _emit(self, piece: str) -> str:
+        self.text += piece
+        return piece
+
+
+def load_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer beside (or inside) a checkpoint, None if there is none.
+
+    Raises CheckpointError if it cannot be read.
+    """
+    if path.is_dir() and not any((path / name).exists() for name in _FILES):
+        return None
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        if path.is_dir():
+            found = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        else:
+            found = AutoTokenizer.from_pretrained(
+                path.parent, gguf_file=path.name, local_files_only=True
+            )
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the Rust tokenizer's panics are BaseExceptions
+        raise CheckpointError(
+            f"cannot read the tokenizer of {path}: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()
+    return Tokenizer(found)

@@ -1,0 +1,53 @@
+"""How many bytes of temporaries a forward makes on the device, at most."""
+
+from __future__ import annotations
+
+from .config import ModelConfig
+
+_LAW_BYTES_PER_TOKEN_OF_VOCABULARY = 44
+"""Logits, scores, sorted values and order, softmax, cumulative sum, masks: see laws.law."""
+
+
+def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -> int:
+    """The prompt's hidden states, one layer's KV, and the temporaries of one chunk."""
+    chunk = min(chunk, tokens)
+    keys = 2 * config.kv_heads * config.head_dim
+    whole = tokens * (config.hidden + keys + 2 * config.head_dim) * itemsize
+    rope = tokens * config.head_dim * 4 * 4  # angles and their cosines, in float32
+    return whole + max(rope, pass_bytes(config, chunk, itemsize))
+
+
+def pass_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
+    """The temporaries of a forward over `tokens` tokens at once: the larger of attention and MLP.
+
+    Partial attentions of all blocks are alive until they are merged; they are counted by
+    `partials_bytes`, since their number depends on the context.
+    """
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = tokens * (
+        (config.hidden + (queries + 2 * keys) * 3 + queries * 6) * itemsize + queries * 4 * 2
+    )
+    mlp = tokens * (config.hidden * 2 + config.mlp * 3) * itemsize
+    return max(attention, mlp)
+
+
+def partials_bytes(config: ModelConfig, tokens: int, partials: int, itemsize: int) -> int:
+    """Outputs and log-sum-exps of all blocks of one layer, before and after stacking."""
+    rows = tokens * config.heads
+    return partials * rows * (config.head_dim * itemsize + 4 * 3)
+
+
+def law_bytes(config: ModelConfig, rows: int) -> int:
+    """Logits of `rows` positions and what it takes to make a law of them."""
+    return rows * (config.vocab * _LAW_BYTES_PER_TOKEN_OF_VOCABULARY + config.hidden * 4 * 2)
+
+
+def workspace_bytes(
+    config: ModelConfig, prompt_tokens: int, chunk: int, pass_tokens: int, blocks: int, itemsize: int
+) -> int:
+    """Most temporaries alive at once in a request: in prefill, in a pass, or in sampling."""
+    decode = pass_bytes(config, pass_tokens, itemsize) + partials_bytes(
+        config, pass_tokens, blocks + 1, itemsize
+    )
+    prefill = prefill_bytes(config, prompt_tokens, chunk, itemsize)
+    return max(prefill, decode, law_bytes(config, pass_tokens))
