@@ -91,7 +91,7 @@ def reference_attention(
     return Partial(out.to(query.dtype), lse)
 
 
-def _cpu(query, key, value, mask, causal) -> Partial:  # noqa: ANN001 (checked by the caller)
+def _cpu(query, key, value, mask, causal) -> Partial:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query[None],
         key[None],
@@ -103,7 +103,7 @@ def _cpu(query, key, value, mask, causal) -> Partial:  # noqa: ANN001 (checked b
     return Partial(out[0], lse[0])
 
 
-def _cuda(query, key, value, causal) -> Partial:  # noqa: ANN001 (checked by the caller)
+def _cuda(query, key, value, causal) -> Partial:
     rows, head_dim = query.shape[-2:]
     if query.dtype in _HALF:
         # The flash kernel wants head_dim in multiples of 8; zero columns change neither scores
@@ -122,8 +122,10 @@ def _cuda(query, key, value, causal) -> Partial:  # noqa: ANN001 (checked by the
     return reference_attention(query, key, value, causal=causal)
 
 
-def _check(query, key, value, mask, causal) -> None:  # noqa: ANN001
-    tensors = {"query": query, "key": key, "value": value} | ({} if mask is None else {"mask": mask})
+def _check(query, key, value, mask, causal) -> None:
+    tensors = {"query": query, "key": key, "value": value} | (
+        {} if mask is None else {"mask": mask}
+    )
     kv_heads, rows, head_dim = query.shape
     tokens = key.shape[1]
     fits = (

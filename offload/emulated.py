@@ -94,9 +94,7 @@ class _Direction:
         self._thread = threading.Thread(target=self._run, name="emulated-link", daemon=True)
         self._thread.start()
 
-    def copy(
-        self, target: torch.Tensor, source: torch.Tensor, after: Sequence[_Event]
-    ) -> _Event:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, after: Sequence[_Event]) -> _Event:
         if target.numel() != source.numel():
             raise ValueError(f"copy of {source.numel()} bytes into {target.numel()}")
         self.last = _Event()

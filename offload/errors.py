@@ -26,8 +26,8 @@ class DoesNotFitError(TriforceError):
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         super().__init__(
-            f"{what} needs {needed_bytes / GIB:.3f} GiB and {available_bytes / GIB:.3f} GiB "
-            f"is available; {remedy}"
+            f"{what} needs {needed_bytes / GIB:.4g} GiB and "
+            f"{max(0, available_bytes) / GIB:.4g} GiB is available; {remedy}"
         )
 
 

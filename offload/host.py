@@ -1,4 +1,4 @@
-"""Host memory that streams: page-aligned, exactly sized, registered with the driver if there is one.
+"""Host memory that streams: page-aligned, exactly sized, registered with a driver if there is one.
 
 PyTorch's pinned allocator rounds each block up to a power of two (33 GiB would cost 64), so the
 stores never use it.

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 
 ALIGNMENT = 256
-"""Bytes. Equal alignment everywhere keeps vectorised kernels bitwise equal wherever weights live."""
+"""Bytes. Equal alignment everywhere keeps vectorised kernels bitwise equal at any placement."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,5 @@ class FlatLayout:
             name: buffer[start : start + math.prod(shape) * self.dtype.itemsize]
             .view(self.dtype)
             .view(shape)
-            for (name, shape), start in zip(
-                self.shapes.items(), self.offsets.values(), strict=True
-            )
+            for (name, shape), start in zip(self.shapes.items(), self.offsets.values(), strict=True)
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .errors import DoesNotFitError
+from .errors import DoesNotFitError, UsageError
 from .host import available_host_bytes
 from .kv import KVShape
 
@@ -43,7 +43,10 @@ class Demand:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everything goes. The layers not named in streamed_layers are resident."""
+    """Where everything goes. The layers not named in streamed_layers are resident.
+
+    resident_kv_blocks: of all layers together, over which they are spread evenly
+    """
 
     streamed_layers: tuple[int, ...]
     embedding_resident: bool
@@ -110,6 +113,22 @@ def host_bytes(demand: Demand, placement: Placement) -> int:
         + (demand.kv_blocks - placement.resident_kv_blocks) * demand.kv.block_bytes
         + (0 if placement.embedding_resident else demand.embedding_bytes)
     )
+
+
+def check_placement(demand: Demand, placement: Placement, limit_bytes: int) -> None:
+    """Raises DoesNotFitError if a placement needs more than `limit_bytes` of the device, and
+    UsageError if it has nothing to stream through.
+    """
+    needed = device_bytes(demand, placement)
+    if needed > limit_bytes:
+        raise DoesNotFitError(
+            "device memory for this placement", needed, limit_bytes, "let more of it stream"
+        )
+    if placement.streamed_layers and placement.weight_slots < 1:
+        raise UsageError("a placement that streams weights needs at least one weight slot")
+    streamed_kv = demand.kv_blocks > placement.resident_kv_blocks
+    if streamed_kv and min(placement.kv_slots, placement.staging_slots) < 1:
+        raise UsageError("a placement that streams KV needs KV slots and staging slots")
 
 
 def check_host(demand: Demand, placement: Placement, *, device_is_host: bool) -> None:

@@ -13,11 +13,11 @@ from .device import DeviceMemory
 from .host import HostBlocks
 from .kv import RING as KV_RING
 from .kv import KVStore
+from .layout import FlatLayout
 from .link import Link
 from .placement import Demand, Placement, share_blocks
 from .weights import RING as WEIGHT_RING
 from .weights import Fill, WeightPass, WeightStore
-from .layout import FlatLayout
 
 
 class Runtime:
@@ -32,7 +32,10 @@ class Runtime:
         layer_layout: FlatLayout,
         fill: Fill,
     ) -> None:
-        """Allocates and fills the layers' weights. Raises DoesNotFitError and what `fill` raises."""
+        """Allocates and fills the layers' weights.
+
+        Raises DoesNotFitError and what `fill` raises.
+        """
         self.memory = memory
         self.link = link
         self.demand = demand
@@ -71,10 +74,13 @@ class Runtime:
         return self.weights.host_bytes + self.host_blocks.nbytes + embedding
 
     @contextmanager
-    def session(self, prompt_tokens: int, new_tokens: int, workspace_bytes: int) -> Iterator[Session]:
-        """Memory for one request: tail, resident KV blocks and the workspace of its forwards."""
+    def session(self, prompt_tokens: int, new_tokens: int) -> Iterator[Session]:
+        """Memory for one request: tail, resident KV blocks and the workspace of its forwards.
+
+        Raises DoesNotFitError.
+        """
         with ExitStack() as stack:
-            workspace = self.memory.reserve(workspace_bytes, "workspace")
+            workspace = self.memory.reserve(self.demand.workspace_bytes, "workspace")
             stack.callback(self.memory.free, workspace)
             session = Session(self, self._staging, prompt_tokens, new_tokens)
             stack.callback(session.close)
@@ -108,9 +114,8 @@ class Session:
     ) -> None:
         demand, memory = runtime.demand, runtime.memory
         kv = demand.kv
-        blocks_per_layer = (prompt_tokens + new_tokens) // kv.block_tokens
-        spare = memory.available_bytes - kv.tail_bytes(demand.max_pass_tokens)
-        resident = min(blocks_per_layer * kv.layers, max(0, spare) // kv.block_bytes)
+        blocks = (prompt_tokens + new_tokens) // kv.block_tokens * kv.layers
+        resident = min(blocks, runtime.placement.resident_kv_blocks)
         self._runtime = runtime
         self._prompt_tokens = prompt_tokens
         self.kv = KVStore(

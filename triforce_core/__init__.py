@@ -1,6 +1,6 @@
 """Tokens: model definition, laws, decoding, engine, command line.
 
-    from triforce_core import Engine, SamplingParams
+from triforce_core import Engine, SamplingParams
 """
 
 from __future__ import annotations

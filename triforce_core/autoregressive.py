@@ -30,9 +30,7 @@ class Autoregressive:
         self._logits: torch.Tensor | None = None
 
     @torch.inference_mode()
-    def prefill(
-        self, prompt: Sequence[int], chunk: int, each_layer: Callable[[int], None]
-    ) -> None:
+    def prefill(self, prompt: Sequence[int], chunk: int, each_layer: Callable[[int], None]) -> None:
         """Computes the prompt's KV and the logits after it, layer by layer."""
         with self._session.prefill() as cache:
             hidden = self._model.forward(

@@ -80,7 +80,8 @@ class ModelConfig:
 def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     """From a parsed config.json and generation_config.json (which may be empty).
 
-    Raises UnsupportedModelError, naming what is not supported, or CheckpointError, naming the field.
+    Raises UnsupportedModelError, naming what is not supported, or CheckpointError, naming the
+    field.
     """
     fields = Fields(raw, "config.json")
     family = _family(raw)
@@ -178,7 +179,9 @@ def check_rope(rope: RopeConfig, source: str) -> RopeConfig:
         if rope.parameters.get(name) is not None:
             fields.real(name)
     if rope.parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(f"{source}: partial_rotary_factor other than 1 is not supported")
+        raise UnsupportedModelError(
+            f"{source}: partial_rotary_factor other than 1 is not supported"
+        )
     return rope
 
 
@@ -197,12 +200,16 @@ def _family(raw: Mapping[str, Any]) -> str:
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: str) -> None:
     if raw.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(f"hidden_act {raw['hidden_act']!r} is not supported (only silu)")
+        raise UnsupportedModelError(
+            f"hidden_act {raw['hidden_act']!r} is not supported (only silu)"
+        )
     if raw.get("mlp_bias"):
         raise UnsupportedModelError("mlp_bias is not supported")
     if raw.get("quantization_config"):
         raise UnsupportedModelError("quantization_config is not supported; use a GGUF file instead")
-    experts = [name for name in ("num_local_experts", "num_experts", "n_routed_experts") if raw.get(name)]
+    experts = [
+        name for name in ("num_local_experts", "num_experts", "n_routed_experts") if raw.get(name)
+    ]
     if experts:
         raise UnsupportedModelError(f"mixture of experts ({experts[0]}) is not supported")
     kinds = raw.get("layer_types")
@@ -213,8 +220,10 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: str) -> None:
     window = raw.get("sliding_window", 4096 if family == "mistral" else None)
     active = raw.get("use_sliding_window", family not in ("qwen2", "qwen3"))
     positions = raw.get("max_position_embeddings")
-    if active and window and not (
-        isinstance(window, int) and isinstance(positions, int) and window >= positions
+    if (
+        active
+        and window
+        and not (isinstance(window, int) and isinstance(positions, int) and window >= positions)
     ):
         raise UnsupportedModelError(f"an active sliding_window ({window!r}) is not supported")
 

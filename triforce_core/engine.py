@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from offload.errors import UsageError
+from offload.placement import Placement
 from offload.runtime import Runtime, Session
 from offload.units import parse_bandwidth, parse_bytes
 
@@ -24,7 +25,6 @@ from .model import Model
 from .params import SamplingParams
 from .stats import Clock, kv_placement, request_stats
 from .text import TextStream, Tokenizer, load_tokenizer
-from .workspace import workspace_bytes
 
 METHODS = {"autoregressive": Autoregressive}
 
@@ -83,6 +83,7 @@ class Engine:
         method: str = "autoregressive",
         max_context: int | None = None,
         block_tokens: int | None = None,
+        placement: Placement | None = None,
         tokenizer: Tokenizer | None = None,
         progress: Progress | None = None,
     ) -> Engine:
@@ -93,8 +94,10 @@ class Engine:
         device_memory: budget, e.g. "22GiB" or bytes; all that is free if None
         link_bandwidth: of the emulated link (CPU only), e.g. "25GB/s" or bytes per second
         dtype: "auto", "float32", "bfloat16" or "float16"
-        max_context: prompt and new tokens that will be needed at most; the model's positions if None
+        max_context: prompt and new tokens that will be needed at most; the model's positions if
+            None. What a longer context would take is used to keep weights and KV on the device
         block_tokens: tokens of a KV block, a power of two; chosen from the sizes if None
+        placement: what is resident and what streams; weights first, then KV blocks, if None
         tokenizer: one that is loaded already
         progress: called with ("load" or "prefill", layers done, layers in all)
 
@@ -125,14 +128,13 @@ class Engine:
                 context,
                 METHODS[method].max_pass_tokens,
                 block_tokens,
+                placement,
                 progress,
             )
         finally:
             checkpoint.close()
         seconds = time.perf_counter() - began
-        return cls(
-            str(model), built, runtime, tokenizer, method, seconds, progress, resources
-        )
+        return cls(str(model), built, runtime, tokenizer, method, seconds, progress, resources)
 
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -143,9 +145,7 @@ class Engine:
             pass
         return stream.result
 
-    def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
-    ) -> Stream:
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Stream:
         """Runs a request as its text is asked for: iterate, then read `result`.
 
         Raises UsageError at once if the prompt cannot be taken.
@@ -199,23 +199,13 @@ class Engine:
 
     def _run(self, prompt: list[int], params: SamplingParams) -> Iterator[str | Completion]:
         """Yields text pieces, then the Completion."""
-        demand = self._runtime.demand
-        blocks = (len(prompt) + params.max_new_tokens) // demand.kv.block_tokens
-        workspace = workspace_bytes(
-            self.config,
-            len(prompt),
-            PREFILL_CHUNK,
-            demand.max_pass_tokens,
-            blocks,
-            demand.kv.dtype.itemsize,
-        )
         seed = secrets.randbits(63) if params.seed is None else params.seed
         generator = torch.Generator(self._runtime.memory.device).manual_seed(seed)
         self._interrupted.clear()
         self._streaming = True
         try:
             self._model.rope.reset()
-            with self._runtime.session(len(prompt), params.max_new_tokens, workspace) as session:
+            with self._runtime.session(len(prompt), params.max_new_tokens) as session:
                 decoder = METHODS[self._method](self._model, session, params, generator)
                 yield from self._decode(prompt, params, seed, session, decoder)
         finally:

@@ -30,5 +30,15 @@ def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def draw(law: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token of each row of `law` [rows, vocab], as [rows] of int64."""
-    return torch.multinomial(law, 1, generator=generator).squeeze(-1)
+    """One token of each row of `law` [rows, vocab], as [rows] of int64.
+
+    By inverting the cumulative law in float64, one coin a row: a token of probability 0 spans
+    nothing and is never drawn.
+    """
+    cumulative = law.double().cumsum(-1)
+    total = cumulative[:, -1:]
+    coins = torch.rand(
+        (law.shape[0], 1), dtype=torch.float64, device=law.device, generator=generator
+    )
+    below_total = torch.minimum(coins * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, below_total, right=True).squeeze(-1)

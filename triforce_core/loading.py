@@ -15,7 +15,7 @@ from offload.host import HostArena
 from offload.kv import KVShape
 from offload.layout import FlatLayout
 from offload.link import Link
-from offload.placement import Demand, check_host, place
+from offload.placement import Demand, Placement, check_host, check_placement, place
 from offload.runtime import Runtime
 
 from .checkpoint import Checkpoint
@@ -120,16 +120,20 @@ def load(
     max_context: int,
     max_pass_tokens: int,
     block_tokens: int | None,
+    placement: Placement | None,
     progress: Progress,
 ) -> tuple[Model, Runtime, ExitStack]:
     """Places and reads the model. The stack closes everything that was opened.
 
+    placement: where everything goes; chosen by `place` if None.
     Raises DoesNotFitError before anything is read, CheckpointError.
     """
     config = checkpoint.config
     demand = demand_of(config, dtype, max_context, max_pass_tokens, block_tokens)
     memory = DeviceMemory(device, device_memory)
-    placement = place(demand, memory.limit_bytes)
+    if placement is None:
+        placement = place(demand, memory.limit_bytes)
+    check_placement(demand, placement, memory.limit_bytes)
     check_host(demand, placement, device_is_host=device.type == "cpu")
     with ExitStack() as stack:
         rope = Rope(config, device, checkpoint.rope_factors())

