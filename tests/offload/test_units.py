@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+
+from offload.errors import UsageError
+from offload.units import format_bytes, parse_bandwidth, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("22GiB", 22 << 30),
+        ("1.5 GiB", 3 << 29),
+        ("500MB", 500_000_000),
+        ("4096", 4096),
+        ("7b", 7),
+        ("2tib", 2 << 40),
+        (123, 123),
+    ],
+)
+def test_sizes(text, size) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "22 GB/s", "-1GiB", "0", "1e3", "22gigs", 0, -5, True])
+def test_what_is_no_size(text) -> None:
+    with pytest.raises(UsageError):
+        parse_bytes(text)
+
+
+def test_bandwidths() -> None:
+    assert parse_bandwidth("25GB/s") == 25e9
+    assert parse_bandwidth("800MiB/s") == 800 * 1024**2
+    assert parse_bandwidth(1e9) == 1e9
+
+
+@pytest.mark.parametrize("text", ["25GB", "fast", "/s", 0, -1.0, float("inf"), True])
+def test_what_is_no_bandwidth(text) -> None:
+    with pytest.raises(UsageError):
+        parse_bandwidth(text)
+
+
+def test_format() -> None:
+    assert format_bytes(512) == "512 B"
+    assert format_bytes(3 << 29) == "1.50 GiB"
+    assert format_bytes(5 << 40) == "5.00 TiB"
