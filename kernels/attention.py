@@ -63,11 +63,9 @@ def merge(partials: Sequence[Partial]) -> torch.Tensor:
     """
     if len(partials) == 1:
         return partials[0].out
-    weights = torch.stack([part.lse for part in partials]).softmax(0).unsqueeze(-1)
-    merged = partials[0].out.float() * weights[0]
-    for part, weight in zip(partials[1:], weights[1:], strict=True):
-        merged.addcmul_(part.out.float(), weight)
-    return merged.to(partials[0].out.dtype)
+    weights = torch.stack([part.lse for part in partials]).softmax(0)
+    outs = torch.stack([part.out for part in partials])
+    return outs.float().mul_(weights.unsqueeze(-1)).sum(0).to(outs.dtype)
 
 
 def reference_attention(
@@ -123,23 +121,31 @@ def _cuda(query, key, value, causal) -> Partial:
 
 
 def _check(query, key, value, mask, causal) -> None:
-    tensors = {"query": query, "key": key, "value": value} | (
-        {} if mask is None else {"mask": mask}
-    )
     kv_heads, rows, head_dim = query.shape
     tokens = key.shape[1]
     fits = (
         key.shape == value.shape == (kv_heads, tokens, head_dim)
         and tokens > 0
         and rows > 0
-        and (mask is None or mask.shape == (rows, tokens))
+        and query.dtype == key.dtype == value.dtype
+        and query.device == key.device == value.device
+        and query.stride(2) == key.stride(2) == value.stride(2) == 1
         and not (causal and (mask is not None or rows != tokens))
-        and len({(t.dtype, t.device) for t in tensors.values()}) == 1
-        and all(t.stride(-1) == 1 for t in tensors.values())
+        and (
+            mask is None
+            or (
+                mask.shape == (rows, tokens)
+                and mask.dtype == query.dtype
+                and mask.device == query.device
+                and mask.stride(1) == 1
+            )
+        )
     )
     if not fits:
+        tensors = {"query": query, "key": key, "value": value, "mask": mask}
         report = ", ".join(
             f"{name} {tuple(t.shape)} stride {t.stride()} {t.dtype} on {t.device}"
             for name, t in tensors.items()
+            if t is not None
         )
         raise ValueError(f"partial_attention cannot take causal={causal}, {report}")

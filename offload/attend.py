@@ -10,7 +10,7 @@ import torch
 from triforce_kernels.attention import Partial, merge, partial_attention
 
 from .conveyor import Conveyor
-from .kv import KVStore
+from .kv import Block, KeysValues, KVStore
 
 
 class KVPass:
@@ -19,6 +19,7 @@ class KVPass:
     def __init__(self, store: KVStore, conveyor: Conveyor) -> None:
         self._store = store
         self._conveyor = conveyor
+        self._slots: dict[int, KeysValues] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -34,16 +35,24 @@ class KVPass:
         store.append(layer, key, value)
         rows = query.reshape(kv_heads, heads // kv_heads * tokens, head_dim)
         partials = []
-        for transfer_key, resident in store.layer_blocks(layer):
-            buffer = self._conveyor.acquire(transfer_key) if resident is None else resident
-            keys, values = store.shape.view(buffer)
-            partials.append(partial_attention(rows, keys, values))
-            if resident is None:
-                self._conveyor.release(transfer_key)
+        for block in store.layer_blocks(layer):
+            if block.resident is not None:
+                partials.append(partial_attention(rows, *block.resident))
+                continue
+            partials.append(partial_attention(rows, *self._arrived(block)))
+            self._conveyor.release(block.key)
         keys, values = store.tail(layer)
         mask = _tail_mask(tokens, keys.shape[1], heads // kv_heads, query)
         partials.append(partial_attention(rows, keys, values, mask=mask))
         return merge(partials).view(heads, tokens, head_dim)
+
+    def _arrived(self, block: Block) -> KeysValues:
+        """A streamed block's keys and values, in the slot it came to."""
+        buffer = self._conveyor.acquire(block.key)
+        views = self._slots.get(buffer.data_ptr())
+        if views is None:
+            views = self._slots[buffer.data_ptr()] = self._store.shape.keys_values(buffer)
+        return views
 
 
 class PrefillPass:

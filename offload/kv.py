@@ -45,13 +45,26 @@ class KVShape:
         exact = buffer[: self.token_bytes * self.block_tokens].view(self.dtype)
         return exact.view(2, self.kv_heads, self.block_tokens, self.head_dim)
 
+    def keys_values(self, buffer: torch.Tensor) -> KeysValues:
+        """A flat uint8 block as keys and values, [kv_heads, block_tokens, head_dim] each."""
+        keys, values = self.view(buffer)
+        return keys, values
+
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True)
-class _Block:
-    """A block's bytes: views of the device, or a host buffer that holds them after `written`."""
+class Block:
+    """A block of one layer: on the device as `resident`, or on the host once `written` happened.
 
+    key: the name of its transfer, if it streams
+    """
+
+    key: tuple[str, int, int]
     buffer: torch.Tensor
     written: Event | None
+    resident: KeysValues | None
 
 
 class KVStore:
@@ -92,7 +105,7 @@ class KVStore:
         self._staged: list[Event | None] = [None] * len(self._staging)
         self._next_staging = 0
         self._pending = [0] * shape.layers
-        self._blocks: list[list[_Block]] = [[] for _ in range(shape.layers)]
+        self._blocks: list[list[Block]] = [[] for _ in range(shape.layers)]
         self._tail_allocation = memory.allocate(shape.tail_bytes(max_pass_tokens), "KV tail")
         self._tail = self._tail_allocation.bytes.view(shape.dtype).view(
             shape.layers,
@@ -113,11 +126,11 @@ class KVStore:
         return self.length - self._tail_start
 
     def resident_blocks(self) -> int:
-        return sum(block.written is None for blocks in self._blocks for block in blocks)
+        return sum(block.resident is not None for blocks in self._blocks for block in blocks)
 
     def resident_layers(self) -> int:
         """Layers whose whole KV is on the device."""
-        return sum(all(block.written is None for block in blocks) for blocks in self._blocks)
+        return sum(all(block.resident is not None for block in blocks) for blocks in self._blocks)
 
     def blocks(self) -> int:
         return sum(map(len, self._blocks))
@@ -179,23 +192,20 @@ class KVStore:
     def transfers(self, layer: int) -> list[Transfer]:
         """The copies that bring the layer's streamed blocks in, in the order they are attended."""
         return [
-            Transfer((RING, layer, index), RING, block.buffer, (block.written,))
-            for index, block in enumerate(self._blocks[layer])
-            if block.written is not None
+            Transfer(block.key, RING, block.buffer, (block.written,))
+            for block in self._blocks[layer]
+            if block.resident is None
         ]
 
-    def layer_blocks(self, layer: int) -> list[tuple[tuple, torch.Tensor | None]]:
-        """(transfer key, device buffer, or None where the block streams) in token order."""
-        return [
-            ((RING, layer, index), block.buffer if block.written is None else None)
-            for index, block in enumerate(self._blocks[layer])
-        ]
+    def layer_blocks(self, layer: int) -> Sequence[Block]:
+        """The layer's blocks in token order."""
+        return self._blocks[layer]
 
     def close(self) -> None:
         """Gives back all memory, once the link has carried out what was on its way."""
         self._link.synchronize()
         for block in (block for blocks in self._blocks for block in blocks):
-            if block.written is not None:
+            if block.resident is None:
                 self._host_blocks.give_back(block.buffer)
         self._blocks = []
         self._device_blocks = []
@@ -215,10 +225,11 @@ class KVStore:
 
     def _add_block(self, layer: int, keys_values: torch.Tensor) -> None:
         blocks = self._blocks[layer]
+        key = (RING, layer, len(blocks))
         if len(blocks) < len(self._device_blocks[layer]):
             buffer = self._device_blocks[layer][len(blocks)]
             self.shape.view(buffer).copy_(keys_values)
-            blocks.append(_Block(buffer, None))
+            blocks.append(Block(key, buffer, None, self.shape.keys_values(buffer)))
             return
         slot = self._next_staging
         self._next_staging = (slot + 1) % len(self._staging)
@@ -228,4 +239,4 @@ class KVStore:
         host = self._host_blocks.take()
         written = self._link.to_host(host, self._staging[slot], (self._link.record(),))
         self._staged[slot] = written
-        blocks.append(_Block(host, written))
+        blocks.append(Block(key, host, written, None))

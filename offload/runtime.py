@@ -104,9 +104,11 @@ class Runtime:
 class Session:
     """One request's KV and its passes.
 
-    prefill() once, then for every pass: begin_pass() as soon as it is known that there will be one
-    (its copies start at once and run while whatever comes before it computes), forward over
-    `weights` and `cache`, commit().
+    prefill() once, then for every pass: begin_pass() as soon as the pass before is committed (its
+    copies start at once and run while whatever comes before it computes), forward over `weights`
+    and `cache`, commit(). A pass that is begun and never run is dropped by close().
+
+    passes, pass_bytes: of those that were committed
     """
 
     def __init__(
@@ -127,6 +129,9 @@ class Session:
             runtime.link,
             staging,
         )
+        self.passes = 0
+        self.pass_bytes = 0
+        self._begun: list[Transfer] | None = None
         self.weights = WeightPass(runtime.weights, runtime.conveyor)
         self.cache = KVPass(self.kv, runtime.conveyor)
 
@@ -148,16 +153,17 @@ class Session:
         self.kv.commit_fill(self._prompt_tokens)
 
     def begin_pass(self) -> None:
-        """Starts the copies of a pass over everything committed so far."""
-        self._runtime.conveyor.start(self._schedule())
+        """Starts the copies of a pass over everything committed so far, unless they have been."""
+        if self._begun is None:
+            self._begun = self._schedule()
+            self._runtime.conveyor.start(self._begun)
 
     def commit(self, tokens: int) -> None:
         """Keeps the first `tokens` tokens of the pass that ended."""
         self.kv.commit(tokens)
-
-    def bytes_per_pass(self) -> int:
-        """Bytes that a pass over everything committed so far brings to the device."""
-        return sum(transfer.source.numel() for transfer in self._schedule())
+        self.passes += 1
+        self.pass_bytes += sum(transfer.source.numel() for transfer in self._begun or ())
+        self._begun = None
 
     def close(self) -> None:
         self._runtime.conveyor.cancel()

@@ -21,7 +21,6 @@ class Autoregressive:
     def __init__(
         self, model: Model, session: Session, params: SamplingParams, generator: torch.Generator
     ) -> None:
-        self.passes = 0
         self._model = model
         self._session = session
         self._params = params
@@ -44,15 +43,20 @@ class Autoregressive:
         self._logits = self._model.logits(hidden[-1:])
 
     @torch.inference_mode()
-    def step(self) -> list[int]:
-        """The next token: after prefill for nothing, later for one pass."""
+    def step(self, *, more: bool) -> list[int]:
+        """The next token: after prefill for nothing, later for one pass.
+
+        more: whether a step may follow, so that the copies of its pass begin before the head and
+        the draw of this one are computed.
+        """
         if self._last is not None:
             self._session.begin_pass()
             hidden = self._model.forward(
                 self._last, self._session.kv.length, self._session.weights, self._session.cache
             )
             self._session.commit(1)
+            if more:
+                self._session.begin_pass()
             self._logits = self._model.logits(hidden)
-            self.passes += 1
         self._last = draw(law(self._logits, self._params), self._generator)
         return self._last.tolist()

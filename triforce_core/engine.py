@@ -23,7 +23,7 @@ from .checkpoint import open_checkpoint, resolve
 from .loading import PREFILL_CHUNK, Progress, choose_dtype, load, open_device
 from .model import Model
 from .params import SamplingParams
-from .stats import Clock, kv_placement, request_stats
+from .stats import Clock, request_stats
 from .text import TextStream, Tokenizer, load_tokenizer
 
 METHODS = {"autoregressive": Autoregressive}
@@ -232,7 +232,7 @@ class Engine:
         except _Interrupted:
             reason = "interrupted"
         while not reason:
-            taken = decoder.step()
+            taken = decoder.step(more=len(tokens) + 1 < params.max_new_tokens)
             if not tokens:
                 clock.prefill, clock.prefill_link = (
                     time.perf_counter() - began,
@@ -266,9 +266,7 @@ class Engine:
             "token_ids": tokens,
             "text": text.text,
             "finish_reason": reason,
-            **request_stats(
-                self._runtime, clock, decoder.passes, len(tokens), kv_placement(session)
-            ),
+            **request_stats(self._runtime, session, clock, len(tokens)),
         }
         yield Completion(tokens, text.text, reason, stats)
 

@@ -20,23 +20,17 @@ class Clock:
     decode_link: LinkCounters = field(default_factory=LinkCounters)
 
 
-def kv_placement(session: Session) -> dict[str, int]:
-    """Where a request's KV is, taken while the session is open."""
-    kv = session.kv
-    return {
-        "resident_kv_layers": kv.resident_layers(),
-        "resident_kv_blocks": kv.resident_blocks(),
-        "kv_blocks": kv.blocks(),
-    }
-
-
 def request_stats(
-    runtime: Runtime, clock: Clock, passes: int, new_tokens: int, kv: dict[str, int]
+    runtime: Runtime, session: Session, clock: Clock, new_tokens: int
 ) -> dict[str, Any]:
     """Seconds, link, memory and placement. Decode figures cover decoding alone: the first new token
-    comes from prefill, the others from `passes` passes. Seconds and rates are None when no pass
-    was made, or nothing crossed the link, to tell them from.
+    comes from prefill, the others from passes. Rates are None when no pass was made, or nothing
+    crossed the link, to tell them from. The session must still be open.
+
+    What crossed the link is what really did, so it holds the head of a pass that was begun and not
+    needed after an end of text; floor_seconds_per_pass is of the passes that were made.
     """
+    passes, kv = session.passes, session.kv
     link, placement, demand = runtime.link, runtime.placement, runtime.demand
     carried = clock.decode_link
     bandwidth = link.bandwidth
@@ -54,7 +48,7 @@ def request_stats(
             "bytes_to_host": carried.bytes_to_host,
             "busy_seconds": carried.busy_seconds,
             "bandwidth_gb_per_s": bandwidth and bandwidth / 1e9,
-            "floor_seconds_per_pass": carried.bytes_to_device / passes / bandwidth
+            "floor_seconds_per_pass": session.pass_bytes / passes / bandwidth
             if passes and bandwidth
             else None,
             "prefill_bytes_to_device": clock.prefill_link.bytes_to_device,
@@ -70,6 +64,8 @@ def request_stats(
             "resident_weight_layers": runtime.weights.resident_layers,
             "embedding_resident": placement.embedding_resident,
             "block_tokens": demand.kv.block_tokens,
-            **kv,
+            "resident_kv_layers": kv.resident_layers(),
+            "resident_kv_blocks": kv.resident_blocks(),
+            "kv_blocks": kv.blocks(),
         },
     }

@@ -108,11 +108,12 @@ def contents(store: KVStore, conveyor: Conveyor) -> list[torch.Tensor]:
     layers = []
     for layer in range(SHAPE.layers):
         parts = []
-        for key, resident in store.layer_blocks(layer):
-            buffer = conveyor.acquire(key) if resident is None else resident
-            parts.append(SHAPE.view(buffer).clone())
-            if resident is None:
-                conveyor.release(key)
+        for block in store.layer_blocks(layer):
+            if block.resident is not None:
+                parts.append(SHAPE.view(block.buffer))
+                continue
+            parts.append(SHAPE.view(conveyor.acquire(block.key)).clone())
+            conveyor.release(block.key)
         layers.append(torch.cat([*parts, store.tail(layer)], 2))
     return layers
 

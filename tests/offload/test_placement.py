@@ -64,7 +64,9 @@ def test_a_placement_fits_and_leaves_no_room_unused(
     if placement.resident_kv_blocks < demand.kv_blocks:
         assert used + kv.block_bytes > limit
     if placement.streamed_layers and placement.resident_kv_blocks:
-        assert limit - used + placement.resident_kv_blocks * kv.block_bytes < layer_bytes + embedding
+        assert (
+            limit - used + placement.resident_kv_blocks * kv.block_bytes < layer_bytes + embedding
+        )
     moved = host_bytes(demand, placement) + used
     assert moved >= layers * layer_bytes + demand.kv_blocks * kv.block_bytes + embedding
 

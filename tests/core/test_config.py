@@ -1,0 +1,126 @@
+"""What a config.json may say, and that everything else is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from conftest import FAMILIES
+
+from offload.errors import CheckpointError, UnsupportedModelError
+from triforce_core.config import from_hf
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
+    path, model = tiny(family)
+    config = from_hf(json.loads((path / "config.json").read_text()), {})
+    assert config.kv_heads == model.config.num_key_value_heads
+    assert config.tied == model.config.tie_word_embeddings
+    assert config.rope.type == model.config.rope_parameters["rope_type"]
+    assert config.qk_norm == (family == "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, "sliding_window"),
+        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "sliding"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 1024,
+            },
+            "sliding_window",
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"num_local_experts": 8}, "mixture of experts"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2, "partial_rotary_factor": 0.5}},
+            "partial",
+        ),
+    ],
+)
+def test_unsupported_models_are_refused_by_name(change: dict, named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        from_hf(LLAMA | change, {})
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 1024},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 4096},
+        {"architectures": None, "model_type": "llama"},
+    ],
+)
+def test_windows_that_are_off_are_fine(fine: dict) -> None:
+    assert from_hf(LLAMA | fine, {}).layers == 2
+
+
+@pytest.mark.parametrize("field", sorted(set(LLAMA) - {"architectures", "rms_norm_eps"}))
+@pytest.mark.parametrize("value", ["many", -1, 0, 2.5, True, [], 1 << 80])
+def test_fields_that_are_no_numbers_are_named(field: str, value: object) -> None:
+    with pytest.raises(CheckpointError, match=field):
+        from_hf(LLAMA | {field: value}, {})
+
+
+@pytest.mark.parametrize(
+    "field", ["hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"]
+)
+def test_missing_fields_are_named(field: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{field} is missing"):
+        from_hf({k: v for k, v in LLAMA.items() if k != field}, {})
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({}, 4096),
+        ({"type": "linear", "factor": 4.0}, 16384),
+        ({"rope_type": "dynamic", "factor": 2.0}, 8192),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+            16384,
+        ),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+            4096,
+        ),
+    ],
+)
+def test_positions_count_the_scaling_of_rope(scaling: dict, positions: int) -> None:
+    assert from_hf(LLAMA | {"rope_scaling": scaling}, {}).positions == positions
+
+
+def test_end_of_text_comes_from_the_generation_config_first() -> None:
+    assert from_hf(LLAMA | {"eos_token_id": 2}, {}).eos_token_ids == (2,)
+    assert from_hf(LLAMA | {"eos_token_id": 2}, {"eos_token_id": [5, 6]}).eos_token_ids == (5, 6)
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        from_hf(LLAMA | {"eos_token_id": "x"}, {})

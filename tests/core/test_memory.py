@@ -1,0 +1,96 @@
+"""The device budget is never exceeded, and what it counts is what is really allocated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import BLOCK, PLACEMENTS, random_ids
+from torch.profiler import ProfilerActivity, profile
+
+from offload.errors import DoesNotFitError
+from triforce_core import Engine, SamplingParams
+
+
+def allocated_peak(run) -> int:
+    """Most bytes that torch's CPU allocator handed out at once while `run` ran.
+
+    Host arenas are mappings of their own and not among them: what remains is the device.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    now = peak = 0
+    for event in events:
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("placement", ["resident", "kv", "weights", "both"])
+@pytest.mark.parametrize(("prompt_tokens", "new_tokens"), [(1500, 20), (60, 200)])
+def test_accounted_bytes_cover_what_is_allocated(
+    tiny, family: str, placement: str, prompt_tokens: int, new_tokens: int
+) -> None:
+    path, _ = tiny(family)
+    stats = {}
+
+    def run() -> None:
+        with Engine.from_pretrained(
+            path,
+            device="cpu",
+            max_context=prompt_tokens + new_tokens,
+            block_tokens=4 * BLOCK,
+            placement=PLACEMENTS[placement],
+        ) as engine:
+            stats.update(
+                engine.generate(
+                    random_ids(prompt_tokens), SamplingParams(max_new_tokens=new_tokens)
+                ).stats
+            )
+
+    # The tiny models declare 512 positions; longer texts are what fills memory.
+    peak = allocated_peak(run)
+    accounted = stats["memory"]["device_peak_bytes"]
+    assert accounted <= stats["memory"]["device_budget_bytes"]
+    assert peak <= accounted
+    assert accounted <= 1.35 * peak
+
+
+def test_whatever_the_budget_it_holds_or_is_refused(tiny) -> None:
+    path, _ = tiny("llama")
+    prompt, params = random_ids(200), SamplingParams(max_new_tokens=30, temperature=0)
+    seen, refused = set(), 0
+    for budget in range(200_000, 2_000_000, 60_000):
+        try:
+            with Engine.from_pretrained(
+                path, device="cpu", device_memory=budget, max_context=230, block_tokens=BLOCK
+            ) as engine:
+                result = engine.generate(prompt, params)
+        except DoesNotFitError as error:
+            assert error.needed_bytes > error.available_bytes == budget
+            refused += 1
+            continue
+        memory = result.stats["memory"]
+        assert memory["device_peak_bytes"] <= memory["device_budget_bytes"] == budget
+        seen.add(tuple(result.token_ids))
+    assert refused > 2
+    assert len(seen) == 1, "the same text at every budget"
+
+
+def test_memory_comes_back_after_every_request(tiny) -> None:
+    path, _ = tiny("llama")
+    with Engine.from_pretrained(
+        path, device="cpu", max_context=200, block_tokens=BLOCK, placement=PLACEMENTS["both"]
+    ) as engine:
+        memory = engine._runtime.memory
+        before = memory.available_bytes
+        for seed in range(3):
+            engine.generate(random_ids(100, seed), SamplingParams(max_new_tokens=5))
+            assert memory.available_bytes == before
+        stream = engine.stream(random_ids(100), SamplingParams(max_new_tokens=5))
+        del stream
+        assert memory.available_bytes == before
+    assert memory.available_bytes == memory.limit_bytes
+    assert torch.is_inference_mode_enabled() is False
