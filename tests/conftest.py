@@ -126,3 +126,33 @@ def smollm2_file() -> Path:
 
 def random_ids(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<u>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def add_tokenizer(directory: Path, *, chat: bool = True) -> None:
+    """A tokenizer of VOCAB tokens beside a tiny model: printable ASCII, and two of a chat."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {chr(32 + i): i for i in range(VOCAB - 3)}
+    vocab |= {"<u>": VOCAB - 3, "<a>": VOCAB - 2, "<unk>": VOCAB - 1}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<[ua]>|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    fast.chat_template = CHAT_TEMPLATE if chat else None
+    fast.save_pretrained(directory)
+
+
+@pytest.fixture(scope="session")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a tiny Llama with a tokenizer."""
+    directory = tmp_path_factory.mktemp("speaking")
+    make_model("llama", directory)
+    add_tokenizer(directory)
+    return directory

@@ -302,7 +302,7 @@ class Stream:
         self._pieces.close()
 
 
-class _Interrupted(Exception):  # noqa: N818 (not an error)
+class _Interrupted(Exception):
     """Ends prefill between two layers."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -103,7 +105,7 @@ def test_a_placement_without_slots_to_stream_through_is_refused() -> None:
 def test_streamed_layers_are_spread_evenly(layers: int, data) -> None:
     count = data.draw(st.integers(1, layers))
     chosen = spread(count, layers)
-    gaps = [b - a for a, b in zip(chosen, chosen[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(chosen)]
     assert len(set(chosen)) == count
     assert 0 <= chosen[0] <= chosen[-1] < layers
     assert not gaps or max(gaps) - min(gaps) <= 1

@@ -1,0 +1,160 @@
+"""Loading: every container gives the same model; what is missing or wrong is named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from conftest import BLOCK, make_model, random_ids
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from gguf_files import write_gguf
+
+from offload.errors import CheckpointError, UnsupportedModelError, UsageError
+from triforce_core import Engine, SamplingParams
+from triforce_core.checkpoint import open_checkpoint
+
+PROMPT, NEW = random_ids(40), 30
+GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0)
+
+
+def generate(path: Path, **options: object) -> list[int]:
+    with Engine.from_pretrained(
+        path, device="cpu", max_context=80, block_tokens=BLOCK, **options
+    ) as engine:
+        return engine.generate(PROMPT, GREEDY).token_ids
+
+
+def reference(model: torch.nn.Module) -> list[int]:
+    out = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)
+    return out[0, len(PROMPT) :].tolist()
+
+
+def test_shards_with_an_index(tmp_path) -> None:
+    model = make_model("llama", tmp_path)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="60KB")
+    assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 2
+    assert generate(tmp_path / "sharded") == reference(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-bias", "llama-tied", "qwen2", "qwen3"])
+def test_gguf_of_every_architecture(tiny, tmp_path, family: str) -> None:
+    _, model = tiny(family)
+    write_gguf(model, tmp_path / "m.gguf")
+    assert generate(tmp_path / "m.gguf") == reference(model)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_quantised_gguf_equals_the_dequantised_model(tiny, tmp_path, kind: str) -> None:
+    _, model = tiny("llama")
+    kind = gguf.GGMLQuantizationType[kind]
+    write_gguf(model, tmp_path / "m.gguf", kind)
+    rounded = make_model("llama", tmp_path / "twin")
+    block = gguf.GGML_QUANT_SIZES[kind][0]
+    with torch.no_grad():
+        for parameter in rounded.parameters():
+            if parameter.dim() > 1 and parameter.shape[-1] % block == 0:
+                # Blocks run along rows, so that permuting rows before or after is the same.
+                packed = gguf.quants.quantize(parameter.numpy(), kind)
+                parameter.copy_(torch.from_numpy(gguf.quants.dequantize(packed, kind).copy()))
+    assert generate(tmp_path / "m.gguf") == reference(rounded)
+
+
+def test_gguf_frequency_factors_are_llama3_scaling(tiny, tmp_path) -> None:
+    _, model = tiny("llama3-rope")
+    scaled = model.model.rotary_emb.inv_freq
+    dim = scaled.numel() * 2
+    plain = 1.0 / (5e5 ** (torch.arange(0, dim, 2).float() / dim))
+    factors = {"rope_freqs.weight": (plain / scaled).numpy()}
+    write_gguf(model, tmp_path / "m.gguf", extra=factors)
+    assert generate(tmp_path / "m.gguf") == reference(model)
+
+
+def edit_config(directory: Path, **change: object) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | change))
+
+
+@pytest.fixture
+def copied(tiny, tmp_path) -> Path:
+    return Path(shutil.copytree(tiny("llama")[0], tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_hidden_layers": 4}, "last of the 4 layers"),
+        ({"num_hidden_layers": 9999}, "last of the 9999 layers"),
+        ({"num_hidden_layers": 2}, r"model\.layers\.2\."),
+        ({"vocab_size": 98}, r"shape \[97, 64\], its config says \[98, 64\]"),
+        ({"num_key_value_heads": 4}, "k_proj"),
+        ({"attention_bias": True}, r"lacks model\.layers\.0\.self_attn\.\w_proj\.bias"),
+        ({"num_key_value_heads": 3}, "cannot share"),
+        ({"vocab_size": 1 << 39}, "embed_tokens"),
+        ({"head_dim": 1 << 30}, "head_dim"),
+    ],
+)
+def test_a_config_that_does_not_match_is_named_before_loading(copied, change, named) -> None:
+    edit_config(copied, **change)
+    with pytest.raises(CheckpointError, match=named):
+        open_checkpoint(copied)
+
+
+def test_a_tensor_that_is_missing_or_unknown_is_named(copied) -> None:
+    file = copied / "model.safetensors"
+    tensors = load_file(file)
+    gone = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.mlp\.up_proj"):
+        open_checkpoint(copied)
+    tensors["model.layers.1.mlp.up_proj.weight"] = gone
+    tensors["model.layers.0.mlp.experts.0.weight"] = gone
+    save_file(tensors, file)
+    with pytest.raises(UnsupportedModelError, match=r"experts\.0\.weight"):
+        open_checkpoint(copied)
+
+
+def test_a_tensor_type_that_is_not_supported_is_named(copied) -> None:
+    file = copied / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int8)
+    save_file(tensors, file)
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight is I8"):
+        open_checkpoint(copied)
+
+
+def test_what_is_not_there(tmp_path) -> None:
+    with pytest.raises(UsageError, match="nowhere"):
+        Engine.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Engine.from_pretrained(tmp_path)
+    (tmp_path / "model.bin").write_bytes(b"x")
+    with pytest.raises(UsageError, match=r"neither a directory nor a \.gguf file"):
+        Engine.from_pretrained(tmp_path / "model.bin")
+
+
+def test_weights_are_never_twice_in_memory(tiny, tmp_path, monkeypatch) -> None:
+    """Each piece is dequantised in small chunks, straight into the buffer where it will live."""
+    _, model = tiny("llama")
+    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
+    monkeypatch.setattr("offload.checkpoint.gguf._CHUNK_ELEMENTS", 256)
+    sizes = []
+    original = gguf.quants.dequantize
+
+    def spy(raw: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+        values = original(raw, kind)
+        sizes.append(values.size)
+        return values
+
+    monkeypatch.setattr("offload.checkpoint.gguf.dequantize", spy)
+    tokens = generate(tmp_path / "m.gguf")
+    assert len(tokens) == NEW
+    # A head's rows are one step where q and k are permuted: 16 rows of 64.
+    assert max(sizes) <= 16 * 64

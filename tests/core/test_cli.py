@@ -1,0 +1,218 @@
+"""The command line: stdout is text only, exit codes, one clear sentence for every mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import add_tokenizer, make_model
+
+from triforce_core.cli import main
+
+GREEDY = ("--temperature", "0", "--max-new-tokens", "20", "--device", "cpu")
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as exit_:  # argparse
+        code = exit_.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_stdout_is_the_text_and_stats_are_whole(speaking, capsys, tmp_path) -> None:
+    stats_file = tmp_path / "stats.json"
+    code, out, err = run(
+        capsys, "generate", speaking, "--prompt", "Hello", *GREEDY, "--stats", stats_file
+    )
+    stats = json.loads(stats_file.read_text())
+    assert code == 0
+    assert out == stats["text"] + ("" if stats["text"].endswith("\n") else "\n")
+    assert stats["new_tokens"] == 20
+    assert "EMULATED" in err
+    assert "tokens/s" in err
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_quiet_says_nothing_but_the_text(speaking, capsys) -> None:
+    code, out, err = run(capsys, "generate", speaking, "--prompt", "Hello", *GREEDY, "--quiet")
+    assert (code, err) == (0, "")
+    assert out
+
+
+def test_all_sources_of_a_prompt_agree(speaking, capsys, tmp_path, monkeypatch) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("Hello")
+    outs = {run(capsys, "generate", speaking, "--prompt", "Hello", *GREEDY)[1]}
+    outs.add(run(capsys, "generate", speaking, "--prompt-file", file, *GREEDY)[1])
+    with open(file) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        outs.add(run(capsys, "generate", speaking, *GREEDY)[1])
+    assert len(outs) == 1
+
+
+def test_chat_uses_the_template(speaking, capsys) -> None:
+    chat = run(capsys, "generate", speaking, "--prompt", "Hi", "--chat", *GREEDY)[1]
+    spelt = run(capsys, "generate", speaking, "--prompt", "<u>Hi<a>", *GREEDY)[1]
+    plain = run(capsys, "generate", speaking, "--prompt", "Hi", *GREEDY)[1]
+    assert chat == spelt != plain
+
+
+def test_a_model_that_streams_gives_the_same_text(speaking, capsys) -> None:
+    prompt = "Hello there, this is a text of some length. " * 8
+    base = ("generate", speaking, "--prompt", prompt, *GREEDY)
+    resident = run(capsys, *base)
+    streamed = run(capsys, *base, "--device-memory", "1700KiB", "--link-bandwidth", "5GB/s")
+    assert resident[0] == streamed[0] == 0
+    assert resident[1] == streamed[1]
+    assert "0 streamed" in resident[2]
+    assert "at 5.00 GB/s" in streamed[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ((), 2, "required"),
+        (("generate",), 2, "MODEL"),
+        (("generate", "{model}", "--prompt", "x", "--frobnicate"), 2, "--frobnicate"),
+        (("generate", "{model}", "--prompt", "x", "--prompt-file", "y"), 2, "not allowed with"),
+        (("generate", "/nowhere/at/all", "--prompt", "x"), 2, "/nowhere/at/all"),
+        (("generate", "{model}", "--prompt", ""), 2, "empty"),
+        (("generate", "{model}", "--prompt-file", "/nowhere"), 2, "/nowhere"),
+        (("generate", "{model}", "--prompt", "x", "--temperature", "-1"), 2, "temperature"),
+        (("generate", "{model}", "--prompt", "x", "--top-p", "0"), 2, "top_p"),
+        (("generate", "{model}", "--prompt", "x", "--max-new-tokens", "0"), 2, "max_new_tokens"),
+        (("generate", "{model}", "--prompt", "x", "--device", "cuda:77"), 2, "cuda:77"),
+        (("generate", "{model}", "--prompt", "x", "--device-memory", "1XB"), 2, "1XB"),
+        (("generate", "{model}", "--prompt", "x" * 600), 2, "600 prompt tokens and 256 new ones"),
+        (("generate", "{model}", "--prompt", "x", "--device-memory", "90KiB"), 3, "GiB"),
+        (("generate", "{broken}", "--prompt", "x"), 4, "model.safetensors"),
+        (("generate", "{mixture}", "--prompt", "x"), 4, "MixtralForCausalLM"),
+        (("generate", "{mute}", "--prompt", "x"), 2, "no tokenizer"),
+        (("generate", "{model}", "--prompt", "x", "--stats", "/nowhere/f", *GREEDY), 2, "/nowhere"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_their_exit_code(
+    speaking, tiny, tmp_path, capsys, arguments, code, said
+) -> None:
+    places = {"model": speaking, "mute": tiny("llama")[0]}
+    for name in ("broken", "mixture"):
+        places[name] = Path(shutil.copytree(speaking, tmp_path / name))
+    (places["broken"] / "model.safetensors").write_bytes(b"\x08" + bytes(30))
+    config = json.loads((places["mixture"] / "config.json").read_text())
+    config["architectures"] = ["MixtralForCausalLM"]
+    (places["mixture"] / "config.json").write_text(json.dumps(config))
+    got, _, err = run(capsys, *(argument.format(**places) for argument in arguments))
+    assert got == code
+    assert said in err
+    assert "Traceback" not in err
+    if "usage:" not in err:
+        assert len(err.strip().splitlines()) <= 2
+
+
+def test_debug_shows_the_traceback(speaking, capsys) -> None:
+    from offload.errors import DoesNotFitError
+
+    with pytest.raises(DoesNotFitError):
+        run(capsys, "generate", speaking, "--prompt", "x", "--device-memory", "9KiB", "--debug")
+
+
+def test_no_chat_template(tmp_path, capsys) -> None:
+    make_model("llama", tmp_path)
+    add_tokenizer(tmp_path, chat=False)
+    code, _, err = run(capsys, "generate", tmp_path, "--prompt", "x", "--chat")
+    assert code == 2
+    assert "chat template" in err
+
+
+def test_env_names_what_was_found(capsys) -> None:
+    code, out, _ = run(capsys, "env")
+    assert code == 0
+    for name in ("GPU", "driver", "host memory", "pinning limit", "torch", "transformers"):
+        assert name in out
+
+
+def test_help_and_version(capsys) -> None:
+    assert run(capsys, "--help")[0] == 0
+    code, out, _ = run(capsys, "generate", "--help")
+    assert code == 0
+    for option in ("--prompt-file", "--chat", "--device-memory", "--link-bandwidth", "--stats"):
+        assert option in out
+    assert "triforce" in run(capsys, "--version")[1]
+
+
+def start(*arguments: object, **options: object) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "triforce_core.cli", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        **options,
+    )
+
+
+SLOW = ("--device", "cpu", "--device-memory", "1700KiB", "--link-bandwidth", "20MB/s")
+
+
+def test_an_interrupt_keeps_text_and_stats_and_exits_130(speaking, tmp_path) -> None:
+    """K1, over a link so slow that the text would take minutes."""
+    prompt = "Hello there, this is a text of some length. " * 8
+    stats = tmp_path / "stats.json"
+    process = start(
+        *("generate", speaking, "--prompt", prompt, "--max-new-tokens", "60", "--stats", stats),
+        *("--temperature", "0", *SLOW),
+    )
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    written = json.loads(stats.read_text())
+    assert written["finish_reason"] == "interrupted"
+    assert (first + out).rstrip("\n") == written["text"].rstrip("\n")
+    assert 0 < written["new_tokens"] < 60
+    assert "interrupted" in err
+    assert "Traceback" not in err
+
+
+def test_a_second_interrupt_exits_at_once(speaking) -> None:
+    prompt = "Hello there, this is a text of some length. " * 8
+    process = start(
+        *("generate", speaking, "--prompt", prompt, "--max-new-tokens", "60"),
+        *("--device", "cpu", "--device-memory", "1700KiB", "--link-bandwidth", "100KB/s"),
+    )
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)  # the pass under way takes half a minute
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 130
+
+
+def test_a_reader_that_leaves_ends_the_run_quietly(speaking) -> None:
+    process = start(
+        *("generate", speaking, "--prompt", "Hello", "--max-new-tokens", "400", "--quiet"),
+        *("--device", "cpu"),
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    process.stdout.read(1)
+    process.stdout.close()
+    err = process.stderr.read()
+    process.wait(timeout=60)
+    assert "Traceback" not in err
+    assert process.returncode in (0, 1)
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, triforce_core.cli as c; c._parser(); print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"

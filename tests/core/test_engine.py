@@ -1,0 +1,238 @@
+"""The Python interface: arguments, streaming, seeds, stats, and what it refuses."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+
+import pytest
+import torch
+from conftest import BLOCK, PLACEMENTS, random_ids
+
+from offload.emulated import EmulatedLink
+from offload.errors import DoesNotFitError, LinkError, UsageError
+from triforce_core import Engine, SamplingParams
+
+
+def make(path, **options) -> Engine:
+    return Engine.from_pretrained(
+        path, **{"device": "cpu", "max_context": 200, "block_tokens": BLOCK, **options}
+    )
+
+
+def test_a_seed_gives_the_same_text_at_every_placement(speaking) -> None:
+    params = SamplingParams(max_new_tokens=60, temperature=1.0, top_p=0.95, top_k=40, seed=7)
+    texts = set()
+    for placement in ("resident", "both"):
+        with make(speaking, placement=PLACEMENTS[placement]) as engine:
+            texts.add(engine.generate("What is this?", params).text)
+            texts.add(engine.generate("What is this?", params).text)
+            other = SamplingParams(max_new_tokens=60, temperature=1.0, seed=8)
+            assert engine.generate("What is this?", other).text not in texts
+    assert len(texts) == 1
+
+
+def test_a_seed_that_was_drawn_is_reported_and_repeats(speaking) -> None:
+    with make(speaking) as engine:
+        first = engine.generate("Hello", SamplingParams(max_new_tokens=40, temperature=1.5))
+        again = SamplingParams(max_new_tokens=40, temperature=1.5, seed=first.stats["seed"])
+        assert engine.generate("Hello", again).token_ids == first.token_ids
+
+
+def test_pieces_add_up_to_the_text_and_tokens_are_the_new_ones(speaking) -> None:
+    with make(speaking) as engine:
+        stream = engine.stream("Hello there", SamplingParams(max_new_tokens=30, temperature=0))
+        with pytest.raises(RuntimeError, match="has not ended"):
+            _ = stream.result
+        pieces = list(stream)
+        result = stream.result
+        assert "".join(pieces) == result.text == engine.tokenizer.decode(result.token_ids)
+        assert len(result.token_ids) == 30
+        ids = engine.tokenizer.encode("Hello there")
+        assert engine.generate(ids, SamplingParams(30, 0)).token_ids == result.token_ids
+
+
+def test_stats_say_what_happened(speaking) -> None:
+    with make(speaking, placement=PLACEMENTS["both"], link_bandwidth="2GB/s") as engine:
+        stats = engine.generate(random_ids(70), SamplingParams(max_new_tokens=41)).stats
+    assert json.loads(json.dumps(stats)) == stats
+    assert stats["prompt_tokens"] == 70
+    assert stats["new_tokens"] == 41 == len(stats["token_ids"])
+    assert stats["passes"] == 40
+    assert stats["tokens_per_pass"] == 1
+    assert stats["finish_reason"] == "length"
+    assert stats["method"] == "autoregressive"
+    assert set(stats["seconds"]) == {"load", "prefill", "decode"}
+    assert stats["seconds_per_token"] == pytest.approx(stats["seconds"]["decode"] / 40)
+    link = stats["link"]
+    assert link["emulated"] is True
+    assert link["bandwidth_gb_per_s"] == 2.0
+    assert link["busy_seconds"] == pytest.approx(link["bytes_to_device"] / 2e9)
+    assert link["floor_seconds_per_pass"] == pytest.approx(link["bytes_to_device"] / 40 / 2e9)
+    placement = stats["placement"]
+    assert placement["layers"] == 3
+    assert placement["resident_weight_layers"] == 0
+    assert placement["resident_kv_layers"] == 0
+    # 110 tokens have KV at the end: 6 blocks of 16 a layer; the last token was never fed.
+    assert placement["kv_blocks"] == 18
+    # What crossed: in pass i all weights and the blocks that were full before it.
+    layer = (stats["link"]["bytes_to_device"] - 3 * 16 * 256 * blocks_seen(70, 40)) / 40 / 3
+    assert layer == engine._runtime.demand.layer_bytes
+    out = 3 * 16 * 256
+    assert link["prefill_bytes_to_host"] == out * (70 // 16)
+    assert link["bytes_to_host"] == out * (110 // 16 - 70 // 16)
+
+
+def blocks_seen(prompt: int, passes: int) -> int:
+    return sum((prompt + i) // BLOCK for i in range(passes))
+
+
+def test_resident_models_move_nothing(speaking) -> None:
+    with make(speaking) as engine:
+        link = engine.generate("Hello", SamplingParams(max_new_tokens=3)).stats["link"]
+    assert link["bytes_to_device"] == link["bytes_to_host"] == 0
+    assert link["floor_seconds_per_pass"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"method": "magic"}, "magic"),
+        ({"device": "tpu"}, "tpu"),
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"device_memory": "lots"}, "lots"),
+        ({"device_memory": "4000TiB"}, "4000"),
+        ({"link_bandwidth": "25GB"}, "25GB"),
+        ({"dtype": "int8"}, "int8"),
+        ({"block_tokens": 24}, "24"),
+        ({"max_context": 513}, "513 prompt tokens are more than the 512 positions"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_named(speaking, options, named) -> None:
+    if options.get("device_memory") == "4000TiB":
+        named = "has"
+    with pytest.raises(UsageError, match=named):
+        make(speaking, **options)
+
+
+def test_unknown_arguments_are_refused(speaking) -> None:
+    with pytest.raises(TypeError, match="gpu_memory"):
+        make(speaking, gpu_memory="1GiB")
+
+
+def test_prompts_that_cannot_be_taken_are_refused_and_never_cut(speaking, tiny) -> None:
+    with make(speaking) as engine:
+        with pytest.raises(
+            UsageError, match="190 prompt tokens and 11 new ones are more than the 200 positions"
+        ):
+            engine.generate([1] * 190, SamplingParams(max_new_tokens=11))
+        engine.generate([1] * 190, SamplingParams(max_new_tokens=10))
+        for prompt in ("", []):
+            with pytest.raises(UsageError, match="empty"):
+                engine.generate(prompt)
+        for token in (97, -1, "a", 2.0):
+            with pytest.raises(UsageError, match="token id"):
+                engine.generate([token])
+    path, _ = tiny("llama")
+    with make(path) as engine, pytest.raises(UsageError, match="no tokenizer"):
+        engine.generate("text")
+
+
+def test_what_does_not_fit_is_refused_before_loading(speaking, monkeypatch) -> None:
+    def read(*_: object) -> None:
+        raise AssertionError("read before the refusal")
+
+    monkeypatch.setattr("triforce_core.checkpoint.Checkpoint.read", read)
+    with pytest.raises(DoesNotFitError, match="GiB is available"):
+        make(speaking, device_memory="100KiB")
+
+
+def test_one_request_at_a_time_and_none_after_close(speaking) -> None:
+    engine = make(speaking)
+    params = SamplingParams(max_new_tokens=20, temperature=0)
+    stream = engine.stream("Hello", params)
+    next(iter(stream))
+    with pytest.raises(UsageError, match="one request at a time"):
+        engine.generate("Hello", params)
+    stream.close()
+    expected = engine.generate("Hello", params).token_ids
+    abandoned = engine.stream("Hello", params)
+    next(iter(abandoned))
+    del abandoned
+    gc.collect()
+    assert engine.generate("Hello", params).token_ids == expected
+    engine.close()
+    engine.close()
+    with pytest.raises(UsageError, match="closed"):
+        engine.generate("Hello", params)
+
+
+def test_an_interrupt_ends_within_a_pass_and_keeps_the_text(speaking) -> None:
+    with make(speaking, placement=PLACEMENTS["both"]) as engine:
+        whole = engine.generate("Hello", SamplingParams(max_new_tokens=50, temperature=0))
+        stream = engine.stream("Hello", SamplingParams(max_new_tokens=50, temperature=0))
+        pieces = []
+        for piece in stream:
+            pieces.append(piece)
+            if len(pieces) == 5:
+                engine.interrupt()
+        result = stream.result
+        assert result.finish_reason == "interrupted"
+        assert 5 <= len(result.token_ids) <= 6
+        assert result.token_ids == whole.token_ids[: len(result.token_ids)]
+        assert engine.generate("Hello", SamplingParams(50, 0)).token_ids == whole.token_ids
+
+
+def test_an_interrupt_during_prefill_ends_between_layers(speaking) -> None:
+    seen = []
+    engine = make(speaking, progress=lambda what, done, _: seen.append((what, done)))
+    engine._progress = lambda what, done, _: (seen.append((what, done)), engine.interrupt())
+    result = engine.generate("Hello", SamplingParams(max_new_tokens=5))
+    assert result.finish_reason == "interrupted"
+    assert result.token_ids == []
+    assert seen == [("load", 1), ("load", 2), ("load", 3), ("prefill", 1)]
+    engine._progress = lambda *_: None
+    assert len(engine.generate("Hello", SamplingParams(max_new_tokens=5)).token_ids) == 5
+    engine.close()
+
+
+@pytest.mark.parametrize("kth", [1, 2, 7, 25, 60])
+def test_a_failed_copy_ends_the_request_and_not_the_engine(speaking, monkeypatch, kth) -> None:
+    """F2: a typed error, no token after it, and the next request is right."""
+
+    class Failing(EmulatedLink):
+        copies, fails_at = 0, None
+
+        def to_device(self, device, host, after):
+            Failing.copies += 1
+            event = super().to_device(device, host, after)
+            if Failing.copies == Failing.fails_at:
+                self.wait(event)
+                event.error = OSError("planted")
+            return event
+
+    monkeypatch.setattr("triforce_core.loading.open_link", lambda *_: Failing())
+    params = SamplingParams(max_new_tokens=30, temperature=0)
+    prompt = random_ids(60)
+    with make(speaking, placement=PLACEMENTS["both"]) as engine:
+        expected = engine.generate(prompt, params).token_ids
+        Failing.copies, Failing.fails_at = 0, kth
+        with pytest.raises(LinkError, match="planted"):
+            engine.generate(prompt, params)
+        Failing.fails_at = None
+        assert engine.generate(prompt, params).token_ids == expected
+        assert engine._runtime.memory.by_purpose().keys() == {
+            *("head", "embedding", "weight slots", "KV slots", "staging slots")
+        } - ({"embedding"} if not engine._runtime.placement.embedding_resident else set())
+
+
+def test_engines_leave_no_threads_behind(speaking) -> None:
+    before = threading.active_count()
+    for _ in range(3):
+        with make(speaking, placement=PLACEMENTS["both"]) as engine:
+            engine.generate("Hello", SamplingParams(max_new_tokens=2))
+    with pytest.raises(DoesNotFitError):
+        make(speaking, device_memory="100KiB")
+    assert threading.active_count() == before
+    assert not torch.is_inference_mode_enabled()

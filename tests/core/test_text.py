@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from triforce_core.text import TextStream, Tokenizer
+
+
+class ByteTokenizer:
+    """A token a byte: any character beyond ASCII comes in pieces."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve café", "日本語 👩‍👩‍👧 end", "a\ufffdb", ""])
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_pieces_add_up_and_no_character_is_cut(text: str, at_once: int) -> None:
+    ids = list(text.encode())
+    stream = TextStream(Tokenizer(ByteTokenizer()))
+    pieces = [stream.push(ids[i : i + at_once]) for i in range(0, len(ids), at_once)]
+    for piece in pieces:
+        assert "\ufffd" not in piece or "\ufffd" in text
+    pieces.append(stream.finish())
+    assert "".join(pieces) == text == stream.text
+
+
+def test_what_never_becomes_a_character_is_not_lost() -> None:
+    stream = TextStream(Tokenizer(ByteTokenizer()))
+    assert stream.push([65, 0xE2]) == ""
+    assert stream.push([0x82]) == ""
+    assert stream.finish() == "A\ufffd"
+    assert stream.finish() == ""
+    assert stream.text == "A\ufffd"
+
+
+def test_special_tokens_give_no_text() -> None:
+    stream = TextStream(Tokenizer(ByteTokenizer()))
+    assert [stream.push([t]) for t in (72, 300, 105)] == ["H", "", "i"]

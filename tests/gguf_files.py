@@ -1,0 +1,87 @@
+"""Writes tiny GGUF files as llama.cpp's converter would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+
+_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_ENDS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def write_gguf(
+    model: torch.nn.Module,
+    path: Path,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    extra: dict[str, np.ndarray] | None = None,
+    **metadata: object,
+) -> None:
+    """A transformers model as GGUF: q and k permuted for the llama architecture, matrices in `kind`
+    where their rows divide into its blocks, vectors in float32.
+    """
+    config = model.config
+    architecture = "llama" if config.model_type == "mistral" else config.model_type
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    for name, value in metadata.items():
+        writer.add_uint32(name.replace("__", "."), value)
+    tensors = dict(extra or {})
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = tensor.float().numpy()
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            array = (
+                array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
+                .swapaxes(1, 2)
+                .reshape(array.shape)
+            )
+        tensors[_gguf_name(name)] = array
+    for name, array in tensors.items():
+        block = gguf.GGML_QUANT_SIZES[kind][0]
+        if array.ndim > 1 and array.shape[-1] % block == 0:
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf_name(name: str) -> str:
+    if name in _ENDS:
+        return _ENDS[name]
+    _, _, layer, *part, kind = name.split(".")
+    return f"blk.{layer}.{_NAMES['.'.join(part)]}.{kind}"

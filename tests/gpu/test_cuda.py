@@ -1,0 +1,129 @@
+"""The same laws on a real device and a real link. Skips itself without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BLOCK, PLACEMENTS, random_ids
+from triforce_kernels.attention import partial_attention, reference_attention
+
+from offload.cuda import CudaLink
+from offload.host import HostArena
+from triforce_core import Engine, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+GREEDY = SamplingParams(max_new_tokens=45, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)],
+)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 512, 64), (1, 17, 513, 128), (4, 1, 7, 80), (2, 5, 9, 36)]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_partial_attention_matches_float64(shape, dtype, tolerance, causal) -> None:
+    kv_heads, rows, tokens, head_dim = shape
+    tokens = rows if causal else tokens
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.randn(kv_heads, count, head_dim, generator=generator).to("cuda", dtype)
+
+    query, key, value = draw(rows), draw(tokens), draw(tokens)
+    ours = partial_attention(query, key, value, causal=causal)
+    exact = reference_attention(query.double(), key.double(), value.double(), causal=causal)
+    assert (ours.out.double() - exact.out).abs().max() <= tolerance * exact.out.abs().max()
+    assert (ours.lse - exact.lse).abs().max() <= tolerance * exact.lse.abs().max().clamp_min(1)
+    assert ours.lse.shape == (kv_heads, rows)
+
+
+def test_host_memory_is_pinned_and_the_link_has_a_bandwidth() -> None:
+    with HostArena(1 << 20, pin=True) as arena:
+        assert arena.pinned
+        assert arena.bytes.is_pinned()
+    link = CudaLink(torch.device("cuda:0"))
+    assert link.bandwidth > 1e9
+    link.close()
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "llama-mqa", "llama-tied", "qwen2", "qwen3", "yarn-rope"]
+)
+def test_greedy_equals_the_cpu_at_every_placement(tiny, family: str) -> None:
+    path, _ = tiny(family)
+    prompt = random_ids(75)
+    options = {"max_context": 200, "block_tokens": BLOCK, "dtype": "float32"}
+    with Engine.from_pretrained(path, device="cpu", **options) as engine:
+        expected = engine.generate(prompt, GREEDY).token_ids
+    for name, placement in PLACEMENTS.items():
+        with Engine.from_pretrained(
+            path, device="cuda:0", placement=placement, **options
+        ) as engine:
+            result = engine.generate(prompt, GREEDY)
+        assert result.token_ids == expected, name
+        assert result.stats["link"]["emulated"] is False
+        assert (result.stats["link"]["bytes_to_device"] > 0) == (name != "resident")
+
+
+def test_streamed_logits_are_bitwise_those_of_resident_weights_and_kv(tiny, monkeypatch) -> None:
+    from triforce_core.model import Model
+
+    path, _ = tiny("llama")
+    rows: list[torch.Tensor] = []
+    original = Model.logits
+
+    def logits(model, hidden):
+        result = original(model, hidden)
+        rows.append(result.clone())
+        return result
+
+    monkeypatch.setattr(Model, "logits", logits)
+    seen = {}
+    for dtype in ("float32", "bfloat16"):
+        for name, placement in PLACEMENTS.items():
+            rows.clear()
+            with Engine.from_pretrained(
+                path,
+                device="cuda:0",
+                placement=placement,
+                max_context=200,
+                block_tokens=BLOCK,
+                dtype=dtype,
+            ) as engine:
+                engine.generate(random_ids(75), GREEDY)
+            seen[name] = torch.cat(rows)
+            assert torch.equal(seen[name], seen["resident"]), (dtype, name)
+
+
+def test_the_device_budget_holds(tiny) -> None:
+    path, _ = tiny("llama")
+    with Engine.from_pretrained(
+        path, device="cuda:0", device_memory="512MiB", max_context=400, block_tokens=BLOCK
+    ) as engine:
+        memory = engine.generate(random_ids(300), GREEDY).stats["memory"]
+    assert memory["device_peak_bytes"] <= memory["device_budget_bytes"] == 512 << 20
+
+
+@pytest.mark.slow
+def test_smollm2_on_the_gpu_equals_the_cpu() -> None:
+    from material import manual, model_file
+
+    options = {"dtype": "float32", "max_context": 2600}
+    with Engine.from_pretrained(model_file(), device="cpu", **options) as engine:
+        tokenizer = engine.tokenizer
+        prompt = tokenizer.encode(manual(9000))[:2500]
+        expected = engine.generate(prompt, GREEDY).token_ids
+    with Engine.from_pretrained(
+        model_file(), device="cuda:0", device_memory="650MiB", tokenizer=tokenizer, **options
+    ) as engine:
+        assert engine.generate(prompt, GREEDY).token_ids == expected

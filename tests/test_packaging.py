@@ -1,0 +1,60 @@
+"""The wheel: what it installs, and that Hugging Face's `kernels` has its name to itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", out, ROOT],
+        check=True,
+    )
+    return next(out.glob("triforce_offload-*.whl"))
+
+
+def test_the_wheel_claims_our_names_and_not_kernels(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
+    assert tops == {"offload", "triforce_core", "triforce_kernels"}
+    folders = ("offload", "offload/checkpoint", "triforce_core", "kernels")
+    for folder in folders:
+        inside = folder.replace("kernels", "triforce_kernels")
+        for file in (ROOT / folder).glob("*.py"):
+            assert f"{inside}/{file.name}" in names, "every module is in the wheel"
+
+
+def test_another_package_called_kernels_imports_beside_ours(wheel: Path, tmp_path: Path) -> None:
+    """A stand-in for Hugging Face's package, installed in the same place as ours."""
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    (site / "kernels").mkdir()
+    (site / "kernels" / "__init__.py").write_text("owner = 'hugging face'\n")
+    code = (
+        "import kernels, triforce_kernels.attention as a;"
+        "print(kernels.owner, a.__file__.startswith(__import__('sys').argv[1]))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(site)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin"},
+    )
+    assert out.stdout.split() == ["hugging", "face", "True"]
+
+
+def test_the_command_is_installed() -> None:
+    command = Path(sys.executable).parent / "triforce"
+    out = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert out.stdout.startswith("triforce ")
