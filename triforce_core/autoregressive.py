@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from offload.errors import CheckpointError
 from offload.runtime import Session
 
 from .laws import draw, law
@@ -48,6 +49,7 @@ class Autoregressive:
 
         more: whether a step may follow, so that the copies of its pass begin before the head and
         the draw of this one are computed.
+        Raises CheckpointError if the model computes something that is no number.
         """
         if self._last is not None:
             self._session.begin_pass()
@@ -59,4 +61,10 @@ class Autoregressive:
                 self._session.begin_pass()
             self._logits = self._model.logits(hidden)
         self._last = draw(law(self._logits, self._params), self._generator)
-        return self._last.tolist()
+        tokens = self._last.tolist()
+        if tokens[0] < 0:
+            raise CheckpointError(
+                "the model's logits are not finite: its weights are damaged, or they overflow "
+                "in this dtype (try --dtype float32)"
+            )
+        return tokens

@@ -12,11 +12,13 @@ def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
     Temperature, then top-k, then top-p, as transformers' warpers apply them: top-k keeps ties with
     the k-th, top-p keeps the likeliest tokens until their sum reaches p, and never none.
-    Temperature 0 is the one-hot law of the (first) arg-max.
+    Temperature 0 is the one-hot law of the (first) arg-max. Logits that are not finite give a law
+    that is not a number.
     """
     logits = logits.float()
     if params.temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        peak, token = logits.max(-1, keepdim=True)
+        return torch.zeros_like(logits).scatter_(-1, token, peak - peak + 1)
     scores = logits / params.temperature
     if 0 < params.top_k < scores.shape[-1]:
         kth = scores.topk(params.top_k, -1).values[..., -1:]
@@ -33,7 +35,7 @@ def draw(law: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """One token of each row of `law` [rows, vocab], as [rows] of int64.
 
     By inverting the cumulative law in float64, one coin a row: a token of probability 0 spans
-    nothing and is never drawn.
+    nothing and is never drawn. A law that is not a number gives -1.
     """
     cumulative = law.double().cumsum(-1)
     total = cumulative[:, -1:]
@@ -41,4 +43,5 @@ def draw(law: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         (law.shape[0], 1), dtype=torch.float64, device=law.device, generator=generator
     )
     below_total = torch.minimum(coins * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, below_total, right=True).squeeze(-1)
+    tokens = torch.searchsorted(cumulative, below_total, right=True)
+    return tokens.masked_fill(total.isnan(), -1).squeeze(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.gguf import GGUFSource
 from offload.errors import CheckpointError, UsageError
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -73,12 +74,21 @@ class TextStream:
         return piece
 
 
+def _has_tokenizer(path: Path) -> bool:
+    if path.is_dir():
+        return any((path / name).exists() for name in _FILES)
+    # Opening it here also checks its lengths before transformers' reader sees the file.
+    source = GGUFSource(path)
+    source.close()
+    return "tokenizer.ggml.model" in source.metadata
+
+
 def load_tokenizer(path: Path) -> Tokenizer | None:
     """The tokenizer beside (or inside) a checkpoint, None if there is none.
 
     Raises CheckpointError if it cannot be read.
     """
-    if path.is_dir() and not any((path / name).exists() for name in _FILES):
+    if not _has_tokenizer(path):
         return None
     from transformers import AutoTokenizer
     from transformers.utils import logging

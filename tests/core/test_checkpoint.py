@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import BLOCK, make_model, random_ids
-from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from gguf_files import write_gguf
+from helpers import BLOCK, make_model, random_ids
+from safetensors.torch import load_file, save_file
 
 from offload.errors import CheckpointError, UnsupportedModelError, UsageError
 from triforce_core import Engine, SamplingParams
@@ -115,7 +112,7 @@ def test_a_tensor_that_is_missing_or_unknown_is_named(copied) -> None:
     with pytest.raises(CheckpointError, match=r"lacks model\.layers\.1\.mlp\.up_proj"):
         open_checkpoint(copied)
     tensors["model.layers.1.mlp.up_proj.weight"] = gone
-    tensors["model.layers.0.mlp.experts.0.weight"] = gone
+    tensors["model.layers.0.mlp.experts.0.weight"] = gone.clone()
     save_file(tensors, file)
     with pytest.raises(UnsupportedModelError, match=r"experts\.0\.weight"):
         open_checkpoint(copied)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import FAMILIES
+from helpers import FAMILIES
 
 from offload.errors import CheckpointError, UnsupportedModelError
 from triforce_core.config import from_hf

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from conftest import BLOCK, PLACEMENTS, random_ids
+from helpers import BLOCK, PLACEMENTS, random_ids
 
 from offload.emulated import EmulatedLink
 from offload.errors import DoesNotFitError, LinkError, UsageError

@@ -8,7 +8,7 @@ import copy
 
 import pytest
 import torch
-from conftest import BLOCK, FAMILIES, PLACEMENTS, make_model, random_ids
+from helpers import BLOCK, FAMILIES, PLACEMENTS, make_model, random_ids
 
 from triforce_core import Engine, SamplingParams
 

@@ -43,6 +43,15 @@ def test_temperature_zero_is_one_hot_and_takes_the_first_of_ties() -> None:
         assert one_hot.tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_seen(temperature, bad) -> None:
+    logits = torch.tensor([[1.0, bad, 0.0], [1.0, 2.0, 0.0]])
+    tokens = draw(law(logits, SamplingParams(temperature=temperature)), torch.Generator())
+    assert tokens[0] == -1
+    assert tokens[1] >= 0
+
+
 def test_half_precision_logits_give_float32_laws() -> None:
     assert law(torch.zeros(1, 4, dtype=torch.bfloat16), SamplingParams()).dtype == torch.float32
 

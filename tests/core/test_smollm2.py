@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from material import manual, model_file
 
 from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
 from triforce_core.text import load_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
-from material import manual, model_file
 
 ALL = tuple(range(30))
 PLACEMENTS = {

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import BLOCK, PLACEMENTS, random_ids
+from helpers import BLOCK, PLACEMENTS, random_ids
 from triforce_kernels.attention import partial_attention, reference_attention
 
 from offload.cuda import CudaLink
 from offload.host import HostArena
 from triforce_core import Engine, SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts"))
 
 pytestmark = [
     pytest.mark.gpu,

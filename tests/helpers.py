@@ -1,0 +1,124 @@
+"""Tiny random models of every family, their tokenizer, and placements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from offload.placement import Placement
+
+VOCAB = 97
+BLOCK = 16
+LAYERS = 3
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    # Wide enough that the arg-max is rarely close.
+    "initializer_range": 0.3,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "llama": ("Llama", {}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 4}),
+    "llama-mqa": ("Llama", {"num_key_value_heads": 1}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-bias": ("Llama", {"attention_bias": True}),
+    "llama-head-dim": ("Llama", {"head_dim": 24}),
+    "llama3-rope": ("Llama", {"rope_parameters": _LLAMA3}),
+    "linear-rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    # 64 trained positions, so that the texts below run past them and the frequencies change.
+    "dynamic-rope": (
+        "Llama",
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        },
+    ),
+    "yarn-rope": (
+        "Qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+}
+
+PLACEMENTS = {
+    "resident": Placement((), True, 10**6, 0, 0, 0),
+    "kv": Placement((), True, 0, 0, 3, 2),
+    "kv-one-slot": Placement((), True, 0, 0, 1, 1),
+    "kv-in-part": Placement((), True, 7, 0, 2, 1),
+    "weights": Placement((0, 1, 2), True, 10**6, 2, 0, 0),
+    "weights-one-slot": Placement((0, 2), False, 10**6, 1, 0, 0),
+    "both": Placement((0, 1, 2), False, 0, 2, 3, 2),
+    "both-one-slot": Placement((1, 2), False, 4, 1, 1, 1),
+}
+"""Every mix of resident and streamed; more resident blocks than there are means all."""
+
+
+def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Module:
+    """A tiny random model of a family, float32, saved to `directory` and returned."""
+    import transformers
+
+    kind, options = FAMILIES[family]
+    torch.manual_seed(sum(map(ord, family)))
+    config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **options, **overrides})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
+    model.save_pretrained(directory)
+    return model
+
+
+def random_ids(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
+    return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<u>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+def add_tokenizer(directory: Path, *, chat: bool = True) -> None:
+    """A tokenizer of VOCAB tokens beside a tiny model: printable ASCII, and two of a chat."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {chr(32 + i): i for i in range(VOCAB - 3)}
+    vocab |= {"<u>": VOCAB - 3, "<a>": VOCAB - 2, "<unk>": VOCAB - 1}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<[ua]>|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    fast.chat_template = CHAT_TEMPLATE if chat else None
+    fast.save_pretrained(directory)
