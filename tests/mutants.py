@@ -79,6 +79,18 @@ TARGETS: dict[str, tuple[str, str, Callable[[bytes, random.Random], bytes]]] = {
 }
 
 
+def make_sound(root: Path) -> None:
+    """Writes hf/, sharded/ and gguf/ into `root`: the same tiny model three times."""
+    from gguf_files import write_gguf
+    from helpers import add_tokenizer, make_model
+
+    model = make_model("llama", root / "hf")
+    add_tokenizer(root / "hf")
+    model.save_pretrained(root / "sharded", max_shard_size="60KB")
+    (root / "gguf").mkdir()
+    write_gguf(model, root / "gguf" / "model.gguf")
+
+
 def try_mutants(root: Path, target: str, first: int, last: int) -> None:
     """Loads mutants first..last-1 of a file and generates a token from those that load.
 

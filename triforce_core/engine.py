@@ -98,7 +98,7 @@ class Engine:
             None. What a longer context would take is used to keep weights and KV on the device
         block_tokens: tokens of a KV block, a power of two; chosen from the sizes if None
         placement: what is resident and what streams; weights first, then KV blocks, if None
-        tokenizer: one that is loaded already
+        tokenizer: one that is loaded already; the stats count its loading too
         progress: called with ("load" or "prefill", layers done, layers in all)
 
         Raises UsageError, DoesNotFitError (before loading) or CheckpointError.
@@ -118,7 +118,10 @@ class Engine:
             chosen = choose_dtype(dtype, config, where)
             context = config.positions if max_context is None else max_context
             check_context(context, 0, config.positions, "the model has")
-            tokenizer = tokenizer or load_tokenizer(checkpoint.path)
+            if tokenizer is None:
+                tokenizer = load_tokenizer(checkpoint.path)
+            else:
+                began -= tokenizer.load_seconds
             built, runtime, resources = load(
                 checkpoint,
                 where,

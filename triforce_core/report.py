@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -55,7 +56,7 @@ def print_run(stats: dict[str, Any]) -> None:
     )
     table = Table(show_header=False, title_justify="left")
     add = table.add_row
-    add("model", f"{stats['model']} ({stats['dtype']}, {stats['device']})")
+    add("model", f"{Path(stats['model']).name} ({stats['dtype']}, {stats['device']})")
     weights, layers = placement["resident_weight_layers"], placement["layers"]
     add("weights", f"{weights} of {layers} layers resident, {layers - weights} streamed")
     blocks, resident = placement["kv_blocks"], placement["resident_kv_blocks"]

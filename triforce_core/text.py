@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ _REPLACEMENT = "\ufffd"
 class Tokenizer:
     """A transformers tokenizer, with its failures made typed."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, load_seconds: float = 0.0) -> None:
+        self.load_seconds = load_seconds
         self._tokenizer = tokenizer
 
     def encode(self, text: str, *, chat: bool = False) -> list[int]:
@@ -93,6 +95,7 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
+    began = time.perf_counter()
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -112,4 +115,4 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     finally:
         logging.set_verbosity(before)
         logging.enable_progress_bar()
-    return Tokenizer(found)
+    return Tokenizer(found, time.perf_counter() - began)

@@ -10,21 +10,14 @@ from pathlib import Path
 
 import mutants
 import pytest
-from gguf_files import write_gguf
-from helpers import add_tokenizer, make_model
 
 MUTANTS = int(os.environ.get("TRIFORCE_MUTANTS", "2000"))
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """hf/, sharded/ and gguf/: the same tiny model three times."""
     root = tmp_path_factory.mktemp("sound")
-    model = make_model("llama", root / "hf")
-    add_tokenizer(root / "hf")
-    model.save_pretrained(root / "sharded", max_shard_size="60KB")
-    (root / "gguf").mkdir()
-    write_gguf(model, root / "gguf" / "model.gguf")
+    mutants.make_sound(root)
     return root
 
 
