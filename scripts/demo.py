@@ -1,6 +1,6 @@
-"""The demo: SmolLM2-135M answers a question about the Python manual, its KV cache streamed.
+"""The demo: SmolLM2-135M reads 6,000 tokens of the Python manual, its KV cache streamed.
 
-python scripts/demo.py [--weights] [-- any option of `triforce generate`]
+    python scripts/demo.py [--weights] [any option of `triforce generate`]
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import tempfile
 
 from material import manual, model_file
 
-QUESTION = "According to the manual above, what does the `with` statement do?"
-MANUAL_CHARACTERS = 26_500
+QUESTION = "What is the text above about? Summarize it in three sentences."
+MANUAL_CHARACTERS = 24_500
 """About 6,000 tokens, with the question and the chat template around them."""
 
 
@@ -22,37 +22,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--weights", action="store_true", help="stream the weights as well")
     args, options = parser.parse_known_args()
-    prompt = f"{manual(MANUAL_CHARACTERS)}\n\n{QUESTION}"
+    text = manual(MANUAL_CHARACTERS)
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
-        file.write(prompt)
+        file.write(f"Here is a part of the Python manual:\n\n{text}\n\n{QUESTION}")
         file.flush()
-        print(
-            f"\nThe Python manual ({len(prompt)} characters), then: {QUESTION}\n", file=sys.stderr
-        )
+        say(f"{len(text)} characters of the Python manual, then: {QUESTION}\n")
         return triforce(
             [
                 *("generate", str(model_file()), "--prompt-file", file.name, "--chat"),
-                *_budget(args.weights),
+                *device_options(stream_weights=args.weights),
                 *("--max-new-tokens", "160", "--temperature", "0", *options),
             ]
         )
 
 
-def _budget(weights: bool) -> list[str]:
+def device_options(*, stream_weights: bool) -> list[str]:
     """A device too small for the KV cache, or for the weights too."""
     import torch
 
     if torch.cuda.is_available():
-        return ["--device-memory", "400MiB" if weights else "560MiB"]
-    print(
+        return ["--device-memory", "320MiB" if stream_weights else "450MiB"]
+    say(
         "This machine has no CUDA GPU: the device is a part of host memory with a budget, and the\n"
-        "link to it is EMULATED, a copy thread paced to 2 GB/s.",
-        file=sys.stderr,
+        "link to it is EMULATED, a copy thread paced to 2 GB/s.\n"
     )
     return [
         *("--device", "cpu", "--link-bandwidth", "2GB/s"),
-        *("--device-memory", "400MiB" if weights else "700MiB"),
+        *("--device-memory", "400MiB" if stream_weights else "700MiB"),
     ]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":
