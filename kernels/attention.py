@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 _HALF = (torch.float16, torch.bfloat16)
-_FLASH_MAX_HEAD_DIM = 256
+_FLASH_CAPABILITY = (8, 0)
+_CUDA_MAX_HEAD_DIM = 256
 
 
 class Partial(NamedTuple):
@@ -48,7 +49,8 @@ def partial_attention(
     Raises ValueError, naming every shape, dtype and device, when the inputs do not fit together.
     """
     _check(query, key, value, mask, causal)
-    if query.is_cuda and mask is None and query.shape[-1] <= _FLASH_MAX_HEAD_DIM:
+    fits_cuda = mask is None and query.shape[-1] <= _CUDA_MAX_HEAD_DIM
+    if query.is_cuda and fits_cuda and query.dtype != torch.float64:
         return _cuda(query, key, value, causal)
     if query.device.type == "cpu" and query.dtype != torch.float64:
         return _cpu(query, key, value, mask, causal)
@@ -103,21 +105,21 @@ def _cpu(query, key, value, mask, causal) -> Partial:
 
 def _cuda(query, key, value, causal) -> Partial:
     rows, head_dim = query.shape[-2:]
-    if query.dtype in _HALF:
-        # The flash kernel wants head_dim in multiples of 8; zero columns change neither scores
-        # (the scale is given) nor the kept part of the output.
-        pad = -head_dim % 8
-        q, k, v = (F.pad(t, (0, pad)) if pad else t for t in (query, key, value))
+    # Both operators want head_dim in multiples of 8; columns of zeros change neither scores (the
+    # scale is given) nor the kept part of the output.
+    pad = -head_dim % 8
+    q, k, v = (F.pad(t, (0, pad))[None] if pad else t[None] for t in (query, key, value))
+    scale = head_dim**-0.5
+    if query.dtype in _HALF and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            q[None], k[None], v[None], 0.0, causal, False, scale=head_dim**-0.5
+            q, k, v, 0.0, causal, False, scale=scale
         )
-        return Partial(out[0, ..., :head_dim], lse[0])
-    if query.dtype == torch.float32 and head_dim % 4 == 0:
+    else:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query[None], key[None], value[None], None, True, 0.0, causal
+            q, k, v, None, True, 0.0, causal, scale=scale
         )
-        return Partial(out[0], lse[0, :, :rows])  # lse comes padded to a multiple of 32 rows
-    return reference_attention(query, key, value, causal=causal)
+    # The log-sum-exp may come padded to a multiple of 32 rows.
+    return Partial(out[0, ..., :head_dim], lse[0, :, :rows])
 
 
 def _check(query, key, value, mask, causal) -> None:

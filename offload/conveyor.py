@@ -32,7 +32,7 @@ class Transfer:
 @dataclass(eq=False)
 class _Slot:
     buffer: torch.Tensor
-    released: Event | None = None
+    released: Event
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,12 @@ class Conveyor:
     def __init__(self, link: Link, rings: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """rings: the flat uint8 device buffers of each kind of slot."""
         self._link = link
-        self._free = {name: deque(map(_Slot, buffers)) for name, buffers in rings.items()}
+        # A slot's memory may have had readers before it was a slot, hence the first event.
+        self._rings = {
+            name: [_Slot(buffer, link.record()) for buffer in buffers]
+            for name, buffers in rings.items()
+        }
+        self._free = {name: deque(slots) for name, slots in self._rings.items()}
         self._waiting: deque[Transfer] = deque()
         self._issued: deque[_Held] = deque()
         self._acquired: dict[Hashable, _Held] = {}
@@ -95,22 +100,30 @@ class Conveyor:
         """Ends a pass early: drops what was not issued, waits for what was, frees every slot.
 
         A copy that fails here is of no interest: nobody will read its bytes, and copies of one
-        direction keep their order, so even one that is late cannot land on a later one.
+        direction keep their order, so even one that is late cannot land on a later one. Every slot
+        is free afterwards, one that an exception caught between two steps included.
         """
         self._waiting.clear()
         for held in (*self._issued, *self._acquired.values()):
             with suppress(LinkError):
                 self._link.wait(held.ready)
-            held.slot.released = self._link.record()
-            self._free[held.transfer.ring].append(held.slot)
         self._issued.clear()
         self._acquired.clear()
+        for name, slots in self._rings.items():
+            for slot in slots:
+                slot.released = self._link.record()
+            self._free[name] = deque(slots)
+
+    def close(self) -> None:
+        """Lets go of the slots."""
+        self._rings = {}
+        self._free = {}
 
     def _issue(self) -> None:
         while self._waiting and self._free[self._waiting[0].ring]:
             transfer = self._waiting.popleft()
             slot = self._free[transfer.ring].popleft()
-            after = transfer.after if slot.released is None else (slot.released, *transfer.after)
             target = slot.buffer[: transfer.source.numel()]
+            after = (slot.released, *transfer.after)
             ready = self._link.to_device(target, transfer.source, after)
             self._issued.append(_Held(transfer, slot, ready))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
 import torch
 
-from .errors import DoesNotFitError, UsageError
+from .errors import DoesNotFitError, LinkError, OutOfDeviceMemoryError, UsageError
 from .host import available_host_bytes
 from .units import format_bytes
 
-_CUDA_SPARE_BYTES = 512 << 20
-"""Left to the driver, the libraries' workspaces and the allocator's rounding when nobody says."""
+_CUDA_CONTEXT_BYTES = 256 << 20
+"""Left free outside the budget when nobody says: kernels are loaded as they are first used."""
+_CUDA_LIBRARY_BYTES = 128 << 20
+"""Of the budget: the libraries' workspaces and the allocator's rounding, which nobody asks for."""
 
 
 @dataclass
@@ -35,9 +39,14 @@ class DeviceMemory:
     def __init__(self, device: torch.device, limit_bytes: int | None) -> None:
         """Raises UsageError for a device that is not there or a limit above what it has."""
         self.device = device
-        if device.type == "cuda":
+        self._used: dict[str, int] = {}
+        self._used_bytes = 0
+        self._peak_bytes = 0
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(device)
-            free = max(0, free - _CUDA_SPARE_BYTES)
+            free = max(0, free - _CUDA_CONTEXT_BYTES)
         else:
             free, total = available_host_bytes(), psutil.virtual_memory().total
         if limit_bytes is not None and limit_bytes > total:
@@ -46,12 +55,13 @@ class DeviceMemory:
                 f"{format_bytes(limit_bytes)} of device memory asked for"
             )
         self.limit_bytes = free if limit_bytes is None else limit_bytes
-        if device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(self.limit_bytes / total, device)
+        if cuda:
+            # What the process holds already, another engine say, is not this budget's.
+            self._others_bytes = torch.cuda.memory_allocated(device)
+            cap = torch.cuda.memory_reserved(device) + self.limit_bytes
+            torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
             torch.cuda.reset_peak_memory_stats(device)
-        self._used: dict[str, int] = {}
-        self._used_bytes = 0
-        self._peak_bytes = 0
+            self.reserve(_CUDA_LIBRARY_BYTES, "CUDA libraries")
 
     @property
     def available_bytes(self) -> int:
@@ -61,7 +71,7 @@ class DeviceMemory:
     def peak_bytes(self) -> int:
         """Most bytes in use at once: accounted on the CPU, the allocator's on CUDA."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            return torch.cuda.max_memory_allocated(self.device) - self._others_bytes
         return self._peak_bytes
 
     def allocate(self, size: int, purpose: str) -> Allocation:
@@ -71,8 +81,8 @@ class DeviceMemory:
             allocation.bytes = torch.empty(size, dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:
             self.free(allocation)
-            raise DoesNotFitError(
-                f"device memory for {purpose}", size, self.available_bytes, _REMEDY
+            raise OutOfDeviceMemoryError(
+                f"allocating {format_bytes(size)} for {purpose}"
             ) from error
         return allocation
 
@@ -93,6 +103,22 @@ class DeviceMemory:
         self._used_bytes -= allocation.size
         allocation.bytes = None
         allocation.size = 0
+
+    @contextmanager
+    def typed_errors(self) -> Iterator[None]:
+        """Turns what torch raises for a full or failing device into errors of this package."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemoryError(str(error).splitlines()[0]) from error
+        except torch.AcceleratorError as error:
+            raise LinkError(f"{self.device} failed: {str(error).splitlines()[0]}") from error
+
+    def close(self) -> None:
+        """Gives the allocator's cache back to the device and lifts the cap."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def by_purpose(self) -> dict[str, int]:
         return {purpose: size for purpose, size in self._used.items() if size}

@@ -43,6 +43,7 @@ class EmulatedLink:
         """bandwidth: bytes per second each way, None for as fast as memory."""
         self.bandwidth = bandwidth
         self._timeout = timeout_seconds
+        self._stalled = False
         self._directions = (_Direction(bandwidth), _Direction(bandwidth))
 
     def to_device(
@@ -62,7 +63,9 @@ class EmulatedLink:
         return event
 
     def wait(self, event: _Event) -> None:
-        if not event.done.wait(self._timeout):
+        # After one timeout the link counts as broken: whatever is not done yet fails at once.
+        if not event.done.wait(0 if self._stalled else self._timeout):
+            self._stalled = True
             raise LinkError(f"a transfer did not finish within {self._timeout:g} seconds")
         if event.error is not None:
             raise LinkError(f"a transfer failed: {event.error}") from event.error
@@ -74,6 +77,8 @@ class EmulatedLink:
     def synchronize(self) -> None:
         for direction in self._directions:
             self.wait(direction.last)
+            if (error := direction.take_error()) is not None:
+                raise LinkError(f"a transfer failed: {error}") from error
 
     def close(self) -> None:
         for direction in self._directions:
@@ -89,6 +94,7 @@ class _Direction:
         self._free_at = 0.0
         self.bytes = 0
         self.busy_seconds = 0.0
+        self._error: BaseException | None = None
         self.last = _Event()
         self.last.done.set()
         self._thread = threading.Thread(target=self._run, name="emulated-link", daemon=True)
@@ -103,6 +109,11 @@ class _Direction:
         self._jobs.put(job)
         return self.last
 
+    def take_error(self) -> BaseException | None:
+        """The last failure since this was asked."""
+        error, self._error = self._error, None
+        return error
+
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
@@ -113,7 +124,7 @@ class _Direction:
             try:
                 self._copy(*copy, event)
             except BaseException as error:
-                event.error = error
+                event.error = self._error = error
             event.done.set()
 
     def _copy(

@@ -31,6 +31,15 @@ class DoesNotFitError(TriforceError):
         )
 
 
+class OutOfDeviceMemoryError(DoesNotFitError):
+    """The device ran out of memory although the plan fitted: somebody else took it."""
+
+    def __init__(self, what: str) -> None:
+        TriforceError.__init__(
+            self, f"the device ran out of memory ({what}); use a smaller --device-memory"
+        )
+
+
 class CheckpointError(TriforceError):
     """A checkpoint that is missing, damaged or inconsistent."""
 

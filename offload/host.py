@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ from .errors import DoesNotFitError
 from .units import format_bytes
 
 _ARENA_BYTES = 1 << 30
-_BLOCKS_PER_ARENA = 64
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -26,10 +27,11 @@ class HostArena:
     """One anonymous mapping as a flat uint8 tensor, registered for direct copies when asked.
 
     Registering that fails (WSL2 and containers cap it) leaves the memory pageable, which is slower
-    and never wrong, and says so once in a warning with the size.
+    and never wrong, and says so in a warning with the size.
     """
 
     def __init__(self, size: int, *, pin: bool) -> None:
+        """Raises DoesNotFitError."""
         available = available_host_bytes()
         if size > available:
             raise DoesNotFitError(
@@ -38,27 +40,12 @@ class HostArena:
                 available,
                 "use a shorter context, a smaller model or more device memory",
             )
-        self.bytes = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)[:size]
-        self.pinned = pin and size > 0 and self._register()
-
-    def _register(self) -> bool:
-        code = int(
-            torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
-        )
-        if code != 0:
-            warnings.warn(
-                f"the driver would not pin {format_bytes(self.bytes.numel())} of host memory "
-                f"(error {code}); it stays pageable and the link will be slower",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        return code == 0
+        mapping = _Mapping(-1, max(size, 1))
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)[:size]
+        self.pinned = pin and size > 0 and mapping.register(self.bytes.data_ptr(), size)
 
     def close(self) -> None:
-        """Unregisters; the mapping goes with the last tensor that views it."""
-        if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
-            self.pinned = False
+        """Lets go of the memory: it is unregistered and unmapped with the last tensor of it."""
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> HostArena:
@@ -68,8 +55,41 @@ class HostArena:
         self.close()
 
 
+class _Mapping(mmap.mmap):
+    """A mapping that is never unmapped while registered, whoever holds the last view of it.
+
+    Pages that the driver still believes pinned would make it copy from memory that is gone.
+    """
+
+    _registered_at: int | None = None
+
+    def register(self, address: int, size: int) -> bool:
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
+        if code == 0:
+            self._registered_at = address
+            return True
+        _clear_cuda_error()
+        warnings.warn(
+            f"the driver would not pin {format_bytes(size)} of host memory (error {code}); "
+            "it stays pageable and the link will be slower",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return False
+
+    def __del__(self) -> None:
+        if self._registered_at is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._registered_at)
+
+
+def _clear_cuda_error() -> None:
+    """The runtime keeps the error of a failed call for the next kernel's check: let one have it."""
+    with suppress(RuntimeError):
+        torch.empty(1, device="cuda").fill_(1)
+
+
 class HostBlocks:
-    """Equal blocks of host memory, taken one at a time from arenas that grow as needed.
+    """Equal blocks of host memory, taken one at a time from arenas of 1 GiB at most.
 
     A block given back is handed out again, so the requests of one engine share the same memory.
     """
@@ -77,20 +97,27 @@ class HostBlocks:
     def __init__(self, block_bytes: int, *, pin: bool) -> None:
         self._block_bytes = block_bytes
         self._pin = pin
-        self._blocks_per_arena = min(max(1, _ARENA_BYTES // block_bytes), _BLOCKS_PER_ARENA)
         self._arenas: list[HostArena] = []
         self._free: list[torch.Tensor] = []
 
     @property
     def nbytes(self) -> int:
-        return len(self._arenas) * self._blocks_per_arena * self._block_bytes
+        return sum(arena.bytes.numel() for arena in self._arenas)
+
+    def provide(self, blocks: int) -> None:
+        """Makes `blocks` blocks available, so that `take` allocates none.
+
+        Raises DoesNotFitError.
+        """
+        most = max(1, _ARENA_BYTES // self._block_bytes)
+        while (missing := blocks - len(self._free)) > 0:
+            arena = HostArena(min(missing, most) * self._block_bytes, pin=self._pin)
+            self._arenas.append(arena)
+            self._free.extend(arena.bytes.split(self._block_bytes))
 
     def take(self) -> torch.Tensor:
         """A flat uint8 block, its contents unspecified. Raises DoesNotFitError."""
-        if not self._free:
-            arena = HostArena(self._blocks_per_arena * self._block_bytes, pin=self._pin)
-            self._arenas.append(arena)
-            self._free.extend(reversed(arena.bytes.split(self._block_bytes)))
+        self.provide(1)
         return self._free.pop()
 
     def give_back(self, block: torch.Tensor) -> None:

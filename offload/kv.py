@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from .conveyor import Transfer
 from .device import DeviceMemory
+from .errors import DoesNotFitError, LinkError
 from .host import HostBlocks
 from .layout import ALIGNMENT
 from .link import Event, Link
@@ -114,9 +116,13 @@ class KVStore:
             shape.block_tokens + max_pass_tokens,
             shape.head_dim,
         )
-        self._resident_allocation = memory.allocate(
-            shape.block_bytes * sum(resident_blocks), "resident KV"
-        )
+        try:
+            self._resident_allocation = memory.allocate(
+                shape.block_bytes * sum(resident_blocks), "resident KV"
+            )
+        except DoesNotFitError:
+            memory.free(self._tail_allocation)
+            raise
         pool = iter(self._resident_allocation.bytes.split(shape.block_bytes))
         self._device_blocks = [[next(pool) for _ in range(count)] for count in resident_blocks]
 
@@ -202,8 +208,12 @@ class KVStore:
         return self._blocks[layer]
 
     def close(self) -> None:
-        """Gives back all memory, once the link has carried out what was on its way."""
-        self._link.synchronize()
+        """Gives back all memory, once the link has carried out what was on its way.
+
+        A copy that failed is of no interest any more.
+        """
+        with suppress(LinkError):
+            self._link.synchronize()
         for block in (block for blocks in self._blocks for block in blocks):
             if block.resident is None:
                 self._host_blocks.give_back(block.buffer)

@@ -64,6 +64,9 @@ class Link(Protocol):
     def counters(self) -> LinkCounters: ...
 
     def synchronize(self) -> None:
-        """Blocks the host until every copy asked for is done. Raises LinkError if one failed."""
+        """Blocks the host until every copy asked for is done.
+
+        Raises LinkError if one failed since the last call.
+        """
 
     def close(self) -> None: ...

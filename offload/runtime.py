@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
 from .attend import KVPass, PrefillPass
 from .conveyor import Conveyor, Transfer
 from .device import DeviceMemory
+from .errors import LinkError
 from .host import HostBlocks
 from .kv import RING as KV_RING
 from .kv import KVStore
@@ -87,7 +88,9 @@ class Runtime:
             yield session
 
     def close(self) -> None:
-        self.conveyor.cancel()
+        with suppress(LinkError):
+            self.link.synchronize()
+        self.conveyor.close()
         self.weights.close()
         self.host_blocks.close()
         for allocation in self._slots:
@@ -96,9 +99,11 @@ class Runtime:
         self._staging.clear()
 
     def _ring(self, slots: int, slot_bytes: int, purpose: str) -> list[torch.Tensor]:
-        allocations = [self.memory.allocate(slot_bytes, purpose) for _ in range(slots)]
-        self._slots += allocations
-        return [allocation.bytes for allocation in allocations]
+        if not slots:
+            return []
+        allocation = self.memory.allocate(slots * slot_bytes, purpose)
+        self._slots.append(allocation)
+        return list(allocation.bytes.split(slot_bytes))
 
 
 class Session:
@@ -118,6 +123,7 @@ class Session:
         kv = demand.kv
         blocks = (prompt_tokens + new_tokens) // kv.block_tokens * kv.layers
         resident = min(blocks, runtime.placement.resident_kv_blocks)
+        runtime.host_blocks.provide(blocks - resident)
         self._runtime = runtime
         self._prompt_tokens = prompt_tokens
         self.kv = KVStore(

@@ -1,6 +1,6 @@
 """The demo: SmolLM2-135M reads 6,000 tokens of the Python manual, its KV cache streamed.
 
-    python scripts/demo.py [--weights] [any option of `triforce generate`]
+python scripts/demo.py [--weights] [any option of `triforce generate`]
 """
 
 from __future__ import annotations

@@ -13,12 +13,14 @@ import torch
 from offload.checkpoint.gguf import GGUFArray, GGUFSource
 from offload.checkpoint.safetensors import SafetensorsSource, read_json
 from offload.checkpoint.source import TensorSource
-from offload.errors import CheckpointError, UnsupportedModelError, UsageError
+from offload.errors import CheckpointError, TriforceError, UnsupportedModelError, UsageError
 
 from .config import Fields, ModelConfig, RopeConfig, check_rope, from_hf, token_ids
 from .model import layer_shapes
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
+_HUB_IGNORED = ["consolidated*", "*/*"]
+"""Copies of the same weights that some repositories hold in other layouts."""
 _GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _UNUSED = ("rotary_emb.inv_freq",)
 """Buffers that old checkpoints carry and that are computed here."""
@@ -55,6 +57,11 @@ class Checkpoint:
         except BaseException:
             source.close()
             raise
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """The dtype of the layers' matrices, None if they are quantised."""
+        return self._source.dtype(self._names("layers.0.o")[0].name)
 
     def read_layer(self, layer: int, views: Mapping[str, torch.Tensor]) -> None:
         """Writes every tensor of a layer, named and shaped as `model.layer_shapes`."""
@@ -144,7 +151,13 @@ def resolve(model: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        # The config first: a model that is not supported is refused before its weights travel.
+        for files in (_HUB_HEADERS, [*_HUB_HEADERS, "*.safetensors"]):
+            found = snapshot_download(name, allow_patterns=files, ignore_patterns=_HUB_IGNORED)
+            from_hf(read_json(Path(found) / "config.json"), {})
+        return Path(found)
+    except TriforceError:
+        raise
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"cannot download {name} from the hub: {reason}") from error

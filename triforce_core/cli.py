@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -61,9 +62,16 @@ def _prompt(args: argparse.Namespace) -> str:
     elif sys.stdin is None or sys.stdin.isatty():
         raise UsageError("no prompt: give --prompt, --prompt-file or standard input")
     else:
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.read()
+        except ValueError as error:
+            raise UsageError(f"standard input is no text: {error}") from error
     if not prompt:
         raise UsageError("the prompt is empty")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # bytes that are no UTF-8 come in as lone surrogates
+        raise UsageError(f"the prompt is not UTF-8 text (character {error.start})") from error
     return prompt
 
 
@@ -121,13 +129,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def write_stats(path: str, stats: dict) -> None:
     """Writes the stats whole or not at all. Raises UsageError."""
-    target = Path(path)
-    partial = target.with_name(target.name + ".partial")
+    partial = Path(path + ".partial")
     try:
         partial.write_text(json.dumps(stats, indent=2, ensure_ascii=False) + "\n", "utf-8")
-        partial.replace(target)
+        partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise UsageError(f"cannot write the stats to {path}: {error}") from error
 
 

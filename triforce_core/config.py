@@ -53,7 +53,6 @@ class ModelConfig:
     qk_norm: bool = False
     tied: bool = False
     eos_token_ids: tuple[int, ...] = ()
-    stored_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -108,7 +107,6 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
         qk_norm=family == "qwen3",
         tied=fields.flag("tie_word_embeddings", False),
         eos_token_ids=token_ids(eos, "eos_token_id"),
-        stored_dtype=_dtype_name(raw),
     )
 
 
@@ -247,8 +245,3 @@ def _hf_rope(raw: Mapping[str, Any], positions: int) -> RopeConfig:
     theta = Fields({"rope_theta": scaling.get("rope_theta", raw.get("rope_theta"))}, "config.json")
     rope = RopeConfig(str(kind), theta.real("rope_theta", 10000.0), MappingProxyType(parameters))
     return check_rope(rope, "config.json")
-
-
-def _dtype_name(raw: Mapping[str, Any]) -> str | None:
-    name = raw.get("dtype") or raw.get("torch_dtype")
-    return name.removeprefix("torch.") if isinstance(name, str) else None

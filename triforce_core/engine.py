@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,7 @@ class Engine:
         self._progress = progress
         self._resources = resources
         self._interrupted = threading.Event()
+        self._last_stream: Callable[[], Stream | None] = lambda: None
         self._streaming = False
         self._closed = False
 
@@ -106,8 +108,11 @@ class Engine:
         began = time.perf_counter()
         if method not in METHODS:
             raise UsageError(f"method {method!r} is not one of {', '.join(METHODS)}")
-        if block_tokens is not None and (block_tokens < 1 or block_tokens & (block_tokens - 1)):
-            raise UsageError(f"block_tokens must be a power of two, got {block_tokens!r}")
+        for name, value in (("max_context", max_context), ("block_tokens", block_tokens)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name} must be a positive whole number, got {value!r}")
+        if block_tokens is not None and block_tokens & (block_tokens - 1):
+            raise UsageError(f"block_tokens must be a power of two, got {block_tokens}")
         where = open_device(device)
         memory = None if device_memory is None else parse_bytes(device_memory)
         bandwidth = None if link_bandwidth is None else parse_bandwidth(link_bandwidth)
@@ -115,7 +120,7 @@ class Engine:
         checkpoint = open_checkpoint(resolve(model))
         try:
             config = checkpoint.config
-            chosen = choose_dtype(dtype, config, where)
+            chosen = choose_dtype(dtype, checkpoint.stored_dtype, where)
             context = config.positions if max_context is None else max_context
             check_context(context, 0, config.positions, "the model has")
             if tokenizer is None:
@@ -153,10 +158,8 @@ class Engine:
 
         Raises UsageError at once if the prompt cannot be taken.
         """
-        if self._closed:
-            raise UsageError("the engine is closed")
-        if self._streaming:
-            raise UsageError("the engine serves one request at a time, and one is under way")
+        self._check_free()
+        self._interrupted.clear()
         params = params or SamplingParams()
         token_ids = self._token_ids(prompt)
         limit = self._runtime.demand.context_tokens
@@ -166,23 +169,36 @@ class Engine:
             limit,
             "the model has" if limit == self.config.positions else "the engine was made for",
         )
-        return Stream(self._run(token_ids, params))
+        stream = Stream(self._run(token_ids, params))
+        self._last_stream = weakref.ref(stream)
+        return stream
 
     def interrupt(self) -> None:
         """Ends the request under way within one pass; what it gave so far is its result."""
         self._interrupted.set()
 
     def close(self) -> None:
-        """Releases everything. May be called twice."""
-        if not self._closed:
-            self._closed = True
-            self._resources.close()
+        """Ends the request under way and releases everything. May be called twice."""
+        if self._closed:
+            return
+        stream = self._last_stream()
+        if stream is not None:
+            stream.close()
+        self._closed = True
+        del self._model  # holds device memory that is about to be given back
+        self._resources.close()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_free(self) -> None:
+        if self._closed:
+            raise UsageError("the engine is closed")
+        if self._streaming:
+            raise UsageError("the engine serves one request at a time, and one is under way")
 
     def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
@@ -191,11 +207,11 @@ class Engine:
             token_ids = self.tokenizer.encode(prompt)
         else:
             token_ids = list(prompt)
-            for token in token_ids:
-                if not isinstance(token, int) or not 0 <= token < self.config.vocab:
-                    raise UsageError(
-                        f"token id {token!r} is not a number from 0 to {self.config.vocab - 1}"
-                    )
+        for token in token_ids:
+            if not isinstance(token, int) or not 0 <= token < self.config.vocab:
+                raise UsageError(
+                    f"token id {token!r} is not a number from 0 to {self.config.vocab - 1}"
+                )
         if not token_ids:
             raise UsageError("the prompt is empty")
         return token_ids
@@ -204,11 +220,14 @@ class Engine:
         """Yields text pieces, then the Completion."""
         seed = secrets.randbits(63) if params.seed is None else params.seed
         generator = torch.Generator(self._runtime.memory.device).manual_seed(seed)
-        self._interrupted.clear()
+        self._check_free()
         self._streaming = True
         try:
             self._model.rope.reset()
-            with self._runtime.session(len(prompt), params.max_new_tokens) as session:
+            with (
+                self._runtime.memory.typed_errors(),
+                self._runtime.session(len(prompt), params.max_new_tokens) as session,
+            ):
                 decoder = METHODS[self._method](self._model, session, params, generator)
                 yield from self._decode(prompt, params, seed, session, decoder)
         finally:

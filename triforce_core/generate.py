@@ -50,7 +50,7 @@ def generate(args: argparse.Namespace, prompt: str) -> int:
             tokenizer=tokenizer,
             progress=bars.update,
         )
-        with engine, _interruptible(engine):
+        with engine, _interruptible(engine, bars):
             stream = engine.stream(token_ids, params)
             for piece in stream:
                 bars.stop()  # the text owns the terminal from its first piece on
@@ -69,7 +69,7 @@ def generate(args: argparse.Namespace, prompt: str) -> int:
 
 
 @contextmanager
-def _interruptible(engine: Engine) -> Iterator[None]:
+def _interruptible(engine: Engine, bars: ProgressBars) -> Iterator[None]:
     """The first interrupt ends the request within one pass, a second one the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -77,7 +77,11 @@ def _interruptible(engine: Engine) -> Iterator[None]:
 
     def interrupt(*_: object) -> None:
         engine.interrupt()
-        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+        signal.signal(signal.SIGINT, leave)
+
+    def leave(*_: object) -> None:
+        bars.stop()  # gives the terminal its cursor back
+        os._exit(INTERRUPTED)
 
     before = signal.signal(signal.SIGINT, interrupt)
     try:

@@ -6,6 +6,9 @@ import torch
 
 from .params import SamplingParams
 
+_LEAST_TEMPERATURE = 1e-30
+"""Below it quotients overflow float32; the law is one-hot long before, up to exact ties."""
+
 
 def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The law of the next token, float32, of each row of logits [..., vocab].
@@ -19,7 +22,7 @@ def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if params.temperature == 0:
         peak, token = logits.max(-1, keepdim=True)
         return torch.zeros_like(logits).scatter_(-1, token, peak - peak + 1)
-    scores = logits / params.temperature
+    scores = logits / max(params.temperature, _LEAST_TEMPERATURE)
     if 0 < params.top_k < scores.shape[-1]:
         kth = scores.topk(params.top_k, -1).values[..., -1:]
         scores = scores.masked_fill(scores < kth, float("-inf"))

@@ -46,9 +46,11 @@ def open_device(name: str | torch.device | None) -> torch.device:
     if device.type != "cuda":
         raise UsageError(f"device {name!r} is not supported; use cuda:0 or cpu")
     count = torch.cuda.device_count()
-    if (device.index or 0) >= count:
+    device = torch.device("cuda", device.index or 0)
+    if device.index >= count:
         raise UsageError(f"device {name!r} is not there; CUDA finds {count} GPUs")
-    return torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(device)  # memory is registered, and streams made, for the current one
+    return device
 
 
 def open_link(device: torch.device, bandwidth: float | None) -> Link:
@@ -60,8 +62,10 @@ def open_link(device: torch.device, bandwidth: float | None) -> Link:
     return CudaLink(device)
 
 
-def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
     """`auto`: float32 on the CPU; on a GPU what is stored, bfloat16 where that is quantised.
+
+    stored: the checkpoint's own dtype, None if it is quantised.
 
     Raises UsageError.
     """
@@ -71,7 +75,7 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
         return _DTYPES[name]
     if device.type == "cpu":
         return torch.float32
-    return _DTYPES.get(config.stored_dtype or "bfloat16", torch.float32)
+    return _DTYPES.get(stored or "bfloat16", torch.float32)
 
 
 def choose_block_tokens(token_bytes: int, max_context: int) -> int:
@@ -130,26 +134,27 @@ def load(
     """
     config = checkpoint.config
     demand = demand_of(config, dtype, max_context, max_pass_tokens, block_tokens)
-    memory = DeviceMemory(device, device_memory)
-    if placement is None:
-        placement = place(demand, memory.limit_bytes)
-    check_placement(demand, placement, memory.limit_bytes)
-    check_host(demand, placement, device_is_host=device.type == "cpu")
     with ExitStack() as stack:
-        rope = Rope(config, device, checkpoint.rope_factors())
-        link = open_link(device, link_bandwidth)
+        link = open_link(device, link_bandwidth)  # measures a GPU's link, so before the cap is set
         stack.callback(link.close)
-        ends = _load_ends(checkpoint, dtype, memory, placement.embedding_resident, stack)
+        memory = DeviceMemory(device, device_memory)
+        stack.callback(memory.close)
+        if placement is None:
+            placement = place(demand, memory.available_bytes)
+        check_placement(demand, placement, memory.available_bytes)
+        check_host(demand, placement, device_is_host=device.type == "cpu")
+        rope = Rope(config, device, checkpoint.rope_factors())
 
         def fill(layer: int, views: dict[str, torch.Tensor]) -> None:
             checkpoint.read_layer(layer, views)
             progress("load", layer + 1, config.layers)
 
         layout = FlatLayout.of(layer_shapes(config), dtype)
-        runtime = Runtime(memory, link, demand, placement, layout, fill)
+        with memory.typed_errors():
+            ends = _load_ends(checkpoint, dtype, memory, placement.embedding_resident, stack)
+            runtime = Runtime(memory, link, demand, placement, layout, fill)
         stack.callback(runtime.close)
-        model = Model(config, ends, rope, device)
-        return model, runtime, stack.pop_all()
+        return Model(config, ends, rope, device), runtime, stack.pop_all()
 
 
 def _load_ends(

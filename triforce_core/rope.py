@@ -20,10 +20,11 @@ class Rope:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         parameters = {"rope_type": config.rope.type, "rope_theta": config.rope.theta}
-        try:
-            self._make = lambda: LlamaRotaryEmbedding(
+
+        def make() -> torch.nn.Module:
+            module = LlamaRotaryEmbedding(
                 LlamaConfig(
-                    hidden_size=config.hidden,
+                    hidden_size=config.heads * config.head_dim,  # all that rope wants of it
                     num_attention_heads=config.heads,
                     num_key_value_heads=config.kv_heads,
                     head_dim=config.head_dim,
@@ -31,11 +32,15 @@ class Rope:
                     rope_parameters=parameters | dict(config.rope.parameters),
                 )
             ).to(device)
-            self._module = self._make()
+            if factors is not None:
+                module.inv_freq.div_(factors.to(device))
+            return module
+
+        self._make = make
+        try:
+            self._module = make()
         except Exception as error:
             raise CheckpointError(f"rope of type {config.rope.type}: {error}") from error
-        if factors is not None:
-            self._module.inv_freq.div_(factors.to(device))
         self._dynamic = config.rope.type == "dynamic"
 
     def reset(self) -> None:

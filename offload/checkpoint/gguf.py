@@ -41,6 +41,11 @@ SUPPORTED = tuple(
         *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
     )
 )
+_PLAIN = {
+    GGMLQuantizationType.F32: "float32",
+    GGMLQuantizationType.F16: "float16",
+    GGMLQuantizationType.BF16: "bfloat16",
+}
 _MAX_DIMENSIONS = 4
 _MAX_DEPTH = 4
 _CHUNK_ELEMENTS = 8 << 20
@@ -88,6 +93,9 @@ class GGUFSource:
         if entry.kind not in SUPPORTED:
             raise UnsupportedModelError(f"{self.path}: {name} is {entry.kind.name}, not supported")
         return entry.shape
+
+    def dtype(self, name: str) -> str | None:
+        return _PLAIN.get(self._entries[name].kind)
 
     def read(self, name: str, into: torch.Tensor) -> None:
         entry = self._entries[name]

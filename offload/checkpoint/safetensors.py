@@ -13,7 +13,7 @@ from ..errors import CheckpointError, UnsupportedModelError
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DTYPES = ("F64", "F32", "F16", "BF16")
+_DTYPES = {"F64": None, "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _MAX_JSON_BYTES = 256 << 20
 
 
@@ -63,6 +63,10 @@ class SafetensorsSource:
                 f"{path}: {name} is {entry.get_dtype()}, supported are {', '.join(_DTYPES)}"
             )
         return tuple(entry.get_shape())
+
+    def dtype(self, name: str) -> str | None:
+        _, handle = self._tensors[name]
+        return _DTYPES.get(handle.get_slice(name).get_dtype())
 
     def read(self, name: str, into: torch.Tensor) -> None:
         path, handle = self._tensors[name]

@@ -15,6 +15,9 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape in rows-first order, as torch has it. Raises KeyError."""
 
+    def dtype(self, name: str) -> str | None:
+        """`float32`, `float16` or `bfloat16`; None for anything else, quantised tensors too."""
+
     def read(self, name: str, into: torch.Tensor) -> None:
         """Writes tensor `name` into `into`, converting to its dtype.
 

@@ -129,6 +129,27 @@ def test_debug_shows_the_traceback(speaking, capsys) -> None:
         run(capsys, "generate", speaking, "--prompt", "x", "--device-memory", "9KiB", "--debug")
 
 
+@pytest.mark.parametrize("stats", [".", "/", "{model}/config.json/x"])
+def test_stats_that_cannot_be_written(speaking, capsys, stats: str) -> None:
+    where = stats.format(model=speaking)
+    code, out, err = run(
+        capsys, *("generate", speaking, "--prompt", "x", "--stats", where), *GREEDY
+    )
+    assert (code, len(err.strip().splitlines())) == (2, 1)
+    assert out, "the text is not lost"
+
+
+def test_a_prompt_that_is_no_text_is_refused(speaking, tmp_path) -> None:
+    file = tmp_path / "latin"
+    file.write_bytes(b"caf\xe9")
+    for source in (("--prompt-file", file), ("--prompt", b"caf\xe9"), ()):
+        command = [sys.executable, "-m", "triforce_core.cli", "generate", speaking, *source]
+        with open(file) as stdin:
+            result = subprocess.run(command, stdin=stdin, capture_output=True, text=True)
+        assert result.returncode == 2
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
 def test_no_chat_template(tmp_path, capsys) -> None:
     make_model("llama", tmp_path)
     add_tokenizer(tmp_path, chat=False)

@@ -56,6 +56,7 @@ def test_pieces_add_up_to_the_text_and_tokens_are_the_new_ones(speaking) -> None
 def test_stats_say_what_happened(speaking) -> None:
     with make(speaking, placement=PLACEMENTS["both"], link_bandwidth="2GB/s") as engine:
         stats = engine.generate(random_ids(70), SamplingParams(max_new_tokens=41)).stats
+        layer_bytes = engine._runtime.demand.layer_bytes
     assert json.loads(json.dumps(stats)) == stats
     assert stats["prompt_tokens"] == 70
     assert stats["new_tokens"] == 41 == len(stats["token_ids"])
@@ -78,7 +79,7 @@ def test_stats_say_what_happened(speaking) -> None:
     assert placement["kv_blocks"] == 18
     # What crossed: in pass i all weights and the blocks that were full before it.
     layer = (stats["link"]["bytes_to_device"] - 3 * 16 * 256 * blocks_seen(70, 40)) / 40 / 3
-    assert layer == engine._runtime.demand.layer_bytes
+    assert layer == layer_bytes
     out = 3 * 16 * 256
     assert link["prefill_bytes_to_host"] == out * (70 // 16)
     assert link["bytes_to_host"] == out * (110 // 16 - 70 // 16)
@@ -106,6 +107,9 @@ def test_resident_models_move_nothing(speaking) -> None:
         ({"link_bandwidth": "25GB"}, "25GB"),
         ({"dtype": "int8"}, "int8"),
         ({"block_tokens": 24}, "24"),
+        ({"block_tokens": "16"}, "block_tokens"),
+        ({"max_context": 0}, "max_context"),
+        ({"max_context": 100.5}, "max_context"),
         ({"max_context": 513}, "513 prompt tokens are more than the 512 positions"),
     ],
 )
@@ -162,10 +166,37 @@ def test_one_request_at_a_time_and_none_after_close(speaking) -> None:
     del abandoned
     gc.collect()
     assert engine.generate("Hello", params).token_ids == expected
+    unfinished = engine.stream("Hello", params)
+    next(iter(unfinished))
     engine.close()
     engine.close()
+    assert list(unfinished) == []
     with pytest.raises(UsageError, match="closed"):
         engine.generate("Hello", params)
+
+
+def test_of_two_streams_the_second_to_begin_is_refused(speaking) -> None:
+    params = SamplingParams(max_new_tokens=20, temperature=0)
+    with make(speaking, placement=PLACEMENTS["both"]) as engine:
+        expected = engine.generate("Hello", params).text
+        first, second = engine.stream("Hello", params), engine.stream("Hello", params)
+        pieces = iter(first)
+        text = next(pieces)
+        with pytest.raises(UsageError, match="one request at a time"):
+            next(iter(second))
+        assert text + "".join(pieces) == expected
+
+
+def test_an_engine_closes_under_a_reader_that_fails(speaking) -> None:
+    def fail() -> None:
+        with engine:
+            for _ in engine.stream("Hello", SamplingParams(max_new_tokens=20)):
+                raise ZeroDivisionError
+
+    engine = make(speaking, placement=PLACEMENTS["both"])
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert engine._runtime.memory.available_bytes == engine._runtime.memory.limit_bytes
 
 
 def test_an_interrupt_ends_within_a_pass_and_keeps_the_text(speaking) -> None:

@@ -52,6 +52,12 @@ def test_logits_that_are_not_finite_are_seen(temperature, bad) -> None:
     assert tokens[1] >= 0
 
 
+def test_tiny_temperatures_are_the_arg_max() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.9999]])
+    for temperature in (1e-9, 1e-40, 5e-324):
+        assert law(logits, SamplingParams(temperature=temperature)).tolist() == [[0, 1, 0]]
+
+
 def test_half_precision_logits_give_float32_laws() -> None:
     assert law(torch.zeros(1, 4, dtype=torch.bfloat16), SamplingParams()).dtype == torch.float32
 

@@ -8,7 +8,7 @@ from helpers import BLOCK, PLACEMENTS, random_ids
 from triforce_kernels.attention import partial_attention, reference_attention
 
 from offload.cuda import CudaLink
-from offload.host import HostArena
+from offload.host import HostArena, _Mapping
 from triforce_core import Engine, SamplingParams
 
 pytestmark = [
@@ -105,8 +105,44 @@ def test_the_device_budget_holds(tiny) -> None:
     with Engine.from_pretrained(
         path, device="cuda:0", device_memory="512MiB", max_context=400, block_tokens=BLOCK
     ) as engine:
+        before = torch.cuda.memory_reserved()
         memory = engine.generate(random_ids(300), GREEDY).stats["memory"]
+        accounted = engine._runtime.memory._peak_bytes
     assert memory["device_peak_bytes"] <= memory["device_budget_bytes"] == 512 << 20
+    assert memory["device_peak_bytes"] <= accounted
+    assert torch.cuda.max_memory_reserved() <= max(before, 512 << 20)
+
+
+def test_engines_one_after_another_give_the_device_back(tiny) -> None:
+    path, _ = tiny("llama")
+    free = []
+    for _ in range(3):
+        with Engine.from_pretrained(path, device="cuda:0", max_context=200) as engine:
+            engine.generate(random_ids(75), GREEDY)
+        torch.cuda.synchronize()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert free[1] - free[2] < 32 << 20
+
+
+def test_memory_that_cannot_be_pinned_stays_pageable_and_gives_the_same_text(
+    tiny, monkeypatch
+) -> None:
+    """F4: registering fails, with a warning, and later kernels do not see its error."""
+    path, _ = tiny("llama")
+    options = {"max_context": 200, "block_tokens": BLOCK, "dtype": "float32", "device": "cuda:0"}
+    with Engine.from_pretrained(path, placement=PLACEMENTS["both"], **options) as engine:
+        expected = engine.generate(random_ids(75), GREEDY).token_ids
+    original = _Mapping.register
+
+    def register(self, address: int, size: int) -> bool:
+        return original(self, address + 1, 1 << 60)  # no such memory
+
+    monkeypatch.setattr(_Mapping, "register", register)
+    with (
+        pytest.warns(RuntimeWarning, match="would not pin"),
+        Engine.from_pretrained(path, placement=PLACEMENTS["both"], **options) as engine,
+    ):
+        assert engine.generate(random_ids(75), GREEDY).token_ids == expected
 
 
 @pytest.mark.slow
