@@ -31,7 +31,7 @@ def main() -> int:
             [
                 *("generate", str(model_file()), "--prompt-file", file.name, "--chat"),
                 *device_options(stream_weights=args.weights),
-                *("--max-new-tokens", "160", "--temperature", "0", *options),
+                *("--max-new-tokens", "160", "--seed", "2", *options),
             ]
         )
 

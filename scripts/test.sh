@@ -5,4 +5,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 use_venv "[test]"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-exec .venv/bin/python -m pytest "$@"
+# Not `python -m pytest`, which would put this folder, and kernels/ in it, on the import path.
+exec .venv/bin/pytest "$@"

@@ -143,7 +143,7 @@ def test_a_prompt_that_is_no_text_is_refused(speaking, tmp_path) -> None:
     file = tmp_path / "latin"
     file.write_bytes(b"caf\xe9")
     for source in (("--prompt-file", file), ("--prompt", b"caf\xe9"), ()):
-        command = [sys.executable, "-m", "triforce_core.cli", "generate", speaking, *source]
+        command = [sys.executable, "-P", "-m", "triforce_core.cli", "generate", speaking, *source]
         with open(file) as stdin:
             result = subprocess.run(command, stdin=stdin, capture_output=True, text=True)
         assert result.returncode == 2
@@ -176,7 +176,7 @@ def test_help_and_version(capsys) -> None:
 
 def start(*arguments: object, **options: object) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "triforce_core.cli", *map(str, arguments)],
+        [sys.executable, "-P", "-m", "triforce_core.cli", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

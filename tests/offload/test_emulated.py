@@ -81,6 +81,9 @@ def test_a_failed_copy_is_a_link_error_and_spreads_to_what_needs_it(link) -> Non
     for event in (first, second):
         with pytest.raises(LinkError, match="planted"):
             link.wait(event)
+    with pytest.raises(LinkError, match="planted"):
+        link.synchronize()
+    link.synchronize()
     link.wait(link.to_device(torch.empty_like(source), source, ()))
 
 
@@ -91,5 +94,10 @@ def test_a_stalled_copy_ends_in_an_error() -> None:
     stalled = link.to_device(torch.empty_like(source), source, (gate,))
     with pytest.raises(LinkError, match=r"did not finish within 0\.05 seconds"):
         link.wait(stalled)
+    # Whatever else is not done fails at once: the link counts as broken.
+    also = link.to_device(torch.empty_like(source), source, ())
+    link._timeout = 3600
+    with pytest.raises(LinkError):
+        link.wait(also)
     gate.done.set()
     link.close()

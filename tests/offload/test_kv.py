@@ -11,7 +11,7 @@ import torch
 from offload.attend import KVPass, PrefillPass
 from offload.conveyor import Conveyor
 from offload.device import DeviceMemory
-from offload.errors import DoesNotFitError
+from offload.errors import DoesNotFitError, LinkError
 from offload.host import HostBlocks
 from offload.kv import RING, KVShape, KVStore
 from offload.link import LinkCounters
@@ -244,8 +244,30 @@ def test_a_store_gives_everything_back() -> None:
     assert blocks.nbytes == taken, "host blocks of ended requests are used again"
 
 
+def test_a_store_gives_everything_back_when_the_link_has_failed() -> None:
+    class Broken(LateLink):
+        def synchronize(self) -> None:
+            raise LinkError("planted")
+
+    memory = DeviceMemory(torch.device("cpu"), 1 << 20)
+    blocks = HostBlocks(SHAPE.block_bytes, pin=False)
+    staging = [torch.zeros(SHAPE.block_bytes, dtype=torch.uint8)]
+    for _ in range(2):
+        store = KVStore(SHAPE, MAX_PASS, (1, 0), memory, blocks, Broken(), staging)
+        for layer in range(SHAPE.layers):
+            store.fill(layer, kv_of(range(20), layer))
+        taken = blocks.nbytes
+        store.close()
+        assert memory.available_bytes == memory.limit_bytes
+    assert blocks.nbytes == taken
+
+
 def test_a_store_over_the_budget_is_refused() -> None:
     memory = DeviceMemory(torch.device("cpu"), 100)
     with pytest.raises(DoesNotFitError, match="KV tail"):
         KVStore(SHAPE, MAX_PASS, (0, 0), memory, None, LateLink(), [])
     assert memory.available_bytes == 100
+    memory = DeviceMemory(torch.device("cpu"), SHAPE.tail_bytes(MAX_PASS) + 10)
+    with pytest.raises(DoesNotFitError, match="resident KV"):
+        KVStore(SHAPE, MAX_PASS, (1, 0), memory, None, LateLink(), [])
+    assert memory.available_bytes == memory.limit_bytes
