@@ -112,7 +112,7 @@ def try_mutants(root: Path, target: str, first: int, last: int) -> None:
             engine.generate([1, 2, 3], SamplingParams(max_new_tokens=2, seed=0))
 
     load()
-    loaded = 0
+    loaded = refused = 0
     for seed in range(first, last):
         (path / name).write_bytes(damage(sound_bytes, random.Random(f"{target} {seed}")))
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -121,7 +121,7 @@ def try_mutants(root: Path, target: str, first: int, last: int) -> None:
             load()
             loaded += 1
         except TriforceError:
-            pass
+            refused += 1
         except BaseException as error:
             print(f"FAULT {target} {seed}: {type(error).__name__}: {error}"[:300])
         seconds = time.process_time() - began
@@ -130,7 +130,7 @@ def try_mutants(root: Path, target: str, first: int, last: int) -> None:
             print(f"FAULT {target} {seed}: took {seconds:.1f} s of processor time")
         if grown > EXTRA_BYTES + 3 * len(sound_bytes):
             print(f"FAULT {target} {seed}: took {grown >> 20} MiB")
-    print(f"done {loaded}")
+    print(f"done {loaded} {refused}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +69,7 @@ class Engine:
         self._progress = progress
         self._resources = resources
         self._interrupted = threading.Event()
-        self._last_stream: Callable[[], Stream | None] = lambda: None
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._streaming = False
         self._closed = False
 
@@ -122,7 +122,11 @@ class Engine:
             config = checkpoint.config
             chosen = choose_dtype(dtype, checkpoint.stored_dtype, where)
             context = config.positions if max_context is None else max_context
-            check_context(context, 0, config.positions, "the model has")
+            if context > config.positions:
+                raise UsageError(
+                    f"max_context {context} is more than the {config.positions} positions "
+                    "the model has"
+                )
             if tokenizer is None:
                 tokenizer = load_tokenizer(checkpoint.path)
             else:
@@ -170,7 +174,7 @@ class Engine:
             "the model has" if limit == self.config.positions else "the engine was made for",
         )
         stream = Stream(self._run(token_ids, params))
-        self._last_stream = weakref.ref(stream)
+        self._streams.add(stream)
         return stream
 
     def interrupt(self) -> None:
@@ -181,8 +185,7 @@ class Engine:
         """Ends the request under way and releases everything. May be called twice."""
         if self._closed:
             return
-        stream = self._last_stream()
-        if stream is not None:
+        for stream in tuple(self._streams):
             stream.close()
         self._closed = True
         del self._model  # holds device memory that is about to be given back
@@ -218,9 +221,9 @@ class Engine:
 
     def _run(self, prompt: list[int], params: SamplingParams) -> Iterator[str | Completion]:
         """Yields text pieces, then the Completion."""
+        self._check_free()
         seed = secrets.randbits(63) if params.seed is None else params.seed
         generator = torch.Generator(self._runtime.memory.device).manual_seed(seed)
-        self._check_free()
         self._streaming = True
         try:
             self._model.rope.reset()
@@ -331,7 +334,7 @@ class _Interrupted(Exception):
 def check_context(prompt_tokens: int, new_tokens: int, limit: int, whose: str) -> None:
     """Raises UsageError if a prompt and its new tokens exceed `limit` positions."""
     if prompt_tokens + new_tokens > limit:
-        new = f" and {new_tokens} new ones" if new_tokens else ""
         raise UsageError(
-            f"{prompt_tokens} prompt tokens{new} are more than the {limit} positions {whose}"
+            f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} "
+            f"positions {whose}"
         )

@@ -110,7 +110,7 @@ def test_resident_models_move_nothing(speaking) -> None:
         ({"block_tokens": "16"}, "block_tokens"),
         ({"max_context": 0}, "max_context"),
         ({"max_context": 100.5}, "max_context"),
-        ({"max_context": 513}, "513 prompt tokens are more than the 512 positions"),
+        ({"max_context": 513}, "max_context 513 is more than the 512 positions"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_named(speaking, options, named) -> None:
@@ -179,12 +179,18 @@ def test_of_two_streams_the_second_to_begin_is_refused(speaking) -> None:
     params = SamplingParams(max_new_tokens=20, temperature=0)
     with make(speaking, placement=PLACEMENTS["both"]) as engine:
         expected = engine.generate("Hello", params).text
-        first, second = engine.stream("Hello", params), engine.stream("Hello", params)
+        first = engine.stream("Hello", params)
+        second = engine.stream("Hello", params)
         pieces = iter(first)
         text = next(pieces)
         with pytest.raises(UsageError, match="one request at a time"):
             next(iter(second))
         assert text + "".join(pieces) == expected
+        first = engine.stream("Hello", params)
+        second = engine.stream("Hello", params)
+        next(iter(first))
+    assert list(first) == list(second) == []
+    assert engine._runtime.memory.available_bytes == engine._runtime.memory.limit_bytes
 
 
 def test_an_engine_closes_under_a_reader_that_fails(speaking) -> None:
