@@ -63,10 +63,7 @@ class EmulatedLink:
         return event
 
     def wait(self, event: _Event) -> None:
-        # After one timeout the link counts as broken: whatever is not done yet fails at once.
-        if not event.done.wait(0 if self._stalled else self._timeout):
-            self._stalled = True
-            raise LinkError(f"a transfer did not finish within {self._timeout:g} seconds")
+        self._wait_until_done(event)
         if event.error is not None:
             raise LinkError(f"a transfer failed: {event.error}") from event.error
 
@@ -76,13 +73,20 @@ class EmulatedLink:
 
     def synchronize(self) -> None:
         for direction in self._directions:
-            self.wait(direction.last)
-            if (error := direction.take_error()) is not None:
+            self._wait_until_done(direction.last)
+        for error in [direction.take_error() for direction in self._directions]:
+            if error is not None:
                 raise LinkError(f"a transfer failed: {error}") from error
 
     def close(self) -> None:
         for direction in self._directions:
             direction.close()
+
+    def _wait_until_done(self, event: _Event) -> None:
+        # After one timeout the link counts as broken: whatever is not done yet fails at once.
+        if not event.done.wait(0 if self._stalled else self._timeout):
+            self._stalled = True
+            raise LinkError(f"a transfer did not finish within {self._timeout:g} seconds")
 
 
 class _Direction:
