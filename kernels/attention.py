@@ -65,9 +65,14 @@ def merge(partials: Sequence[Partial]) -> torch.Tensor:
     """
     if len(partials) == 1:
         return partials[0].out
-    weights = torch.stack([part.lse for part in partials]).softmax(0)
+    weights = merge_weights(partials)
     outs = torch.stack([part.out for part in partials])
     return outs.float().mul_(weights.unsqueeze(-1)).sum(0).to(outs.dtype)
+
+
+def merge_weights(partials: Sequence[Partial]) -> torch.Tensor:
+    """What share of the whole attention each part has: [parts, kv_heads, rows] float32."""
+    return torch.stack([part.lse for part in partials]).softmax(0)
 
 
 def reference_attention(

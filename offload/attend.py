@@ -11,14 +11,19 @@ from triforce_kernels.attention import Partial, merge, partial_attention
 
 from .conveyor import Conveyor
 from .kv import Block, KeysValues, KVStore
+from .scores import ChunkScores
 
 
 class KVPass:
     """A pass's view of a KVStore: attention over everything committed and the pass's own tokens."""
 
-    def __init__(self, store: KVStore, conveyor: Conveyor) -> None:
+    def __init__(
+        self, store: KVStore, conveyor: Conveyor, scores: ChunkScores | None = None
+    ) -> None:
+        """scores: collects what each chunk of keys is worth to the pass, if given."""
         self._store = store
         self._conveyor = conveyor
+        self._scores = scores
         self._slots: dict[int, KeysValues] = {}
 
     def attend(
@@ -34,16 +39,26 @@ class KVPass:
         kv_heads = key.shape[0]
         store.append(layer, key, value)
         rows = query.reshape(kv_heads, heads // kv_heads * tokens, head_dim)
+        scores = self._scores if self._scores and self._scores.enabled else None
         partials = []
+
+        def attend_to(
+            keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
+        ) -> None:
+            partials.append(partial_attention(rows, keys, values, mask=mask))
+            if scores:
+                scores.add(rows, keys, partials[-1], mask)
+
         for block in store.layer_blocks(layer):
             if block.resident is not None:
-                partials.append(partial_attention(rows, *block.resident))
-                continue
-            partials.append(partial_attention(rows, *self._arrived(block)))
-            self._conveyor.release(block.key)
+                attend_to(*block.resident)
+            else:
+                attend_to(*self._arrived(block))
+                self._conveyor.release(block.key)
         keys, values = store.tail(layer)
-        mask = _tail_mask(tokens, keys.shape[1], heads // kv_heads, query)
-        partials.append(partial_attention(rows, keys, values, mask=mask))
+        attend_to(keys, values, causal_mask(tokens, keys.shape[1], heads // kv_heads, query))
+        if scores:
+            scores.end_layer(layer, partials, tokens)
         return merge(partials).view(heads, tokens, head_dim)
 
     def _arrived(self, block: Block) -> KeysValues:
@@ -62,9 +77,19 @@ class PrefillPass:
     before them without a mask, and to themselves causally.
     """
 
-    def __init__(self, store: KVStore, tokens: int, gathered: torch.Tensor) -> None:
-        """gathered: flat uint8 device buffer of tokens * shape.token_bytes bytes."""
+    def __init__(
+        self,
+        store: KVStore,
+        tokens: int,
+        gathered: torch.Tensor,
+        scores: ChunkScores | None = None,
+    ) -> None:
+        """gathered: flat uint8 device buffer of tokens * shape.token_bytes bytes.
+
+        scores: gets what each chunk of the prompt is worth to the prompt's last tokens, if given.
+        """
         shape = store.shape
+        self._scores = scores
         self._store = store
         self._gathered = gathered.view(shape.dtype).view(2, shape.kv_heads, tokens, shape.head_dim)
         self._tokens = tokens
@@ -97,11 +122,35 @@ class PrefillPass:
             )
         self._done = end % self._tokens
         if end == self._tokens:
+            if self._scores:
+                self._score(layer, query[:, -SCORED_TOKENS:])
             self._store.fill(layer, self._gathered)
         return merge(partials)
 
+    def _score(self, layer: int, query: torch.Tensor) -> None:
+        """What the prompt's chunks are worth to its last tokens: query [heads, tokens, head_dim]"""
+        heads, tokens, head_dim = query.shape
+        kv_heads = self._gathered.shape[1]
+        rows = query.reshape(kv_heads, heads // kv_heads * tokens, head_dim)
+        size = self._store.shape.block_tokens
+        last = (self._tokens - tokens) // size * size
+        partials = []
+        for start in range(0, last + 1, size):
+            stop, mask = start + size, None
+            if start == last:
+                stop = self._tokens
+                mask = causal_mask(tokens, stop - start, heads // kv_heads, query)
+            keys, values = self._gathered[:, :, start:stop]
+            partials.append(partial_attention(rows, keys, values, mask=mask))
+            self._scores.add(rows, keys, partials[-1], mask)
+        self._scores.end_layer(layer, partials, tokens)
 
-def _tail_mask(tokens: int, keys: int, group: int, like: torch.Tensor) -> torch.Tensor | None:
+
+SCORED_TOKENS = 16
+"""Queries at the end of a prompt by which its chunks are scored."""
+
+
+def causal_mask(tokens: int, keys: int, group: int, like: torch.Tensor) -> torch.Tensor | None:
     """Additive causal mask of the last `tokens` of `keys`, repeated for each head of a group."""
     if tokens == 1:
         return None

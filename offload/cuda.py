@@ -26,7 +26,7 @@ class CudaLink:
     - Buffers on both sides live until `close` (arenas, slots) and are never handed back to the
       caching allocator in between, so no `record_stream` is needed.
     - Timing events are taken from a deque in order and only queried: no call here blocks the host,
-      except `synchronize`, `counters` (once a request) and the probe.
+      except `synchronize`, `wait_on_host`, `counters` (once a request) and the probe.
     """
 
     emulated = False
@@ -76,6 +76,12 @@ class CudaLink:
 
     def wait(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)
+
+    def wait_on_host(self, event: torch.cuda.Event) -> None:
+        try:
+            event.synchronize()
+        except RuntimeError as error:
+            raise LinkError(f"a transfer failed: {error}") from error
 
     def counters(self) -> LinkCounters:
         self._in.synchronize()

@@ -67,6 +67,9 @@ class EmulatedLink:
         if event.error is not None:
             raise LinkError(f"a transfer failed: {event.error}") from event.error
 
+    def wait_on_host(self, event: _Event) -> None:
+        self.wait(event)
+
     def counters(self) -> LinkCounters:
         to_device, to_host = self._directions
         return LinkCounters(to_device.bytes, to_host.bytes, to_device.busy_seconds)

@@ -203,6 +203,14 @@ class KVStore:
             if block.resident is None
         ]
 
+    def newest(self, tokens: int) -> torch.Tensor:
+        """The last committed tokens of all layers, [layers, 2, kv_heads, tokens, head_dim]; they
+        must lie in the hot tail.
+        """
+        if not 0 <= tokens <= self.tail_length:
+            raise RuntimeError(f"{tokens} newest tokens, the tail holds {self.tail_length}")
+        return self._tail[:, :, :, self.tail_length - tokens : self.tail_length]
+
     def layer_blocks(self, layer: int) -> Sequence[Block]:
         """The layer's blocks in token order."""
         return self._blocks[layer]

@@ -61,6 +61,9 @@ class Link(Protocol):
     def wait(self, event: Event) -> None:
         """Compute that follows starts after `event`. Raises LinkError when its copy failed."""
 
+    def wait_on_host(self, event: Event) -> None:
+        """Blocks the host until `event`. Raises LinkError when its copy failed."""
+
     def counters(self) -> LinkCounters: ...
 
     def synchronize(self) -> None:

@@ -20,6 +20,7 @@ class Demand:
     head_bytes: final norm and output matrix, always on the device
     embedding_bytes: the input embedding if it is a matrix of its own, 0 when tied to the head
     workspace_bytes: temporaries of the largest forward, prefill of the whole context included
+    drafting_bytes: everything that drafts, such as a retrieval cache, always on the device
     """
 
     layers: int
@@ -30,6 +31,7 @@ class Demand:
     kv: KVShape
     context_tokens: int
     max_pass_tokens: int
+    drafting_bytes: int = 0
 
     @property
     def kv_blocks(self) -> int:
@@ -38,7 +40,12 @@ class Demand:
 
     @property
     def fixed_bytes(self) -> int:
-        return self.head_bytes + self.workspace_bytes + self.kv.tail_bytes(self.max_pass_tokens)
+        return (
+            self.head_bytes
+            + self.workspace_bytes
+            + self.drafting_bytes
+            + self.kv.tail_bytes(self.max_pass_tokens)
+        )
 
 
 @dataclass(frozen=True)
@@ -65,16 +72,8 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
     everything = Placement((), True, demand.kv_blocks, 0, 0, 0)
     if device_bytes(demand, everything) <= limit_bytes:
         return everything
-    kv_slots, staging_slots = (KV_SLOTS, STAGING_SLOTS) if demand.kv_blocks else (0, 0)
     for streamed in range(demand.layers + 1):
-        least = Placement(
-            spread(streamed, demand.layers),
-            False,
-            0,
-            min(WEIGHT_SLOTS, streamed),
-            kv_slots,
-            staging_slots,
-        )
+        least = _least(demand, streamed)
         spare = limit_bytes - device_bytes(demand, least)
         if spare >= 0:
             break
@@ -93,6 +92,21 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
         embedding_resident=embedding_resident,
         resident_kv_blocks=min(spare // demand.kv.block_bytes, demand.kv_blocks),
     )
+
+
+def least_bytes(demand: Demand, *, streamed_layers: int) -> int:
+    """The least device memory with which no more than `streamed_layers` layers stream."""
+    everything = Placement((), True, demand.kv_blocks, 0, 0, 0)
+    return min(
+        device_bytes(demand, everything), device_bytes(demand, _least(demand, streamed_layers))
+    )
+
+
+def _least(demand: Demand, streamed: int) -> Placement:
+    """The placement that takes least with so many layers streamed."""
+    kv_slots, staging_slots = (KV_SLOTS, STAGING_SLOTS) if demand.kv_blocks else (0, 0)
+    layers = spread(streamed, demand.layers)
+    return Placement(layers, False, 0, min(WEIGHT_SLOTS, streamed), kv_slots, staging_slots)
 
 
 def device_bytes(demand: Demand, placement: Placement) -> int:

@@ -17,6 +17,7 @@ from .kv import KVStore
 from .layout import FlatLayout
 from .link import Link
 from .placement import Demand, Placement, share_blocks
+from .scores import ChunkScores
 from .weights import RING as WEIGHT_RING
 from .weights import Fill, WeightPass, WeightStore
 
@@ -75,15 +76,18 @@ class Runtime:
         return self.weights.host_bytes + self.host_blocks.nbytes + embedding
 
     @contextmanager
-    def session(self, prompt_tokens: int, new_tokens: int) -> Iterator[Session]:
+    def session(
+        self, prompt_tokens: int, new_tokens: int, scores: ChunkScores | None = None
+    ) -> Iterator[Session]:
         """Memory for one request: tail, resident KV blocks and the workspace of its forwards.
 
+        scores: collects, in prefill and passes, what each chunk of keys is worth.
         Raises DoesNotFitError.
         """
         with ExitStack() as stack:
             workspace = self.memory.reserve(self.demand.workspace_bytes, "workspace")
             stack.callback(self.memory.free, workspace)
-            session = Session(self, self._staging, prompt_tokens, new_tokens)
+            session = Session(self, self._staging, prompt_tokens, new_tokens, scores)
             stack.callback(session.close)
             yield session
 
@@ -117,7 +121,12 @@ class Session:
     """
 
     def __init__(
-        self, runtime: Runtime, staging: list[torch.Tensor], prompt_tokens: int, new_tokens: int
+        self,
+        runtime: Runtime,
+        staging: list[torch.Tensor],
+        prompt_tokens: int,
+        new_tokens: int,
+        scores: ChunkScores | None,
     ) -> None:
         demand, memory = runtime.demand, runtime.memory
         kv = demand.kv
@@ -126,6 +135,7 @@ class Session:
         runtime.host_blocks.provide(blocks - resident)
         self._runtime = runtime
         self._prompt_tokens = prompt_tokens
+        self._scores = scores
         self.kv = KVStore(
             kv,
             demand.max_pass_tokens,
@@ -139,7 +149,7 @@ class Session:
         self.pass_bytes = 0
         self._begun: list[Transfer] | None = None
         self.weights = WeightPass(runtime.weights, runtime.conveyor)
-        self.cache = KVPass(self.kv, runtime.conveyor)
+        self.cache = KVPass(self.kv, runtime.conveyor, scores)
 
     @contextmanager
     def prefill(self) -> Iterator[PrefillPass]:
@@ -155,7 +165,7 @@ class Session:
             for layer in range(kv.layers)
             for transfer in self._runtime.weights.transfers(layer)
         )
-        yield PrefillPass(self.kv, self._prompt_tokens, gathered)
+        yield PrefillPass(self.kv, self._prompt_tokens, gathered, self._scores)
         self.kv.commit_fill(self._prompt_tokens)
 
     def begin_pass(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -100,3 +100,14 @@ class WeightPass:
             views = self._slot_views[buffer.data_ptr()] = self._store.layout.views(buffer)
         yield views
         self._conveyor.release(key)
+
+
+class ResidentWeights:
+    """The layers of a store that streams none: what a level on the device computes with."""
+
+    def __init__(self, store: WeightStore) -> None:
+        self._store = store
+
+    def layer(self, index: int) -> AbstractContextManager[Views]:
+        """The tensors of layer `index`."""
+        return nullcontext(self._store.resident(index))

@@ -3,68 +3,96 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
-from offload.errors import CheckpointError
 from offload.runtime import Session
 
-from .laws import draw, law
+from .acceptance import Rule
+from .laws import law
+from .levels import Tally, check_token
 from .model import Model
 from .params import SamplingParams
+from .retrieval import RetrievalCache
+
+
+class Step(NamedTuple):
+    """tokens: new ones, at least one. drafted: how many a draft had proposed; of `tokens`, all but
+    the last were among them.
+    """
+
+    tokens: list[int]
+    drafted: int
+
+
+class Decoder(Protocol):
+    """Decodes one request.
+
+    tally, inner_tally: of the drafts that the target verified, and the retrieval model
+    """
+
+    tally: Tally
+    inner_tally: Tally
+    retrieval: RetrievalCache | None
+
+    def prefill(self, prompt: Sequence[int], chunk: int, each_layer: Callable[[int], None]) -> None:
+        """Computes the prompt's KV and the logits after it, layer by layer."""
+
+    def step(self, remaining: int) -> Step:
+        """The next tokens, at most `remaining`: after prefill for nothing, later for one pass.
+
+        Raises CheckpointError if the model computes something that is no number.
+        """
 
 
 class Autoregressive:
     """Feeds the last token through the full model and draws the next from its law."""
 
-    max_pass_tokens = 1
-
-    def __init__(
-        self, model: Model, session: Session, params: SamplingParams, generator: torch.Generator
-    ) -> None:
+    def __init__(self, model: Model, session: Session, params: SamplingParams, rule: Rule) -> None:
+        self.tally = self.inner_tally = Tally()
+        self.retrieval = None
         self._model = model
         self._session = session
         self._params = params
-        self._generator = generator
+        self._rule = rule
         self._last: torch.Tensor | None = None
         self._logits: torch.Tensor | None = None
 
     @torch.inference_mode()
     def prefill(self, prompt: Sequence[int], chunk: int, each_layer: Callable[[int], None]) -> None:
-        """Computes the prompt's KV and the logits after it, layer by layer."""
-        with self._session.prefill() as cache:
-            hidden = self._model.forward(
-                torch.tensor(prompt),
-                0,
-                self._session.weights,
-                cache,
-                chunk=chunk,
-                each_layer=each_layer,
-            )
-        self._logits = self._model.logits(hidden[-1:])
+        self._logits = read_prompt(self._model, self._session, prompt, chunk, each_layer)
 
     @torch.inference_mode()
-    def step(self, *, more: bool) -> list[int]:
-        """The next token: after prefill for nothing, later for one pass.
-
-        more: whether a step may follow, so that the copies of its pass begin before the head and
-        the draw of this one are computed.
-        Raises CheckpointError if the model computes something that is no number.
-        """
+    def step(self, remaining: int) -> Step:
+        position = self._session.kv.length
         if self._last is not None:
             self._session.begin_pass()
             hidden = self._model.forward(
-                self._last, self._session.kv.length, self._session.weights, self._session.cache
+                self._last, position, self._session.weights, self._session.cache
             )
             self._session.commit(1)
-            if more:
+            position += 1
+            if remaining > 1:
+                # The next pass's copies begin before the head and the draw of this one.
                 self._session.begin_pass()
             self._logits = self._model.logits(hidden)
-        self._last = draw(law(self._logits, self._params), self._generator)
+        self._last = self._rule.draw(law(self._logits, self._params), position)
         tokens = self._last.tolist()
-        if tokens[0] < 0:
-            raise CheckpointError(
-                "the model's logits are not finite: its weights are damaged, or they overflow "
-                "in this dtype (try --dtype float32)"
-            )
-        return tokens
+        check_token(tokens[0])
+        return Step(tokens, 0)
+
+
+def read_prompt(
+    model: Model,
+    session: Session,
+    prompt: Sequence[int],
+    chunk: int,
+    each_layer: Callable[[int], None],
+) -> torch.Tensor:
+    """Computes and keeps a prompt's KV; the logits after its last token, [1, vocab]."""
+    with session.prefill() as cache:
+        hidden = model.forward(
+            torch.tensor(prompt), 0, session.weights, cache, chunk=chunk, each_layer=each_layer
+        )
+    return model.logits(hidden[-1:])

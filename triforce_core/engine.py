@@ -19,15 +19,15 @@ from offload.placement import Placement
 from offload.runtime import Runtime, Session
 from offload.units import parse_bandwidth, parse_bytes
 
-from .autoregressive import Autoregressive
-from .checkpoint import open_checkpoint, resolve
+from .autoregressive import Decoder, Step
+from .checkpoint import Checkpoint, open_checkpoint, resolve
+from .drafting import Drafting
 from .loading import PREFILL_CHUNK, Progress, choose_dtype, load, open_device
 from .model import Model
 from .params import SamplingParams
-from .stats import Clock, request_stats
-from .text import TextStream, Tokenizer, load_tokenizer
-
-METHODS = {"autoregressive": Autoregressive}
+from .settings import AUTO, MethodSettings
+from .stats import Clock, drafting_stats, request_stats
+from .text import TextStream, Tokenizer, check_same_vocabulary, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,17 @@ class Completion:
     stats: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Text, and where its tokens came from: a draft's "accepted" ones, the target's own
+    "corrected" one in place of a rejected one, the "bonus" after a draft that held wholly, or
+    "plain" ones with no draft.
+    """
+
+    text: str
+    origin: str
+
+
 class Engine:
     """Generates from one model. Made by `from_pretrained`; closed by `close` or `with`."""
 
@@ -53,8 +64,8 @@ class Engine:
         name: str,
         model: Model,
         runtime: Runtime,
+        drafting: Drafting,
         tokenizer: Tokenizer | None,
-        method: str,
         load_seconds: float,
         progress: Progress,
         resources: ExitStack,
@@ -64,7 +75,7 @@ class Engine:
         self._name = name
         self._model = model
         self._runtime = runtime
-        self._method = method
+        self._drafting = drafting
         self._load_seconds = load_seconds
         self._progress = progress
         self._resources = resources
@@ -82,7 +93,14 @@ class Engine:
         device_memory: str | int | None = None,
         link_bandwidth: str | float | None = None,
         dtype: str = "auto",
-        method: str = "autoregressive",
+        method: str = "triforce",
+        draft: str | Path = AUTO,
+        draft_tokens: int | str = AUTO,
+        inner_draft_tokens: int | str = AUTO,
+        budget: int | None = None,
+        chunk_size: int = 8,
+        retrieval: str = "mass",
+        accept: str = "optimal",
         max_context: int | None = None,
         block_tokens: int | None = None,
         placement: Placement | None = None,
@@ -96,6 +114,14 @@ class Engine:
         device_memory: budget, e.g. "22GiB" or bytes; all that is free if None
         link_bandwidth: of the emulated link (CPU only), e.g. "25GB/s" or bytes per second
         dtype: "auto", "float32", "bfloat16" or "float16"
+        method: "triforce", "speculative" (the drafter straight to the target) or "autoregressive"
+        draft: "auto" (n-grams), "ngram", "none", or a small model with the same vocabulary
+        draft_tokens, inner_draft_tokens: drafted for the target and for the retrieval model; "auto"
+            chooses while running
+        budget: tokens of the retrieval cache; 4096 if None, or less where those do not fit
+        chunk_size: tokens that are retrieved together, a power of two
+        retrieval: "mass" or "mean"
+        accept: "optimal", or "coupled" for a seed's text that depends on nothing but the seed
         max_context: prompt and new tokens that will be needed at most; the model's positions if
             None. What a longer context would take is used to keep weights and KV on the device
         block_tokens: tokens of a KV block, a power of two; chosen from the sizes if None
@@ -106,8 +132,9 @@ class Engine:
         Raises UsageError, DoesNotFitError (before loading) or CheckpointError.
         """
         began = time.perf_counter()
-        if method not in METHODS:
-            raise UsageError(f"method {method!r} is not one of {', '.join(METHODS)}")
+        settings = MethodSettings(
+            method, draft, draft_tokens, inner_draft_tokens, budget, chunk_size, retrieval, accept
+        )
         for name, value in (("max_context", max_context), ("block_tokens", block_tokens)):
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name} must be a positive whole number, got {value!r}")
@@ -117,8 +144,9 @@ class Engine:
         memory = None if device_memory is None else parse_bytes(device_memory)
         bandwidth = None if link_bandwidth is None else parse_bandwidth(link_bandwidth)
         progress = progress or (lambda *_: None)
-        checkpoint = open_checkpoint(resolve(model))
-        try:
+        with ExitStack() as files:
+            checkpoint = open_checkpoint(resolve(model))
+            files.callback(checkpoint.close)
             config = checkpoint.config
             chosen = choose_dtype(dtype, checkpoint.stored_dtype, where)
             context = config.positions if max_context is None else max_context
@@ -131,22 +159,26 @@ class Engine:
                 tokenizer = load_tokenizer(checkpoint.path)
             else:
                 began -= tokenizer.load_seconds
-            built, runtime, resources = load(
+            drafter = None
+            if settings.drafts and settings.draft_model is not None:
+                drafter = open_checkpoint(resolve(settings.draft_model))
+                files.callback(drafter.close)
+                check_drafter(checkpoint, tokenizer, drafter)
+            built, runtime, drafting, resources = load(
                 checkpoint,
                 where,
                 memory,
                 bandwidth,
                 chosen,
                 context,
-                METHODS[method].max_pass_tokens,
+                settings,
+                drafter,
                 block_tokens,
                 placement,
                 progress,
             )
-        finally:
-            checkpoint.close()
         seconds = time.perf_counter() - began
-        return cls(str(model), built, runtime, tokenizer, method, seconds, progress, resources)
+        return cls(str(model), built, runtime, drafting, tokenizer, seconds, progress, resources)
 
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -219,20 +251,20 @@ class Engine:
             raise UsageError("the prompt is empty")
         return token_ids
 
-    def _run(self, prompt: list[int], params: SamplingParams) -> Iterator[str | Completion]:
-        """Yields text pieces, then the Completion."""
+    def _run(self, prompt: list[int], params: SamplingParams) -> Iterator[Piece | Completion]:
+        """Yields text as each pass lands, then the Completion."""
         self._check_free()
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        generator = torch.Generator(self._runtime.memory.device).manual_seed(seed)
+        stops = frozenset(self.config.eos_token_ids + params.stop_token_ids)
         self._streaming = True
         try:
-            self._model.rope.reset()
             with (
                 self._runtime.memory.typed_errors(),
-                self._runtime.session(len(prompt), params.max_new_tokens) as session,
+                self._drafting.request(
+                    self._model, self._runtime, params, seed, stops, len(prompt)
+                ) as (session, decoder),
             ):
-                decoder = METHODS[self._method](self._model, session, params, generator)
-                yield from self._decode(prompt, params, seed, session, decoder)
+                yield from self._decode(prompt, params, seed, stops, session, decoder)
         finally:
             self._streaming = False
 
@@ -241,13 +273,13 @@ class Engine:
         prompt: list[int],
         params: SamplingParams,
         seed: int,
+        stops: frozenset[int],
         session: Session,
-        decoder: Autoregressive,
-    ) -> Iterator[str | Completion]:
+        decoder: Decoder,
+    ) -> Iterator[Piece | Completion]:
         link = self._runtime.link
         clock = Clock(load=self._load_seconds)
         began, before = time.perf_counter(), link.counters()
-        stops = frozenset(self.config.eos_token_ids + params.stop_token_ids)
         text = TextStream(self.tokenizer)
         tokens: list[int] = []
         reason = ""
@@ -257,31 +289,31 @@ class Engine:
         except _Interrupted:
             reason = "interrupted"
         while not reason:
-            taken = decoder.step(more=len(tokens) + 1 < params.max_new_tokens)
+            step = decoder.step(params.max_new_tokens - len(tokens))
             if not tokens:
                 clock.prefill, clock.prefill_link = (
                     time.perf_counter() - began,
                     link.counters() - before,
                 )
                 began, before = time.perf_counter(), link.counters()
+            taken, ended = _until_stop(step.tokens, stops)
             tokens += taken
-            if tokens[-1] in stops:
+            if ended:
                 reason = "stop"
             elif len(tokens) >= params.max_new_tokens:
                 reason = "length"
             elif self._interrupted.is_set():
                 reason = "interrupted"
-            if piece := text.push(taken):
-                yield piece
+            yield from _pieces(text, taken, step)
         if tokens:
             clock.decode, clock.decode_link = (
                 time.perf_counter() - began,
                 link.counters() - before,
             )
         if piece := text.finish():
-            yield piece
+            yield Piece(piece, "plain")
         stats = {
-            "method": self._method,
+            "method": self._drafting.settings.method,
             "model": self._name,
             "device": str(self._runtime.memory.device),
             "dtype": str(self._runtime.demand.kv.dtype).removeprefix("torch."),
@@ -292,6 +324,11 @@ class Engine:
             "text": text.text,
             "finish_reason": reason,
             **request_stats(self._runtime, session, clock, len(tokens)),
+            **drafting_stats(self._drafting, decoder),
+        }
+        stats["seconds"] |= {
+            "draft": decoder.tally.draft_seconds,
+            "verify": decoder.tally.verify_seconds,
         }
         yield Completion(tokens, text.text, reason, stats)
 
@@ -302,9 +339,9 @@ class Engine:
 
 
 class Stream:
-    """The text of a request, piece by piece; `result` once it has ended."""
+    """The text of a request, as each pass lands; `result` once it has ended."""
 
-    def __init__(self, pieces: Iterator[str | Completion]) -> None:
+    def __init__(self, pieces: Iterator[Piece | Completion]) -> None:
         self._pieces = pieces
         self._result: Completion | None = None
 
@@ -316,6 +353,11 @@ class Stream:
         return self._result
 
     def __iter__(self) -> Iterator[str]:
+        for piece in self.pieces():
+            yield piece.text
+
+    def pieces(self) -> Iterator[Piece]:
+        """The same text with the origin of each piece."""
         for piece in self._pieces:
             if isinstance(piece, Completion):
                 self._result = piece
@@ -325,6 +367,31 @@ class Stream:
     def close(self) -> None:
         """Ends the request early and frees what it holds."""
         self._pieces.close()
+
+
+def _until_stop(tokens: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:
+    """Tokens up to the first that ends the text, and whether there is one."""
+    for i, token in enumerate(tokens, start=1):
+        if token in stops:
+            return tokens[:i], True
+    return tokens, False
+
+
+def _pieces(text: TextStream, taken: list[int], step: Step) -> Iterator[Piece]:
+    """The text of a step's tokens: those of the draft, then the target's own."""
+    accepted = len(step.tokens) - 1
+    own = "plain" if not step.drafted else "bonus" if accepted == step.drafted else "corrected"
+    for tokens, origin in ((taken[:accepted], "accepted"), (taken[accepted:], own)):
+        if tokens and (piece := text.push(tokens)):
+            yield Piece(piece, origin)
+
+
+def check_drafter(checkpoint: Checkpoint, tokenizer: Tokenizer | None, drafter: Checkpoint) -> None:
+    """Raises UsageError if a drafter's tokens are not the model's."""
+    check_same_vocabulary(
+        *(str(drafter.path), load_tokenizer(drafter.path), drafter.config.vocab),
+        *(tokenizer, checkpoint.config.vocab),
+    )
 
 
 class _Interrupted(Exception):

@@ -10,6 +10,13 @@ _LEAST_TEMPERATURE = 1e-30
 """Below it quotients overflow float32; the law is one-hot long before, up to exact ties."""
 
 
+LAW_ROWS = 16
+"""Rows of logits that `laws` turns into laws at a time."""
+
+_SHORTLIST = 256
+"""Most tokens of a nucleus that is found without sorting the vocabulary."""
+
+
 def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The law of the next token, float32, of each row of logits [..., vocab].
 
@@ -26,12 +33,38 @@ def law(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if 0 < params.top_k < scores.shape[-1]:
         kth = scores.topk(params.top_k, -1).values[..., -1:]
         scores = scores.masked_fill(scores < kth, float("-inf"))
+    law = scores.softmax(-1)
     if params.top_p < 1:
-        ordered, order = scores.sort(-1)
-        dropped = ordered.softmax(-1).cumsum(-1) <= 1 - params.top_p
-        dropped[..., -1] = False
-        scores = scores.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
-    return scores.softmax(-1)
+        law = _nucleus(law, params.top_p)
+    return law
+
+
+def laws(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """`law` of many rows, a few at a time, so that its temporaries stay small."""
+    if logits.shape[0] <= LAW_ROWS:
+        return law(logits, params)
+    return torch.cat([law(part, params) for part in logits.split(LAW_ROWS)])
+
+
+def _nucleus(law: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The likeliest tokens until their sum reaches top_p, renormalised."""
+    if law.device.type == "cpu" and law.shape[-1] > _SHORTLIST:
+        # Sorting a whole vocabulary takes the CPU as long as a small model's forward, and nearly
+        # all of it is for tokens that fall outside.
+        best = law.topk(_SHORTLIST + 1, -1).values
+        before = best.cumsum(-1) - best
+        kept = (before < top_p).sum(-1, keepdim=True)
+        least = best.gather(-1, (kept - 1).clamp(min=0))
+        # Among equals at the edge the sort below decides, as it does in transformers.
+        tied = least == best.gather(-1, kept.clamp(max=_SHORTLIST))
+        if not (tied | (kept > _SHORTLIST) | law.sum(-1, keepdim=True).isnan()).any():
+            law = law.masked_fill(law < least, 0)
+            return law / law.sum(-1, keepdim=True)
+    ordered, order = law.sort(-1)
+    dropped = ordered.cumsum(-1) <= 1 - top_p
+    dropped[..., -1] = False
+    law = law.masked_fill(dropped.scatter(-1, order, dropped), 0)
+    return law / law.sum(-1, keepdim=True)
 
 
 def draw(law: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -4,25 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
 from offload.cuda import CudaLink
 from offload.device import DeviceMemory
 from offload.emulated import EmulatedLink
-from offload.errors import UsageError
+from offload.errors import DoesNotFitError, UsageError
 from offload.host import HostArena
 from offload.kv import KVShape
 from offload.layout import FlatLayout
 from offload.link import Link
-from offload.placement import Demand, Placement, check_host, check_placement, place
+from offload.placement import (
+    Demand,
+    Placement,
+    check_host,
+    check_placement,
+    least_bytes,
+    place,
+)
 from offload.runtime import Runtime
+from offload.weights import WeightStore
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig
+from .drafting import Drafting, SmallModel, small_model_capacity, small_model_shape
 from .model import Ends, Model, layer_shapes
+from .retrieval import retrieval_bytes
 from .rope import Rope
-from .workspace import workspace_bytes
+from .settings import MethodSettings
+from .workspace import law_bytes, pass_bytes, workspace_bytes
 
 PREFILL_CHUNK = 1024
 _BLOCK_BYTES = 8 << 20
@@ -89,13 +101,29 @@ def demand_of(
     config: ModelConfig,
     dtype: torch.dtype,
     max_context: int,
-    max_pass_tokens: int,
-    block_tokens: int | None,
+    settings: MethodSettings,
+    block_tokens: int | None = None,
+    *,
+    budget: int = 0,
+    drafter: ModelConfig | None = None,
 ) -> Demand:
-    """What the model asks for at its longest context."""
-    itemsize = dtype.itemsize
+    """What the model and what drafts for it ask for at the longest context.
+
+    budget: tokens of the retrieval cache, 0 for none. Raises UsageError.
+    """
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, 1, dtype)
-    block_tokens = block_tokens or choose_block_tokens(shape.token_bytes, max_context)
+    block_tokens = block_tokens or max(
+        settings.chunk_size, choose_block_tokens(shape.token_bytes, max_context)
+    )
+    if settings.chunk_size > block_tokens:
+        raise UsageError(
+            f"chunk_size {settings.chunk_size} is more than the {block_tokens} tokens of a block"
+        )
+    shape = replace(shape, block_tokens=block_tokens)
+    longest = settings.max_draft_tokens
+    drafting = small_model_bytes(drafter, shape, settings) if drafter else 0
+    if budget:
+        drafting += retrieval_bytes(shape, budget, settings.chunk_size, longest, max_context)
     return Demand(
         layers=config.layers,
         layer_bytes=FlatLayout.of(layer_shapes(config), dtype).nbytes,
@@ -105,14 +133,78 @@ def demand_of(
             config,
             max_context,
             PREFILL_CHUNK,
-            max_pass_tokens,
-            max_context // block_tokens,
-            itemsize,
+            longest + 1,
+            block_tokens,
+            settings.chunk_size if budget else 0,
+            dtype.itemsize,
         ),
-        kv=KVShape(config.layers, config.kv_heads, config.head_dim, block_tokens, dtype),
+        kv=shape,
         context_tokens=max_context,
-        max_pass_tokens=max_pass_tokens,
+        max_pass_tokens=longest + 1,
+        drafting_bytes=drafting,
     )
+
+
+def small_model_bytes(config: ModelConfig, like: KVShape, settings: MethodSettings) -> int:
+    """Device bytes of a small model that drafts, its window included."""
+    shape = small_model_shape(config, like)
+    ends = _head_layout(config, like.dtype).nbytes
+    if not config.tied:
+        ends += _embedding_layout(config, like.dtype).nbytes
+    layers = config.layers * FlatLayout.of(layer_shapes(config), like.dtype).nbytes
+    window = shape.token_bytes * shape.layers * small_model_capacity(config, settings)
+    return ends + layers + window + law_bytes(config, 1) + pass_bytes(config, 512, 4)
+
+
+def plan(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    max_context: int,
+    settings: MethodSettings,
+    block_tokens: int | None,
+    drafter: ModelConfig | None,
+    placement: Placement | None,
+    available_bytes: int,
+) -> tuple[Demand, Placement, int]:
+    """What is asked for, where it goes, and the retrieval budget.
+
+    The retrieval model computes with the target's own weights, so it is there if they all stay on
+    the device; if they have to stream, the drafter proposes to the target directly.
+    Raises DoesNotFitError, or UsageError.
+    """
+
+    def demand(budget: int) -> Demand:
+        return demand_of(
+            config, dtype, max_context, settings, block_tokens, budget=budget, drafter=drafter
+        )
+
+    without = demand(0)
+    if settings.method != "triforce" or (placement and placement.streamed_layers):
+        return without, placement or place(without, available_bytes), 0
+    if settings.budget is not None:
+        cache = settings.budget * without.kv.token_bytes * config.layers
+        if cache > available_bytes:
+            raise DoesNotFitError(
+                f"device memory for a retrieval budget of {settings.budget} tokens",
+                cache,
+                available_bytes,
+                "use a smaller --budget",
+            )
+    for budget in settings.budgets:
+        wanted = demand(budget)
+        if placement:
+            return wanted, placement, budget
+        needed = least_bytes(wanted, streamed_layers=0)
+        if needed <= available_bytes:
+            return wanted, place(wanted, available_bytes), budget
+    if settings.budget is not None and least_bytes(without, streamed_layers=0) <= available_bytes:
+        raise DoesNotFitError(
+            f"device memory with a retrieval budget of {settings.budget} tokens",
+            needed,
+            available_bytes,
+            "use a smaller --budget or a shorter context",
+        )
+    return without, place(without, available_bytes), 0
 
 
 def load(
@@ -122,25 +214,33 @@ def load(
     link_bandwidth: float | None,
     dtype: torch.dtype,
     max_context: int,
-    max_pass_tokens: int,
+    settings: MethodSettings,
+    drafter: Checkpoint | None,
     block_tokens: int | None,
     placement: Placement | None,
     progress: Progress,
-) -> tuple[Model, Runtime, ExitStack]:
-    """Places and reads the model. The stack closes everything that was opened.
+) -> tuple[Model, Runtime, Drafting, ExitStack]:
+    """Places and reads the models. The stack closes everything that was opened.
 
-    placement: where everything goes; chosen by `place` if None.
+    placement: where everything goes; chosen by `plan` if None.
     Raises DoesNotFitError before anything is read, CheckpointError.
     """
     config = checkpoint.config
-    demand = demand_of(config, dtype, max_context, max_pass_tokens, block_tokens)
     with ExitStack() as stack:
         link = open_link(device, link_bandwidth)  # measures a GPU's link, so before the cap is set
         stack.callback(link.close)
         memory = DeviceMemory(device, device_memory)
         stack.callback(memory.close)
-        if placement is None:
-            placement = place(demand, memory.available_bytes)
+        demand, placement, budget = plan(
+            config,
+            dtype,
+            max_context,
+            settings,
+            block_tokens,
+            drafter and drafter.config,
+            placement,
+            memory.available_bytes,
+        )
         check_placement(demand, placement, memory.available_bytes)
         check_host(demand, placement, device_is_host=device.type == "cpu")
         rope = Rope(config, device, checkpoint.rope_factors())
@@ -151,10 +251,35 @@ def load(
 
         layout = FlatLayout.of(layer_shapes(config), dtype)
         with memory.typed_errors():
+            small = None
+            if drafter:
+                small = _load_small_model(drafter, demand.kv, settings, memory, stack)
             ends = _load_ends(checkpoint, dtype, memory, placement.embedding_resident, stack)
             runtime = Runtime(memory, link, demand, placement, layout, fill)
         stack.callback(runtime.close)
-        return Model(config, ends, rope, device), runtime, stack.pop_all()
+        drafting = Drafting(settings, budget, small)
+        return Model(config, ends, rope, device), runtime, drafting, stack.pop_all()
+
+
+def _load_small_model(
+    checkpoint: Checkpoint,
+    like: KVShape,
+    settings: MethodSettings,
+    memory: DeviceMemory,
+    stack: ExitStack,
+) -> SmallModel:
+    config, dtype = checkpoint.config, like.dtype
+    rope = Rope(config, memory.device, checkpoint.rope_factors())
+    ends = _load_ends(checkpoint, dtype, memory, True, stack)
+    layout = FlatLayout.of(layer_shapes(config), dtype)
+    store = WeightStore(layout, config.layers, (), memory, pin=False, fill=checkpoint.read_layer)
+    stack.callback(store.close)
+    return SmallModel(
+        Model(config, ends, rope, memory.device),
+        store,
+        small_model_shape(config, like),
+        small_model_capacity(config, settings),
+    )
 
 
 def _load_ends(

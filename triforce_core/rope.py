@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from itertools import repeat
+
 import torch
 
 from offload.errors import CheckpointError
@@ -41,19 +44,43 @@ class Rope:
             self._module = make()
         except Exception as error:
             raise CheckpointError(f"rope of type {config.rope.type}: {error}") from error
-        self._dynamic = config.rope.type == "dynamic"
-
-    def reset(self) -> None:
-        """Forgets the lengths seen: dynamic scaling grows with a text and starts anew with it."""
-        if self._dynamic:
-            self._module = self._make()
+        dynamic = config.rope.type == "dynamic"
+        self._unscaled = config.trained_positions if dynamic else math.inf
 
     def cos_sin(
         self, start: int, tokens: int, like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[tokens, head_dim] each, in the dtype and on the device of `like`."""
+        """[tokens, head_dim] each, in the dtype and on the device of `like`.
+
+        Dynamic frequencies depend on the length of the text. Tokens from position 0 on are a
+        prompt, which has one length; each later token sees the text that ends with it, as in plain
+        decoding, however many of them come at once and whatever was drafted before.
+        """
+        if start + tokens > self._unscaled:
+            parts = [
+                self._rotations(self._make(), first, count, like)
+                for first, count in (
+                    [(0, tokens)] if not start else zip(range(start, start + tokens), repeat(1))
+                )
+            ]
+            return torch.cat([cos for cos, _ in parts]), torch.cat([sin for _, sin in parts])
+        return self._rotations(self._module, start, tokens, like)
+
+    def turned_back(self, keys: torch.Tensor, by: int) -> torch.Tensor:
+        """Rotated keys [..., head_dim] as if their tokens stood `by` positions earlier.
+
+        Rotations add up, so the difference is one more rotation; it scales nothing.
+        """
+        angles = self._module.inv_freq.float() * by
+        angles = torch.cat((angles, angles))
+        return rotate(keys, angles.cos().to(keys.dtype), -angles.sin().to(keys.dtype))
+
+    @staticmethod
+    def _rotations(
+        module: torch.nn.Module, start: int, tokens: int, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.arange(start, start + tokens, device=like.device)[None]
-        cos, sin = self._module(like, positions)
+        cos, sin = module(like, positions)
         return cos[0], sin[0]
 
 

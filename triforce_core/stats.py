@@ -8,6 +8,10 @@ from typing import Any
 from offload.link import LinkCounters
 from offload.runtime import Runtime, Session
 
+from .autoregressive import Decoder
+from .drafting import Drafting
+from .levels import Tally
+
 
 @dataclass
 class Clock:
@@ -69,3 +73,37 @@ def request_stats(
             "kv_blocks": kv.blocks(),
         },
     }
+
+
+def drafting_stats(drafting: Drafting, decoder: Decoder) -> dict[str, Any]:
+    """What was drafted and how much of it held. Shares are None where nothing was drafted."""
+    outer, inner, cache = decoder.tally, decoder.inner_tally, decoder.retrieval
+    settings = drafting.settings
+    return {
+        "levels": drafting.levels,
+        "accept": settings.accept,
+        "acceptance": {
+            "target": outer.acceptance,
+            "retrieval": inner.acceptance,
+            "accepted_lengths": _histogram(outer),
+            "inner_accepted_lengths": _histogram(inner),
+        },
+        "draft_tokens": {
+            "mean": outer.drafted / outer.rounds if outer.rounds else None,
+            "inner_mean": inner.drafted / inner.rounds if inner.rounds else None,
+        },
+        "retrieval": {
+            "budget_tokens": cache.budget,
+            "chunk_size": settings.chunk_size,
+            "policy": settings.retrieval,
+            "churn": cache.churn,
+        }
+        if cache
+        else None,
+    }
+
+
+def _histogram(tally: Tally) -> list[int]:
+    """How many drafts had 0, 1, 2, ... tokens accepted."""
+    lengths = tally.accepted_lengths
+    return [lengths.get(i, 0) for i in range(max(lengths, default=-1) + 1)]

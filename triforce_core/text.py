@@ -31,6 +31,10 @@ class Tokenizer:
         )
         return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab()
+
     def decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
@@ -116,3 +120,31 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
         logging.set_verbosity(before)
         logging.enable_progress_bar()
     return Tokenizer(found, time.perf_counter() - began)
+
+
+def check_same_vocabulary(
+    name: str,
+    drafter: Tokenizer | None,
+    drafter_tokens: int,
+    target: Tokenizer | None,
+    target_tokens: int,
+) -> None:
+    """Raises UsageError if the drafter `name` has other tokens than the target.
+
+    Where both have a tokenizer these decide, since models of one family pad their matrices to
+    different sizes; otherwise the sizes do.
+    """
+    if drafter is None or target is None:
+        if drafter_tokens != target_tokens:
+            raise UsageError(
+                f"the drafter {name} has a vocabulary of {drafter_tokens} tokens, the model one of "
+                f"{target_tokens}; they must be the same"
+            )
+        return
+    theirs, ours = drafter.vocabulary, target.vocabulary
+    if theirs != ours:
+        same = len(theirs.items() & ours.items())
+        raise UsageError(
+            f"the drafter {name} has another vocabulary: {len(theirs)} tokens against the model's "
+            f"{len(ours)}, of which {same} are the same"
+        )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from .config import ModelConfig
+from offload.attend import SCORED_TOKENS
 
-_LAW_BYTES_PER_TOKEN_OF_VOCABULARY = 44
-"""Logits, scores, sorted values and order, softmax, cumulative sum, masks: see laws.law."""
+from .config import ModelConfig
+from .laws import LAW_ROWS
+
+_LAW_BYTES_PER_TOKEN_OF_VOCABULARY = 40
+"""Scores, sorted values and order, softmax, cumulative sum, masks: see laws.law."""
 
 
 def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -> int:
@@ -37,9 +40,23 @@ def partials_bytes(config: ModelConfig, tokens: int, partials: int, itemsize: in
     return partials * rows * (config.head_dim * itemsize + 4 * 3)
 
 
+def score_bytes(config: ModelConfig, tokens: int, chunks: int) -> int:
+    """Scores of all chunks of one layer for each query, in float32: parts, joined, averaged."""
+    return tokens * config.heads * chunks * 4 * 4
+
+
+def refresh_bytes(config: ModelConfig, chunks: int) -> int:
+    """Choosing the chunks of all layers: scores, their order, and masks."""
+    return config.layers * config.kv_heads * chunks * (4 * 2 + 8 * 2 + 4)
+
+
 def law_bytes(config: ModelConfig, rows: int) -> int:
-    """Logits of `rows` positions and what it takes to make a law of them."""
-    return rows * (config.vocab * _LAW_BYTES_PER_TOKEN_OF_VOCABULARY + config.hidden * 4 * 2)
+    """Logits and laws of `rows` positions, the laws they were drafted by, and what it takes to
+    make a few laws at a time and to accept.
+    """
+    at_once = min(rows, LAW_ROWS)
+    whole = rows * (config.vocab * 4 * (2 if rows == 1 else 5) + config.hidden * 4 * 2)
+    return whole + at_once * config.vocab * _LAW_BYTES_PER_TOKEN_OF_VOCABULARY
 
 
 def workspace_bytes(
@@ -47,12 +64,24 @@ def workspace_bytes(
     prompt_tokens: int,
     chunk: int,
     pass_tokens: int,
-    blocks: int,
+    block_tokens: int,
+    scored_chunk: int,
     itemsize: int,
 ) -> int:
-    """Most temporaries alive at once in a request: in prefill, in a pass, or in sampling."""
+    """Most temporaries alive at once in a request: in prefill, in a pass, or in sampling.
+
+    scored_chunk: tokens of a chunk that is scored for retrieval, 0 if none is
+    """
+    blocks = prompt_tokens // block_tokens
     decode = pass_bytes(config, pass_tokens, itemsize) + partials_bytes(
         config, pass_tokens, blocks + 1, itemsize
     )
     prefill = prefill_bytes(config, prompt_tokens, chunk, itemsize)
-    return max(prefill, decode, law_bytes(config, pass_tokens))
+    if not scored_chunk:
+        return max(prefill, decode, law_bytes(config, pass_tokens))
+    chunks = -(-prompt_tokens // scored_chunk)
+    piece = config.heads * (block_tokens + pass_tokens) * (4 + itemsize)
+    decode += score_bytes(config, pass_tokens, chunks) + pass_tokens * piece
+    scored = min(SCORED_TOKENS, chunk, prompt_tokens)
+    prefill += score_bytes(config, scored, chunks) + scored * piece
+    return max(prefill, decode, law_bytes(config, pass_tokens), refresh_bytes(config, chunks))

@@ -1,0 +1,112 @@
+"""Scores of chunks, collected while a pass attends to them: what retrieval is chosen by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from triforce_kernels.attention import Partial, merge_weights
+from triforce_kernels.scoring import chunk_mass, chunk_mean
+
+from .device import DeviceMemory
+from .kv import KVShape
+
+GROUPS = 8
+"""Into how many groups of consecutive tokens a pass's queries are averaged."""
+_DTYPE = torch.bfloat16  # scores are only compared
+
+
+class Score(Enum):
+    """MASS: the exact share of attention a chunk got. MEAN: query times its mean key."""
+
+    MASS = "mass"
+    MEAN = "mean"
+
+
+def scores_bytes(shape: KVShape, chunk_tokens: int, context_tokens: int) -> int:
+    """Device bytes of a ChunkScores."""
+    chunks = -(-context_tokens // chunk_tokens)
+    return GROUPS * shape.layers * shape.kv_heads * chunks * _DTYPE.itemsize
+
+
+class ChunkScores:
+    """For each layer, KV head and chunk, the score its queries gave it in the last pass.
+
+    A pass's queries are a token that is certain and a draft of which only the first part may hold,
+    which is known when the pass is over. So scores are kept apart for a few groups of consecutive
+    tokens, and `of` averages those groups that held. Query heads that share a KV head are averaged.
+
+    enabled: whether passes collect scores; the model's attention asks.
+    """
+
+    def __init__(
+        self,
+        shape: KVShape,
+        chunk_tokens: int,
+        context_tokens: int,
+        score: Score,
+        memory: DeviceMemory,
+    ) -> None:
+        """Raises DoesNotFitError."""
+        self.enabled = True
+        self._chunk = chunk_tokens
+        self._score = score
+        self._memory = memory
+        self._allocation = memory.allocate(
+            scores_bytes(shape, chunk_tokens, context_tokens), "retrieval scores"
+        )
+        self._kept = self._allocation.bytes.view(_DTYPE).view(
+            GROUPS, shape.layers, shape.kv_heads, -1
+        )
+        self._parts: list[torch.Tensor] = []
+        self._tokens = 0
+
+    def add(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        partial: Partial,
+        mask: torch.Tensor | None = None,
+    ) -> None:
+        """Scores one piece of a layer's keys, whose partial attention is at hand.
+
+        query: [kv_heads, rows, head_dim], rows of all heads of a group; the pieces of a layer come
+        in token order, each but the last a whole number of chunks.
+        """
+        if self._score is Score.MASS:
+            self._parts.append(chunk_mass(query, key, partial.lse, self._chunk, mask=mask))
+        else:
+            self._parts.append(chunk_mean(query, key, self._chunk))
+
+    def end_layer(self, layer: int, partials: Sequence[Partial], tokens: int) -> None:
+        """Ends a layer of a pass of `tokens` query tokens."""
+        parts, self._parts = self._parts, []
+        if self._score is Score.MASS:
+            weights = merge_weights(partials).unsqueeze(-1)
+            parts = [part.mul_(weight) for part, weight in zip(parts, weights, strict=True)]
+        scores = torch.cat(parts, -1)
+        kv_heads, rows, chunks = scores.shape
+        each = scores.view(kv_heads, rows // tokens, tokens, chunks).mean(1).transpose(0, 1)
+        group = _group_of(tokens).to(each.device)
+        sums = each.new_zeros(min(tokens, GROUPS), kv_heads, chunks).index_add_(0, group, each)
+        sizes = group.bincount().view(-1, 1, 1)
+        self._kept[: sums.shape[0], layer, :, :chunks] = sums / sizes
+        self._tokens = tokens
+
+    def of(self, tokens: int, chunks: int) -> torch.Tensor:
+        """Mean scores of the last pass's first `tokens` tokens, as far as whole groups tell:
+        [layers, kv_heads, chunks] float32.
+        """
+        group = _group_of(self._tokens)
+        held = int(group[tokens]) if tokens < self._tokens else int(group[-1]) + 1
+        return self._kept[: max(1, held), :, :, :chunks].mean(0, dtype=torch.float32)
+
+    def close(self) -> None:
+        self._memory.free(self._allocation)
+        del self._kept
+
+
+def _group_of(tokens: int) -> torch.Tensor:
+    """The group of each token of a pass: one each while they suffice."""
+    return torch.arange(tokens) * min(tokens, GROUPS) // tokens

@@ -1,0 +1,163 @@
+"""What an engine drafts with, and the decoder that it makes of it for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from offload.device import DeviceMemory
+from offload.kv import KVShape
+from offload.runtime import Runtime, Session
+from offload.scores import ChunkScores
+from offload.weights import ResidentWeights, WeightStore
+
+from .acceptance import Rule, make_rule
+from .autoregressive import Autoregressive, Decoder
+from .config import ModelConfig
+from .draft_length import Auto, DraftLength, Fixed
+from .hierarchy import Hierarchy, RetrievalModel
+from .levels import Middle, Nothing, Proposer
+from .model import Model
+from .ngram import NGramDrafter
+from .params import SamplingParams
+from .retrieval import POLICIES, RetrievalCache, fitting_budget
+from .settings import AUTO, AUTO_DRAFT_TOKENS, MethodSettings
+from .small_model import SmallModelDrafter, WindowCache, window_tokens
+
+AUTO_INNER_TOKENS = 16
+_RETRIEVAL_ACCEPTANCE, _RETRIEVAL_FIRST = 0.9, 16
+_DRAFTER_ACCEPTANCE, _DRAFTER_FIRST = 0.6, 4
+"""What `auto` assumes of a level before it has seen any of its drafts, and its first draft."""
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A drafter's weights, all on the device."""
+
+    model: Model
+    store: WeightStore
+    shape: KVShape
+    capacity: int
+
+
+def small_model_shape(config: ModelConfig, like: KVShape) -> KVShape:
+    return KVShape(config.layers, config.kv_heads, config.head_dim, 1, like.dtype)
+
+
+def small_model_capacity(config: ModelConfig, settings: MethodSettings) -> int:
+    return window_tokens(config, settings.max_draft_tokens)
+
+
+class Drafting:
+    """The levels below the target. Lengths chosen by `auto` are learned over all requests."""
+
+    def __init__(self, settings: MethodSettings, budget: int, small: SmallModel | None) -> None:
+        """budget: tokens of the retrieval cache, 0 if there is no such level."""
+        self.settings = settings
+        self.budget = budget
+        self._small = small
+        nothing_below = str(settings.draft) == "none"
+        if budget:
+            self._outer = _length(
+                settings.draft_tokens, AUTO_DRAFT_TOKENS, _RETRIEVAL_ACCEPTANCE, _RETRIEVAL_FIRST
+            )
+            self._inner: DraftLength = Fixed(0)
+            if not nothing_below:
+                self._inner = _length(
+                    settings.inner_draft_tokens,
+                    AUTO_INNER_TOKENS,
+                    _DRAFTER_ACCEPTANCE,
+                    _DRAFTER_FIRST,
+                )
+        elif nothing_below:
+            self._outer = Fixed(0)
+        else:
+            self._outer = _length(
+                settings.draft_tokens, AUTO_DRAFT_TOKENS, _DRAFTER_ACCEPTANCE, _DRAFTER_FIRST
+            )
+
+    @property
+    def levels(self) -> list[str]:
+        """From the cheapest to the one that has the last word."""
+        names = ["target"]
+        if self.budget:
+            names.insert(0, "retrieval")
+        if self.settings.drafts and str(self.settings.draft) != "none":
+            names.insert(0, "model" if self._small else "ngram")
+        return names
+
+    @contextmanager
+    def request(
+        self,
+        model: Model,
+        runtime: Runtime,
+        params: SamplingParams,
+        seed: int,
+        stops: Sequence[int],
+        prompt_tokens: int,
+    ) -> Iterator[tuple[Session, Decoder]]:
+        """Memory and decoder of one request. Raises DoesNotFitError."""
+        memory, shape = runtime.memory, runtime.demand.kv
+        rule = make_rule(self.settings.accept, seed, memory.device)
+        context = prompt_tokens + params.max_new_tokens
+        with ExitStack() as stack:
+            scores = None
+            if self.budget:
+                score = POLICIES[self.settings.retrieval]
+                scores = ChunkScores(shape, self.settings.chunk_size, context, score, memory)
+                stack.callback(scores.close)
+            session = stack.enter_context(
+                runtime.session(prompt_tokens, params.max_new_tokens, scores)
+            )
+            if not self.settings.drafts:
+                yield session, Autoregressive(model, session, params, rule)
+                return
+            proposer = self._drafter(model, memory, params, rule, stack)
+            cache = None
+            if scores:
+                cache = RetrievalCache(
+                    session.kv,
+                    runtime.link,
+                    memory,
+                    scores,
+                    self.settings.retrieval,
+                    fitting_budget(self.budget, self.settings.chunk_size, context),
+                    self.settings.chunk_size,
+                    self.settings.max_draft_tokens,
+                )
+                stack.callback(cache.close)
+                weights = ResidentWeights(runtime.weights)
+                verifier = RetrievalModel(model, weights, cache, params, memory.device)
+                nothing = Nothing(model.config.vocab, memory.device)
+                proposer = Middle(proposer, verifier, rule, self._inner, nothing, stops)
+            yield (
+                session,
+                Hierarchy(
+                    *(model, session, params, rule, proposer, self._outer, frozenset(stops)),
+                    *(cache, memory.device),
+                ),
+            )
+
+    def _drafter(
+        self,
+        model: Model,
+        memory: DeviceMemory,
+        params: SamplingParams,
+        rule: Rule,
+        stack: ExitStack,
+    ) -> Proposer:
+        vocab, device = model.config.vocab, memory.device
+        if str(self.settings.draft) == "none":
+            return Nothing(vocab, device)
+        if self._small is None:
+            return NGramDrafter(vocab, device)
+        small = self._small
+        cache = WindowCache(small.shape, small.model.rope, small.capacity, memory)
+        stack.callback(cache.close)
+        weights = ResidentWeights(small.store)
+        return SmallModelDrafter(small.model, weights, cache, vocab, params, rule, device)
+
+
+def _length(tokens: int | str, most: int, acceptance: float, first: int) -> DraftLength:
+    return Auto(most, acceptance, first) if tokens == AUTO else Fixed(int(tokens))

@@ -1,0 +1,223 @@
+"""The retrieval cache: the chunks of the full KV cache that matter now, on the device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from triforce_kernels.attention import merge, partial_attention
+
+from offload.attend import causal_mask
+from offload.device import DeviceMemory
+from offload.gather import ChunkReader, reader_bytes
+from offload.kv import KVShape, KVStore
+from offload.link import Link
+from offload.scores import ChunkScores, Score, scores_bytes
+
+POLICIES = {"mass": Score.MASS, "mean": Score.MEAN}
+"""mass: exact attention mass of the last pass's queries, chosen anew after every pass.
+mean: query times mean key, chosen once after prefill, as the published TriForce; and again only
+when new tokens have taken a quarter of the budget.
+"""
+
+_NEWEST_TOKENS = 32
+"""Always in, besides the first chunk and the chunk that fills."""
+_MEAN_REFRESH = 4
+
+
+def own_tokens(chunk_tokens: int, max_draft_tokens: int) -> int:
+    """Tokens besides the budget: a chunk that fills, the last token and a draft."""
+    return chunk_tokens + max_draft_tokens
+
+
+def retrieval_bytes(
+    shape: KVShape, budget: int, chunk_tokens: int, max_draft_tokens: int, context_tokens: int
+) -> int:
+    """Device bytes of a retrieval cache, of what fills it and of what it is chosen by."""
+    budget = fitting_budget(budget, chunk_tokens, context_tokens)
+    tokens = budget + own_tokens(chunk_tokens, max_draft_tokens)
+    return (
+        shape.token_bytes * shape.layers * tokens
+        + reader_bytes(shape, budget)
+        + scores_bytes(shape, chunk_tokens, context_tokens)
+    )
+
+
+def fitting_budget(budget: int, chunk_tokens: int, context_tokens: int) -> int:
+    """A budget without the part that the context could never fill."""
+    return min(budget, max(2, -(-context_tokens // chunk_tokens)) * chunk_tokens)
+
+
+class RetrievalCache:
+    """KV that the retrieval model attends to: for each layer and KV head its own chunks.
+
+    Each head's keys (and values) lie in one row: its chunks in any order, then the tokens of the
+    chunk that is not full yet, then the tokens fed since the last pass. The latter two are common
+    to all heads. `refresh` takes over what a pass has committed; nothing is overwritten in between,
+    so a text may grow past any budget.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        link: Link,
+        memory: DeviceMemory,
+        scores: ChunkScores,
+        policy: str,
+        budget: int,
+        chunk_tokens: int,
+        max_draft_tokens: int,
+    ) -> None:
+        """budget: tokens in chunks, a multiple of chunk_tokens. Raises DoesNotFitError."""
+        shape = store.shape
+        self.budget = budget
+        self.moved_chunks = self.chosen_chunks = 0
+        self._store = store
+        self._memory = memory
+        self._scores = scores
+        self._policy = policy
+        self._chunk = chunk_tokens
+        self._slots = budget // chunk_tokens
+        self._newest = min(self._slots - 1, max(1, _NEWEST_TOKENS // chunk_tokens))
+        tokens = budget + own_tokens(chunk_tokens, max_draft_tokens)
+        self._reader = ChunkReader(store, link, memory, chunk_tokens, budget)
+        try:
+            self._allocation = memory.allocate(
+                shape.token_bytes * shape.layers * tokens, "retrieval cache"
+            )
+        except BaseException:
+            self._reader.close()
+            raise
+        self._kv = self._allocation.bytes.view(shape.dtype).view(
+            shape.layers, 2, shape.kv_heads, tokens, shape.head_dim
+        )
+        self._chunk_of = torch.full(
+            (shape.layers, shape.kv_heads, self._slots), -1, device=memory.device
+        )
+        self._filled = 0
+        self._own = 0
+        self._pending = [0] * shape.layers
+        self._chosen_at = 0
+        self._base_scores: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text that were fed, at whatever level: the next one's position."""
+        return self._store.length - self._store.length % self._chunk + self._own
+
+    @property
+    def churn(self) -> float | None:
+        """Share of the chosen chunks that had to be moved, over all refreshes but the first."""
+        return self.moved_chunks / self.chosen_chunks if self.chosen_chunks else None
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Causal attention over the chunks and everything fed since: model.Cache.attend."""
+        heads, tokens, head_dim = query.shape
+        kv_heads = key.shape[0]
+        shared = self._filled * self._chunk
+        start = shared + self._own + self._pending[layer]
+        end = start + tokens
+        if end > self._kv.shape[3]:
+            raise RuntimeError(f"{end} tokens in a retrieval cache of {self._kv.shape[3]}")
+        keys, values = self._kv[layer]
+        keys[:, start:end] = key
+        values[:, start:end] = value
+        self._pending[layer] += tokens
+        rows = query.reshape(kv_heads, heads // kv_heads * tokens, head_dim)
+        if tokens == 1 or not shared:
+            mask = causal_mask(tokens, end, heads // kv_heads, query)
+            out = partial_attention(rows, keys[:, :end], values[:, :end], mask=mask).out
+        else:
+            mask = causal_mask(tokens, end - shared, heads // kv_heads, query)
+            out = merge(
+                [
+                    partial_attention(rows, keys[:, :shared], values[:, :shared]),
+                    partial_attention(rows, keys[:, shared:end], values[:, shared:end], mask=mask),
+                ]
+            )
+        return out.view(heads, tokens, head_dim)
+
+    def keep(self, tokens: int) -> None:
+        """Keeps the first `tokens` of what was fed last."""
+        self._own += tokens
+        self._pending = [0] * len(self._pending)
+
+    def expect(self, tokens: int) -> None:
+        """Says that a pass of `tokens` tokens comes: scores are collected if they will be used."""
+        self._scores.enabled = self._policy == "mass" or self._is_due(tokens)
+
+    def refresh(self, tokens: int) -> None:
+        """Takes over the first `tokens` tokens of the pass, or of the prompt's scored end, that
+        was just committed: chooses chunks, moves those that changed, forgets what was drafted.
+
+        Raises LinkError.
+        """
+        chunks = self._store.length // self._chunk
+        if chunks:
+            first = self._base_scores is None and not self._filled
+            wanted = self._wanted(self._current_scores(tokens, chunks), chunks)
+            moved = self._move(wanted, min(self._slots, chunks))
+            if not first:
+                self.moved_chunks += moved
+                self.chosen_chunks += self._chunk_of[..., : self._filled].numel()
+        rest = self._store.length % self._chunk
+        start = self._filled * self._chunk
+        self._kv[:, :, :, start : start + rest] = self._store.newest(rest)
+        self._own = rest
+        self._pending = [0] * len(self._pending)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._memory.free(self._allocation)
+        del self._kv
+
+    def _is_due(self, tokens: int) -> bool:
+        grown = self._store.length + tokens - self._chosen_at
+        return grown * _MEAN_REFRESH > self.budget
+
+    def _current_scores(self, tokens: int, chunks: int) -> torch.Tensor:
+        """[layers, kv_heads, chunks]; chunks that are newer than the scores are worth most."""
+        if self._base_scores is None or self._scores.enabled:
+            scores = self._scores.of(tokens, chunks)
+            self._chosen_at = self._store.length
+            if self._policy == "mean":
+                self._base_scores = scores
+                self._scores.enabled = False
+            return scores
+        base = self._base_scores
+        later = torch.full(
+            (*base.shape[:2], chunks - base.shape[2]), float("inf"), device=base.device
+        )
+        return torch.cat((base, later), -1)
+
+    def _wanted(self, scores: torch.Tensor, chunks: int) -> torch.Tensor:
+        """Which chunks are in: [layers, kv_heads, chunks] bool."""
+        scores[..., 0] = float("inf")
+        scores[..., max(0, chunks - self._newest) :] = float("inf")
+        best = scores.topk(min(self._slots, chunks), -1).indices
+        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+
+    def _move(self, wanted: torch.Tensor, filled: int) -> int:
+        """Brings the wanted chunks that are not in to slots that are free; returns how many."""
+        # Empty slots point behind the last chunk, at a column that nothing wants.
+        known = self._chunk_of.where(self._chunk_of >= 0, wanted.shape[-1])
+        padded = F.pad(wanted, (0, 1))
+        stays = padded.gather(-1, known)
+        present = torch.zeros_like(padded).scatter_(-1, known, True)[..., :-1]
+        # In each row as many slots up to `filled` are free as chunks enter, so that the two lists
+        # pair off one by one.
+        free = ~stays
+        free[..., filled:] = False
+        layers, heads, slots = free.nonzero().cpu().unbind(1)
+        chunks = (wanted & ~present).nonzero()[:, 2].cpu()
+        self._chunk_of[layers, heads, slots] = chunks.to(self._chunk_of.device)
+        self._filled = filled
+        in_chunks = self._kv[:, :, :, : self.budget].unflatten(3, (-1, self._chunk))
+        end = 0
+        for layer, count in enumerate(layers.bincount(minlength=wanted.shape[0]).tolist()):
+            start, end = end, end + count
+            if count:
+                part = slice(start, end)
+                self._reader.copy(layer, heads[part], chunks[part], in_chunks[layer], slots[part])
+        return len(chunks)
