@@ -27,15 +27,16 @@ class Score(Enum):
 def scores_bytes(shape: KVShape, chunk_tokens: int, context_tokens: int) -> int:
     """Device bytes of a ChunkScores."""
     chunks = -(-context_tokens // chunk_tokens)
-    return GROUPS * shape.layers * shape.kv_heads * chunks * _DTYPE.itemsize
+    return shape.layers * shape.kv_heads * chunks * (4 + GROUPS * _DTYPE.itemsize)
 
 
 class ChunkScores:
-    """For each layer, KV head and chunk, the score its queries gave it in the last pass.
+    """For each layer, KV head and chunk, the score that the queries of passes gave it.
 
     A pass's queries are a token that is certain and a draft of which only the first part may hold,
     which is known when the pass is over. So scores are kept apart for a few groups of consecutive
-    tokens, and `of` averages those groups that held. Query heads that share a KV head are averaged.
+    tokens, and `take` averages those groups that held. Query heads that share a KV head are
+    averaged.
 
     enabled: whether passes collect scores; the model's attention asks.
     """
@@ -56,9 +57,12 @@ class ChunkScores:
         self._allocation = memory.allocate(
             scores_bytes(shape, chunk_tokens, context_tokens), "retrieval scores"
         )
-        self._kept = self._allocation.bytes.view(_DTYPE).view(
-            GROUPS, shape.layers, shape.kv_heads, -1
-        )
+        chunks = -(-context_tokens // chunk_tokens)
+        sums = shape.layers * shape.kv_heads * chunks * 4
+        self._sums = self._allocation.bytes[:sums].view(torch.float32)
+        self._sums = self._sums.view(shape.layers, shape.kv_heads, chunks).zero_()
+        self._last = self._allocation.bytes[sums:].view(_DTYPE)
+        self._last = self._last.view(GROUPS, shape.layers, shape.kv_heads, chunks)
         self._parts: list[torch.Tensor] = []
         self._tokens = 0
 
@@ -91,20 +95,31 @@ class ChunkScores:
         group = _group_of(tokens).to(each.device)
         sums = each.new_zeros(min(tokens, GROUPS), kv_heads, chunks).index_add_(0, group, each)
         sizes = group.bincount().view(-1, 1, 1)
-        self._kept[: sums.shape[0], layer, :, :chunks] = sums / sizes
+        self._last[: sums.shape[0], layer, :, :chunks] = sums / sizes
         self._tokens = tokens
 
-    def of(self, tokens: int, chunks: int) -> torch.Tensor:
-        """Mean scores of the last pass's first `tokens` tokens, as far as whole groups tell:
-        [layers, kv_heads, chunks] float32.
+    def take(self, tokens: int, chunks: int) -> torch.Tensor:
+        """Scores of the first `chunks` chunks by the last pass's first `tokens` tokens, as far as
+        whole groups tell: [layers, kv_heads, chunks] float32. To be called once a pass.
+
+        Mass is added up over passes, and fades: what mattered lately matters more often than what
+        mattered to the last few tokens alone.
         """
         group = _group_of(self._tokens)
         held = int(group[tokens]) if tokens < self._tokens else int(group[-1]) + 1
-        return self._kept[: max(1, held), :, :, :chunks].mean(0, dtype=torch.float32)
+        latest = self._last[: max(1, held), :, :, :chunks].mean(0, dtype=torch.float32)
+        if self._score is Score.MEAN:
+            return latest
+        sums = self._sums[..., :chunks]
+        return sums.mul_(_MEMORY).add_(latest)
 
     def close(self) -> None:
         self._memory.free(self._allocation)
-        del self._kept
+        del self._sums, self._last
+
+
+_MEMORY = 0.9
+"""What a pass's mass counts for when the next one has been added."""
 
 
 def _group_of(tokens: int) -> torch.Tensor:

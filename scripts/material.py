@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 TOPICS = (
     *("with", "try", "raise", "assert", "for", "while", "if", "function", "class"),
@@ -20,9 +21,19 @@ def model_file() -> Path:
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
-def manual(characters: int) -> str:
-    """The start of the Python manual's chapters that TOPICS names, as CPython ships it."""
+def manual(characters: int, start: int = 0) -> str:
+    """A part of the Python manual as CPython ships it, the chapters that TOPICS names first."""
     from pydoc_data.topics import topics
 
-    text = "\n\n".join(topics[name] for name in TOPICS if name in topics)
-    return text[:characters]
+    names = dict.fromkeys((*TOPICS, *sorted(topics)))
+    text = "\n\n".join(topics[name] for name in names if name in topics)
+    return text[start : start + characters]
+
+
+def stretches(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
+    """`count` parts of the manual that do not overlap, `tokens` token ids each."""
+    characters = 5 * tokens
+    found = [tokenizer.encode(manual(characters, i * characters)) for i in range(count)]
+    if min(map(len, found)) < tokens:
+        sys.exit(f"the manual does not hold {count} stretches of {tokens} tokens")
+    return [token_ids[:tokens] for token_ids in found]

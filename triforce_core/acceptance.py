@@ -6,6 +6,7 @@ law from which the proposed token was really drawn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,10 +21,12 @@ class Draft(NamedTuple):
     """Proposed tokens, each with the law it was drawn from.
 
     tokens: [n] int64; laws: [n, vocab] float32
+    confidence: the greatest probability of each law, where the proposer looked
     """
 
     tokens: torch.Tensor
     laws: torch.Tensor
+    confidence: Sequence[float] = ()
 
 
 class Verdict(NamedTuple):

@@ -75,6 +75,16 @@ def _prompt(args: argparse.Namespace) -> str:
     return prompt
 
 
+def _length(text: str) -> int | str:
+    """A draft length: a number or auto."""
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="triforce",
@@ -91,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         "generate",
         parents=[common],
         help="generate text from a prompt",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     generate.set_defaults(run=_generate)
     add = generate.add_argument
@@ -105,7 +115,36 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-p", type=float, default=0.9, metavar="P", help="nucleus that is sampled from")
     add("--top-k", type=int, default=0, metavar="K", help="likeliest tokens kept; 0 keeps all")
     add("--seed", type=int, metavar="N", help="of the random draws (default: a new one)")
-    add("--method", default="autoregressive", choices=["autoregressive"], help="how to decode")
+    add(
+        "--method",
+        default="triforce",
+        choices=["triforce", "speculative", "autoregressive"],
+        help="drafts verified by a retrieval model and then the target, or by the target alone, or "
+        "no drafts",
+    )
+    add("--draft", default="auto", metavar="auto|ngram|none|MODEL", help="drafter; auto: ngram")
+    add("--draft-tokens", type=_length, default="auto", metavar="N", help="drafted for each pass")
+    add(
+        "--inner-draft-tokens",
+        type=_length,
+        default="auto",
+        metavar="N",
+        help="drafted for each step of the retrieval model",
+    )
+    add(
+        "--budget",
+        type=int,
+        metavar="TOKENS",
+        help="of the retrieval cache (default: 4096, or less where those do not fit)",
+    )
+    add("--chunk-size", type=int, default=8, metavar="TOKENS", help="retrieved together")
+    add("--retrieval", default="mass", choices=["mass", "mean"], help="how chunks are chosen")
+    add(
+        "--accept",
+        default="optimal",
+        choices=["optimal", "coupled"],
+        help="coupled: a seed's text is the same whatever drafts it",
+    )
     add("--device", metavar="DEVICE", help="cuda:0 or cpu (default: a GPU if there is one)")
     add("--device-memory", metavar="SIZE", help="budget, e.g. 22GiB (default: what is free)")
     add(
@@ -121,10 +160,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--stats", metavar="FILE", help="write figures of the run as JSON")
     add("--quiet", action="store_true", help="no progress and no table")
+    add(
+        "--color-levels",
+        action="store_true",
+        help="colour the text by where it came from: accepted draft, correction, bonus",
+    )
 
     env = commands.add_parser("env", parents=[common], help="show what was found on this machine")
     env.set_defaults(run=_env)
     return parser
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not of what is off or said in words."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
 
 
 def write_stats(path: str, stats: dict) -> None:

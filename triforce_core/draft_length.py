@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -10,13 +12,17 @@ class Observed(Protocol):
 
     drafted: int
     accepted: int
+    confidence: Sequence[float]
     draft_seconds: float
     verify_seconds: float
 
 
 class DraftLength(Protocol):
     def choose(self, most: int) -> int:
-        """How many tokens to propose next, 0 to `most`."""
+        """How many tokens to propose next at most, 0 to `most`."""
+
+    def goes_on(self, confidence: Sequence[float]) -> bool:
+        """Whether to draft one more token after some whose laws peak at `confidence`."""
 
     def observe(self, turn: Observed) -> None: ...
 
@@ -27,6 +33,9 @@ class Fixed:
 
     def choose(self, most: int) -> int:
         return min(self._tokens, most)
+
+    def goes_on(self, confidence: Sequence[float]) -> bool:
+        return True
 
     def observe(self, turn: Observed) -> None:
         pass
@@ -42,65 +51,110 @@ class Auto:
     one as long as little is known of it. Old rounds count for less and less, so a length that lost
     is tried again when the text may have changed.
 
-    As in SpecDec++ (Huang et al., 2024) and SmartSpec (Liu et al., 2024), the length follows the
-    acceptance that is observed; no draft's own coins decide, so the output law is untouched.
+    A proposer that says how sure it is of each token can do better than one length for all drafts:
+    it goes on while the chance that the next token is reached and accepted, times the seconds that
+    a token costs, exceeds the seconds that drafting it takes. The chance of a token is learned for
+    each degree of confidence. That is the threshold rule of SpecDec++ (Huang et al., 2024), with
+    SmartSpec's goodput (Liu et al., 2024) as what it maximises.
+
+    Only drafted tokens and their laws decide, never the verifier's coins: the output law is
+    untouched.
     """
 
-    def __init__(self, most: int, acceptance: float, first: int) -> None:
+    def __init__(
+        self, most: int, acceptance: float, first: int, *, by_confidence: bool = False
+    ) -> None:
         """most: longest length. acceptance: assumed at first. first: length of the first draft."""
         self._most = most
         self._first = first
         self._prior = acceptance
-        self._held = [0.0] * most
-        self._examined = [0.0] * most
+        self._by_confidence = by_confidence
+        # As if a few rounds had been seen, which fade like any other.
+        reached = [_PRIOR_ROUNDS * acceptance**i for i in range(most + 1)]
+        self._examined, self._held = reached[:-1], reached[1:]
+        self._sure_examined = [0.0] * (len(_CONFIDENCE) + 1)
+        self._sure_held = [0.0] * (len(_CONFIDENCE) + 1)
         self._verify = _Line()
         self._draft_seconds = 0.0
         self._draft_tokens = 0.0
+        self._seconds_per_token = 0.0
 
     def choose(self, most: int) -> int:
         most = min(most, self._most)
-        if not self._verify.known or not self._draft_tokens:
+        if not self._known:
             return min(self._first, most)
-        per_draft = self._draft_seconds / self._draft_tokens
         best, least = 0, self._verify.at(0)
         expected = alive = 1.0
-        for length, chance in enumerate(self._chances(most), start=1):
+        for length, chance in enumerate(self._chances(), start=1):
             alive *= chance
             expected += alive
-            cost = (self._verify.at(length) + per_draft * length) / expected
+            cost = (self._verify.at(length) + self._per_draft * length) / expected
             if cost < least:
                 best, least = length, cost
-        return best
+        self._seconds_per_token = least
+        return most if best and self._by_confidence else min(best, most)
+
+    def goes_on(self, confidence: Sequence[float]) -> bool:
+        if not self._by_confidence or not self._known:
+            return True
+        common = self._common
+        alive = common
+        for sure in confidence:
+            which = bisect(_CONFIDENCE, sure)
+            alive *= (self._sure_held[which] + _CONFIDENCE_WEIGHT * common) / (
+                self._sure_examined[which] + _CONFIDENCE_WEIGHT
+            )
+        return alive * self._seconds_per_token > self._per_draft + self._verify.slope
 
     def observe(self, turn: Observed) -> None:
-        for counts in (self._held, self._examined):
-            for i, count in enumerate(counts):
-                counts[i] = count * _MEMORY
-        for i in range(min(turn.accepted, self._most)):
-            self._held[i] += 1
+        for counts in (self._held, self._examined, self._sure_held, self._sure_examined):
+            counts[:] = [count * _MEMORY for count in counts]
+        examined = min(turn.accepted + 1, turn.drafted)
+        for i in range(min(examined, self._most)):
             self._examined[i] += 1
-        if turn.accepted < min(turn.drafted, self._most):
-            self._examined[turn.accepted] += 1
+            self._held[i] += i < turn.accepted
+        for i, sure in enumerate(turn.confidence[:examined]):
+            which = bisect(_CONFIDENCE, sure)
+            self._sure_examined[which] += 1
+            self._sure_held[which] += i < turn.accepted
         self._verify.observe(turn.drafted, turn.verify_seconds)
         if turn.drafted:
             self._draft_seconds = self._draft_seconds * _MEMORY + turn.draft_seconds
             self._draft_tokens = self._draft_tokens * _MEMORY + turn.drafted
 
-    def _chances(self, most: int) -> list[float]:
-        """The chance that each position is accepted if those before it are."""
-        common = (sum(self._held) + _PRIOR_WEIGHT * self._prior) / (
+    @property
+    def _known(self) -> bool:
+        return self._verify.known and self._draft_tokens > 0
+
+    @property
+    def _per_draft(self) -> float:
+        return self._draft_seconds / self._draft_tokens
+
+    @property
+    def _common(self) -> float:
+        return (sum(self._held) + _PRIOR_WEIGHT * self._prior) / (
             sum(self._examined) + _PRIOR_WEIGHT
         )
+
+    def _chances(self) -> list[float]:
+        """The chance that each position is accepted if those before it are."""
+        common = self._common
         return [
             (held + _POSITION_WEIGHT * common) / (examined + _POSITION_WEIGHT)
-            for held, examined in zip(self._held[:most], self._examined[:most], strict=True)
+            for held, examined in zip(self._held, self._examined, strict=True)
         ]
 
 
 _MEMORY = 0.97
 """What a round counts for when the next one has been seen: about 30 rounds are remembered."""
-_PRIOR_WEIGHT = 4.0
-"""Tokens of experience that the assumed acceptance counts for."""
+_PRIOR_ROUNDS = 2.0
+"""Rounds that the assumed acceptance counts for at first."""
+_PRIOR_WEIGHT = 2.0
+"""Tokens that it counts for always."""
+_CONFIDENCE = (0.5, 0.7, 0.85, 0.95, 0.999)
+"""Degrees of confidence: the greatest probability of a law."""
+_CONFIDENCE_WEIGHT = 8.0
+"""Tokens that the common acceptance counts for against a degree's own."""
 _POSITION_WEIGHT = 20.0
 """The same for the common acceptance against a position's own."""
 _LEVEL_WEIGHT = 0.5
@@ -127,11 +181,16 @@ class _Line:
         ):
             setattr(self, name, getattr(self, name) * _MEMORY + value)
 
-    def at(self, tokens: float) -> float:
+    @property
+    def slope(self) -> float:
         x, y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - x * x
-        slope = max(0.0, (self._xy / self._n - x * y) / (spread + _LEVEL_WEIGHT / self._n))
-        return max(y + slope * (tokens - x), y * _LEAST_SHARE)
+        return max(0.0, (self._xy / self._n - x * y) / (spread + _LEVEL_WEIGHT / self._n))
+
+    def at(self, tokens: float) -> float:
+        x, y = self._x / self._n, self._y / self._n
+        return max(y + self.slope * (tokens - x), y * _LEAST_SHARE)
 
 
 _LEAST_SHARE = 0.05
+"""Of the mean, which no length may seem to fall below."""

@@ -26,7 +26,7 @@ from .settings import AUTO, AUTO_DRAFT_TOKENS, MethodSettings
 from .small_model import SmallModelDrafter, WindowCache, window_tokens
 
 AUTO_INNER_TOKENS = 16
-_RETRIEVAL_ACCEPTANCE, _RETRIEVAL_FIRST = 0.9, 16
+_RETRIEVAL_ACCEPTANCE, _RETRIEVAL_FIRST = 0.95, 24
 _DRAFTER_ACCEPTANCE, _DRAFTER_FIRST = 0.6, 4
 """What `auto` assumes of a level before it has seen any of its drafts, and its first draft."""
 
@@ -60,7 +60,9 @@ class Drafting:
         nothing_below = str(settings.draft) == "none"
         if budget:
             self._outer = _length(
-                settings.draft_tokens, AUTO_DRAFT_TOKENS, _RETRIEVAL_ACCEPTANCE, _RETRIEVAL_FIRST
+                *(settings.draft_tokens, AUTO_DRAFT_TOKENS),
+                *(_RETRIEVAL_ACCEPTANCE, _RETRIEVAL_FIRST),
+                by_confidence=True,
             )
             self._inner: DraftLength = Fixed(0)
             if not nothing_below:
@@ -130,7 +132,9 @@ class Drafting:
                 weights = ResidentWeights(runtime.weights)
                 verifier = RetrievalModel(model, weights, cache, params, memory.device)
                 nothing = Nothing(model.config.vocab, memory.device)
-                proposer = Middle(proposer, verifier, rule, self._inner, nothing, stops)
+                proposer = Middle(
+                    proposer, verifier, rule, self._inner, self._outer, nothing, stops
+                )
             yield (
                 session,
                 Hierarchy(
@@ -159,5 +163,9 @@ class Drafting:
         return SmallModelDrafter(small.model, weights, cache, vocab, params, rule, device)
 
 
-def _length(tokens: int | str, most: int, acceptance: float, first: int) -> DraftLength:
-    return Auto(most, acceptance, first) if tokens == AUTO else Fixed(int(tokens))
+def _length(
+    tokens: int | str, most: int, acceptance: float, first: int, *, by_confidence: bool = False
+) -> DraftLength:
+    if tokens != AUTO:
+        return Fixed(int(tokens))
+    return Auto(most, acceptance, first, by_confidence=by_confidence)

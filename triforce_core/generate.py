@@ -16,7 +16,7 @@ from .checkpoint import open_checkpoint, resolve
 from .cli import INTERRUPTED, write_stats
 from .engine import Engine, check_context
 from .params import SamplingParams
-from .report import ProgressBars, print_run
+from .report import LEVEL_LEGEND, ProgressBars, colored, print_run
 from .text import load_tokenizer
 
 
@@ -38,6 +38,8 @@ def generate(args: argparse.Namespace, prompt: str) -> int:
         raise UsageError(f"{path} has no tokenizer")
     token_ids = tokenizer.encode(prompt, chat=args.chat)
     check_context(len(token_ids), args.max_new_tokens, positions, "the model has")
+    if args.color_levels and not args.quiet:
+        print(LEVEL_LEGEND, file=sys.stderr)
     with ProgressBars(show=not args.quiet) as bars:
         engine = Engine.from_pretrained(
             path,
@@ -46,15 +48,22 @@ def generate(args: argparse.Namespace, prompt: str) -> int:
             link_bandwidth=args.link_bandwidth,
             dtype=args.dtype,
             method=args.method,
+            draft=args.draft,
+            draft_tokens=args.draft_tokens,
+            inner_draft_tokens=args.inner_draft_tokens,
+            budget=args.budget,
+            chunk_size=args.chunk_size,
+            retrieval=args.retrieval,
+            accept=args.accept,
             max_context=len(token_ids) + args.max_new_tokens,
             tokenizer=tokenizer,
             progress=bars.update,
         )
         with engine, _interruptible(engine, bars):
             stream = engine.stream(token_ids, params)
-            for piece in stream:
+            for piece in stream.pieces():
                 bars.stop()  # the text owns the terminal from its first piece on
-                sys.stdout.write(piece)
+                sys.stdout.write(colored(piece) if args.color_levels else piece.text)
                 sys.stdout.flush()
             bars.stop()
     result = stream.result

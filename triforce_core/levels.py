@@ -8,7 +8,7 @@ drafter below it and, by that, a proposer for the full model above it.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -56,12 +56,13 @@ class Round(NamedTuple):
     """What one round of proposing and verifying gave.
 
     tokens: the accepted ones and the one the verifier drew itself; laws: theirs [tokens, vocab]
-    drafted: how many were proposed
+    drafted: how many were proposed; confidence: how surely, if the proposer said
     """
 
     tokens: list[int]
     laws: torch.Tensor
     drafted: int
+    confidence: Sequence[float]
     draft_seconds: float
     verify_seconds: float
 
@@ -73,23 +74,26 @@ class Round(NamedTuple):
 def speculate(proposer: Proposer, verifier: Verifier, rule: Rule, text: Text, count: int) -> Round:
     """Proposes up to `count` tokens and verifies them: one forward, one wait for the device.
 
-    Raises CheckpointError if the verifier computes something that is no number.
+    Raises CheckpointError if a level computes something that is no number.
     """
     began = time.perf_counter()
     draft = proposer.propose(text, count)
     last = torch.tensor(text.tokens[-1:], device=verifier.device)
     proposed = time.perf_counter()
+    # A damaged drafter's -1 is seen below, with everything else that one wait brings.
+    draft, raw = draft._replace(tokens=draft.tokens.clamp(min=0)), draft.tokens
     laws = verifier.laws(torch.cat((last, draft.tokens)))
     verdict = rule.accept(draft, laws, len(text.tokens))
     accepted, token, *drafted = torch.cat(
-        (torch.stack((verdict.accepted, verdict.token)), draft.tokens)
+        (torch.stack((verdict.accepted, verdict.token)), raw)
     ).tolist()
-    check_token(token)
+    check_token(min((token, *drafted)))
     verifier.keep(accepted + 1)
     return Round(
         [*drafted[:accepted], token],
         laws[: accepted + 1],
         len(drafted),
+        draft.confidence,
         proposed - began,
         time.perf_counter() - proposed,
     )
@@ -159,25 +163,34 @@ class Middle:
         verifier: Verifier,
         rule: Rule,
         length: DraftLength,
+        length_above: DraftLength,
         nothing: Nothing,
         stops: Collection[int],
     ) -> None:
-        """stops: tokens after which there is nothing to propose."""
+        """length: of the proposer's drafts; length_above: of this level's own.
+
+        stops: tokens after which there is nothing to propose.
+        """
         self.tally = Tally()
         self._proposer = proposer
         self._verifier = verifier
         self._rule = rule
         self._length = length
+        self._length_above = length_above
         self._nothing = nothing
         self._stops = stops
 
     def propose(self, text: Text, count: int) -> Draft:
         if not count:
             return self._nothing.propose(text, count)
-        start, laws = len(text.tokens), []
+        start, laws, confidence = len(text.tokens), [], []
         ended = False
         try:
-            while not ended and (left := start + count - len(text.tokens)):
+            while (
+                not ended
+                and (left := start + count - len(text.tokens))
+                and (not confidence or self._length_above.goes_on(confidence))
+            ):
                 turn = speculate(
                     self._proposer, self._verifier, self._rule, text, self._length.choose(left - 1)
                 )
@@ -185,6 +198,7 @@ class Middle:
                 self._length.observe(turn)
                 text.tokens += turn.tokens
                 laws.append(turn.laws)
+                confidence += turn.laws.amax(-1).tolist()
                 ended = any(token in self._stops for token in turn.tokens)
             tokens = text.tokens[start:]
         finally:
@@ -196,4 +210,5 @@ class Middle:
         return Draft(
             torch.tensor(tokens, dtype=torch.int64, device=self._verifier.device),
             torch.cat(laws)[: len(tokens)],
+            confidence[: len(tokens)],
         )

@@ -12,6 +12,26 @@ from rich.table import Table
 from offload.hardware import Gpu, probe
 from offload.units import format_bytes
 
+from .engine import Piece
+
+_COLORS = {"accepted": "32", "corrected": "31", "bonus": "36"}
+_RESET = "\x1b[0m"
+
+
+def colored(piece: Piece) -> str:
+    """A piece of text in its level's colour, for a terminal."""
+    color = _COLORS.get(piece.origin)
+    return f"\x1b[{color}m{piece.text}{_RESET}" if color else piece.text
+
+
+LEVEL_LEGEND = " ".join(
+    (
+        colored(Piece("accepted from a draft,", "accepted")),
+        colored(Piece("corrected by the target,", "corrected")),
+        colored(Piece("bonus after a whole draft", "bonus")),
+    )
+)
+
 _LABELS = {"load": "loading", "prefill": "reading the prompt"}
 
 
@@ -83,6 +103,7 @@ def print_run(stats: dict[str, Any]) -> None:
             f"{1 / per_token:.2f} tokens/s, {per_token:.4f} s/token, "
             f"{stats['passes']} passes of {stats['tokens_per_pass']:.2f} tokens",
         )
+    add("levels", _levels(stats))
     kind = "EMULATED on this machine's memory" if link["emulated"] else "PCIe"
     if link["floor_seconds_per_pass"]:
         share = link["floor_seconds_per_pass"] * stats["passes"] / seconds["decode"]
@@ -94,6 +115,21 @@ def print_run(stats: dict[str, Any]) -> None:
     else:
         add("link", f"{kind}: nothing crossed it while decoding")
     Console(stderr=True).print(table)
+
+
+def _levels(stats: dict[str, Any]) -> str:
+    """Who drafted for whom, how much, and how much of it held."""
+    acceptance, drafted, cache = stats["acceptance"], stats["draft_tokens"], stats["retrieval"]
+    said = " > ".join(stats["levels"])
+    if cache:
+        said += f" ({cache['policy']}, {cache['budget_tokens']} tokens)"
+    for name, share, mean in (
+        ("target", acceptance["target"], drafted["mean"]),
+        ("retrieval", acceptance["retrieval"], drafted["inner_mean"]),
+    ):
+        if share is not None:
+            said += f"; {name} accepts {share:.1%} of drafts of {mean:.1f}"
+    return said
 
 
 def print_machine() -> None:

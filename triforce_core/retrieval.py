@@ -14,7 +14,7 @@ from offload.link import Link
 from offload.scores import ChunkScores, Score, scores_bytes
 
 POLICIES = {"mass": Score.MASS, "mean": Score.MEAN}
-"""mass: exact attention mass of the last pass's queries, chosen anew after every pass.
+"""mass: exact attention mass of the passes' queries, chosen anew after every pass.
 mean: query times mean key, chosen once after prefill, as the published TriForce; and again only
 when new tokens have taken a quarter of the budget.
 """
@@ -179,20 +179,20 @@ class RetrievalCache:
     def _current_scores(self, tokens: int, chunks: int) -> torch.Tensor:
         """[layers, kv_heads, chunks]; chunks that are newer than the scores are worth most."""
         if self._base_scores is None or self._scores.enabled:
-            scores = self._scores.of(tokens, chunks)
+            scores = self._scores.take(tokens, chunks)
             self._chosen_at = self._store.length
             if self._policy == "mean":
                 self._base_scores = scores
                 self._scores.enabled = False
             return scores
         base = self._base_scores
-        later = torch.full(
-            (*base.shape[:2], chunks - base.shape[2]), float("inf"), device=base.device
-        )
-        return torch.cat((base, later), -1)
+        # Chunks that came later are worth more than any score, the newest most.
+        later = 1e20 * torch.arange(1, 1 + chunks - base.shape[2], device=base.device)
+        return torch.cat((base, later.expand(*base.shape[:2], -1)), -1)
 
     def _wanted(self, scores: torch.Tensor, chunks: int) -> torch.Tensor:
         """Which chunks are in: [layers, kv_heads, chunks] bool."""
+        scores = scores.clone()
         scores[..., 0] = float("inf")
         scores[..., max(0, chunks - self._newest) :] = float("inf")
         best = scores.topk(min(self._slots, chunks), -1).indices

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import repeat
 
 import torch
 
@@ -24,26 +23,20 @@ class Rope:
 
         parameters = {"rope_type": config.rope.type, "rope_theta": config.rope.theta}
 
-        def make() -> torch.nn.Module:
-            module = LlamaRotaryEmbedding(
-                LlamaConfig(
-                    hidden_size=config.heads * config.head_dim,  # all that rope wants of it
-                    num_attention_heads=config.heads,
-                    num_key_value_heads=config.kv_heads,
-                    head_dim=config.head_dim,
-                    max_position_embeddings=config.trained_positions,
-                    rope_parameters=parameters | dict(config.rope.parameters),
-                )
-            ).to(device)
-            if factors is not None:
-                module.inv_freq.div_(factors.to(device))
-            return module
-
-        self._make = make
         try:
-            self._module = make()
+            self._config = LlamaConfig(
+                hidden_size=config.heads * config.head_dim,  # all that rope wants of it
+                num_attention_heads=config.heads,
+                num_key_value_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                max_position_embeddings=config.trained_positions,
+                rope_parameters=parameters | dict(config.rope.parameters),
+            )
+            self._module = LlamaRotaryEmbedding(self._config).to(device)
         except Exception as error:
             raise CheckpointError(f"rope of type {config.rope.type}: {error}") from error
+        if factors is not None:
+            self._module.inv_freq.div_(factors.to(device))
         dynamic = config.rope.type == "dynamic"
         self._unscaled = config.trained_positions if dynamic else math.inf
 
@@ -56,15 +49,22 @@ class Rope:
         prompt, which has one length; each later token sees the text that ends with it, as in plain
         decoding, however many of them come at once and whatever was drafted before.
         """
-        if start + tokens > self._unscaled:
-            parts = [
-                self._rotations(self._make(), first, count, like)
-                for first, count in (
-                    [(0, tokens)] if not start else zip(range(start, start + tokens), repeat(1))
-                )
-            ]
-            return torch.cat([cos for cos, _ in parts]), torch.cat([sin for _, sin in parts])
-        return self._rotations(self._module, start, tokens, like)
+        positions = torch.arange(start, start + tokens, device=like.device)
+        if start + tokens <= self._unscaled:
+            cos, sin = self._module(like, positions[None])
+            return cos[0], sin[0]
+        lengths = [tokens] if start == 0 else range(start + 1, start + tokens + 1)
+        angles = positions[:, None] * torch.stack([self._frequencies(n) for n in lengths])
+        angles = torch.cat((angles, angles), -1)
+        scaling = self._module.attention_scaling
+        return (angles.cos() * scaling).to(like.dtype), (angles.sin() * scaling).to(like.dtype)
+
+    def _frequencies(self, length: int) -> torch.Tensor:
+        """Dynamic inverse frequencies in a text of `length` tokens, [head_dim / 2]."""
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        device = self._module.inv_freq.device
+        return ROPE_INIT_FUNCTIONS["dynamic"](self._config, device, seq_len=length)[0]
 
     def turned_back(self, keys: torch.Tensor, by: int) -> torch.Tensor:
         """Rotated keys [..., head_dim] as if their tokens stood `by` positions earlier.
@@ -74,14 +74,6 @@ class Rope:
         angles = self._module.inv_freq.float() * by
         angles = torch.cat((angles, angles))
         return rotate(keys, angles.cos().to(keys.dtype), -angles.sin().to(keys.dtype))
-
-    @staticmethod
-    def _rotations(
-        module: torch.nn.Module, start: int, tokens: int, like: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = torch.arange(start, start + tokens, device=like.device)[None]
-        cos, sin = module(like, positions)
-        return cos[0], sin[0]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from offload.weights import ResidentWeights
 from .acceptance import Draft, Rule
 from .config import ModelConfig
 from .laws import law
-from .levels import Nothing, Text, check_token
+from .levels import Nothing, Text
 from .model import Model
 from .params import SamplingParams
 from .rope import Rope
@@ -108,7 +108,7 @@ class SmallModelDrafter:
         self._drawn: torch.Tensor | None = None
 
     def propose(self, text: Text, count: int) -> Draft:
-        """At most `count` tokens with the small model's laws. Raises CheckpointError."""
+        """At most `count` tokens with the small model's laws; -1 from a law that is no number."""
         count = min(count, (self._cache.capacity - self._cache.sinks) // 2)
         tokens: list[torch.Tensor] = []
         laws: list[torch.Tensor] = []
@@ -124,15 +124,13 @@ class SmallModelDrafter:
         drawn = torch.cat(tokens)
         # All but the last were fed. Read at the next call: the levels above wait for them anyway.
         self._drawn = drawn[:-1]
-        return Draft(drawn.clamp(min=0), torch.cat(laws))
+        return Draft(drawn, torch.cat(laws))
 
     def _catch_up(self, text: Text, count: int) -> torch.Tensor:
         """Rolls back what does not hold, makes room, and gives what must be fed first."""
         if self._drawn is not None:
-            drawn, self._drawn = self._drawn.tolist(), None
-            for token in drawn:
-                check_token(token)
-            self._fed += drawn
+            self._fed += self._drawn.tolist()
+            self._drawn = None
         held, limit = self._sure, min(len(self._fed), len(text.tokens) - 1)
         while held < limit and self._fed[held] == text.tokens[held]:
             held += 1

@@ -25,7 +25,7 @@ def test_a_seed_gives_the_same_text_at_every_placement(speaking) -> None:
     params = SamplingParams(max_new_tokens=60, temperature=1.0, top_p=0.95, top_k=40, seed=7)
     texts = set()
     for placement in ("resident", "both"):
-        with make(speaking, placement=PLACEMENTS[placement]) as engine:
+        with make(speaking, method="autoregressive", placement=PLACEMENTS[placement]) as engine:
             texts.add(engine.generate("What is this?", params).text)
             texts.add(engine.generate("What is this?", params).text)
             other = SamplingParams(max_new_tokens=60, temperature=1.0, seed=8)
@@ -34,7 +34,7 @@ def test_a_seed_gives_the_same_text_at_every_placement(speaking) -> None:
 
 
 def test_a_seed_that_was_drawn_is_reported_and_repeats(speaking) -> None:
-    with make(speaking) as engine:
+    with make(speaking, draft_tokens=5, inner_draft_tokens=2) as engine:
         first = engine.generate("Hello", SamplingParams(max_new_tokens=40, temperature=1.5))
         again = SamplingParams(max_new_tokens=40, temperature=1.5, seed=first.stats["seed"])
         assert engine.generate("Hello", again).token_ids == first.token_ids
@@ -54,7 +54,12 @@ def test_pieces_add_up_to_the_text_and_tokens_are_the_new_ones(speaking) -> None
 
 
 def test_stats_say_what_happened(speaking) -> None:
-    with make(speaking, placement=PLACEMENTS["both"], link_bandwidth="2GB/s") as engine:
+    with make(
+        speaking,
+        method="autoregressive",
+        placement=PLACEMENTS["both"],
+        link_bandwidth="2GB/s",
+    ) as engine:
         stats = engine.generate(random_ids(70), SamplingParams(max_new_tokens=41)).stats
         layer_bytes = engine._runtime.demand.layer_bytes
     assert json.loads(json.dumps(stats)) == stats
@@ -64,7 +69,9 @@ def test_stats_say_what_happened(speaking) -> None:
     assert stats["tokens_per_pass"] == 1
     assert stats["finish_reason"] == "length"
     assert stats["method"] == "autoregressive"
-    assert set(stats["seconds"]) == {"load", "prefill", "decode"}
+    assert set(stats["seconds"]) == {"load", "prefill", "decode", "draft", "verify"}
+    assert stats["levels"] == ["target"]
+    assert stats["acceptance"]["target"] is stats["retrieval"] is None
     assert stats["seconds_per_token"] == pytest.approx(stats["seconds"]["decode"] / 40)
     link = stats["link"]
     assert link["emulated"] is True

@@ -50,7 +50,7 @@ def assert_equal_but_for_ties(model, prompt: list[int], ours: list[int], theirs:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_equals_transformers(tiny, family: str) -> None:
     path, model = tiny(family)
-    with engine(path, "both") as ours:
+    with engine(path, "both", method="autoregressive") as ours:
         for seed in range(3):
             prompt = random_ids(PROMPT, seed)
             # A copy, since dynamic rope in transformers remembers the longest text it has seen.
@@ -102,7 +102,7 @@ def test_placements_are_bitwise_equal(tiny, family: str, monkeypatch: pytest.Mon
     prompt = random_ids(PROMPT)
     logits = {}
     for name in PLACEMENTS:
-        with engine(path, name) as ours:
+        with engine(path, name, method="autoregressive") as ours:
             result = ours.generate(prompt, greedy())
             logits[name] = recorder.take()
         streamed = ours.config.layers - result.stats["placement"]["resident_weight_layers"]
@@ -153,7 +153,7 @@ def test_half_precision_stays_close(tiny, dtype: str, monkeypatch: pytest.Monkey
     path, model = tiny("llama")
     recorder = LogitsRecorder(monkeypatch)
     prompt = random_ids(PROMPT)
-    with engine(path, "both", dtype=dtype) as ours:
+    with engine(path, "both", dtype=dtype, method="autoregressive") as ours:
         result = ours.generate(prompt, greedy(10))
     logits = recorder.take()
     with torch.no_grad():

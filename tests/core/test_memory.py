@@ -28,12 +28,19 @@ def allocated_peak(run) -> int:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("method", ["autoregressive", "ngram", "model", "mean"])
 @pytest.mark.parametrize("placement", ["resident", "kv", "weights", "both"])
-@pytest.mark.parametrize(("prompt_tokens", "new_tokens"), [(1500, 20), (60, 200)])
+@pytest.mark.parametrize(("prompt_tokens", "new_tokens"), [(1500, 20), (60, 120)])
 def test_accounted_bytes_cover_what_is_allocated(
-    tmp_path, family: str, placement: str, prompt_tokens: int, new_tokens: int
+    tmp_path, family: str, method: str, placement: str, prompt_tokens: int, new_tokens: int
 ) -> None:
     make_model(family, tmp_path, max_position_embeddings=2048)
+    options = {
+        "autoregressive": {"method": "autoregressive"},
+        "ngram": {"draft": "ngram", "budget": 256},
+        "model": {"draft": tmp_path, "budget": 64, "draft_tokens": 12},
+        "mean": {"draft": "none", "budget": 1024, "retrieval": "mean"},
+    }[method]
     stats = {}
 
     def run() -> None:
@@ -43,6 +50,7 @@ def test_accounted_bytes_cover_what_is_allocated(
             max_context=prompt_tokens + new_tokens,
             block_tokens=4 * BLOCK,
             placement=PLACEMENTS[placement],
+            **options,
         ) as engine:
             stats.update(
                 engine.generate(
@@ -62,7 +70,7 @@ def test_whatever_the_budget_it_holds_or_is_refused(tiny) -> None:
     path, _ = tiny("llama")
     prompt, params = random_ids(200), SamplingParams(max_new_tokens=30, temperature=0)
     seen, refused = set(), 0
-    for budget in range(200_000, 2_000_000, 60_000):
+    for budget in range(200_000, 5_000_000, 150_000):
         try:
             with Engine.from_pretrained(
                 path, device="cpu", device_memory=budget, max_context=230, block_tokens=BLOCK

@@ -1,0 +1,118 @@
+"""How much of what the retrieval model drafts the full model accepts, on a real model and text.
+
+SmolLM2-135M over stretches of 6,000 tokens of the Python manual, temperature 0.6, top-p 0.9, the
+retrieval model drafting for itself; for each policy the acceptance and the tokens per pass. No
+figure here depends on the machine's speed.
+
+    python scripts/bench_acceptance.py [--budget 1024] [--draft-tokens 24]
+
+Prints a table and writes benchmarks/results/bench_acceptance.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from material import model_file, stretches
+from results import write_result
+from rich.console import Console
+from rich.table import Table
+
+from triforce_core import Engine, SamplingParams
+from triforce_core.text import load_tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=6000, help="prompt length")
+    parser.add_argument("--new-tokens", type=int, default=160, help="generated from each stretch")
+    parser.add_argument("--stretches", type=int, default=4)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--draft-tokens", type=int, default=24)
+    parser.add_argument("--policies", nargs="+", default=["mass", "mean"])
+    args = parser.parse_args()
+    tokenizer = load_tokenizer(model_file())
+    prompts = stretches(tokenizer, args.stretches, args.tokens)
+    figures = {policy: measure(args, policy, prompts, tokenizer) for policy in args.policies}
+    path = write_result(
+        "bench_acceptance",
+        {
+            "model": "SmolLM2-135M-Instruct.Q4_1 as float32",
+            "prompt_tokens": args.tokens,
+            "temperature": 0.6,
+            "top_p": 0.9,
+            "chunk_size": 8,
+            "budget": args.budget,
+            "draft_tokens": args.draft_tokens,
+            "policies": figures,
+        },
+    )
+    table = Table("policy", "acceptance", "tokens per pass", "churn", "per stretch")
+    for policy, row in figures.items():
+        table.add_row(
+            policy,
+            f"{row['acceptance']:.3f}",
+            f"{row['tokens_per_pass']:.2f}",
+            f"{row['churn']:.3f}",
+            " ".join(
+                f"{one['acceptance']:.3f}/{one['tokens_per_pass']:.1f}" for one in row["runs"]
+            ),
+        )
+    Console().print(table)
+    print(f"written to {os.path.relpath(path)}")
+
+
+def measure(args: argparse.Namespace, policy: str, prompts: list, tokenizer) -> dict:
+    """Acceptance (accepted tokens of those examined) and tokens per pass, over all stretches."""
+    runs = []
+    with Engine.from_pretrained(
+        model_file(),
+        device="cpu",
+        draft="none",
+        draft_tokens=args.draft_tokens,
+        budget=args.budget,
+        retrieval=policy,
+        max_context=args.tokens + args.new_tokens,
+        tokenizer=tokenizer,
+    ) as engine:
+        for seed, prompt in enumerate(prompts):
+            # A text that ends would not fill its passes: generate on, as a long answer does.
+            stats = generate_fully(engine, prompt, args.new_tokens, seed)
+            lengths = stats["acceptance"]["accepted_lengths"]
+            accepted = sum(i * n for i, n in enumerate(lengths))
+            examined = accepted + sum(lengths[: args.draft_tokens])
+            runs.append(
+                {
+                    "seed": seed,
+                    "new_tokens": stats["new_tokens"],
+                    "passes": stats["passes"],
+                    "accepted": accepted,
+                    "examined": examined,
+                    "acceptance": accepted / examined,
+                    "tokens_per_pass": stats["tokens_per_pass"],
+                    "accepted_lengths": lengths,
+                    "churn": stats["retrieval"]["churn"],
+                }
+            )
+    return {
+        "new_tokens": sum(run["new_tokens"] for run in runs),
+        "acceptance": sum(r["accepted"] for r in runs) / sum(r["examined"] for r in runs),
+        "tokens_per_pass": sum(r["new_tokens"] - 1 for r in runs) / sum(r["passes"] for r in runs),
+        "churn": sum(r["churn"] for r in runs) / len(runs),
+        "runs": runs,
+    }
+
+
+def generate_fully(engine: Engine, prompt: list[int], new_tokens: int, seed: int) -> dict:
+    """Stats of the first seed from `seed` on whose text does not end before its length."""
+    while True:
+        params = SamplingParams(new_tokens, temperature=0.6, top_p=0.9, seed=seed)
+        stats = engine.generate(prompt, params).stats
+        if stats["finish_reason"] == "length":
+            return stats
+        seed += 1000
+
+
+if __name__ == "__main__":
+    main()

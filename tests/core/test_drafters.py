@@ -1,0 +1,174 @@
+"""The drafters: n-gram lookup, and a small model whose window rolls back with the text."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from helpers import VOCAB, random_ids
+
+from offload.device import DeviceMemory
+from offload.kv import KVShape
+from triforce_core import Engine, SamplingParams
+from triforce_core.acceptance import Optimal
+from triforce_core.levels import Text
+from triforce_core.ngram import NGramDrafter
+from triforce_core.small_model import SINKS, SmallModelDrafter, WindowCache
+
+CPU = torch.device("cpu")
+
+
+def ngram(tokens: list[int], count: int, committed: int | None = None) -> list[int]:
+    text = Text(tokens)
+    if committed is not None:
+        text.committed = committed
+    draft = NGramDrafter(VOCAB, CPU).propose(text, count)
+    assert torch.equal(draft.laws.argmax(-1), draft.tokens)
+    assert (draft.laws.sum(-1) == 1).all()
+    assert draft.laws.shape == (len(draft.tokens), VOCAB)
+    return draft.tokens.tolist()
+
+
+def test_ngram_proposes_what_followed_the_longest_match() -> None:
+    text = [1, 2, 3, 4, 9, 2, 3, 5, 9, 1, 2, 3]
+    assert ngram(text, 2) == [4, 9]  # 1 2 3 matches better than the newer 2 3
+    assert ngram(text[:3], 5) == []
+    assert ngram([1], 5) == []
+    assert ngram([1, 2], 5) == []
+    assert ngram([7, 8, 1, 7, 8, 2, 7, 8], 1) == [2], "of equal matches the newest"
+    assert ngram(text, 0) == []
+
+
+def test_ngram_goes_on_with_a_text_that_repeats() -> None:
+    assert ngram([5, 6, 7, 5, 6], 8) == [7, 5, 6, 7, 5, 6, 7, 5]
+    assert ngram([4, 4, 4], 5) == [4] * 5
+
+
+def test_ngram_follows_tokens_that_are_only_proposed_and_forgets_them() -> None:
+    drafter = NGramDrafter(VOCAB, CPU)
+    text = Text([1, 2, 3, 4, 5, 6])
+    text.tokens += [2, 3]  # proposed by the level above
+    assert drafter.propose(text, 2).tokens.tolist() == [4, 5]
+    del text.tokens[6:]
+    text.commit([8, 9, 2, 8, 9])
+    assert drafter.propose(text, 1).tokens.tolist() == [2]
+
+
+def test_ngram_kept_incrementally_equals_one_made_anew() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drafter, text = NGramDrafter(VOCAB, CPU), Text([0])
+    for _ in range(300):
+        count = int(torch.randint(1, 6, (), generator=generator))
+        tokens = torch.randint(4, (count,), generator=generator).tolist()
+        found = drafter.propose(text, 7).tokens.tolist()
+        assert found == ngram(list(text.tokens), 7)
+        text.commit(tokens)
+
+
+def test_ngram_costs_little_in_a_long_context() -> None:
+    """A lookup looks at no more in 100,000 tokens than in 100 (a generous factor for noise)."""
+    seconds = []
+    for length in (200, 100_000):
+        text = Text(random_ids(length, 1, 50))
+        drafter = NGramDrafter(VOCAB, CPU)
+        drafter.propose(text, 4)
+        began = time.perf_counter()
+        for token in random_ids(300, 2, 50):
+            text.commit([token])
+            drafter.propose(text, 4)
+        seconds.append(time.perf_counter() - began)
+    assert seconds[1] < 20 * seconds[0]
+
+
+@pytest.fixture
+def small(tiny):
+    """A drafter over tiny Llama, its model, cache and text."""
+    path, twin = tiny("llama")
+    with Engine.from_pretrained(path, device="cpu", draft=path, max_context=200) as engine:
+        small_model = engine._drafting._small
+        memory = DeviceMemory(CPU, None)
+
+        def make(capacity: int, temperature: float = 0.0) -> SmallModelDrafter:
+            cache = WindowCache(small_model.shape, small_model.model.rope, capacity, memory)
+            from offload.weights import ResidentWeights
+
+            return SmallModelDrafter(
+                small_model.model,
+                ResidentWeights(small_model.store),
+                cache,
+                VOCAB,
+                SamplingParams(temperature=temperature),
+                Optimal(torch.Generator().manual_seed(0)),
+                CPU,
+            )
+
+        yield make, twin
+
+
+def greedy_from(twin, tokens: list[int], count: int) -> list[int]:
+    out = twin.generate(torch.tensor([tokens]), max_new_tokens=count, do_sample=False)
+    return out[0, len(tokens) :].tolist()
+
+
+def test_inside_its_window_it_is_the_model(small) -> None:
+    make, twin = small
+    drafter = make(200)
+    text = Text(random_ids(50))
+    for seed, keep in enumerate([3, 0, 5, 1, 5, 5]):
+        draft = drafter.propose(text, 5)
+        expected = greedy_from(twin, text.tokens, 5)
+        assert draft.tokens.tolist() == expected
+        # Some of it is accepted, then something else follows.
+        text.commit(expected[:keep] + random_ids(1 + seed % 2, 100 + seed))
+
+
+def test_rolled_back_tokens_of_the_level_above_are_forgotten(small) -> None:
+    make, twin = small
+    drafter = make(200)
+    text = Text(random_ids(30))
+    text.tokens += [5, 6, 7, 8]
+    drafter.propose(text, 4)
+    del text.tokens[30:]
+    text.tokens += [5, 6, 40]
+    assert drafter.propose(text, 4).tokens.tolist() == greedy_from(twin, text.tokens, 4)
+    del text.tokens[30:]
+    assert drafter.propose(text, 4).tokens.tolist() == greedy_from(twin, text.tokens, 4)
+
+
+def test_the_window_slides_and_positions_stay_inside(small) -> None:
+    make, _ = small
+    drafter = make(64)
+    cache = drafter._cache
+    text = Text(random_ids(300))
+    for step in range(60):
+        draft = drafter.propose(text, 4)
+        assert len(draft.tokens) == 4
+        assert cache.length <= cache.capacity
+        assert cache.length >= min(SINKS, cache.sinks)
+        text.commit(draft.tokens.tolist()[: step % 5] + random_ids(1, step))
+
+
+def test_keys_turned_back_are_keys_of_the_new_positions(tiny) -> None:
+    """After sliding, the first layer's cache equals one that was fed at the new positions."""
+    path, _ = tiny("llama3-rope")
+    with Engine.from_pretrained(path, device="cpu", draft=path, max_context=200) as engine:
+        small = engine._drafting._small
+        memory = DeviceMemory(CPU, None)
+        shape = KVShape(1, small.shape.kv_heads, small.shape.head_dim, 1, torch.float32)
+        rope = small.model.rope
+        cache = WindowCache(shape, rope, 64, memory)
+        torch.manual_seed(0)
+        raw = torch.randn(shape.kv_heads, 40, shape.head_dim)
+        from triforce_core.rope import rotate
+
+        cache._kv[0, 0, :, :40] = rotate(raw, *rope.cos_sin(0, 40, raw))
+        cache._kv[0, 1, :, :40] = raw
+        cache.length = 40
+        cache.keep_recent(10)
+        kept = torch.cat((raw[:, : cache.sinks], raw[:, 30:]), 1)
+        assert cache.length == cache.sinks + 10
+        turned = cache._kv[0, 0, :, : cache.length]
+        expected = rotate(kept, *rope.cos_sin(0, cache.length, kept))
+        torch.testing.assert_close(turned, expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(cache._kv[0, 1, :, : cache.length], kept)

@@ -1,0 +1,136 @@
+"""L3: the whole engine's output law, by enumeration of every outcome of the first three tokens."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import BLOCK, PLACEMENTS, make_model, random_ids
+from law_tests import LEAST_P, p_value
+
+from triforce_core import Engine, SamplingParams
+from triforce_core.laws import law
+
+VOCAB = 8
+TOKENS = 3
+PROMPT = random_ids(40, 1, VOCAB)
+SAMPLES = int(os.environ.get("TRIFORCE_SAMPLES", 20_000))
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    # Laws that depend on all of the context, and neither flat nor one-hot.
+    "initializer_range": 0.5,
+}
+WAYS = {
+    "ngram": {"draft": "ngram"},
+    "none": {"draft": "none"},
+    "model": {"draft": "{model}"},
+    "mean": {"draft": "{model}", "retrieval": "mean"},
+    "speculative": {"method": "speculative", "draft": "{model}"},
+    "coupled": {"draft": "{model}", "accept": "coupled"},
+}
+"""How samples are made: every drafter, both policies, both rules, all with the same exact law."""
+
+
+@dataclass(frozen=True)
+class Job:
+    directory: Path
+    drafter: Path
+    way: str
+    temperature: float
+    top_p: float
+    first_seed: int
+    samples: int
+
+
+def sample(job: Job) -> tuple[Counter, Counter, Counter]:
+    """Outcomes of many requests, and how many tokens of drafts the two levels accepted."""
+    torch.set_num_threads(1)
+    options = {name: str(value).format(model=job.drafter) for name, value in WAYS[job.way].items()}
+    outcomes, accepted, inner = Counter(), Counter(), Counter()
+    with Engine.from_pretrained(
+        job.directory,
+        device="cpu",
+        # Of 40 tokens the retrieval cache holds 8, so drafts are often wrong.
+        budget=8,
+        chunk_size=4,
+        draft_tokens=2,
+        inner_draft_tokens=1,
+        max_context=64,
+        block_tokens=BLOCK,
+        placement=PLACEMENTS["kv-in-part"],
+        **options,
+    ) as engine:
+        for seed in range(job.first_seed, job.first_seed + job.samples):
+            params = SamplingParams(
+                TOKENS + 1, temperature=job.temperature, top_p=job.top_p, seed=seed
+            )
+            result = engine.generate(PROMPT, params)
+            outcomes[tuple(result.token_ids[:TOKENS])] += 1
+            for lengths, counter in (
+                ("accepted_lengths", accepted),
+                ("inner_accepted_lengths", inner),
+            ):
+                for length, count in enumerate(result.stats["acceptance"][lengths]):
+                    counter[length] += count
+    return outcomes, accepted, inner
+
+
+def exact_law(model: torch.nn.Module, temperature: float, top_p: float) -> torch.Tensor:
+    """Probabilities of all outcomes, in the order of itertools.product, by transformers' model."""
+    outcomes = list(product(range(VOCAB), repeat=TOKENS))
+    texts = torch.tensor([[*PROMPT, *outcome] for outcome in outcomes])
+    with torch.no_grad():
+        logits = model(texts).logits[:, len(PROMPT) - 1 : -1]
+    laws = law(logits.reshape(-1, VOCAB), SamplingParams(temperature=temperature, top_p=top_p))
+    laws = laws.view(len(outcomes), TOKENS, VOCAB).double()
+    chosen = torch.tensor(outcomes).unsqueeze(-1)
+    return laws.gather(-1, chosen).squeeze(-1).prod(-1)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, torch.nn.Module]:
+    directories = [tmp_path_factory.mktemp(name) for name in ("target", "drafter")]
+    model = make_model("llama", directories[0], **SIZES)
+    make_model("llama-mha", directories[1], **SIZES | {"num_key_value_heads": 2})
+    return *directories, model
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_three_tokens_have_the_exact_law(models, temperature: float, top_p: float) -> None:
+    """All ways together, and each of them."""
+    target, drafter, model = models
+    each = -(-SAMPLES // len(WAYS))
+    jobs = [
+        Job(target, drafter, way, temperature, top_p, i * each, each) for i, way in enumerate(WAYS)
+    ]
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
+        results = dict(zip(WAYS, pool.map(sample, jobs), strict=True))
+    exact = exact_law(model, temperature, top_p).unsqueeze(0)
+    counts = {
+        way: torch.tensor([[outcomes[o] for o in product(range(VOCAB), repeat=TOKENS)]])
+        for way, (outcomes, _, _) in results.items()
+    }
+    assert sum(int(row.sum()) for row in counts.values()) >= SAMPLES
+    assert p_value(sum(counts.values()), exact) > LEAST_P
+    for way, row in counts.items():
+        assert p_value(row, exact) > LEAST_P, way
+    # None, some and all of a draft accepted, and both at the level below it.
+    for way in ("none", "model", "mean"):
+        _, accepted, inner = results[way]
+        assert min(accepted[i] for i in range(3)) > 50, way
+        assert way == "none" or min(inner[i] for i in range(2)) > 50, way
