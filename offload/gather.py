@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from .device import DeviceMemory
+from .errors import LinkError
 from .host import HostArena
 from .kv import KVShape, KVStore
 from .link import Event, Link
@@ -100,7 +103,9 @@ class ChunkReader:
             )
 
     def close(self) -> None:
-        """Frees the buffers; nothing may be on its way."""
+        """Frees the buffers, once nothing is on its way through them."""
+        with suppress(LinkError):
+            self._link.synchronize()
         self._memory.free(self._allocation)
         self._arena.close()
         self._buffers = []

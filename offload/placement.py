@@ -21,6 +21,7 @@ class Demand:
     embedding_bytes: the input embedding if it is a matrix of its own, 0 when tied to the head
     workspace_bytes: temporaries of the largest forward, prefill of the whole context included
     drafting_bytes: everything that drafts, such as a retrieval cache, always on the device
+    drafting_host_bytes: host memory through which that is filled
     """
 
     layers: int
@@ -32,6 +33,7 @@ class Demand:
     context_tokens: int
     max_pass_tokens: int
     drafting_bytes: int = 0
+    drafting_host_bytes: int = 0
 
     @property
     def kv_blocks(self) -> int:
@@ -128,6 +130,7 @@ def host_bytes(demand: Demand, placement: Placement) -> int:
         len(placement.streamed_layers) * demand.layer_bytes
         + max(0, demand.kv_blocks - placement.resident_kv_blocks) * demand.kv.block_bytes
         + (0 if placement.embedding_resident else demand.embedding_bytes)
+        + demand.drafting_host_bytes
     )
 
 

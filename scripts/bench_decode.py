@@ -75,7 +75,10 @@ def compare_resident(args: argparse.Namespace) -> tuple[dict[str, Any], list[int
     }
     texts = set()
     with Engine.from_pretrained(
-        path, device="cpu", max_context=args.tokens + args.new_tokens
+        path,
+        device="cpu",
+        method="autoregressive",
+        max_context=args.tokens + args.new_tokens,
     ) as ours:
         tokenizer = ours.tokenizer
         prompt = tokenizer.encode(manual(5 * args.tokens))[: args.tokens]
@@ -141,6 +144,7 @@ def measure_streamed(
     with Engine.from_pretrained(
         model_file(),
         device="cpu",
+        method="autoregressive",
         link_bandwidth=bandwidth,
         max_context=len(prompt) + passes + 1,
         placement=placement,

@@ -12,6 +12,7 @@ from offload.cuda import CudaLink
 from offload.device import DeviceMemory
 from offload.emulated import EmulatedLink
 from offload.errors import DoesNotFitError, UsageError
+from offload.gather import reader_bytes
 from offload.host import HostArena
 from offload.kv import KVShape
 from offload.layout import FlatLayout
@@ -31,7 +32,7 @@ from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .drafting import Drafting, SmallModel, small_model_capacity, small_model_shape
 from .model import Ends, Model, layer_shapes
-from .retrieval import retrieval_bytes
+from .retrieval import fitting_budget, retrieval_bytes
 from .rope import Rope
 from .settings import MethodSettings
 from .workspace import law_bytes, pass_bytes, workspace_bytes
@@ -122,8 +123,10 @@ def demand_of(
     shape = replace(shape, block_tokens=block_tokens)
     longest = settings.max_draft_tokens
     drafting = small_model_bytes(drafter, shape, settings) if drafter else 0
+    through_host = 0
     if budget:
         drafting += retrieval_bytes(shape, budget, settings.chunk_size, longest, max_context)
+        through_host = reader_bytes(shape, fitting_budget(budget, settings.chunk_size, max_context))
     return Demand(
         layers=config.layers,
         layer_bytes=FlatLayout.of(layer_shapes(config), dtype).nbytes,
@@ -142,6 +145,7 @@ def demand_of(
         context_tokens=max_context,
         max_pass_tokens=longest + 1,
         drafting_bytes=drafting,
+        drafting_host_bytes=through_host,
     )
 
 

@@ -31,6 +31,10 @@ class Tokenizer:
         )
         return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
+    def save(self, directory: Path) -> None:
+        """Writes it beside a checkpoint in `directory`."""
+        self._tokenizer.save_pretrained(directory)
+
     @property
     def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -46,6 +47,29 @@ def test_quiet_says_nothing_but_the_text(speaking, capsys) -> None:
     code, out, err = run(capsys, "generate", speaking, "--prompt", "Hello", *GREEDY, "--quiet")
     assert (code, err) == (0, "")
     assert out
+
+
+def test_colours_say_where_tokens_come_from_and_change_nothing_else(speaking, capsys) -> None:
+    lengths = ("--draft-tokens", "4", "--inner-draft-tokens", "2", "--budget", "32")
+    drafts = ("--draft", speaking, *lengths, "--seed", "2", "--temperature", "0.9")
+    base = ("generate", speaking, "--prompt", "Hello", "--device", "cpu", *drafts)
+    plain, colored = run(capsys, *base), run(capsys, *base, "--color-levels")
+    assert colored[0] == 0
+    assert re.sub(r"\x1b\[\d+m", "", colored[1]) == plain[1]
+    # Accepted, corrected, bonus.
+    assert {"32", "31", "36", "0"} == set(re.findall(r"\x1b\[(\d+)m", colored[1]))
+    assert "accepted from a draft" in colored[2]
+    assert "model > retrieval > target" in plain[2]
+    assert "target accepts" in plain[2]
+
+
+@pytest.mark.parametrize("method", ["triforce", "speculative", "autoregressive"])
+def test_methods_give_the_same_greedy_text(speaking, capsys, method) -> None:
+    texts = {
+        run(capsys, "generate", speaking, "--prompt", "Hello", *GREEDY, *extra)[1]
+        for extra in (("--method", method), ("--method", "autoregressive"))
+    }
+    assert len(texts) == 1
 
 
 def test_all_sources_of_a_prompt_agree(speaking, capsys, tmp_path, monkeypatch) -> None:
@@ -98,6 +122,14 @@ def test_a_model_that_streams_gives_the_same_text(speaking, capsys, tmp_path) ->
         (("generate", "{model}", "--prompt", "x", "--device-memory", "1XB"), 2, "1XB"),
         (("generate", "{model}", "--prompt", "x" * 600), 2, "600 prompt tokens and 256 new ones"),
         (("generate", "{model}", "--prompt", "x", "--device-memory", "90KiB"), 3, "GiB"),
+        (("generate", "{model}", "--prompt", "x", "--draft-tokens", "0"), 2, "1 to 256, got 0"),
+        (("generate", "{model}", "--prompt", "x", "--draft-tokens", "few"), 2, "'few' is neither"),
+        (("generate", "{model}", "--prompt", "x", "--chunk-size", "0"), 2, "power of two, got 0"),
+        (("generate", "{model}", "--prompt", "x", "--budget", "9"), 2, "multiple of the chunk"),
+        (("generate", "{model}", "--prompt", "x", "--budget", "8000000000"), 3, "8000000000 tok"),
+        (("generate", "{model}", "--prompt", "x", "--draft", "{other}"), 2, "vocabulary of 96"),
+        (("generate", "{model}", "--prompt", "x", "--draft", "/nowhere/at/all"), 2, "/nowhere"),
+        (("generate", "{model}", "--prompt", "x", "--method", "magic"), 2, "magic"),
         (("generate", "{broken}", "--prompt", "x"), 4, "model.safetensors"),
         (("generate", "{mixture}", "--prompt", "x"), 4, "MixtralForCausalLM"),
         (("generate", "{mute}", "--prompt", "x"), 2, "no tokenizer"),
@@ -108,6 +140,8 @@ def test_mistakes_get_one_sentence_and_their_exit_code(
     speaking, tiny, tmp_path, capsys, arguments, code, said
 ) -> None:
     places = {"model": speaking, "mute": tiny("llama")[0]}
+    make_model("llama", tmp_path / "other", vocab_size=96)
+    places["other"] = tmp_path / "other"
     for name in ("broken", "mixture"):
         places[name] = Path(shutil.copytree(speaking, tmp_path / name))
     (places["broken"] / "model.safetensors").write_bytes(b"\x08" + bytes(30))

@@ -102,3 +102,23 @@ def test_memory_comes_back_after_every_request(tiny) -> None:
         assert memory.available_bytes == before
     assert memory.available_bytes == memory.limit_bytes
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_the_retrieval_model_is_there_if_the_weights_fit(tiny) -> None:
+    """And if they do not, the drafter proposes to the target; a default budget shrinks first."""
+    path, _ = tiny("llama")
+    seen = []
+    for budget in range(2_500_000, 7_000_000, 250_000):
+        with Engine.from_pretrained(
+            path, device="cpu", device_memory=budget, max_context=500, block_tokens=BLOCK
+        ) as engine:
+            stats = engine.generate(random_ids(400), SamplingParams(4, temperature=0)).stats
+        cache = stats["retrieval"]
+        streamed = stats["placement"]["resident_weight_layers"] < 3
+        assert (cache is None) == ("retrieval" not in stats["levels"])
+        assert not (cache and streamed)
+        assert stats["memory"]["device_peak_bytes"] <= budget
+        seen.append(cache["budget_tokens"] if cache else 0)
+    assert seen == sorted(seen)
+    assert seen[0] == 0
+    assert seen[-1] == 408  # all that the request could ever fill

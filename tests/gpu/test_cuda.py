@@ -94,10 +94,70 @@ def test_streamed_logits_are_bitwise_those_of_resident_weights_and_kv(tiny, monk
                 max_context=200,
                 block_tokens=BLOCK,
                 dtype=dtype,
+                method="autoregressive",
             ) as engine:
                 engine.generate(random_ids(75), GREEDY)
             seen[name] = torch.cat(rows)
             assert torch.equal(seen[name], seen["resident"]), (dtype, name)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "none", "{model}"])
+@pytest.mark.parametrize("retrieval", ["mass", "mean"])
+@pytest.mark.parametrize("method", ["triforce", "speculative"])
+def test_drafts_change_no_greedy_text(tiny, draft: str, retrieval: str, method: str) -> None:
+    path, _ = tiny("llama")
+    prompt = random_ids(38) * 2
+    options = {"device": "cuda:0", "max_context": 200, "block_tokens": BLOCK, "dtype": "float32"}
+    with Engine.from_pretrained(path, method="autoregressive", **options) as engine:
+        expected = engine.generate(prompt, GREEDY).token_ids
+    options |= {"method": method, "retrieval": retrieval, "draft": draft.format(model=path)}
+    for placement in ("resident", "kv", "kv-in-part", "both"):
+        with Engine.from_pretrained(
+            path, budget=32, draft_tokens=6, placement=PLACEMENTS[placement], **options
+        ) as engine:
+            assert engine.generate(prompt, GREEDY).token_ids == expected, placement
+
+
+def test_coupled_noise_is_that_of_the_cpu_and_text_depends_on_the_seed_alone(tiny) -> None:
+    from triforce_core.acceptance import exponential_noise
+
+    noise = [exponential_noise(5, 7, 9, 1000, torch.device(d)).cpu() for d in ("cpu", "cuda")]
+    torch.testing.assert_close(*noise, rtol=1e-14, atol=0)
+    path, _ = tiny("llama")
+    params = SamplingParams(45, temperature=0.8, seed=3)
+    options = {"max_context": 200, "block_tokens": BLOCK, "dtype": "float32", "accept": "coupled"}
+    texts = set()
+    for drafts in (
+        {"method": "autoregressive"},
+        {"draft": "none", "budget": 16, "draft_tokens": 5},
+        {"draft": path, "budget": 64, "placement": PLACEMENTS["kv"]},
+    ):
+        with Engine.from_pretrained(path, device="cuda:0", **options, **drafts) as engine:
+            texts.add(tuple(engine.generate(random_ids(75), params).token_ids))
+    assert len(texts) == 1
+
+
+def test_accepting_keeps_the_law_on_the_device() -> None:
+    """L1 on the device, with its own generator."""
+    from law_tests import LEAST_P, p_value
+    from test_acceptance import configuration
+
+    from triforce_core.acceptance import accept
+    from triforce_core.laws import draw
+
+    draft, target = (laws.cuda() for laws in configuration(7))
+    generator = torch.Generator("cuda").manual_seed(0)
+    trials, (length, vocab) = 100_000, draft.shape
+    tokens = torch.stack([draw(law.expand(trials, vocab), generator) for law in draft], 1)
+    verdict = accept(
+        tokens,
+        draft.expand(trials, length, vocab),
+        target.expand(trials, length + 1, vocab),
+        generator,
+    )
+    first = torch.where(verdict.accepted > 0, tokens[:, 0], verdict.token)
+    counts = first.bincount(minlength=vocab).cpu().unsqueeze(0)
+    assert p_value(counts, target[:1].cpu()) > LEAST_P
 
 
 def test_the_device_budget_holds(tiny) -> None:

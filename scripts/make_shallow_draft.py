@@ -1,0 +1,146 @@
+"""Makes a drafter of a model's first layers, its final norm and its head.
+
+For models that have no small relative with the same vocabulary.
+
+    python scripts/make_shallow_draft.py MODEL DIRECTORY [--layers 4] [--dtype float16]
+
+MODEL is a directory with safetensors, a .gguf file or a hub id. DIRECTORY must not exist; what it
+gets is an ordinary checkpoint with its tokenizer, to be given to `--draft`. Nothing is trained, so
+its drafts are much worse than a small model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from offload.errors import TriforceError, UsageError
+from triforce_core.checkpoint import Checkpoint, open_checkpoint, resolve
+from triforce_core.config import ARCHITECTURES, ModelConfig
+from triforce_core.model import layer_shapes
+from triforce_core.text import load_tokenizer
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("directory", metavar="DIRECTORY", type=Path)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--dtype", choices=DTYPES, default="float16")
+    args = parser.parse_args()
+    try:
+        make_shallow_draft(args.model, args.directory, args.layers, DTYPES[args.dtype])
+    except TriforceError as error:
+        print(f"make_shallow_draft: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"{args.directory}: the first {args.layers} layers of {args.model}")
+    return 0
+
+
+def make_shallow_draft(
+    model: str | Path, directory: Path, layers: int, dtype: torch.dtype = torch.float16
+) -> None:
+    """Writes the checkpoint, whole or not at all. Raises UsageError or CheckpointError."""
+    if directory.exists():
+        raise UsageError(f"{directory} exists already")
+    path = resolve(model)
+    checkpoint = open_checkpoint(path)
+    try:
+        config = checkpoint.config
+        if not 1 <= layers <= config.layers:
+            raise UsageError(f"{layers} layers of a model that has {config.layers}")
+        if checkpoint.rope_factors() is not None:
+            raise UsageError(f"{path} stores its rope frequencies; use its safetensors instead")
+        directory.mkdir(parents=True)
+        try:
+            save_file(
+                tensors(checkpoint, layers, dtype),
+                directory / "model.safetensors",
+                {"format": "pt"},
+            )
+            written = json.dumps(hf_config(config, layers, dtype), indent=2)
+            (directory / "config.json").write_text(written + "\n")
+            if tokenizer := load_tokenizer(path):
+                tokenizer.save(directory)
+        except BaseException:
+            shutil.rmtree(directory)
+            raise
+    finally:
+        checkpoint.close()
+
+
+def tensors(checkpoint: Checkpoint, layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors under transformers' names."""
+    config = checkpoint.config
+    found = {
+        "model.embed_tokens.weight": read(checkpoint, "embedding", (config.vocab, config.hidden)),
+        "model.norm.weight": read(checkpoint, "norm", (config.hidden,)),
+    }
+    if not config.tied:
+        found["lm_head.weight"] = read(checkpoint, "head", (config.vocab, config.hidden))
+    keys = config.kv_heads * config.head_dim
+    sizes = (config.heads * config.head_dim, keys, keys)
+    parts = {
+        "input_norm": {"input_layernorm.weight": config.hidden},
+        "qkv": {f"self_attn.{n}_proj.weight": r for n, r in zip("qkv", sizes, strict=True)},
+        "qkv_bias": {f"self_attn.{n}_proj.bias": r for n, r in zip("qkv", sizes, strict=True)},
+        "q_norm": {"self_attn.q_norm.weight": config.head_dim},
+        "k_norm": {"self_attn.k_norm.weight": config.head_dim},
+        "o": {"self_attn.o_proj.weight": config.hidden},
+        "o_bias": {"self_attn.o_proj.bias": config.hidden},
+        "post_norm": {"post_attention_layernorm.weight": config.hidden},
+        "gate_up": {"mlp.gate_proj.weight": config.mlp, "mlp.up_proj.weight": config.mlp},
+        "down": {"mlp.down_proj.weight": config.hidden},
+    }
+    for layer in range(layers):
+        for part, shape in layer_shapes(config).items():
+            whole = read(checkpoint, f"layers.{layer}.{part}", shape)
+            rows = parts[part]
+            for name, piece in zip(rows, whole.split(list(rows.values())), strict=True):
+                found[f"model.layers.{layer}.{name}"] = piece.clone()
+    return {name: tensor.to(dtype) for name, tensor in found.items()}
+
+
+def read(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    tensor = torch.empty(shape)
+    checkpoint.read(name, tensor)
+    return tensor
+
+
+def hf_config(config: ModelConfig, layers: int, dtype: torch.dtype) -> dict:
+    """A config.json that `config.from_hf` reads back as the same model with fewer layers."""
+    family = next(name for name, family in ARCHITECTURES.items() if family == config.family)
+    return {
+        "architectures": [family],
+        "model_type": config.family,
+        "num_hidden_layers": layers,
+        "hidden_size": config.hidden,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp,
+        "vocab_size": config.vocab,
+        "rms_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.trained_positions,
+        "rope_parameters": {
+            "rope_type": config.rope.type,
+            "rope_theta": config.rope.theta,
+            **config.rope.parameters,
+        },
+        "attention_bias": config.qkv_bias and config.family != "qwen2",
+        "tie_word_embeddings": config.tied,
+        "eos_token_id": list(config.eos_token_ids),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
