@@ -1,5 +1,7 @@
 """The demo: SmolLM2-135M reads 6,000 tokens of the Python manual, its KV cache streamed.
 
+Drafts of the retrieval model are verified many at a time; on a terminal colours show which held.
+
 python scripts/demo.py [--weights] [any option of `triforce generate`]
 """
 
@@ -31,6 +33,7 @@ def main() -> int:
             [
                 *("generate", str(model_file()), "--prompt-file", file.name, "--chat"),
                 *device_options(stream_weights=args.weights),
+                *(["--color-levels"] if sys.stdout.isatty() else []),
                 *("--max-new-tokens", "160", "--seed", "2", *options),
             ]
         )

@@ -41,8 +41,7 @@ def main() -> int:
 
 
 def rule(draws: int) -> dict:
-    from law_tests import p_value
-    from test_acceptance import configuration, emitted
+    from law_tests import configuration, emitted, p_value
 
     began, p_values, distance = time.perf_counter(), [], 0.0
     for seed in range(50):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from scipy.stats import chi2
 
+from triforce_core.acceptance import accept
+from triforce_core.laws import draw
+
 LEAST_P = 1e-6
 """A right law fails below it once in a million tests."""
 
@@ -38,3 +41,45 @@ def random_law(vocab: int, kind: str, generator: torch.Generator) -> torch.Tenso
     if kind == "one-hot":
         law = torch.eye(vocab)[torch.randint(vocab, (), generator=generator)]
     return law / law.sum()
+
+
+KINDS = ("full", "zeros", "one-hot", "same")
+
+
+def configuration(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draft laws [n, vocab] and target laws [n + 1, vocab]."""
+    generator = torch.Generator().manual_seed(seed)
+    vocab, length = (2, 8, 16, 32)[seed % 4], 1 + seed % 8
+    kinds = [KINDS[(seed + i) % 4] for i in range(length + 1)]
+    draft = torch.stack([random_law(vocab, kind, generator) for kind in kinds[:length]])
+    kinds = [KINDS[(seed // 4 + i) % 3] for i in range(length + 1)]
+    target = torch.stack([random_law(vocab, kind, generator) for kind in kinds])
+    for i in range(length):
+        if (seed + i) % 4 == 3:
+            draft[i] = target[i]
+    return draft, target
+
+
+def emitted(
+    draft: torch.Tensor, target: torch.Tensor, draws: int, generator: torch.Generator
+) -> torch.Tensor:
+    """How often each token came at each position: [n + 1, vocab]."""
+    length, vocab = draft.shape
+    counts = torch.zeros(length + 1, vocab, dtype=torch.int64)
+    for start in range(0, draws, 10_000):
+        trials = min(10_000, draws - start)
+        proposed = torch.stack(
+            [draw(law.expand(trials, vocab), generator) for law in draft], 1
+        ).view(trials, length)
+        verdict = accept(
+            proposed,
+            draft.expand(trials, length, vocab),
+            target.expand(trials, length + 1, vocab),
+            generator,
+        )
+        tokens = torch.cat((proposed, proposed[:, :1]), 1)
+        tokens.scatter_(1, verdict.accepted.unsqueeze(1), verdict.token.unsqueeze(1))
+        for i in range(length + 1):
+            reached = verdict.accepted >= i
+            counts[i] += tokens[reached, i].bincount(minlength=vocab)
+    return counts

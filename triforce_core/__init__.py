@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine import Completion, Engine
+    from .engine import Engine
     from .params import SamplingParams
+    from .stream import Completion
 
 __all__ = ["Completion", "Engine", "SamplingParams"]
 

@@ -60,8 +60,10 @@ class Drafting:
         nothing_below = str(settings.draft) == "none"
         if budget:
             self._outer = _length(
-                *(settings.draft_tokens, AUTO_DRAFT_TOKENS),
-                *(_RETRIEVAL_ACCEPTANCE, _RETRIEVAL_FIRST),
+                settings.draft_tokens,
+                AUTO_DRAFT_TOKENS,
+                _RETRIEVAL_ACCEPTANCE,
+                _RETRIEVAL_FIRST,
                 by_confidence=True,
             )
             self._inner: DraftLength = Fixed(0)
@@ -135,13 +137,18 @@ class Drafting:
                 proposer = Middle(
                     proposer, verifier, rule, self._inner, self._outer, nothing, stops
                 )
-            yield (
+            decoder = Hierarchy(
+                model,
                 session,
-                Hierarchy(
-                    *(model, session, params, rule, proposer, self._outer, frozenset(stops)),
-                    *(cache, memory.device),
-                ),
+                params,
+                rule,
+                proposer,
+                self._outer,
+                frozenset(stops),
+                cache,
+                memory.device,
             )
+            yield session, decoder
 
     def _drafter(
         self,

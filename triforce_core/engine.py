@@ -8,9 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +17,7 @@ from offload.placement import Placement
 from offload.runtime import Runtime, Session
 from offload.units import parse_bandwidth, parse_bytes
 
-from .autoregressive import Decoder, Step
+from .autoregressive import Decoder
 from .checkpoint import Checkpoint, open_checkpoint, resolve
 from .drafting import Drafting
 from .loading import PREFILL_CHUNK, Progress, choose_dtype, load, open_device
@@ -27,33 +25,8 @@ from .model import Model
 from .params import SamplingParams
 from .settings import AUTO, MethodSettings
 from .stats import Clock, drafting_stats, request_stats
+from .stream import Completion, Piece, Stream, pieces_of, until_stop
 from .text import TextStream, Tokenizer, check_same_vocabulary, load_tokenizer
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What a request gave.
-
-    token_ids: the new tokens only, an end-of-text token included
-    finish_reason: "stop", "length" or "interrupted"
-    stats: see docs/stats.md
-    """
-
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    stats: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Text, and where its tokens came from: a draft's "accepted" ones, the target's own
-    "corrected" one in place of a rejected one, the "bonus" after a draft that held wholly, or
-    "plain" ones with no draft.
-    """
-
-    text: str
-    origin: str
 
 
 class Engine:
@@ -296,7 +269,7 @@ class Engine:
                     link.counters() - before,
                 )
                 began, before = time.perf_counter(), link.counters()
-            taken, ended = _until_stop(step.tokens, stops)
+            taken, ended = until_stop(step.tokens, stops)
             tokens += taken
             if ended:
                 reason = "stop"
@@ -304,7 +277,7 @@ class Engine:
                 reason = "length"
             elif self._interrupted.is_set():
                 reason = "interrupted"
-            yield from _pieces(text, taken, step)
+            yield from pieces_of(text, taken, step)
         if tokens:
             clock.decode, clock.decode_link = (
                 time.perf_counter() - began,
@@ -338,59 +311,14 @@ class Engine:
             raise _Interrupted
 
 
-class Stream:
-    """The text of a request, as each pass lands; `result` once it has ended."""
-
-    def __init__(self, pieces: Iterator[Piece | Completion]) -> None:
-        self._pieces = pieces
-        self._result: Completion | None = None
-
-    @property
-    def result(self) -> Completion:
-        """The whole completion. Raises RuntimeError before the stream has ended."""
-        if self._result is None:
-            raise RuntimeError("the stream has not ended")
-        return self._result
-
-    def __iter__(self) -> Iterator[str]:
-        for piece in self.pieces():
-            yield piece.text
-
-    def pieces(self) -> Iterator[Piece]:
-        """The same text with the origin of each piece."""
-        for piece in self._pieces:
-            if isinstance(piece, Completion):
-                self._result = piece
-            else:
-                yield piece
-
-    def close(self) -> None:
-        """Ends the request early and frees what it holds."""
-        self._pieces.close()
-
-
-def _until_stop(tokens: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:
-    """Tokens up to the first that ends the text, and whether there is one."""
-    for i, token in enumerate(tokens, start=1):
-        if token in stops:
-            return tokens[:i], True
-    return tokens, False
-
-
-def _pieces(text: TextStream, taken: list[int], step: Step) -> Iterator[Piece]:
-    """The text of a step's tokens: those of the draft, then the target's own."""
-    accepted = len(step.tokens) - 1
-    own = "plain" if not step.drafted else "bonus" if accepted == step.drafted else "corrected"
-    for tokens, origin in ((taken[:accepted], "accepted"), (taken[accepted:], own)):
-        if tokens and (piece := text.push(tokens)):
-            yield Piece(piece, origin)
-
-
 def check_drafter(checkpoint: Checkpoint, tokenizer: Tokenizer | None, drafter: Checkpoint) -> None:
     """Raises UsageError if a drafter's tokens are not the model's."""
     check_same_vocabulary(
-        *(str(drafter.path), load_tokenizer(drafter.path), drafter.config.vocab),
-        *(tokenizer, checkpoint.config.vocab),
+        str(drafter.path),
+        load_tokenizer(drafter.path),
+        drafter.config.vocab,
+        tokenizer,
+        checkpoint.config.vocab,
     )
 
 

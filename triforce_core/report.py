@@ -12,7 +12,7 @@ from rich.table import Table
 from offload.hardware import Gpu, probe
 from offload.units import format_bytes
 
-from .engine import Piece
+from .stream import Piece
 
 _COLORS = {"accepted": "32", "corrected": "31", "bonus": "36"}
 _RESET = "\x1b[0m"

@@ -6,52 +6,12 @@ import os
 
 import pytest
 import torch
-from law_tests import LEAST_P, p_value, random_law
+from law_tests import LEAST_P, configuration, emitted, p_value, random_law
 
 from triforce_core.acceptance import Coupled, Draft, Optimal, accept, exponential_noise
 from triforce_core.laws import draw
 
 DRAWS = int(os.environ.get("TRIFORCE_DRAWS", 50_000))
-KINDS = ("full", "zeros", "one-hot", "same")
-
-
-def configuration(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draft laws [n, vocab] and target laws [n + 1, vocab]."""
-    generator = torch.Generator().manual_seed(seed)
-    vocab, length = (2, 8, 16, 32)[seed % 4], 1 + seed % 8
-    kinds = [KINDS[(seed + i) % 4] for i in range(length + 1)]
-    draft = torch.stack([random_law(vocab, kind, generator) for kind in kinds[:length]])
-    kinds = [KINDS[(seed // 4 + i) % 3] for i in range(length + 1)]
-    target = torch.stack([random_law(vocab, kind, generator) for kind in kinds])
-    for i in range(length):
-        if (seed + i) % 4 == 3:
-            draft[i] = target[i]
-    return draft, target
-
-
-def emitted(
-    draft: torch.Tensor, target: torch.Tensor, draws: int, generator: torch.Generator
-) -> torch.Tensor:
-    """How often each token came at each position: [n + 1, vocab]."""
-    length, vocab = draft.shape
-    counts = torch.zeros(length + 1, vocab, dtype=torch.int64)
-    for start in range(0, draws, 10_000):
-        trials = min(10_000, draws - start)
-        proposed = torch.stack(
-            [draw(law.expand(trials, vocab), generator) for law in draft], 1
-        ).view(trials, length)
-        verdict = accept(
-            proposed,
-            draft.expand(trials, length, vocab),
-            target.expand(trials, length + 1, vocab),
-            generator,
-        )
-        tokens = torch.cat((proposed, proposed[:, :1]), 1)
-        tokens.scatter_(1, verdict.accepted.unsqueeze(1), verdict.token.unsqueeze(1))
-        for i in range(length + 1):
-            reached = verdict.accepted >= i
-            counts[i] += tokens[reached, i].bincount(minlength=vocab)
-    return counts
 
 
 @pytest.mark.parametrize("seed", range(50))

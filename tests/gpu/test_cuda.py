@@ -139,8 +139,7 @@ def test_coupled_noise_is_that_of_the_cpu_and_text_depends_on_the_seed_alone(tin
 
 def test_accepting_keeps_the_law_on_the_device() -> None:
     """L1 on the device, with its own generator."""
-    from law_tests import LEAST_P, p_value
-    from test_acceptance import configuration
+    from law_tests import LEAST_P, configuration, p_value
 
     from triforce_core.acceptance import accept
     from triforce_core.laws import draw

@@ -1,0 +1,84 @@
+"""What a request gives: text as each pass lands, then the whole completion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .autoregressive import Step
+from .text import TextStream
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request gave.
+
+    token_ids: the new tokens only, an end-of-text token included
+    finish_reason: "stop", "length" or "interrupted"
+    stats: see docs/stats.md
+    """
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stats: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text, and where its tokens came from: a draft's "accepted" ones, the target's own
+    "corrected" one in place of a rejected one, the "bonus" after a draft that held wholly, or
+    "plain" ones with no draft.
+    """
+
+    text: str
+    origin: str
+
+
+class Stream:
+    """The text of a request, as each pass lands; `result` once it has ended."""
+
+    def __init__(self, pieces: Iterator[Piece | Completion]) -> None:
+        self._pieces = pieces
+        self._result: Completion | None = None
+
+    @property
+    def result(self) -> Completion:
+        """The whole completion. Raises RuntimeError before the stream has ended."""
+        if self._result is None:
+            raise RuntimeError("the stream has not ended")
+        return self._result
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self.pieces():
+            yield piece.text
+
+    def pieces(self) -> Iterator[Piece]:
+        """The same text with the origin of each piece."""
+        for piece in self._pieces:
+            if isinstance(piece, Completion):
+                self._result = piece
+            else:
+                yield piece
+
+    def close(self) -> None:
+        """Ends the request early and frees what it holds."""
+        self._pieces.close()
+
+
+def until_stop(tokens: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:
+    """Tokens up to the first that ends the text, and whether there is one."""
+    for i, token in enumerate(tokens, start=1):
+        if token in stops:
+            return tokens[:i], True
+    return tokens, False
+
+
+def pieces_of(text: TextStream, taken: list[int], step: Step) -> Iterator[Piece]:
+    """The text of a step's tokens: those of the draft, then the target's own."""
+    accepted = len(step.tokens) - 1
+    own = "plain" if not step.drafted else "bonus" if accepted == step.drafted else "corrected"
+    for tokens, origin in ((taken[:accepted], "accepted"), (taken[accepted:], own)):
+        if tokens and (piece := text.push(tokens)):
+            yield Piece(piece, origin)
