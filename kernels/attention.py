@@ -18,6 +18,7 @@ import torch.nn.functional as F
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_CAPABILITY = (8, 0)
 _CUDA_MAX_HEAD_DIM = 256
+_MASK_COLUMNS = 16
 
 
 class Partial(NamedTuple):
@@ -49,9 +50,9 @@ def partial_attention(
     Raises ValueError, naming every shape, dtype and device, when the inputs do not fit together.
     """
     _check(query, key, value, mask, causal)
-    fits_cuda = mask is None and query.shape[-1] <= _CUDA_MAX_HEAD_DIM
+    fits_cuda = query.shape[-1] <= _CUDA_MAX_HEAD_DIM
     if query.is_cuda and fits_cuda and query.dtype != torch.float64:
-        return _cuda(query, key, value, causal)
+        return _cuda(query, key, value, mask, causal)
     if query.device.type == "cpu" and query.dtype != torch.float64:
         return _cpu(query, key, value, mask, causal)
     return reference_attention(query, key, value, mask=mask, causal=causal)
@@ -108,20 +109,29 @@ def _cpu(query, key, value, mask, causal) -> Partial:
     return Partial(out[0], lse[0])
 
 
-def _cuda(query, key, value, causal) -> Partial:
+def _cuda(query, key, value, mask, causal) -> Partial:
     rows, head_dim = query.shape[-2:]
     # Both operators want head_dim in multiples of 8; columns of zeros change neither scores (the
     # scale is given) nor the kept part of the output.
     pad = -head_dim % 8
     q, k, v = (F.pad(t, (0, pad))[None] if pad else t[None] for t in (query, key, value))
     scale = head_dim**-0.5
-    if query.dtype in _HALF and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY:
+    half = query.dtype in _HALF
+    if (
+        mask is None
+        and half
+        and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
+    ):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             q, k, v, 0.0, causal, False, scale=scale
         )
     else:
+        if mask is not None:
+            # Its rows must begin at multiples of 16 bytes; what pads them is never read.
+            mask = F.pad(mask, (0, -mask.shape[1] % _MASK_COLUMNS))[:, : mask.shape[1]]
+            mask = mask.expand(1, *query.shape[:2], mask.shape[1])
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, causal, scale=scale
+            q, k, v, mask, True, 0.0, causal, scale=scale
         )
     # The log-sum-exp may come padded to a multiple of 32 rows.
     return Partial(out[0, ..., :head_dim], lse[0, :, :rows])

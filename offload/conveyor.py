@@ -125,5 +125,5 @@ class Conveyor:
             slot = self._free[transfer.ring].popleft()
             target = slot.buffer[: transfer.source.numel()]
             after = (slot.released, *transfer.after)
-            ready = self._link.to_device(target, transfer.source, after)
+            ready = self._link.to_device(target, transfer.source, after, transfer.key)
             self._issued.append(_Held(transfer, slot, ready))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -122,6 +122,14 @@ class DeviceMemory:
 
     def by_purpose(self) -> dict[str, int]:
         return {purpose: size for purpose, size in self._used.items() if size}
+
+
+def put(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Whole numbers as int64 on the device, without waiting for what it computes."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=torch.int64)
+    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
 _REMEDY = "use a shorter context or more --device-memory"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
@@ -17,11 +17,14 @@ _POISON_STRIDE = 64  # in int32 words, so every 256-byte-aligned part of a slot 
 
 
 class _Event:
-    """Done at `seconds` (of time.perf_counter), or failed with `error`."""
+    """Done at `seconds` (of time.perf_counter), or failed with `error`.
+
+    began: when its copy began to cross, or `seconds` if it is none
+    """
 
     def __init__(self) -> None:
         self.done = threading.Event()
-        self.seconds = 0.0
+        self.began = self.seconds = 0.0
         self.error: BaseException | None = None
 
 
@@ -38,6 +41,7 @@ class EmulatedLink:
     """
 
     emulated = True
+    copy_bytes = 8 << 20  # no copy costs anything besides its bytes
 
     def __init__(self, bandwidth: float | None = None, timeout_seconds: float = 60.0) -> None:
         """bandwidth: bytes per second each way, None for as fast as memory."""
@@ -47,18 +51,28 @@ class EmulatedLink:
         self._directions = (_Direction(bandwidth), _Direction(bandwidth))
 
     def to_device(
-        self, device: torch.Tensor, host: torch.Tensor, after: Sequence[_Event]
+        self,
+        device: torch.Tensor,
+        host: torch.Tensor,
+        after: Sequence[_Event],
+        what: Hashable = None,
     ) -> _Event:
         words = device[: device.numel() // 4 * 4].view(torch.int32)
         words[::_POISON_STRIDE] = -1
         return self._directions[0].copy(device, host, after)
 
-    def to_host(self, host: torch.Tensor, device: torch.Tensor, after: Sequence[_Event]) -> _Event:
+    def to_host(
+        self,
+        host: torch.Tensor,
+        device: torch.Tensor,
+        after: Sequence[_Event],
+        what: Hashable = None,
+    ) -> _Event:
         return self._directions[1].copy(host, device, after)
 
     def record(self) -> _Event:
         event = _Event()
-        event.seconds = time.perf_counter()
+        event.began = event.seconds = time.perf_counter()
         event.done.set()
         return event
 
@@ -69,6 +83,13 @@ class EmulatedLink:
 
     def wait_on_host(self, event: _Event) -> None:
         self.wait(event)
+
+    def keep_times(self) -> None:
+        pass  # they are there anyway
+
+    def span(self, event: _Event) -> tuple[float, float]:
+        self.wait(event)
+        return event.began, event.seconds
 
     def counters(self) -> LinkCounters:
         to_device, to_host = self._directions
@@ -157,6 +178,7 @@ class _Direction:
             _sleep_until(end - target.nbytes / _HOST_COPY_BYTES_PER_SECOND)
             np.copyto(target, source)
             _sleep_until(end)
+        event.began = start
         self._free_at = event.seconds = end
         self.bytes += target.nbytes
         self.busy_seconds += end - start

@@ -8,7 +8,6 @@ import torch
 
 from .device import DeviceMemory
 from .errors import LinkError
-from .host import HostArena
 from .kv import KVShape, KVStore
 from .link import Event, Link
 
@@ -41,9 +40,15 @@ class ChunkReader:
     """
 
     def __init__(
-        self, store: KVStore, link: Link, memory: DeviceMemory, chunk_tokens: int, tokens: int
+        self,
+        store: KVStore,
+        link: Link,
+        memory: DeviceMemory,
+        chunk_tokens: int,
+        host: torch.Tensor,
     ) -> None:
-        """tokens: of one layer, all KV heads, that are copied at once at most.
+        """host: flat uint8 buffer of `reader_bytes` of the tokens of one layer, all KV heads, that
+        are copied at once at most.
 
         Raises DoesNotFitError.
         """
@@ -51,12 +56,11 @@ class ChunkReader:
         self._link = link
         self._memory = memory
         self._chunk = chunk_tokens
-        size = reader_bytes(store.shape, tokens)
-        self._arena = HostArena(size, pin=not link.emulated)
+        size = host.numel()
         self._allocation = memory.allocate(size, "retrieval gather")
         self._buffers = list(
             zip(
-                self._arena.bytes.split(size // _BUFFERS),
+                host.split(size // _BUFFERS),
                 self._allocation.bytes.split(size // _BUFFERS),
                 strict=True,
             )
@@ -107,7 +111,6 @@ class ChunkReader:
         with suppress(LinkError):
             self._link.synchronize()
         self._memory.free(self._allocation)
-        self._arena.close()
         self._buffers = []
 
     def _carry(
@@ -136,7 +139,8 @@ class ChunkReader:
                     part, heads[which], inside[which]
                 ]
             filled += len(which)
-        event = self._link.to_device(device[:nbytes], host[:nbytes], (self._link.record(),))
+        after = (self._link.record(),)
+        event = self._link.to_device(device[:nbytes], host[:nbytes], after, ("retrieval", layer))
         self._copied[self._next] = event
         self._next = (self._next + 1) % _BUFFERS
         self._link.wait(event)

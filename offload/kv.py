@@ -255,6 +255,6 @@ class KVStore:
             self._link.wait(self._staged[slot])
         self.shape.view(self._staging[slot]).copy_(keys_values)
         host = self._host_blocks.take()
-        written = self._link.to_host(host, self._staging[slot], (self._link.record(),))
+        written = self._link.to_host(host, self._staging[slot], (self._link.record(),), key)
         self._staged[slot] = written
         blocks.append(Block(key, host, written, None))

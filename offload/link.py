@@ -6,7 +6,7 @@ on a machine without a GPU). Nothing above this interface knows which one it use
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,7 +38,8 @@ class Link(Protocol):
 
     The order is set by events alone. `to_device` and `to_host` return at once with the event of
     their completion; a copy starts after every event in `after`. Copies of one direction happen in
-    the order they were asked for; the two directions are independent.
+    the order they were asked for; the two directions are independent. `what` names a copy to
+    whoever traces the link.
     """
 
     emulated: bool
@@ -47,12 +48,24 @@ class Link(Protocol):
     def bandwidth(self) -> float | None:
         """Bytes per second to the device: emulated as asked, measured on CUDA; None if unpaced."""
 
+    @property
+    def copy_bytes(self) -> int:
+        """The size from which on a copy runs at about full speed."""
+
     def to_device(
-        self, device: torch.Tensor, host: torch.Tensor, after: Sequence[Event]
+        self,
+        device: torch.Tensor,
+        host: torch.Tensor,
+        after: Sequence[Event],
+        what: Hashable = None,
     ) -> Event: ...
 
     def to_host(
-        self, host: torch.Tensor, device: torch.Tensor, after: Sequence[Event]
+        self,
+        host: torch.Tensor,
+        device: torch.Tensor,
+        after: Sequence[Event],
+        what: Hashable = None,
     ) -> Event: ...
 
     def record(self) -> Event:
@@ -63,6 +76,14 @@ class Link(Protocol):
 
     def wait_on_host(self, event: Event) -> None:
         """Blocks the host until `event`. Raises LinkError when its copy failed."""
+
+    def keep_times(self) -> None:
+        """From now on `span` tells the times of events too, not of copies alone."""
+
+    def span(self, event: Event) -> tuple[float, float]:
+        """When what ends with `event` began and ended, in seconds of time.perf_counter: a copy's
+        way over the link, or twice the moment that `record` marks. Blocks the host until then.
+        """
 
     def counters(self) -> LinkCounters: ...
 

@@ -11,13 +11,14 @@ from .attend import KVPass, PrefillPass
 from .conveyor import Conveyor, Transfer
 from .device import DeviceMemory
 from .errors import LinkError
-from .host import HostBlocks
+from .host import HostArena, HostBlocks, HostMemory
 from .kv import RING as KV_RING
 from .kv import KVStore
 from .layout import FlatLayout
 from .link import Link
 from .placement import Demand, Placement, share_blocks
 from .scores import ChunkScores
+from .trace import Tracer
 from .weights import RING as WEIGHT_RING
 from .weights import Fill, WeightPass, WeightStore
 
@@ -28,30 +29,35 @@ class Runtime:
     def __init__(
         self,
         memory: DeviceMemory,
+        host: HostMemory,
         link: Link,
         demand: Demand,
         placement: Placement,
         layer_layout: FlatLayout,
         fill: Fill,
+        trace: Tracer,
     ) -> None:
-        """Allocates and fills the layers' weights.
+        """Allocates and fills the layers' weights. trace: is told what passes compute.
 
         Raises DoesNotFitError and what `fill` raises.
         """
         self.memory = memory
+        self.host = host
         self.link = link
+        self.trace = trace
         self.demand = demand
         self.placement = placement
         with ExitStack() as undo:
-            self.host_blocks = HostBlocks(demand.kv.block_bytes, pin=not link.emulated)
+            self._buffer: HostArena | None = None
+            self.host_blocks = HostBlocks(demand.kv.block_bytes, host)
             undo.callback(self.host_blocks.close)
             self.weights = WeightStore(
                 layer_layout,
                 demand.layers,
                 placement.streamed_layers,
                 memory,
-                pin=not link.emulated,
-                fill=fill,
+                host,
+                fill,
             )
             undo.callback(self.weights.close)
             self._slots: list = []
@@ -73,7 +79,19 @@ class Runtime:
     def host_bytes(self) -> int:
         """Host memory in use for what streams, and for an embedding that found no room."""
         embedding = 0 if self.placement.embedding_resident else self.demand.embedding_bytes
-        return self.weights.host_bytes + self.host_blocks.nbytes + embedding
+        buffer = self._buffer.bytes.numel() if self._buffer else 0
+        return self.weights.host_bytes + self.host_blocks.nbytes + buffer + embedding
+
+    def host_buffer(self, size: int) -> torch.Tensor:
+        """`size` bytes of host memory that requests use one after another.
+
+        Raises DoesNotFitError.
+        """
+        if self._buffer is None or self._buffer.bytes.numel() < size:
+            if self._buffer:
+                self._buffer.close()
+            self._buffer = self.host.arena(size)
+        return self._buffer.bytes[:size]
 
     @contextmanager
     def session(
@@ -97,6 +115,8 @@ class Runtime:
         self.conveyor.close()
         self.weights.close()
         self.host_blocks.close()
+        if self._buffer:
+            self._buffer.close()
         for allocation in self._slots:
             self.memory.free(allocation)
         self._slots.clear()
@@ -132,7 +152,7 @@ class Session:
         kv = demand.kv
         blocks = (prompt_tokens + new_tokens) // kv.block_tokens * kv.layers
         resident = min(blocks, runtime.placement.resident_kv_blocks)
-        runtime.host_blocks.provide(blocks - resident)
+        runtime.host_blocks.reserve(blocks - resident)
         self._runtime = runtime
         self._prompt_tokens = prompt_tokens
         self._scores = scores
@@ -148,7 +168,8 @@ class Session:
         self.passes = 0
         self.pass_bytes = 0
         self._begun: list[Transfer] | None = None
-        self.weights = WeightPass(runtime.weights, runtime.conveyor)
+        self.weights = WeightPass(runtime.weights, runtime.conveyor, runtime.trace)
+        self.trace = runtime.trace
         self.cache = KVPass(self.kv, runtime.conveyor, scores)
 
     @contextmanager

@@ -9,8 +9,9 @@ import torch
 
 from .conveyor import Conveyor, Transfer
 from .device import Allocation, DeviceMemory
-from .host import HostArena
+from .host import HostBlocks, HostMemory
 from .layout import FlatLayout
+from .trace import Tracer
 
 RING = "weights"
 
@@ -27,8 +28,7 @@ class WeightStore:
         layers: int,
         streamed: Collection[int],
         memory: DeviceMemory,
-        *,
-        pin: bool,
+        host: HostMemory,
         fill: Fill,
     ) -> None:
         """fill(layer, views) writes a layer's tensors where they will live.
@@ -38,8 +38,8 @@ class WeightStore:
         self.layout = layout
         self._memory = memory
         self._streamed = frozenset(streamed)
-        self._arena = HostArena(layout.nbytes * len(self._streamed), pin=pin)
-        host = iter(self._arena.bytes.split(layout.nbytes)) if self._streamed else iter(())
+        self._host = HostBlocks(layout.nbytes, host)
+        self._host.reserve(len(self._streamed))
         self._device: Allocation = memory.allocate(
             layout.nbytes * (layers - len(self._streamed)), "resident weights"
         )
@@ -48,7 +48,7 @@ class WeightStore:
         self._resident_views: dict[int, Views] = {}
         for layer in range(layers):
             if layer in self._streamed:
-                self._host_buffers[layer] = next(host)
+                self._host_buffers[layer] = self._host.take()
                 fill(layer, layout.views(self._host_buffers[layer]))
             else:
                 self._resident_views[layer] = layout.views(next(resident))
@@ -60,7 +60,7 @@ class WeightStore:
 
     @property
     def host_bytes(self) -> int:
-        return self._arena.bytes.numel()
+        return self._host.nbytes
 
     def transfers(self, layer: int) -> tuple[Transfer, ...]:
         """What must be copied in before `layer` can be computed: one transfer, or none."""
@@ -75,15 +75,16 @@ class WeightStore:
         self._resident_views.clear()
         self._host_buffers.clear()
         self._memory.free(self._device)
-        self._arena.close()
+        self._host.close()
 
 
 class WeightPass:
     """A pass's view of the weights: the model asks for a layer and cannot tell where it was."""
 
-    def __init__(self, store: WeightStore, conveyor: Conveyor) -> None:
+    def __init__(self, store: WeightStore, conveyor: Conveyor, trace: Tracer) -> None:
         self._store = store
         self._conveyor = conveyor
+        self._trace = trace
         self._slot_views: dict[int, Views] = {}
 
     @contextmanager
@@ -91,14 +92,16 @@ class WeightPass:
         """The tensors of layer `index`, valid inside the block. Layers are asked for in order."""
         views = self._store.resident(index)
         if views is not None:
-            yield views
+            with self._trace.compute("layer", layer=index):
+                yield views
             return
         key = (RING, index)
         buffer = self._conveyor.acquire(key)
         views = self._slot_views.get(buffer.data_ptr())
         if views is None:
             views = self._slot_views[buffer.data_ptr()] = self._store.layout.views(buffer)
-        yield views
+        with self._trace.compute("layer", layer=index):
+            yield views
         self._conveyor.release(key)
 
 

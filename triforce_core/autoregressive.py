@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -65,7 +66,7 @@ class Autoregressive:
 
     @torch.inference_mode()
     def step(self, remaining: int) -> Step:
-        position = self._session.kv.length
+        began, position = time.perf_counter(), self._session.kv.length
         if self._last is not None:
             self._session.begin_pass()
             hidden = self._model.forward(
@@ -80,6 +81,7 @@ class Autoregressive:
         self._last = self._rule.draw(law(self._logits, self._params), position)
         tokens = self._last.tolist()
         check_token(tokens[0])
+        self._session.trace.host("step", began, time.perf_counter() - began)
         return Step(tokens, 0)
 
 

@@ -158,6 +158,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=["auto", "float32", "bfloat16", "float16"],
         help="of weights and KV; auto: float32 on cpu, as stored on a GPU",
     )
+    add("--no-pin", action="store_true", help="leave host memory pageable: slower, never capped")
+    add("--no-graphs", action="store_true", help="launch what drafts kernel by kernel (CUDA)")
+    add("--trace", metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
     add("--stats", metavar="FILE", help="write figures of the run as JSON")
     add("--quiet", action="store_true", help="no progress and no table")
     add(

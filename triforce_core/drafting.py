@@ -7,9 +7,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from offload.device import DeviceMemory
+from offload.gather import ChunkReader, reader_bytes
+from offload.graphs import Recorder
 from offload.kv import KVShape
 from offload.runtime import Runtime, Session
 from offload.scores import ChunkScores
+from offload.trace import Tracer
 from offload.weights import ResidentWeights, WeightStore
 
 from .acceptance import Rule, make_rule
@@ -17,13 +20,15 @@ from .autoregressive import Autoregressive, Decoder
 from .config import ModelConfig
 from .draft_length import Auto, DraftLength, Fixed
 from .hierarchy import Hierarchy, RetrievalModel
+from .laws import laws
 from .levels import Middle, Nothing, Proposer
 from .model import Model
 from .ngram import NGramDrafter
 from .params import SamplingParams
+from .resident import ResidentModel
 from .retrieval import POLICIES, RetrievalCache, fitting_budget
 from .settings import AUTO, AUTO_DRAFT_TOKENS, MethodSettings
-from .small_model import SmallModelDrafter, WindowCache, window_tokens
+from .small_model import SmallModelDrafter, WindowCache, drafter_head, window_tokens
 
 AUTO_INNER_TOKENS = 16
 _RETRIEVAL_ACCEPTANCE, _RETRIEVAL_FIRST = 0.95, 24
@@ -52,10 +57,20 @@ def small_model_capacity(config: ModelConfig, settings: MethodSettings) -> int:
 class Drafting:
     """The levels below the target. Lengths chosen by `auto` are learned over all requests."""
 
-    def __init__(self, settings: MethodSettings, budget: int, small: SmallModel | None) -> None:
-        """budget: tokens of the retrieval cache, 0 if there is no such level."""
+    def __init__(
+        self,
+        settings: MethodSettings,
+        budget: int,
+        small: SmallModel | None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """budget: tokens of the retrieval cache, 0 if there is no such level.
+
+        recorder: records the forwards of what drafts as graphs, if given
+        """
         self.settings = settings
         self.budget = budget
+        self._recorder = recorder
         self._small = small
         nothing_below = str(settings.draft) == "none"
         if budget:
@@ -117,22 +132,35 @@ class Drafting:
             if not self.settings.drafts:
                 yield session, Autoregressive(model, session, params, rule)
                 return
-            proposer = self._drafter(model, memory, params, rule, stack)
+            proposer = self._drafter(model, memory, params, rule, runtime.trace, stack)
             cache = None
             if scores:
+                chunk = self.settings.chunk_size
+                budget = fitting_budget(self.budget, chunk, context)
+                buffer = runtime.host_buffer(reader_bytes(shape, budget))
+                reader = ChunkReader(session.kv, runtime.link, memory, chunk, buffer)
+                stack.callback(reader.close)
                 cache = RetrievalCache(
                     session.kv,
-                    runtime.link,
+                    reader,
                     memory,
                     scores,
                     self.settings.retrieval,
-                    fitting_budget(self.budget, self.settings.chunk_size, context),
-                    self.settings.chunk_size,
+                    budget,
+                    chunk,
                     self.settings.max_draft_tokens,
                 )
                 stack.callback(cache.close)
-                weights = ResidentWeights(runtime.weights)
-                verifier = RetrievalModel(model, weights, cache, params, memory.device)
+                retrieval = ResidentModel(
+                    model,
+                    ResidentWeights(runtime.weights),
+                    cache.kv,
+                    lambda hidden: laws(model.logits(hidden), params),
+                    self._recorder,
+                    runtime.trace,
+                    "retrieval model",
+                )
+                verifier = RetrievalModel(retrieval, cache, memory.device)
                 nothing = Nothing(model.config.vocab, memory.device)
                 proposer = Middle(
                     proposer, verifier, rule, self._inner, self._outer, nothing, stops
@@ -156,6 +184,7 @@ class Drafting:
         memory: DeviceMemory,
         params: SamplingParams,
         rule: Rule,
+        trace: Tracer,
         stack: ExitStack,
     ) -> Proposer:
         vocab, device = model.config.vocab, memory.device
@@ -166,8 +195,16 @@ class Drafting:
         small = self._small
         cache = WindowCache(small.shape, small.model.rope, small.capacity, memory)
         stack.callback(cache.close)
-        weights = ResidentWeights(small.store)
-        return SmallModelDrafter(small.model, weights, cache, vocab, params, rule, device)
+        resident = ResidentModel(
+            small.model,
+            ResidentWeights(small.store),
+            cache.kv,
+            drafter_head(small.model, vocab, params),
+            self._recorder,
+            trace,
+            "drafter",
+        )
+        return SmallModelDrafter(resident, cache, vocab, rule, device)
 
 
 def _length(

@@ -15,6 +15,7 @@ import torch
 from offload.errors import UsageError
 from offload.placement import Placement
 from offload.runtime import Runtime, Session
+from offload.trace import check_writable
 from offload.units import parse_bandwidth, parse_bytes
 
 from .autoregressive import Decoder
@@ -23,7 +24,7 @@ from .drafting import Drafting
 from .loading import PREFILL_CHUNK, Progress, choose_dtype, load, open_device
 from .model import Model
 from .params import SamplingParams
-from .settings import AUTO, MethodSettings
+from .settings import AUTO, MachineSettings, MethodSettings
 from .stats import Clock, drafting_stats, request_stats
 from .stream import Completion, Piece, Stream, pieces_of, until_stop
 from .text import TextStream, Tokenizer, check_same_vocabulary, load_tokenizer
@@ -42,6 +43,7 @@ class Engine:
         load_seconds: float,
         progress: Progress,
         resources: ExitStack,
+        trace: Path | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.config = model.config
@@ -52,6 +54,7 @@ class Engine:
         self._load_seconds = load_seconds
         self._progress = progress
         self._resources = resources
+        self._trace = trace
         self._interrupted = threading.Event()
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._streaming = False
@@ -77,6 +80,9 @@ class Engine:
         max_context: int | None = None,
         block_tokens: int | None = None,
         placement: Placement | None = None,
+        pin: bool = True,
+        cuda_graphs: bool = True,
+        trace: str | Path | None = None,
         tokenizer: Tokenizer | None = None,
         progress: Progress | None = None,
     ) -> Engine:
@@ -99,6 +105,9 @@ class Engine:
             None. What a longer context would take is used to keep weights and KV on the device
         block_tokens: tokens of a KV block, a power of two; chosen from the sizes if None
         placement: what is resident and what streams; weights first, then KV blocks, if None
+        pin: whether host memory that streams is registered with the CUDA driver, for direct copies
+        cuda_graphs: whether forwards that draft are recorded as CUDA graphs
+        trace: a file for a timeline of each request, written when it ends, over the one before
         tokenizer: one that is loaded already; the stats count its loading too
         progress: called with ("load" or "prefill", layers done, layers in all)
 
@@ -113,15 +122,22 @@ class Engine:
                 raise UsageError(f"{name} must be a positive whole number, got {value!r}")
         if block_tokens is not None and block_tokens & (block_tokens - 1):
             raise UsageError(f"block_tokens must be a power of two, got {block_tokens}")
-        where = open_device(device)
-        memory = None if device_memory is None else parse_bytes(device_memory)
-        bandwidth = None if link_bandwidth is None else parse_bandwidth(link_bandwidth)
+        if trace is not None:
+            check_writable(Path(trace))
+        machine = MachineSettings(
+            open_device(device),
+            None if device_memory is None else parse_bytes(device_memory),
+            None if link_bandwidth is None else parse_bandwidth(link_bandwidth),
+            pin,
+            cuda_graphs,
+            trace is not None,
+        )
         progress = progress or (lambda *_: None)
         with ExitStack() as files:
             checkpoint = open_checkpoint(resolve(model))
             files.callback(checkpoint.close)
             config = checkpoint.config
-            chosen = choose_dtype(dtype, checkpoint.stored_dtype, where)
+            chosen = choose_dtype(dtype, checkpoint.stored_dtype, machine.device)
             context = config.positions if max_context is None else max_context
             if context > config.positions:
                 raise UsageError(
@@ -139,9 +155,7 @@ class Engine:
                 check_drafter(checkpoint, tokenizer, drafter)
             built, runtime, drafting, resources = load(
                 checkpoint,
-                where,
-                memory,
-                bandwidth,
+                machine,
                 chosen,
                 context,
                 settings,
@@ -151,7 +165,17 @@ class Engine:
                 progress,
             )
         seconds = time.perf_counter() - began
-        return cls(str(model), built, runtime, drafting, tokenizer, seconds, progress, resources)
+        return cls(
+            str(model),
+            built,
+            runtime,
+            drafting,
+            tokenizer,
+            seconds,
+            progress,
+            resources,
+            None if trace is None else Path(trace),
+        )
 
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -256,6 +280,8 @@ class Engine:
         text = TextStream(self.tokenizer)
         tokens: list[int] = []
         reason = ""
+        if self._trace:
+            self._runtime.trace.clear()
         try:
             decoder.prefill(prompt, PREFILL_CHUNK, self._after_prefill_layer)
             link.synchronize()
@@ -303,6 +329,9 @@ class Engine:
             "draft": decoder.tally.draft_seconds,
             "verify": decoder.tally.verify_seconds,
         }
+        if self._trace:
+            about = {name: stats[name] for name in _TRACED_STATS}
+            self._runtime.trace.write(self._trace, about)
         yield Completion(tokens, text.text, reason, stats)
 
     def _after_prefill_layer(self, layer: int) -> None:
@@ -320,6 +349,9 @@ def check_drafter(checkpoint: Checkpoint, tokenizer: Tokenizer | None, drafter: 
         tokenizer,
         checkpoint.config.vocab,
     )
+
+
+_TRACED_STATS = ("method", "model", "device", "dtype", "prompt_tokens", "new_tokens", "link")
 
 
 class _Interrupted(Exception):

@@ -56,6 +56,9 @@ def generate(args: argparse.Namespace, prompt: str) -> int:
             retrieval=args.retrieval,
             accept=args.accept,
             max_context=len(token_ids) + args.max_new_tokens,
+            pin=not args.no_pin,
+            cuda_graphs=not args.no_graphs,
+            trace=args.trace,
             tokenizer=tokenizer,
             progress=bars.update,
         )

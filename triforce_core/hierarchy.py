@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from offload.attend import SCORED_TOKENS
 from offload.runtime import Session
-from offload.weights import ResidentWeights
 
 from .acceptance import Rule
 from .autoregressive import Step, read_prompt
 from .draft_length import DraftLength
 from .laws import laws
-from .levels import Middle, Proposer, Tally, Text, check_token, speculate
+from .levels import Middle, Proposer, Round, Tally, Text, check_token, speculate
 from .model import Model
 from .params import SamplingParams
+from .resident import ResidentModel
 from .retrieval import RetrievalCache
 
 
@@ -44,23 +45,14 @@ class Target:
 class RetrievalModel:
     """The target's own weights over the retrieval cache, as a verifier."""
 
-    def __init__(
-        self,
-        model: Model,
-        weights: ResidentWeights,
-        cache: RetrievalCache,
-        params: SamplingParams,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, model: ResidentModel, cache: RetrievalCache, device: torch.device) -> None:
+        """model: gives the laws of tokens over the cache."""
         self.device = device
         self._model = model
-        self._weights = weights
         self._cache = cache
-        self._params = params
 
     def laws(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self._model.forward(tokens, self._cache.length, self._weights, self._cache)
-        return laws(self._model.logits(hidden), self._params)
+        return self._model.run(tokens, self._cache.length)
 
     def keep(self, tokens: int) -> None:
         self._cache.keep(tokens)
@@ -118,7 +110,9 @@ class Hierarchy:
             count = self._length.choose(remaining - 1)
             if self.retrieval:
                 self.retrieval.expect(count + 1)
+            began = time.perf_counter()
             turn = speculate(self._proposer, self._target, self._rule, self._text, count)
+            self._tell(began, turn)
             self.tally.count(turn)
             self._length.observe(turn)
             step, scored = Step(turn.tokens, turn.drafted), len(turn.tokens)
@@ -126,6 +120,14 @@ class Hierarchy:
         if len(step.tokens) < remaining and self._stops.isdisjoint(step.tokens):
             if self.retrieval:
                 # Before the next pass's copies, or it would wait behind them.
+                began = time.perf_counter()
                 self.retrieval.refresh(scored)
+                self._session.trace.host("refresh", began, time.perf_counter() - began)
             self._session.begin_pass()
         return step
+
+    def _tell(self, began: float, turn: Round) -> None:
+        """Tells the trace of a round."""
+        tell, drafted = self._session.trace.host, began + turn.draft_seconds
+        tell("draft", began, turn.draft_seconds, tokens=turn.drafted)
+        tell("verify", drafted, turn.verify_seconds, tokens=turn.drafted, accepted=turn.accepted)

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from offload.device import put
 from offload.errors import CheckpointError
 
 from .acceptance import Draft, Rule
@@ -56,11 +57,13 @@ class Round(NamedTuple):
     """What one round of proposing and verifying gave.
 
     tokens: the accepted ones and the one the verifier drew itself; laws: theirs [tokens, vocab]
+    peaks: the greatest probability of each law
     drafted: how many were proposed; confidence: how surely, if the proposer said
     """
 
     tokens: list[int]
     laws: torch.Tensor
+    peaks: list[float]
     drafted: int
     confidence: Sequence[float]
     draft_seconds: float
@@ -78,20 +81,22 @@ def speculate(proposer: Proposer, verifier: Verifier, rule: Rule, text: Text, co
     """
     began = time.perf_counter()
     draft = proposer.propose(text, count)
-    last = torch.tensor(text.tokens[-1:], device=verifier.device)
+    last = put(text.tokens[-1:], verifier.device)
     proposed = time.perf_counter()
     # A damaged drafter's -1 is seen below, with everything else that one wait brings.
     draft, raw = draft._replace(tokens=draft.tokens.clamp(min=0)), draft.tokens
     laws = verifier.laws(torch.cat((last, draft.tokens)))
     verdict = rule.accept(draft, laws, len(text.tokens))
-    accepted, token, *drafted = torch.cat(
-        (torch.stack((verdict.accepted, verdict.token)), raw)
-    ).tolist()
+    # Everything the host needs in one piece; float64 holds token ids exactly.
+    told = (torch.stack((verdict.accepted, verdict.token)), raw, laws.amax(-1))
+    numbers = torch.cat([part.double() for part in told]).tolist()
+    accepted, token, *drafted = map(int, numbers[: -laws.shape[0]])
     check_token(min((token, *drafted)))
     verifier.keep(accepted + 1)
     return Round(
         [*drafted[:accepted], token],
         laws[: accepted + 1],
+        numbers[-laws.shape[0] :][: accepted + 1],
         len(drafted),
         draft.confidence,
         proposed - began,
@@ -198,7 +203,7 @@ class Middle:
                 self._length.observe(turn)
                 text.tokens += turn.tokens
                 laws.append(turn.laws)
-                confidence += turn.laws.amax(-1).tolist()
+                confidence += turn.peaks
                 ended = any(token in self._stops for token in turn.tokens)
             tokens = text.tokens[start:]
         finally:
@@ -208,7 +213,7 @@ class Middle:
             first = next(i for i, token in enumerate(tokens) if token in self._stops)
             tokens = tokens[: first + 1]
         return Draft(
-            torch.tensor(tokens, dtype=torch.int64, device=self._verifier.device),
+            put(tokens, self._verifier.device),
             torch.cat(laws)[: len(tokens)],
             confidence[: len(tokens)],
         )

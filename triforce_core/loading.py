@@ -9,14 +9,17 @@ from dataclasses import replace
 import torch
 
 from offload.cuda import CudaLink
+from offload.dense import dense_bytes
 from offload.device import DeviceMemory
 from offload.emulated import EmulatedLink
 from offload.errors import DoesNotFitError, UsageError
 from offload.gather import reader_bytes
-from offload.host import HostArena
+from offload.graphs import CudaRecorder
+from offload.host import CudaDriver, HostMemory
 from offload.kv import KVShape
 from offload.layout import FlatLayout
 from offload.link import Link
+from offload.numa import cpus_near
 from offload.placement import (
     Demand,
     Placement,
@@ -26,20 +29,23 @@ from offload.placement import (
     place,
 )
 from offload.runtime import Runtime
+from offload.staging import StagedLink
+from offload.trace import NoTrace, Trace, TracedLink, Tracer
 from offload.weights import WeightStore
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig
 from .drafting import Drafting, SmallModel, small_model_capacity, small_model_shape
 from .model import Ends, Model, layer_shapes
+from .resident import LONGEST
 from .retrieval import fitting_budget, retrieval_bytes
 from .rope import Rope
-from .settings import MethodSettings
-from .workspace import law_bytes, pass_bytes, workspace_bytes
+from .settings import MachineSettings, MethodSettings
+from .workspace import graph_bytes, law_bytes, pass_bytes, workspace_bytes
 
 PREFILL_CHUNK = 1024
-_BLOCK_BYTES = 8 << 20
 _BLOCK_TOKENS = (16, 4096)
+_BLOCK_BYTES = EmulatedLink.copy_bytes
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Progress = Callable[[str, int, int], None]
@@ -66,13 +72,17 @@ def open_device(name: str | torch.device | None) -> torch.device:
     return device
 
 
-def open_link(device: torch.device, bandwidth: float | None) -> Link:
-    """PCIe on a GPU, an emulated link on the CPU. Raises UsageError."""
-    if device.type == "cpu":
-        return EmulatedLink(bandwidth)
-    if bandwidth is not None:
+def open_link(machine: MachineSettings) -> tuple[Link, HostMemory]:
+    """PCIe on a GPU, an emulated link on the CPU, and the host memory that it copies from.
+
+    Raises UsageError.
+    """
+    if machine.device.type == "cpu":
+        return EmulatedLink(machine.link_bandwidth), HostMemory()
+    if machine.link_bandwidth is not None:
         raise UsageError("--link-bandwidth sets the emulated link; on a GPU the link is real")
-    return CudaLink(device)
+    host = HostMemory(CudaDriver(), pin=machine.pin, cpus=cpus_near(machine.device))
+    return StagedLink(CudaLink(machine.device, host), host), host
 
 
 def choose_dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
@@ -91,10 +101,10 @@ def choose_dtype(name: str, stored: str | None, device: torch.device) -> torch.d
     return _DTYPES.get(stored or "bfloat16", torch.float32)
 
 
-def choose_block_tokens(token_bytes: int, max_context: int) -> int:
-    """Tokens of a KV block: a power of two near 8 MiB, and an eighth of the context at most."""
+def choose_block_tokens(token_bytes: int, max_context: int, block_bytes: int) -> int:
+    """Tokens of a KV block: a power of two near `block_bytes`, an eighth of the context at most."""
     least, most = _BLOCK_TOKENS
-    tokens = max(1, min(_BLOCK_BYTES // token_bytes, max_context // 8, most))
+    tokens = max(1, min(block_bytes // token_bytes, max_context // 8, most))
     return max(least, 1 << tokens.bit_length() - 1)
 
 
@@ -107,14 +117,17 @@ def demand_of(
     *,
     budget: int = 0,
     drafter: ModelConfig | None = None,
+    block_bytes: int = _BLOCK_BYTES,
+    graphs: bool = False,
 ) -> Demand:
     """What the model and what drafts for it ask for at the longest context.
 
-    budget: tokens of the retrieval cache, 0 for none. Raises UsageError.
+    budget: tokens of the retrieval cache, 0 for none. block_bytes: of a KV block, about, if
+    block_tokens is None. graphs: whether what drafts is recorded. Raises UsageError.
     """
     shape = KVShape(config.layers, config.kv_heads, config.head_dim, 1, dtype)
     block_tokens = block_tokens or max(
-        settings.chunk_size, choose_block_tokens(shape.token_bytes, max_context)
+        settings.chunk_size, choose_block_tokens(shape.token_bytes, max_context, block_bytes)
     )
     if settings.chunk_size > block_tokens:
         raise UsageError(
@@ -127,6 +140,10 @@ def demand_of(
     if budget:
         drafting += retrieval_bytes(shape, budget, settings.chunk_size, longest, max_context)
         through_host = reader_bytes(shape, fitting_budget(budget, settings.chunk_size, max_context))
+    if graphs:
+        for recorded in (config if budget else None, drafter):
+            if recorded:
+                drafting += graph_bytes(recorded, LONGEST, dtype.itemsize)
     return Demand(
         layers=config.layers,
         layer_bytes=FlatLayout.of(layer_shapes(config), dtype).nbytes,
@@ -156,7 +173,7 @@ def small_model_bytes(config: ModelConfig, like: KVShape, settings: MethodSettin
     if not config.tied:
         ends += _embedding_layout(config, like.dtype).nbytes
     layers = config.layers * FlatLayout.of(layer_shapes(config), like.dtype).nbytes
-    window = shape.token_bytes * shape.layers * small_model_capacity(config, settings)
+    window = dense_bytes(shape, small_model_capacity(config, settings))
     return ends + layers + window + law_bytes(config, 1) + pass_bytes(config, 512, 4)
 
 
@@ -169,6 +186,9 @@ def plan(
     drafter: ModelConfig | None,
     placement: Placement | None,
     available_bytes: int,
+    *,
+    block_bytes: int = _BLOCK_BYTES,
+    graphs: bool = False,
 ) -> tuple[Demand, Placement, int]:
     """What is asked for, where it goes, and the retrieval budget.
 
@@ -179,7 +199,15 @@ def plan(
 
     def demand(budget: int) -> Demand:
         return demand_of(
-            config, dtype, max_context, settings, block_tokens, budget=budget, drafter=drafter
+            config,
+            dtype,
+            max_context,
+            settings,
+            block_tokens,
+            budget=budget,
+            drafter=drafter,
+            block_bytes=block_bytes,
+            graphs=graphs,
         )
 
     without = demand(0)
@@ -213,9 +241,7 @@ def plan(
 
 def load(
     checkpoint: Checkpoint,
-    device: torch.device,
-    device_memory: int | None,
-    link_bandwidth: float | None,
+    machine: MachineSettings,
     dtype: torch.dtype,
     max_context: int,
     settings: MethodSettings,
@@ -229,12 +255,17 @@ def load(
     placement: where everything goes; chosen by `plan` if None.
     Raises DoesNotFitError before anything is read, CheckpointError.
     """
-    config = checkpoint.config
+    config, device = checkpoint.config, machine.device
     with ExitStack() as stack:
-        link = open_link(device, link_bandwidth)  # measures a GPU's link, so before the cap is set
+        link, host = open_link(machine)  # measures a GPU's link, so before the cap is set
         stack.callback(link.close)
-        memory = DeviceMemory(device, device_memory)
+        tracer: Tracer = NoTrace()
+        if machine.trace:
+            tracer = Trace(link)
+            link = TracedLink(link, tracer)
+        memory = DeviceMemory(device, machine.device_memory)
         stack.callback(memory.close)
+        recorder = CudaRecorder() if machine.graphs and device.type == "cuda" else None
         demand, placement, budget = plan(
             config,
             dtype,
@@ -244,6 +275,8 @@ def load(
             drafter and drafter.config,
             placement,
             memory.available_bytes,
+            block_bytes=link.copy_bytes,
+            graphs=recorder is not None,
         )
         check_placement(demand, placement, memory.available_bytes)
         check_host(demand, placement, device_is_host=device.type == "cpu")
@@ -257,11 +290,11 @@ def load(
         with memory.typed_errors():
             small = None
             if drafter:
-                small = _load_small_model(drafter, demand.kv, settings, memory, stack)
-            ends = _load_ends(checkpoint, dtype, memory, placement.embedding_resident, stack)
-            runtime = Runtime(memory, link, demand, placement, layout, fill)
+                small = _load_small_model(drafter, demand.kv, settings, memory, host, stack)
+            ends = _load_ends(checkpoint, dtype, memory, host, placement.embedding_resident, stack)
+            runtime = Runtime(memory, host, link, demand, placement, layout, fill, tracer)
         stack.callback(runtime.close)
-        drafting = Drafting(settings, budget, small)
+        drafting = Drafting(settings, budget, small, recorder)
         return Model(config, ends, rope, device), runtime, drafting, stack.pop_all()
 
 
@@ -270,13 +303,14 @@ def _load_small_model(
     like: KVShape,
     settings: MethodSettings,
     memory: DeviceMemory,
+    host: HostMemory,
     stack: ExitStack,
 ) -> SmallModel:
     config, dtype = checkpoint.config, like.dtype
     rope = Rope(config, memory.device, checkpoint.rope_factors())
-    ends = _load_ends(checkpoint, dtype, memory, True, stack)
+    ends = _load_ends(checkpoint, dtype, memory, host, True, stack)
     layout = FlatLayout.of(layer_shapes(config), dtype)
-    store = WeightStore(layout, config.layers, (), memory, pin=False, fill=checkpoint.read_layer)
+    store = WeightStore(layout, config.layers, (), memory, host, checkpoint.read_layer)
     stack.callback(store.close)
     return SmallModel(
         Model(config, ends, rope, memory.device),
@@ -290,6 +324,7 @@ def _load_ends(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
     memory: DeviceMemory,
+    host: HostMemory,
     embedding_resident: bool,
     stack: ExitStack,
 ) -> Ends:
@@ -307,7 +342,7 @@ def _load_ends(
             stack.callback(memory.free, place_)
             buffer = place_.bytes
         else:
-            arena = HostArena(layout.nbytes, pin=False)
+            arena = host.arena(layout.nbytes, pin=False)
             stack.callback(arena.close)
             buffer = arena.bytes
         embedding = layout.views(buffer)["embedding"]

@@ -77,10 +77,15 @@ class Model:
         self._ends = ends
         self._device = device
 
+    @property
+    def recordable(self) -> bool:
+        """Whether a forward can be recorded as a graph: nothing in it is computed by the host."""
+        return not self.rope.depends_on_length and self._ends.embedding.device == self._device
+
     def forward(
         self,
         token_ids: torch.Tensor,
-        start: int,
+        start: int | torch.Tensor,
         weights: Weights,
         cache: Cache,
         *,
@@ -89,8 +94,9 @@ class Model:
     ) -> torch.Tensor:
         """One pass over tokens at positions start, start + 1, ...
 
-        token_ids: [tokens] int64. chunk: tokens of a layer computed at a time, None for all; each
-        layer is asked for once either way. each_layer is called after each layer with its index.
+        token_ids: [tokens] int64. start: a number, or [1] int64 on the device. chunk: tokens of a
+        layer computed at a time, None for all; each layer is asked for once either way. each_layer
+        is called after each layer with its index.
         Returns hidden states before the final norm, [tokens, hidden].
         """
         embedding = self._ends.embedding

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from offload.device import put
+
 from .acceptance import Draft
 from .levels import Text
 
@@ -34,7 +36,7 @@ class NGramDrafter:
         """At most `count` tokens, none if nothing matches. Their laws are one-hot."""
         self._index(text)
         tokens = self._lookup(text.tokens, count) if count else []
-        drawn = torch.tensor(tokens, dtype=torch.int64, device=self._device)
+        drawn = put(tokens, self._device)
         return Draft(drawn, F.one_hot(drawn, self._vocab).float())
 
     def _index(self, text: Text) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from triforce_kernels.attention import merge, partial_attention
 
-from offload.attend import causal_mask
+from offload.dense import DenseKV, dense_bytes
 from offload.device import DeviceMemory
 from offload.gather import ChunkReader, reader_bytes
 from offload.kv import KVShape, KVStore
-from offload.link import Link
 from offload.scores import ChunkScores, Score, scores_bytes
 
 POLICIES = {"mass": Score.MASS, "mean": Score.MEAN}
@@ -36,7 +34,7 @@ def retrieval_bytes(
     budget = fitting_budget(budget, chunk_tokens, context_tokens)
     tokens = budget + own_tokens(chunk_tokens, max_draft_tokens)
     return (
-        shape.token_bytes * shape.layers * tokens
+        dense_bytes(shape, tokens)
         + reader_bytes(shape, budget)
         + scores_bytes(shape, chunk_tokens, context_tokens)
     )
@@ -50,16 +48,16 @@ def fitting_budget(budget: int, chunk_tokens: int, context_tokens: int) -> int:
 class RetrievalCache:
     """KV that the retrieval model attends to: for each layer and KV head its own chunks.
 
-    Each head's keys (and values) lie in one row: its chunks in any order, then the tokens of the
-    chunk that is not full yet, then the tokens fed since the last pass. The latter two are common
-    to all heads. `refresh` takes over what a pass has committed; nothing is overwritten in between,
-    so a text may grow past any budget.
+    Each head's keys (and values) lie in one row of `kv`: its chunks in any order, then the tokens
+    of the chunk that is not full yet, then the tokens fed since the last pass. The latter two are
+    common to all heads. `refresh` takes over what a pass has committed; nothing is overwritten in
+    between, so a text may grow past any budget.
     """
 
     def __init__(
         self,
         store: KVStore,
-        link: Link,
+        reader: ChunkReader,
         memory: DeviceMemory,
         scores: ChunkScores,
         policy: str,
@@ -67,81 +65,43 @@ class RetrievalCache:
         chunk_tokens: int,
         max_draft_tokens: int,
     ) -> None:
-        """budget: tokens in chunks, a multiple of chunk_tokens. Raises DoesNotFitError."""
+        """reader: brings what is chosen. budget: tokens in chunks, a multiple of chunk_tokens.
+
+        Raises DoesNotFitError.
+        """
         shape = store.shape
         self.budget = budget
         self.moved_chunks = self.chosen_chunks = 0
         self._store = store
-        self._memory = memory
         self._scores = scores
         self._policy = policy
         self._chunk = chunk_tokens
         self._slots = budget // chunk_tokens
         self._newest = min(self._slots - 1, max(1, _NEWEST_TOKENS // chunk_tokens))
         tokens = budget + own_tokens(chunk_tokens, max_draft_tokens)
-        self._reader = ChunkReader(store, link, memory, chunk_tokens, budget)
-        try:
-            self._allocation = memory.allocate(
-                shape.token_bytes * shape.layers * tokens, "retrieval cache"
-            )
-        except BaseException:
-            self._reader.close()
-            raise
-        self._kv = self._allocation.bytes.view(shape.dtype).view(
-            shape.layers, 2, shape.kv_heads, tokens, shape.head_dim
-        )
+        self._reader = reader
+        self.kv = DenseKV(shape, tokens, memory, "retrieval cache")
         self._chunk_of = torch.full(
             (shape.layers, shape.kv_heads, self._slots), -1, device=memory.device
         )
         self._filled = 0
-        self._own = 0
-        self._pending = [0] * shape.layers
         self._chosen_at = 0
         self._base_scores: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
         """Tokens of the text that were fed, at whatever level: the next one's position."""
-        return self._store.length - self._store.length % self._chunk + self._own
+        own = self.kv.end - self._filled * self._chunk
+        return self._store.length - self._store.length % self._chunk + own
 
     @property
     def churn(self) -> float | None:
         """Share of the chosen chunks that had to be moved, over all refreshes but the first."""
         return self.moved_chunks / self.chosen_chunks if self.chosen_chunks else None
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """Causal attention over the chunks and everything fed since: model.Cache.attend."""
-        heads, tokens, head_dim = query.shape
-        kv_heads = key.shape[0]
-        shared = self._filled * self._chunk
-        start = shared + self._own + self._pending[layer]
-        end = start + tokens
-        if end > self._kv.shape[3]:
-            raise RuntimeError(f"{end} tokens in a retrieval cache of {self._kv.shape[3]}")
-        keys, values = self._kv[layer]
-        keys[:, start:end] = key
-        values[:, start:end] = value
-        self._pending[layer] += tokens
-        rows = query.reshape(kv_heads, heads // kv_heads * tokens, head_dim)
-        if tokens == 1 or not shared:
-            mask = causal_mask(tokens, end, heads // kv_heads, query)
-            out = partial_attention(rows, keys[:, :end], values[:, :end], mask=mask).out
-        else:
-            mask = causal_mask(tokens, end - shared, heads // kv_heads, query)
-            out = merge(
-                [
-                    partial_attention(rows, keys[:, :shared], values[:, :shared]),
-                    partial_attention(rows, keys[:, shared:end], values[:, shared:end], mask=mask),
-                ]
-            )
-        return out.view(heads, tokens, head_dim)
-
     def keep(self, tokens: int) -> None:
         """Keeps the first `tokens` of what was fed last."""
-        self._own += tokens
-        self._pending = [0] * len(self._pending)
+        self.kv.end += tokens
 
     def expect(self, tokens: int) -> None:
         """Says that a pass of `tokens` tokens comes: scores are collected if they will be used."""
@@ -163,14 +123,11 @@ class RetrievalCache:
                 self.chosen_chunks += self._chunk_of[..., : self._filled].numel()
         rest = self._store.length % self._chunk
         start = self._filled * self._chunk
-        self._kv[:, :, :, start : start + rest] = self._store.newest(rest)
-        self._own = rest
-        self._pending = [0] * len(self._pending)
+        self.kv.rows[:, :, :, start : start + rest] = self._store.newest(rest)
+        self.kv.end = start + rest
 
     def close(self) -> None:
-        self._reader.close()
-        self._memory.free(self._allocation)
-        del self._kv
+        self.kv.close()
 
     def _is_due(self, tokens: int) -> bool:
         grown = self._store.length + tokens - self._chosen_at
@@ -213,7 +170,7 @@ class RetrievalCache:
         chunks = (wanted & ~present).nonzero()[:, 2].cpu()
         self._chunk_of[layers, heads, slots] = chunks.to(self._chunk_of.device)
         self._filled = filled
-        in_chunks = self._kv[:, :, :, : self.budget].unflatten(3, (-1, self._chunk))
+        in_chunks = self.kv.rows[:, :, :, : self.budget].unflatten(3, (-1, self._chunk))
         end = 0
         for layer, count in enumerate(layers.bincount(minlength=wanted.shape[0]).tolist()):
             start, end = end, end + count

@@ -40,17 +40,24 @@ class Rope:
         dynamic = config.rope.type == "dynamic"
         self._unscaled = config.trained_positions if dynamic else math.inf
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether frequencies depend on the length of the text."""
+        return self._unscaled != math.inf
+
     def cos_sin(
-        self, start: int, tokens: int, like: torch.Tensor
+        self, start: int | torch.Tensor, tokens: int, like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[tokens, head_dim] each, in the dtype and on the device of `like`.
+
+        start: a number, or [1] int64 on the device where frequencies do not depend on the length.
 
         Dynamic frequencies depend on the length of the text. Tokens from position 0 on are a
         prompt, which has one length; each later token sees the text that ends with it, as in plain
         decoding, however many of them come at once and whatever was drafted before.
         """
-        positions = torch.arange(start, start + tokens, device=like.device)
-        if start + tokens <= self._unscaled:
+        positions = torch.arange(tokens, device=like.device) + start
+        if not self.depends_on_length or start + tokens <= self._unscaled:
             cos, sin = self._module(like, positions[None])
             return cos[0], sin[0]
         lengths = [tokens] if start == 0 else range(start + 1, start + tokens + 1)

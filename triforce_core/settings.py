@@ -1,9 +1,11 @@
-"""How an engine decodes: the method, its drafter, draft lengths and retrieval."""
+"""What a user may set of an engine: the machine it runs on, and how it decodes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from offload.errors import UsageError
 
@@ -17,6 +19,23 @@ LEAST_BUDGET = 256
 MOST_DRAFT_TOKENS = 256
 AUTO_DRAFT_TOKENS = 64
 """Longest draft that `auto` chooses."""
+
+
+@dataclass(frozen=True)
+class MachineSettings:
+    """device_memory: budget in bytes, None for all that is free
+    link_bandwidth: of an emulated link, bytes per second; None for as fast as memory
+    pin: whether host memory that streams is registered with the driver
+    graphs: whether forwards that draft are recorded as CUDA graphs
+    trace: whether a timeline is kept
+    """
+
+    device: torch.device
+    device_memory: int | None = None
+    link_bandwidth: float | None = None
+    pin: bool = True
+    graphs: bool = True
+    trace: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from triforce_kernels.attention import partial_attention
 
-from offload.attend import causal_mask
-from offload.device import DeviceMemory
+from offload.dense import DenseKV
+from offload.device import DeviceMemory, put
 from offload.kv import KVShape
-from offload.weights import ResidentWeights
 
 from .acceptance import Draft, Rule
 from .config import ModelConfig
-from .laws import law
+from .laws import laws
 from .levels import Nothing, Text
 from .model import Model
 from .params import SamplingParams
+from .resident import Head, ResidentModel
 from .rope import Rope
 
 SINKS = 16
@@ -34,48 +33,27 @@ class WindowCache:
     Positions count inside the cache, so a model may draft for texts far longer than it was trained
     on. When it is full the oldest tokens after the sinks go, and the keys behind them are turned
     back to their new positions.
+
+    capacity: tokens that it takes
     """
 
     def __init__(self, shape: KVShape, rope: Rope, capacity: int, memory: DeviceMemory) -> None:
         """Raises DoesNotFitError."""
-        self.length = 0
+        self.kv = DenseKV(shape, capacity, memory, "drafter cache")
         self.capacity = capacity
         self.sinks = min(SINKS, capacity // 4)
         self._rope = rope
-        self._memory = memory
-        self._allocation = memory.allocate(
-            shape.token_bytes * shape.layers * capacity, "drafter cache"
-        )
-        self._kv = self._allocation.bytes.view(shape.dtype).view(
-            shape.layers, 2, shape.kv_heads, capacity, shape.head_dim
-        )
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """model.Cache.attend over the window; `length` does not change."""
-        heads, tokens, head_dim = query.shape
-        kv_heads = key.shape[0]
-        end = self.length + tokens
-        keys, values = self._kv[layer]
-        keys[:, self.length : end] = key
-        values[:, self.length : end] = value
-        rows = query.reshape(kv_heads, heads // kv_heads * tokens, head_dim)
-        mask = causal_mask(tokens, end, heads // kv_heads, query)
-        out = partial_attention(rows, keys[:, :end], values[:, :end], mask=mask).out
-        return out.view(heads, tokens, head_dim)
 
     def keep_recent(self, tokens: int) -> None:
         """Makes room: of the tokens after the sinks only the last `tokens` stay."""
-        end = self.sinks + tokens
-        rest = self._kv[:, :, :, self.length - tokens : self.length].clone()
-        self._kv[:, 0, :, self.sinks : end] = self._rope.turned_back(rest[:, 0], self.length - end)
-        self._kv[:, 1, :, self.sinks : end] = rest[:, 1]
-        self.length = end
+        length, end, rows = self.kv.end, self.sinks + tokens, self.kv.rows
+        rest = rows[:, :, :, length - tokens : length].clone()
+        rows[:, 0, :, self.sinks : end] = self._rope.turned_back(rest[:, 0], length - end)
+        rows[:, 1, :, self.sinks : end] = rest[:, 1]
+        self.kv.end = end
 
     def close(self) -> None:
-        self._memory.free(self._allocation)
-        del self._kv
+        self.kv.close()
 
 
 class SmallModelDrafter:
@@ -87,20 +65,16 @@ class SmallModelDrafter:
 
     def __init__(
         self,
-        model: Model,
-        weights: ResidentWeights,
+        model: ResidentModel,
         cache: WindowCache,
         vocab: int,
-        params: SamplingParams,
         rule: Rule,
         device: torch.device,
     ) -> None:
-        """vocab: of the model above, whose tokens are the same; either may be padded longer."""
+        """model: gives the laws of tokens over the cache, by `drafter_head`. vocab: theirs."""
         self._model = model
-        self._weights = weights
         self._cache = cache
         self._vocab = vocab
-        self._params = params
         self._rule = rule
         self._device = device
         self._fed: list[int] = []
@@ -111,20 +85,19 @@ class SmallModelDrafter:
         """At most `count` tokens with the small model's laws; -1 from a law that is no number."""
         count = min(count, (self._cache.capacity - self._cache.sinks) // 2)
         tokens: list[torch.Tensor] = []
-        laws: list[torch.Tensor] = []
+        drawn_from: list[torch.Tensor] = []
         feed = self._catch_up(text, count) if count else None
         for i in range(count):
-            hidden = self._model.forward(feed, self._cache.length, self._weights, self._cache)
-            self._cache.length += feed.shape[0]
-            laws.append(law(self._logits(hidden[-1:]), self._params))
-            tokens.append(self._rule.draw(laws[-1], len(text.tokens) + i))
+            drawn_from.append(self._model.run(feed, self._cache.kv.end, last=True))
+            self._cache.kv.end += feed.shape[0]
+            tokens.append(self._rule.draw(drawn_from[-1], len(text.tokens) + i))
             feed = tokens[-1].clamp(min=0)
         if not tokens:
             return Nothing(self._vocab, self._device).propose(text, count)
         drawn = torch.cat(tokens)
         # All but the last were fed. Read at the next call: the levels above wait for them anyway.
         self._drawn = drawn[:-1]
-        return Draft(drawn, torch.cat(laws))
+        return Draft(drawn, torch.cat(drawn_from))
 
     def _catch_up(self, text: Text, count: int) -> torch.Tensor:
         """Rolls back what does not hold, makes room, and gives what must be fed first."""
@@ -136,22 +109,30 @@ class SmallModelDrafter:
             held += 1
         held = min(held, limit)
         cache, new = self._cache, text.tokens[held:]
-        cache.length -= len(self._fed) - held
+        cache.kv.end -= len(self._fed) - held
         room = cache.capacity - cache.sinks - count
-        if not held or cache.length < cache.sinks or len(new) > max(1, room - WINDOW):
-            cache.length = 0
+        if not held or cache.kv.end < cache.sinks or len(new) > max(1, room - WINDOW):
+            cache.kv.end = 0
             recent = max(1, min(WINDOW, room))
             if len(text.tokens) > cache.sinks + recent:
                 new = text.tokens[: cache.sinks] + text.tokens[-recent:]
             else:
                 new = text.tokens
-        elif cache.length - cache.sinks + len(new) > room:
+        elif cache.kv.end - cache.sinks + len(new) > room:
             cache.keep_recent(min(WINDOW, room - len(new)))
         self._fed[held:] = text.tokens[held:]
         self._sure = text.committed
-        return torch.tensor(new, device=self._device)
+        return put(new, self._device)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._model.logits(hidden)
-        missing = self._vocab - logits.shape[-1]
-        return F.pad(logits, (0, max(0, missing)), value=float("-inf"))[..., : self._vocab]
+
+def drafter_head(model: Model, vocab: int, params: SamplingParams) -> Head:
+    """Laws over the vocabulary of the model above, whose tokens are the same; either may be padded
+    longer.
+    """
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        logits = model.logits(hidden)
+        missing = max(0, vocab - logits.shape[-1])
+        return laws(F.pad(logits, (0, missing), value=float("-inf"))[..., :vocab], params)
+
+    return head

@@ -11,6 +11,10 @@ _LAW_BYTES_PER_TOKEN_OF_VOCABULARY = 40
 """Scores, sorted values and order, softmax, cumulative sum, masks: see laws.law."""
 
 
+_GRAPH_LIBRARY_BYTES = 64 << 20
+"""A matrix library's workspace, which recording allocates anew, and the allocator's rounding."""
+
+
 def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -> int:
     """The prompt's hidden states, one layer's KV, and the temporaries of one chunk."""
     chunk = min(chunk, tokens)
@@ -57,6 +61,14 @@ def law_bytes(config: ModelConfig, rows: int) -> int:
     at_once = min(rows, LAW_ROWS)
     whole = rows * (config.vocab * 4 * (2 if rows == 1 else 5) + config.hidden * 4 * 2)
     return whole + at_once * config.vocab * _LAW_BYTES_PER_TOKEN_OF_VOCABULARY
+
+
+def graph_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
+    """What recorded forwards of up to `tokens` tokens keep: the temporaries of the largest, whose
+    memory the others share, and the outputs of all sizes.
+    """
+    temporaries = pass_bytes(config, tokens, itemsize) + law_bytes(config, tokens)
+    return temporaries + 2 * tokens * config.vocab * 4 + _GRAPH_LIBRARY_BYTES
 
 
 def workspace_bytes(

@@ -12,13 +12,15 @@ from helpers import VOCAB, random_ids
 from offload.device import DeviceMemory
 from offload.errors import UsageError
 from offload.kv import KVShape
+from offload.trace import NoTrace
 from offload.weights import ResidentWeights
 from triforce_core import Engine, SamplingParams
 from triforce_core.acceptance import Optimal
 from triforce_core.levels import Text
 from triforce_core.ngram import NGramDrafter
+from triforce_core.resident import ResidentModel
 from triforce_core.rope import rotate
-from triforce_core.small_model import SINKS, SmallModelDrafter, WindowCache
+from triforce_core.small_model import SINKS, SmallModelDrafter, WindowCache, drafter_head
 
 CPU = torch.device("cpu")
 
@@ -95,15 +97,18 @@ def small(tiny):
 
         def make(capacity: int, temperature: float = 0.0) -> SmallModelDrafter:
             cache = WindowCache(small_model.shape, small_model.model.rope, capacity, memory)
-            return SmallModelDrafter(
+            params = SamplingParams(temperature=temperature)
+            resident = ResidentModel(
                 small_model.model,
                 ResidentWeights(small_model.store),
-                cache,
-                VOCAB,
-                SamplingParams(temperature=temperature),
-                Optimal(torch.Generator().manual_seed(0)),
-                CPU,
+                cache.kv,
+                drafter_head(small_model.model, VOCAB, params),
+                None,
+                NoTrace(),
+                "drafter",
             )
+            rule = Optimal(torch.Generator().manual_seed(0))
+            return SmallModelDrafter(resident, cache, VOCAB, rule, CPU)
 
         yield make, twin
 
@@ -146,8 +151,8 @@ def test_the_window_slides_and_positions_stay_inside(small) -> None:
     for step in range(60):
         draft = drafter.propose(text, 4)
         assert len(draft.tokens) == 4
-        assert cache.length <= cache.capacity
-        assert cache.length >= min(SINKS, cache.sinks)
+        assert cache.kv.end <= cache.capacity
+        assert cache.kv.end >= min(SINKS, cache.sinks)
         text.commit(draft.tokens.tolist()[: step % 5] + random_ids(1, step))
 
 
@@ -162,16 +167,16 @@ def test_keys_turned_back_are_keys_of_the_new_positions(tiny) -> None:
         cache = WindowCache(shape, rope, 64, memory)
         torch.manual_seed(0)
         raw = torch.randn(shape.kv_heads, 40, shape.head_dim)
-        cache._kv[0, 0, :, :40] = rotate(raw, *rope.cos_sin(0, 40, raw))
-        cache._kv[0, 1, :, :40] = raw
-        cache.length = 40
+        cache.kv.rows[0, 0, :, :40] = rotate(raw, *rope.cos_sin(0, 40, raw))
+        cache.kv.rows[0, 1, :, :40] = raw
+        cache.kv.end = 40
         cache.keep_recent(10)
         kept = torch.cat((raw[:, : cache.sinks], raw[:, 30:]), 1)
-        assert cache.length == cache.sinks + 10
-        turned = cache._kv[0, 0, :, : cache.length]
-        expected = rotate(kept, *rope.cos_sin(0, cache.length, kept))
+        assert cache.kv.end == cache.sinks + 10
+        turned = cache.kv.rows[0, 0, :, : cache.kv.end]
+        expected = rotate(kept, *rope.cos_sin(0, cache.kv.end, kept))
         torch.testing.assert_close(turned, expected, atol=1e-5, rtol=1e-5)
-        assert torch.equal(cache._kv[0, 1, :, : cache.length], kept)
+        assert torch.equal(cache.kv.rows[0, 1, :, : cache.kv.end], kept)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3", "llama3-rope"])

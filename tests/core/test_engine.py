@@ -12,6 +12,7 @@ from helpers import BLOCK, PLACEMENTS, random_ids
 
 from offload.emulated import EmulatedLink
 from offload.errors import DoesNotFitError, LinkError, UsageError
+from offload.host import HostMemory
 from triforce_core import Engine, SamplingParams
 
 
@@ -248,15 +249,15 @@ def test_a_failed_copy_ends_the_request_and_not_the_engine(speaking, monkeypatch
     class Failing(EmulatedLink):
         copies, fails_at = 0, None
 
-        def to_device(self, device, host, after):
+        def to_device(self, device, host, after, what=None):
             Failing.copies += 1
-            event = super().to_device(device, host, after)
+            event = super().to_device(device, host, after, what)
             if Failing.copies == Failing.fails_at:
                 self.wait(event)
                 event.error = OSError("planted")
             return event
 
-    monkeypatch.setattr("triforce_core.loading.open_link", lambda *_: Failing())
+    monkeypatch.setattr("triforce_core.loading.open_link", lambda _: (Failing(), HostMemory()))
     params = SamplingParams(max_new_tokens=30, temperature=0)
     prompt = random_ids(60)
     with make(speaking, placement=PLACEMENTS["both"]) as engine:

@@ -300,19 +300,20 @@ def test_a_failed_copy_of_a_chunk_is_an_error_and_the_next_request_is_right(
 ) -> None:
     path, _ = tiny("llama")
     from offload.emulated import EmulatedLink
+    from offload.host import HostMemory
 
     fails = {"at": None, "copies": 0}
 
     class Failing(EmulatedLink):
-        def to_device(self, device, host, after):
-            event = super().to_device(device, host, after)
+        def to_device(self, device, host, after, what=None):
+            event = super().to_device(device, host, after, what)
             fails["copies"] += 1
             if fails["copies"] == fails["at"]:
                 self.wait(event)
                 event.error = OSError("planted")
             return event
 
-    monkeypatch.setattr("triforce_core.loading.open_link", lambda *_: Failing())
+    monkeypatch.setattr("triforce_core.loading.open_link", lambda _: (Failing(), HostMemory()))
     prompt = random_ids(PROMPT)
     with engine(path, draft="none", draft_tokens=4, budget=16) as ours:
         memory = ours._runtime.memory

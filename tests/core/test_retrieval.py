@@ -55,12 +55,12 @@ def check(cache: RetrievalCache) -> None:
             if filled:
                 assert {0, chunks - 1} <= set(chosen) or filled == 1
             for slot, chunk in enumerate(chosen):
-                held = cache._kv[layer, :, head, slot * CHUNK : (slot + 1) * CHUNK]
+                held = cache.kv.rows[layer, :, head, slot * CHUNK : (slot + 1) * CHUNK]
                 expected = kv[:, head, chunk * CHUNK : (chunk + 1) * CHUNK]
                 assert torch.equal(held, expected)
         start = filled * CHUNK
         assert torch.equal(
-            cache._kv[layer, :, :, start : start + rest], kv[:, :, store.length - rest :]
+            cache.kv.rows[layer, :, :, start : start + rest], kv[:, :, store.length - rest :]
         )
     assert cache.length == store.length
 

@@ -42,10 +42,14 @@ class SimulatedLink:
             name: deque() for name in ("compute", "in", "out")
         }
 
-    def to_device(self, device: torch.Tensor, host: torch.Tensor, after: Sequence[Event]) -> Event:
+    def to_device(
+        self, device: torch.Tensor, host: torch.Tensor, after: Sequence[Event], what=None
+    ) -> Event:
         return self._copy("in", device, host, after)
 
-    def to_host(self, host: torch.Tensor, device: torch.Tensor, after: Sequence[Event]) -> Event:
+    def to_host(
+        self, host: torch.Tensor, device: torch.Tensor, after: Sequence[Event], what=None
+    ) -> Event:
         return self._copy("out", host, device, after)
 
     def record(self) -> Event:
@@ -112,14 +116,14 @@ class NoWaitForCopy(SimulatedLink):
 class NoWaitForFirst(SimulatedLink):
     """Drops the first event of `after`: that of the slot's last reader, where it has one."""
 
-    def to_device(self, device, host, after):
+    def to_device(self, device, host, after, what=None):
         return super().to_device(device, host, after[1:])
 
 
 class NoWaitForSource(SimulatedLink):
     """Drops the last event of `after`: that of the source's own writing, where it has one."""
 
-    def to_device(self, device, host, after):
+    def to_device(self, device, host, after, what=None):
         return super().to_device(device, host, after[:-1])
 
 

@@ -12,7 +12,7 @@ from offload.attend import KVPass, PrefillPass
 from offload.conveyor import Conveyor
 from offload.device import DeviceMemory
 from offload.errors import DoesNotFitError, LinkError
-from offload.host import HostBlocks
+from offload.host import HostBlocks, HostMemory
 from offload.kv import RING, KVShape, KVStore
 from offload.link import LinkCounters
 
@@ -47,11 +47,13 @@ class LateLink:
     def __init__(self) -> None:
         self._copies: list[LateLink.Copy] = []
 
-    def to_device(self, device: torch.Tensor, host: torch.Tensor, after: Sequence) -> Copy:
+    def to_device(
+        self, device: torch.Tensor, host: torch.Tensor, after: Sequence, what=None
+    ) -> Copy:
         device.fill_(255)
         return self._add(device, host, after)
 
-    def to_host(self, host: torch.Tensor, device: torch.Tensor, after: Sequence) -> Copy:
+    def to_host(self, host: torch.Tensor, device: torch.Tensor, after: Sequence, what=None) -> Copy:
         host.fill_(255)
         return self._add(host, device, after)
 
@@ -85,7 +87,7 @@ def make_store(
     def buffers(count: int) -> list[torch.Tensor]:
         return [torch.zeros(SHAPE.block_bytes, dtype=torch.uint8) for _ in range(count)]
 
-    blocks = HostBlocks(SHAPE.block_bytes, pin=False)
+    blocks = HostBlocks(SHAPE.block_bytes, HostMemory())
     store = KVStore(SHAPE, MAX_PASS, resident, memory, blocks, link, buffers(staging))
     return store, Conveyor(link, {RING: buffers(slots)})
 
@@ -155,15 +157,15 @@ class NoWaitForStaging(LateLink):
         if event.parts[0].data_ptr() not in self.hosts:
             super().wait(event)
 
-    def to_host(self, host, device, after):
+    def to_host(self, host, device, after, what=None):
         self.hosts = getattr(self, "hosts", set()) | {host.data_ptr()}
-        return super().to_host(host, device, after)
+        return super().to_host(host, device, after, what)
 
 
 class NoWaitForWritten(LateLink):
     """A block is brought back before it has arrived on the host."""
 
-    def to_device(self, device, host, after):
+    def to_device(self, device, host, after, what=None):
         return super().to_device(device, host, ())
 
 
@@ -224,7 +226,7 @@ def test_passes_over_one_store_attend_as_one_prefill_would() -> None:
 
 def test_a_store_gives_everything_back() -> None:
     memory = DeviceMemory(torch.device("cpu"), 1 << 20)
-    blocks = HostBlocks(SHAPE.block_bytes, pin=False)
+    blocks = HostBlocks(SHAPE.block_bytes, HostMemory())
     for _ in range(3):
         store = KVStore(
             SHAPE,
@@ -250,7 +252,7 @@ def test_a_store_gives_everything_back_when_the_link_has_failed() -> None:
             raise LinkError("planted")
 
     memory = DeviceMemory(torch.device("cpu"), 1 << 20)
-    blocks = HostBlocks(SHAPE.block_bytes, pin=False)
+    blocks = HostBlocks(SHAPE.block_bytes, HostMemory())
     staging = [torch.zeros(SHAPE.block_bytes, dtype=torch.uint8)]
     for _ in range(2):
         store = KVStore(SHAPE, MAX_PASS, (1, 0), memory, blocks, Broken(), staging)

@@ -1,0 +1,100 @@
+"""Recorded forwards: equal to eager ones, whatever was fed before, and exact in the hierarchy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import BLOCK, FAMILIES, PLACEMENTS, random_ids
+from recorder import ReplayRecorder
+from test_greedy import greedy
+
+from offload.dense import DenseKV
+from offload.device import DeviceMemory
+from offload.trace import NoTrace
+from offload.weights import ResidentWeights
+from triforce_core import Engine, SamplingParams
+from triforce_core.laws import laws
+from triforce_core.resident import ResidentModel, padded
+
+CPU = torch.device("cpu")
+SAMPLED = SamplingParams(temperature=0.8, top_p=1)  # a nucleus has an edge: rounding decides
+
+
+def test_sizes_are_powers_of_two() -> None:
+    assert [padded(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 32)] == [1, 2, 4, 4, 8, 8, 16, 32, 32]
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "dynamic-rope"])
+def test_recorded_forwards_equal_eager_ones(tiny, family: str) -> None:
+    """Feeding, keeping and rolling back by random lengths."""
+    path, _ = tiny(family)
+    recorder = ReplayRecorder()
+    generator = torch.Generator().manual_seed(0)
+    options = {"device": "cpu", "max_context": 200, "method": "autoregressive"}
+    with Engine.from_pretrained(path, **options) as engine, torch.inference_mode():
+        memory = DeviceMemory(CPU, None)
+        shape = engine._runtime.demand.kv
+        both = []
+        for how in (None, recorder):
+            kv = DenseKV(shape, 150, memory, "test")
+            model = ResidentModel(
+                engine._model,
+                ResidentWeights(engine._runtime.weights),
+                kv,
+                lambda hidden: laws(engine._model.logits(hidden), SAMPLED),
+                how,
+                NoTrace(),
+                "test",
+            )
+            both.append((model, kv))
+        while both[0][1].end < 110:
+            count = int(2 ** (5.1 * torch.rand((), generator=generator)))
+            kept = int(torch.randint(min(count, 3) + 1, (), generator=generator))
+            tokens = torch.tensor(random_ids(count, int(both[0][1].end)))
+            eager, recorded = (model.run(tokens, kv.end + 7) for model, kv in both)
+            assert recorded.shape == eager.shape == (count, engine.config.vocab)
+            torch.testing.assert_close(recorded, eager, rtol=0, atol=2e-5)
+            last = both[1][0].run(tokens, both[1][1].end + 7, last=True)
+            torch.testing.assert_close(last, eager[-1:], rtol=0, atol=2e-5)
+            for _, kv in both:
+                kv.end += kept
+        rows = [kv.rows[:, :, :, : kv.end] for _, kv in both]
+        torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-4)
+    assert recorder.recorded == 6
+    assert recorder.replayed > 50
+
+
+def test_what_the_host_computes_is_not_recorded(tiny) -> None:
+    """Dynamic rope, and an embedding in host memory."""
+    path, _ = tiny("dynamic-rope")
+    with Engine.from_pretrained(path, device="cpu", max_context=60) as engine:
+        assert not engine._model.recordable
+    path, _ = tiny("llama")
+    with Engine.from_pretrained(path, device="cpu", max_context=60) as engine:
+        assert engine._model.recordable
+
+
+@pytest.mark.parametrize("draft", ["ngram", "none", "{self}", "{other}"])
+def test_the_hierarchy_over_recorded_forwards_changes_no_text(tiny, draft: str) -> None:
+    """Many passes, refreshes and requests; at temperature 0, and coupled at 0.8."""
+    path, _ = tiny("llama")
+    other, _ = tiny("qwen3")
+    prompt = random_ids(38, 6) * 2
+    options = {"device": "cpu", "max_context": 200, "block_tokens": BLOCK, "accept": "coupled"}
+    requests = (greedy(60), SamplingParams(60, temperature=0.8, top_p=0.9, seed=4))
+    with Engine.from_pretrained(path, method="autoregressive", **options) as engine:
+        expected = [engine.generate(prompt, params).token_ids for params in requests]
+    with Engine.from_pretrained(
+        path,
+        draft={"{self}": path, "{other}": other}.get(draft, draft),
+        budget=48,
+        draft_tokens=9,
+        inner_draft_tokens=4,
+        placement=PLACEMENTS["kv"],
+        **options,
+    ) as engine:
+        recorder = engine._drafting._recorder = ReplayRecorder()
+        assert [engine.generate(prompt, params).token_ids for params in requests] == expected
+        assert engine.generate(prompt, requests[0]).token_ids == expected[0]
+    assert recorder.replayed > 20
+    assert recorder.recorded >= 3, "each request has a cache of its own"

@@ -1,0 +1,120 @@
+"""A model that is wholly on the device: its forwards over a few tokens, recorded where they can be.
+
+What drafts runs many short forwards, and on a GPU launching their kernels one by one takes longer
+than running them. So a forward of each size is recorded as a CUDA graph when it has been used a few
+times, and replayed from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from offload.dense import DenseKV
+from offload.graphs import Recorder, Run
+from offload.trace import Tracer
+from offload.weights import ResidentWeights
+
+from .model import Model
+
+LONGEST = 32
+"""Tokens of the longest forward that is recorded. Shorter ones are padded to a power of two."""
+_USES_BEFORE = 2
+"""Of a size, run as they will be recorded: libraries set themselves up at their first use."""
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""From hidden states [n, hidden] to what is wanted of them, [n, vocab]."""
+
+
+def padded(tokens: int) -> int:
+    """The size of the recorded forward that takes `tokens` tokens."""
+    return 1 << (tokens - 1).bit_length()
+
+
+class ResidentModel:
+    """Forwards of a model over a DenseKV.
+
+    Eager and recorded forwards compute the same, up to rounding.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: ResidentWeights,
+        kv: DenseKV,
+        head: Head,
+        recorder: Recorder | None,
+        trace: Tracer,
+        name: str,
+    ) -> None:
+        """recorder: None to run everything eagerly. name: what a trace calls its forwards."""
+        self._model = model
+        self._weights = weights
+        self._kv = kv
+        self._head = head
+        self._recorder = recorder if model.recordable else None
+        self._trace = trace
+        self._name = name
+        self._forwards: dict[int, _Recorded] = {}
+
+    def run(self, tokens: torch.Tensor, position: int, *, last: bool = False) -> torch.Tensor:
+        """Feeds tokens [n], the first at `position`, behind the end of the KV; its end stays.
+
+        Returns the head's result for each of them, [n, vocab], or of the last alone, [1, vocab].
+        """
+        with self._trace.compute(self._name, tokens=tokens.shape[0]):
+            return self._run(tokens, position, last)
+
+    def _run(self, tokens: torch.Tensor, position: int, last: bool) -> torch.Tensor:
+        count = tokens.shape[0]
+        size = padded(count)
+        if self._recorder and size <= LONGEST and self._kv.end + size <= self._kv.capacity:
+            if size not in self._forwards:
+                self._forwards[size] = _Recorded(
+                    self._model, self._weights, self._kv, self._head, size, tokens.device
+                )
+            out = self._forwards[size].run(tokens, position, self._recorder)[:count]
+            return out[-1:] if last else out
+        hidden = self._model.forward(tokens, position, self._weights, self._kv)
+        return self._head(hidden[-1:] if last else hidden)
+
+
+class _Recorded:
+    """A forward of exactly `size` tokens, whose inputs lie at fixed addresses.
+
+    Tokens that pad it follow the real ones, which therefore do not see them; what they leave in the
+    KV lies behind its end.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: ResidentWeights,
+        kv: DenseKV,
+        head: Head,
+        size: int,
+        device: torch.device,
+    ) -> None:
+        self._kv = kv
+        self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self._position = torch.zeros(1, dtype=torch.int64, device=device)
+        self._end = torch.zeros(1, dtype=torch.int64, device=device)
+        self._uses = 0
+
+        def forward() -> torch.Tensor:
+            cache = kv.fixed(self._end, size)
+            return head(model.forward(self._tokens, self._position, weights, cache))
+
+        self._forward: Run = forward
+
+    def run(self, tokens: torch.Tensor, position: int, recorder: Recorder) -> torch.Tensor:
+        """[size, vocab], a tensor of the caller's own."""
+        self._tokens[: tokens.shape[0]] = tokens
+        self._position.fill_(position)
+        self._end.fill_(self._kv.end)
+        if self._uses == _USES_BEFORE:
+            self._forward = recorder.record(self._forward)
+        self._uses += 1
+        # The next replay writes over it.
+        return self._forward().clone()
