@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import resource
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import psutil
+import torch
 
 from .host import available_host_bytes
 
@@ -59,6 +63,20 @@ def probe() -> Machine:
         platform=platform.platform(),
         packages={name: _version(name) for name in _PACKAGES},
     )
+
+
+def summary() -> dict[str, Any]:
+    """What figures are said with: processor, cores that torch uses, and the GPU if there is one."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"processor": _processor(), "threads": torch.get_num_threads(), "gpu": gpu}
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import shlex
 import sys
 from datetime import UTC, datetime
@@ -11,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
+from offload.hardware import summary
 
 DIRECTORY = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -24,22 +23,9 @@ def write_result(name: str, figures: dict[str, Any]) -> Path:
     record = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join(["python", *arguments]),
-        "hardware": hardware(),
+        "hardware": summary(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
         **figures,
     }
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
-
-
-def hardware() -> dict[str, Any]:
-    """Processor, cores torch uses, and the GPU if there is one."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"processor": _processor(), "threads": torch.get_num_threads(), "gpu": gpu}
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Lint and tests. Arguments go to pytest.
+# Lint and tests, a process a core (four at most). Arguments go to pytest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 use_venv "[test]"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
+# Tiny models gain nothing from threads, and threads of several processes wait for one another.
+export OMP_NUM_THREADS=1
 # Not `python -m pytest`, which would put this folder, and kernels/ in it, on the import path.
-exec .venv/bin/pytest "$@"
+exec .venv/bin/pytest -n auto --maxprocesses 4 --dist worksteal "$@"

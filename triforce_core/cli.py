@@ -50,6 +50,12 @@ def _env(args: argparse.Namespace) -> int:
     return 0
 
 
+def _bench(args: argparse.Namespace) -> int:
+    from .bench_command import bench
+
+    return bench(args)
+
+
 def _prompt(args: argparse.Namespace) -> str:
     """The prompt from its one source. Raises UsageError."""
     if args.prompt is not None:
@@ -145,6 +151,56 @@ def _parser() -> argparse.ArgumentParser:
         choices=["optimal", "coupled"],
         help="coupled: a seed's text is the same whatever drafts it",
     )
+    _machine_options(generate)
+    add("--trace", metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
+    add("--stats", metavar="FILE", help="write figures of the run as JSON")
+    add("--quiet", action="store_true", help="no progress and no table")
+    add(
+        "--color-levels",
+        action="store_true",
+        help="colour the text by where it came from: accepted draft, correction, bonus",
+    )
+
+    bench = commands.add_parser(
+        "bench",
+        parents=[common],
+        help="time the parts of a request, with random weights of any shape",
+        formatter_class=_Help,
+    )
+    bench.set_defaults(run=_bench)
+    add = bench.add_argument
+    add(
+        "--shape",
+        default="smollm2-135m",
+        metavar="SHAPE|FILE",
+        help="llama2-7b, llama3.1-8b, qwen2.5-32b, smollm2-135m, llama-68m, or a config.json",
+    )
+    add("--draft-shape", default="llama-68m", metavar="SHAPE|FILE|none", help="of the drafter")
+    add("--context", type=int, default=4096, metavar="N", help="tokens in the KV cache")
+    add(
+        "--tests",
+        default="all",
+        metavar="NAME,...",
+        help="of link, pass, retrieval, drafter, prefill, decode",
+    )
+    add("--repeats", type=int, default=5, metavar="N", help="runs of each, of which the median")
+    add("--draft-tokens", type=int, default=24, metavar="N", help="verified by a pass")
+    add(
+        "--budget",
+        type=int,
+        metavar="TOKENS",
+        help="of the retrieval cache (default: 4096 or less)",
+    )
+    add("--output", default="md", choices=["md", "json"], help="form of the result")
+    _machine_options(bench)
+
+    env = commands.add_parser("env", parents=[common], help="show what was found on this machine")
+    env.set_defaults(run=_env)
+    return parser
+
+
+def _machine_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--device", metavar="DEVICE", help="cuda:0 or cpu (default: a GPU if there is one)")
     add("--device-memory", metavar="SIZE", help="budget, e.g. 22GiB (default: what is free)")
     add(
@@ -160,18 +216,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--no-pin", action="store_true", help="leave host memory pageable: slower, never capped")
     add("--no-graphs", action="store_true", help="launch what drafts kernel by kernel (CUDA)")
-    add("--trace", metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
-    add("--stats", metavar="FILE", help="write figures of the run as JSON")
-    add("--quiet", action="store_true", help="no progress and no table")
-    add(
-        "--color-levels",
-        action="store_true",
-        help="colour the text by where it came from: accepted draft, correction, bonus",
-    )
-
-    env = commands.add_parser("env", parents=[common], help="show what was found on this machine")
-    env.set_defaults(run=_env)
-    return parser
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):

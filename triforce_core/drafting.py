@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from offload.device import DeviceMemory
 from offload.gather import ChunkReader, reader_bytes
 from offload.graphs import Recorder
 from offload.kv import KVShape
 from offload.runtime import Runtime, Session
 from offload.scores import ChunkScores
-from offload.trace import Tracer
 from offload.weights import ResidentWeights, WeightStore
 
 from .acceptance import Rule, make_rule
@@ -132,35 +130,12 @@ class Drafting:
             if not self.settings.drafts:
                 yield session, Autoregressive(model, session, params, rule)
                 return
-            proposer = self._drafter(model, memory, params, rule, runtime.trace, stack)
+            proposer = self.drafter(model, runtime, params, rule, stack)
             cache = None
             if scores:
-                chunk = self.settings.chunk_size
-                budget = fitting_budget(self.budget, chunk, context)
-                buffer = runtime.host_buffer(reader_bytes(shape, budget))
-                reader = ChunkReader(session.kv, runtime.link, memory, chunk, buffer)
-                stack.callback(reader.close)
-                cache = RetrievalCache(
-                    session.kv,
-                    reader,
-                    memory,
-                    scores,
-                    self.settings.retrieval,
-                    budget,
-                    chunk,
-                    self.settings.max_draft_tokens,
+                verifier, cache = self.retrieval_model(
+                    model, runtime, session, scores, params, context, stack
                 )
-                stack.callback(cache.close)
-                retrieval = ResidentModel(
-                    model,
-                    ResidentWeights(runtime.weights),
-                    cache.kv,
-                    lambda hidden: laws(model.logits(hidden), params),
-                    self._recorder,
-                    runtime.trace,
-                    "retrieval model",
-                )
-                verifier = RetrievalModel(retrieval, cache, memory.device)
                 nothing = Nothing(model.config.vocab, memory.device)
                 proposer = Middle(
                     proposer, verifier, rule, self._inner, self._outer, nothing, stops
@@ -178,22 +153,17 @@ class Drafting:
             )
             yield session, decoder
 
-    def _drafter(
-        self,
-        model: Model,
-        memory: DeviceMemory,
-        params: SamplingParams,
-        rule: Rule,
-        trace: Tracer,
-        stack: ExitStack,
+    def drafter(
+        self, model: Model, runtime: Runtime, params: SamplingParams, rule: Rule, stack: ExitStack
     ) -> Proposer:
-        vocab, device = model.config.vocab, memory.device
+        """The lowest level. What it holds goes with the stack. Raises DoesNotFitError."""
+        vocab, device = model.config.vocab, runtime.memory.device
         if str(self.settings.draft) == "none":
             return Nothing(vocab, device)
         if self._small is None:
             return NGramDrafter(vocab, device)
         small = self._small
-        cache = WindowCache(small.shape, small.model.rope, small.capacity, memory)
+        cache = WindowCache(small.shape, small.model.rope, small.capacity, runtime.memory)
         stack.callback(cache.close)
         resident = ResidentModel(
             small.model,
@@ -201,10 +171,52 @@ class Drafting:
             cache.kv,
             drafter_head(small.model, vocab, params),
             self._recorder,
-            trace,
+            runtime.trace,
             "drafter",
         )
         return SmallModelDrafter(resident, cache, vocab, rule, device)
+
+    def retrieval_model(
+        self,
+        model: Model,
+        runtime: Runtime,
+        session: Session,
+        scores: ChunkScores,
+        params: SamplingParams,
+        context: int,
+        stack: ExitStack,
+    ) -> tuple[RetrievalModel, RetrievalCache]:
+        """The middle level, which needs a budget. What it holds goes with the stack.
+
+        scores: what passes of the session collect; context: tokens of the longest text.
+        Raises DoesNotFitError.
+        """
+        memory, settings = runtime.memory, self.settings
+        budget = fitting_budget(self.budget, settings.chunk_size, context)
+        buffer = runtime.host_buffer(reader_bytes(session.kv.shape, budget))
+        reader = ChunkReader(session.kv, runtime.link, memory, settings.chunk_size, buffer)
+        stack.callback(reader.close)
+        cache = RetrievalCache(
+            session.kv,
+            reader,
+            memory,
+            scores,
+            settings.retrieval,
+            budget,
+            settings.chunk_size,
+            settings.max_draft_tokens,
+        )
+        stack.callback(cache.close)
+        resident = ResidentModel(
+            model,
+            ResidentWeights(runtime.weights),
+            cache.kv,
+            lambda hidden: laws(model.logits(hidden), params),
+            self._recorder,
+            runtime.trace,
+            "retrieval model",
+        )
+        return RetrievalModel(resident, cache, memory.device), cache
 
 
 def _length(

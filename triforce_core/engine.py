@@ -124,13 +124,13 @@ class Engine:
             raise UsageError(f"block_tokens must be a power of two, got {block_tokens}")
         if trace is not None:
             check_writable(Path(trace))
-        machine = MachineSettings(
-            open_device(device),
-            None if device_memory is None else parse_bytes(device_memory),
-            None if link_bandwidth is None else parse_bandwidth(link_bandwidth),
-            pin,
-            cuda_graphs,
-            trace is not None,
+        machine = machine_settings(
+            device,
+            device_memory,
+            link_bandwidth,
+            pin=pin,
+            graphs=cuda_graphs,
+            trace=trace is not None,
         )
         progress = progress or (lambda *_: None)
         with ExitStack() as files:
@@ -338,6 +338,21 @@ class Engine:
         self._progress("prefill", layer + 1, self.config.layers)
         if self._interrupted.is_set():
             raise _Interrupted
+
+
+def machine_settings(
+    device: str | torch.device | None,
+    device_memory: str | int | None,
+    link_bandwidth: str | float | None,
+    **switches: bool,
+) -> MachineSettings:
+    """As a user says it: "cuda:0", "22GiB", "25GB/s". Raises UsageError."""
+    return MachineSettings(
+        open_device(device),
+        None if device_memory is None else parse_bytes(device_memory),
+        None if link_bandwidth is None else parse_bandwidth(link_bandwidth),
+        **switches,
+    )
 
 
 def check_drafter(checkpoint: Checkpoint, tokenizer: Tokenizer | None, drafter: Checkpoint) -> None:

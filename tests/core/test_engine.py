@@ -10,9 +10,7 @@ import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
 
-from offload.emulated import EmulatedLink
-from offload.errors import DoesNotFitError, LinkError, UsageError
-from offload.host import HostMemory
+from offload.errors import DoesNotFitError, UsageError
 from triforce_core import Engine, SamplingParams
 
 
@@ -240,36 +238,6 @@ def test_an_interrupt_during_prefill_ends_between_layers(speaking) -> None:
     engine._progress = lambda *_: None
     assert len(engine.generate("Hello", SamplingParams(max_new_tokens=5)).token_ids) == 5
     engine.close()
-
-
-@pytest.mark.parametrize("kth", [1, 2, 7, 25, 60])
-def test_a_failed_copy_ends_the_request_and_not_the_engine(speaking, monkeypatch, kth) -> None:
-    """F2: a typed error, no token after it, and the next request is right."""
-
-    class Failing(EmulatedLink):
-        copies, fails_at = 0, None
-
-        def to_device(self, device, host, after, what=None):
-            Failing.copies += 1
-            event = super().to_device(device, host, after, what)
-            if Failing.copies == Failing.fails_at:
-                self.wait(event)
-                event.error = OSError("planted")
-            return event
-
-    monkeypatch.setattr("triforce_core.loading.open_link", lambda _: (Failing(), HostMemory()))
-    params = SamplingParams(max_new_tokens=30, temperature=0)
-    prompt = random_ids(60)
-    with make(speaking, placement=PLACEMENTS["both"]) as engine:
-        expected = engine.generate(prompt, params).token_ids
-        Failing.copies, Failing.fails_at = 0, kth
-        with pytest.raises(LinkError, match="planted"):
-            engine.generate(prompt, params)
-        Failing.fails_at = None
-        assert engine.generate(prompt, params).token_ids == expected
-        assert engine._runtime.memory.by_purpose().keys() == {
-            *("head", "embedding", "weight slots", "KV slots", "staging slots")
-        } - ({"embedding"} if not engine._runtime.placement.embedding_resident else set())
 
 
 def test_engines_leave_no_threads_behind(speaking) -> None:

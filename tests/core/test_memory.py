@@ -11,6 +11,15 @@ from offload.errors import DoesNotFitError
 from triforce_core import Engine, SamplingParams
 
 
+@pytest.fixture(autouse=True)
+def two_threads():
+    """What the CPU's attention allocates depends on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 def allocated_peak(run) -> int:
     """Most bytes that torch's CPU allocator handed out at once while `run` ran.
 

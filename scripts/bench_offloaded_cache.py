@@ -1,0 +1,86 @@
+"""Seconds per token of transformers with its cache in host memory, for `triforce bench` to beat.
+
+The same shapes with random weights and a random KV cache, decoded one token at a time over
+`DynamicCache(offloading=True)`, which is what `cache_implementation="offloaded"` makes. Needs CUDA.
+
+    python scripts/bench_offloaded_cache.py --shape llama2-7b --context 131072 [--memory-gb 24]
+
+Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from offload.hardware import summary
+from triforce_core.shapes import SHAPES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="llama2-7b", choices=SHAPES)
+    parser.add_argument("--context", type=int, default=131072)
+    parser.add_argument("--tokens", type=int, default=3, help="decoded after one that warms up")
+    parser.add_argument("--memory-gb", type=float, default=24, help="cap of the GPU's memory")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(3, "no CUDA GPU: transformers' offloaded cache needs one\n")
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gb * 1e9 / total))
+    try:
+        seconds = measure(args)
+        figures = {"median_seconds_per_token": statistics.median(seconds), "seconds": seconds}
+    except torch.OutOfMemoryError as error:
+        figures = {"error": f"out of memory: {str(error).splitlines()[0]}"}
+    print(
+        json.dumps(
+            {
+                "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+                "hardware": summary(),
+                "versions": {name: version(name) for name in ("torch", "transformers")},
+                "shape": args.shape,
+                "context": args.context,
+                "memory_gb": args.memory_gb,
+                **figures,
+            },
+            indent=2,
+        )
+    )
+
+
+@torch.inference_mode()
+def measure(args: argparse.Namespace) -> list[float]:
+    """Seconds of each token."""
+    config = AutoConfig.for_model(**SHAPES[args.shape])
+    config.dtype = torch.float16
+    torch.set_default_dtype(torch.float16)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config).eval()
+    cache = DynamicCache(config=config, offloading=True)
+    head_dim = config.hidden_size // config.num_attention_heads
+    size = (1, config.num_key_value_heads, args.context, head_dim)
+    keys, values = (torch.randn(size, device="cuda") for _ in range(2))
+    for layer in range(config.num_hidden_layers):
+        cache.update(keys, values, layer)
+    del keys, values
+    token = torch.tensor([[1]], device="cuda")
+    seconds = []
+    for _ in range(args.tokens + 1):
+        began = time.perf_counter()
+        logits = model(token, past_key_values=cache, use_cache=True).logits
+        token = logits[:, -1:].argmax(-1)
+        token.item()
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]
+
+
+if __name__ == "__main__":
+    main()

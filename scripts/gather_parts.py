@@ -1,0 +1,46 @@
+"""Joins what the parts of gpu_check.sh printed: gather_parts.py PARTS RESULT.json MEMORY."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from offload.hardware import summary
+
+
+def main() -> None:
+    parts, result, memory = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    record: dict[str, Any] = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": f"bash scripts/gpu_check.sh (device memory {memory})",
+        "hardware": summary(),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "parts": {},
+    }
+    for code in sorted(parts.glob("*.code")):
+        exit_code, seconds = map(int, code.read_text().split())
+        output = code.with_suffix(".out").read_text()
+        record["parts"][code.stem] = {
+            "exit_code": exit_code,
+            "seconds": seconds,
+            "output": _parsed(output),
+        }
+    result.parent.mkdir(parents=True, exist_ok=True)
+    result.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"written to {result}")
+
+
+def _parsed(output: str) -> Any:
+    """JSON if it is any, else the end of the text."""
+    try:
+        return json.loads(output)
+    except ValueError:
+        return output.splitlines()[-30:]
+
+
+if __name__ == "__main__":
+    main()

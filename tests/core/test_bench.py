@@ -1,0 +1,162 @@
+"""`triforce bench`: every test gives its figure, floors are true, shapes are the models'."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from triforce_core.bench import TESTS, prefill_flops
+from triforce_core.cli import main
+from triforce_core.config import from_hf
+from triforce_core.model import layer_shapes
+from triforce_core.shapes import SHAPES, RandomCheckpoint, read_shape
+
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+}
+PER_TOKEN = 2 * 2 * 16 * 4  # bytes of keys and values in a layer
+
+
+@pytest.fixture
+def tiny_shape(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(TINY))
+    return file
+
+
+def run(capsys, shape, *options: str) -> tuple[int, str, str]:
+    arguments = ["bench", "--device", "cpu", "--shape", str(shape), "--draft-shape", str(shape)]
+    code = main([*arguments, "--context", "200", "--repeats", "2", "--draft-tokens", "3", *options])
+    return code, *capsys.readouterr()
+
+
+def test_every_test_gives_its_figure(capsys, tiny_shape) -> None:
+    code, out, err = run(capsys, tiny_shape, "--output", "json")
+    result = json.loads(out)
+    assert code == 0
+    rows = result["rows"]
+    assert list(dict.fromkeys(row["test"] for row in rows)) == list(TESTS)
+    for row in rows:
+        assert 0 < min(row["seconds"]) <= row["median_seconds"] <= max(row["seconds"])
+        assert row["rate"] > 0
+        assert len(row["seconds"]) >= 2
+        assert f"{row['test']}: {row['what']}" in err
+    assert result["weights"] == "random"
+    assert result["link"]["emulated"] is True
+    assert result["hardware"].keys() == {"processor", "threads", "gpu"}
+    assert result["placement"]["resident_kv_blocks"] == result["placement"]["kv_blocks"]
+
+
+def test_the_floor_of_a_pass_is_its_bytes_over_the_link(capsys, tiny_shape) -> None:
+    options = ("--tests", "pass", "--output", "json", "--link-bandwidth", "20MB/s")
+    code, out, _ = run(
+        capsys, tiny_shape, "--context", "400", "--device-memory", "5200KiB", *options
+    )
+    result = json.loads(out)
+    assert code == 0
+    placement, rows = result["placement"], result["rows"]
+    assert placement["resident_kv_blocks"] < placement["kv_blocks"]
+    assert [row["what"] for row in rows] == ["1 token after 400", "4 tokens after 400"]
+    for row in rows:
+        moved = row["floor_seconds"] * 20e6
+        weights = placement["streamed_weight_layers"]
+        whole = 3 * 400 * PER_TOKEN + weights * 200_000
+        assert 0 < moved <= whole
+        # Nothing can be faster than its link.
+        assert row["ratio_to_floor"] >= 0.99
+
+
+def test_a_table_is_the_default(capsys, tiny_shape) -> None:
+    code, out, _ = run(capsys, tiny_shape, "--tests", "link,retrieval")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[2].startswith("| test | what |")
+    assert [line.split(" | ")[0] for line in lines[4:7]] == ["| link", "| link", "| retrieval"]
+    assert "EMULATED link" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "named"),
+    [
+        (("--tests", "link,nothing"), 2, "'nothing'"),
+        (("--context", "10"), 2, "--context must be 64 or more"),
+        (("--repeats", "0"), 2, "--repeats"),
+        (("--draft-shape", "llama9"), 2, "llama2-7b"),
+        (("--budget", "7"), 2, "budget"),
+        (("--device-memory", "100KiB"), 3, "needs"),
+        (("--context", "100000"), 3, "needs"),
+    ],
+)
+def test_what_cannot_be_timed_is_said_in_a_line(
+    capsys, monkeypatch, tiny_shape, options, code, named
+):
+    monkeypatch.setattr("offload.placement.available_host_bytes", lambda: 60 << 20)
+    found, out, err = run(capsys, tiny_shape, *options)
+    assert found == code
+    assert out == ""
+    assert named in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "kv_bytes_per_token"),
+    [
+        ("llama2-7b", 6.738e9, 512 << 10),
+        ("llama3.1-8b", 8.030e9, 128 << 10),
+        ("qwen2.5-32b", 32.76e9, 256 << 10),
+        ("smollm2-135m", 134.5e6, 30 * 2 * 3 * 64 * 2),
+    ],
+)
+def test_shapes_are_those_of_the_models(name: str, parameters: float, kv_bytes_per_token: int):
+    config = read_shape(name)
+    layer = sum(math.prod(shape) for shape in layer_shapes(config).values())
+    ends = config.vocab * config.hidden * (1 if config.tied else 2) + config.hidden
+    assert config.layers * layer + ends == pytest.approx(parameters, rel=1e-3)
+    assert config.layers * 2 * config.kv_heads * config.head_dim * 2 == kv_bytes_per_token
+    assert config.positions >= 131072
+
+
+def test_random_weights_are_the_same_each_time_and_no_rows_repeat() -> None:
+    config = from_hf(TINY, {})
+    rows = []
+    for _ in range(2):
+        into = torch.empty(97, 64)
+        RandomCheckpoint(config).read("head", into)
+        rows.append(into)
+    assert torch.equal(*rows)
+    assert len(rows[0].unique(dim=0)) == 97
+    assert rows[0].std() == pytest.approx(0.02, rel=0.05)
+    norm = torch.empty(64)
+    RandomCheckpoint(config).read("norm", norm)
+    assert torch.equal(norm, torch.ones(64))
+
+
+def test_flops_of_a_prompt_are_those_of_its_products() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**{k: v for k, v in TINY.items() if k != "model_type"})
+    model = LlamaForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
+    tokens = 128
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.model(torch.arange(tokens)[None] % 97)
+    # An eager transformers multiplies the masked half too.
+    masked = 2 * tokens * 3 * 2 * 64 * tokens / 2
+    assert prefill_flops(from_hf(TINY, {}), tokens) + masked == counter.get_total_flops()
+
+
+def test_names_are_those_the_command_line_says() -> None:
+    assert set(SHAPES) == {
+        *("llama2-7b", "llama3.1-8b", "qwen2.5-32b", "smollm2-135m", "llama-68m")
+    }

@@ -1,0 +1,180 @@
+"""F2 to F4 on the whole engine: links that fail, crawl or stall, and host memory that runs out."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from helpers import BLOCK, PLACEMENTS, random_ids
+
+from offload import host
+from offload.emulated import EmulatedLink, _Event
+from offload.errors import DoesNotFitError, LinkError
+from offload.host import HostMemory
+from triforce_core import Engine, SamplingParams
+
+PROMPT = random_ids(60)
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
+METHODS = {
+    "autoregressive": {"method": "autoregressive"},
+    "speculative": {"method": "speculative", "draft_tokens": 3},
+    "triforce": {"draft": "none", "draft_tokens": 3, "budget": 16},
+}
+
+
+class FaultyLink(EmulatedLink):
+    """Its copy number `at`, counted in both directions from `count_from_here` on, goes wrong."""
+
+    def __init__(self, fault: str, timeout_seconds: float = 60.0) -> None:
+        super().__init__(timeout_seconds=timeout_seconds)
+        self.copies, self.at = 0, 0
+        self._fault = fault
+        self._never = _Event()
+
+    def count_from_here(self, at: int = 0) -> None:
+        self.copies, self.at = 0, at
+
+    def to_device(self, device, host, after, what=None):
+        return self._copy(super().to_device, device, host, after)
+
+    def to_host(self, host, device, after, what=None):
+        return self._copy(super().to_host, host, device, after)
+
+    def _copy(self, copy, target, source, after):
+        self.copies += 1
+        if self.copies != self.at:
+            return copy(target, source, after)
+        if self._fault == "stall":
+            return copy(target, source, (*after, self._never))
+        event = copy(target, source, after)
+        self.wait(event)
+        event.error = OSError("planted")
+        return event
+
+    def close(self) -> None:
+        self._never.done.set()
+        super().close()
+
+
+@pytest.fixture
+def faulty(tiny, monkeypatch):
+    """An engine over a link that goes wrong, by fault, placement and method."""
+    path, _ = tiny("llama")
+    engines = []
+
+    def make(fault: str, placement: str, method: str, timeout_seconds: float = 60.0):
+        link = FaultyLink(fault, timeout_seconds)
+        monkeypatch.setattr("triforce_core.loading.open_link", lambda _: (link, HostMemory()))
+        engine = Engine.from_pretrained(
+            path,
+            device="cpu",
+            max_context=100,
+            block_tokens=BLOCK,
+            placement=PLACEMENTS[placement],
+            **METHODS[method],
+        )
+        engines.append(engine)
+        return engine, link
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("placement", "method", "every"),
+    [
+        ("both", "autoregressive", 1),
+        ("both-one-slot", "speculative", 3),
+        ("kv", "triforce", 2),
+    ],
+)
+def test_whichever_copy_fails_the_request_ends_and_the_next_is_right(
+    faulty, placement: str, method: str, every: int
+) -> None:
+    """F2: the k-th copy, for every k of the prefill and of the first passes."""
+    engine, link = faulty("fail", placement, method)
+    memory = engine._runtime.memory
+    before = memory.available_bytes
+    link.count_from_here()
+    expected = engine.generate(PROMPT, GREEDY).token_ids
+    copies = link.copies
+    assert copies > 30
+    for at in range(1, min(copies, 60), every):
+        link.count_from_here(at)
+        stream = engine.stream(PROMPT, GREEDY)
+        with pytest.raises(LinkError, match="planted"):
+            list(stream)
+        assert memory.available_bytes == before, at
+        if at % 12 == 1:
+            link.count_from_here()
+            assert engine.generate(PROMPT, GREEDY).token_ids == expected, at
+    link.count_from_here()
+    assert engine.generate(PROMPT, GREEDY).token_ids == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("at", [2, 14, 25])
+def test_a_link_that_stalls_is_an_error_at_the_limit(faulty, method: str, at: int) -> None:
+    """F3."""
+    engine, link = faulty("stall", "kv", method, timeout_seconds=0.3)
+    before = engine._runtime.memory.available_bytes
+    link.count_from_here(at)
+    began = time.perf_counter()
+    with pytest.raises(LinkError, match=r"did not finish within 0\.3 seconds"):
+        engine.generate(PROMPT, GREEDY)
+    # Once broken it fails at once: the limit passes one time, not once for each copy.
+    assert time.perf_counter() - began < 10
+    assert engine._runtime.memory.available_bytes == before
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_slow_link_gives_the_same_tokens(tiny, method: str) -> None:
+    """F3: ten times slower."""
+    path, _ = tiny("llama")
+    texts = set()
+    for bandwidth in (None, "20MB/s", "2MB/s"):
+        with Engine.from_pretrained(
+            path,
+            device="cpu",
+            max_context=100,
+            block_tokens=BLOCK,
+            placement=PLACEMENTS["both" if method != "triforce" else "kv"],
+            link_bandwidth=bandwidth,
+            **METHODS[method],
+        ) as engine:
+            texts.add(tuple(engine.generate(PROMPT, GREEDY).token_ids))
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2, 5])
+def test_host_memory_that_runs_out_ends_the_request_only(tiny, monkeypatch, allowed: int) -> None:
+    """F4: the n-th allocation, of blocks made as the context grows."""
+    path, _ = tiny("llama")
+    monkeypatch.setattr(host, "PIECE_BYTES", 2 * BLOCK * 2 * 2 * 16 * 4)
+    with Engine.from_pretrained(
+        path,
+        device="cpu",
+        max_context=100,
+        block_tokens=BLOCK,
+        placement=PLACEMENTS["kv"],
+        method="autoregressive",
+    ) as engine:
+        before = engine._runtime.memory.available_bytes
+        original, made = HostMemory.arena, [0]
+
+        def arena(memory, size, **options):
+            if made[0] == allowed:
+                raise DoesNotFitError("host memory for the test", size, 0, "wait")
+            made[0] += 1
+            return original(memory, size, **options)
+
+        monkeypatch.setattr(HostMemory, "arena", arena)
+        with pytest.raises(DoesNotFitError, match="host memory for the test"):
+            engine.generate(PROMPT, GREEDY)
+        assert engine._runtime.memory.available_bytes == before
+        monkeypatch.setattr(HostMemory, "arena", original)
+        result = engine.generate(PROMPT, GREEDY)
+        assert len(result.token_ids) == 12
+    assert threading.active_count() < 20
