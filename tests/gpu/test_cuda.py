@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
@@ -120,7 +122,7 @@ def test_a_trace_has_the_times_of_the_device(tiny, tmp_path) -> None:
     assert carried == stats["link"]["bytes_to_device"] + stats["link"]["prefill_bytes_to_device"]
     for name in ("copy in", "copy out"):
         ends = [(event.began, event.ended) for event in tracks[name]]
-        assert all(one[1] <= two[0] + 1e-4 for one, two in zip(ends, ends[1:], strict=False))
+        assert all(one[1] <= two[0] + 1e-4 for one, two in pairwise(ends))
     assert {"layer", "retrieval model", "drafter"} <= {e.name for e in tracks["compute"]}
 
 
