@@ -62,6 +62,7 @@ def request_stats(
             "device_budget_bytes": runtime.memory.limit_bytes,
             "device_peak_bytes": runtime.memory.peak_bytes,
             "host_bytes": runtime.host_bytes,
+            "host_pageable_bytes": runtime.host.pageable_bytes,
         },
         "placement": {
             "layers": demand.layers,

@@ -164,6 +164,17 @@ def test_debug_shows_the_traceback(speaking, capsys) -> None:
         run(capsys, "generate", speaking, "--prompt", "x", "--device-memory", "9KiB", "--debug")
 
 
+def test_a_trace_is_written_beside_the_text(speaking, capsys, tmp_path) -> None:
+    base = ("generate", speaking, "--prompt", "Hello", *GREEDY, "--quiet")
+    plain = run(capsys, *base)
+    assert run(capsys, *base, "--no-pin", "--no-graphs", "--trace", tmp_path / "t.json") == plain
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {"layer", "verify"} <= {event["name"] for event in events}
+    code, out, err = run(capsys, *base, "--trace", tmp_path / "missing" / "t.json")
+    assert (code, out) == (2, "")
+    assert "missing" in err
+
+
 @pytest.mark.parametrize("stats", [".", "/", "{model}/config.json/x"])
 def test_stats_that_cannot_be_written(speaking, capsys, stats: str) -> None:
     where = stats.format(model=speaking)
