@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -17,6 +18,9 @@ _PROBE_BYTES = 128 << 20
 _PROBE_REPEATS = 3
 _COPY_BYTES = tuple(size << 20 for size in (16, 32, 64))
 _NEAR_PEAK = 0.97
+
+
+_PROBED: dict[torch.device, tuple[float, float, int]] = {}
 
 
 class _Copy(NamedTuple):
@@ -50,13 +54,17 @@ class CudaLink:
         self._device = device
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
+        # A thread that stages pageable memory asks for copies too.
+        self._lock = threading.Lock()
         self._running: deque[_Copy] = deque()
         self._bytes_to_device = 0
         self._bytes_to_host = 0
         self._busy_seconds = 0.0
         self._epoch: tuple[torch.cuda.Event, float] | None = None
         self.bandwidth: float | None
-        self.bandwidth, self.bandwidth_to_host, self.copy_bytes = self._probe(memory)
+        if device not in _PROBED:  # once a process: a link does not change, and texts may follow it
+            _PROBED[device] = self._probe(memory)
+        self.bandwidth, self.bandwidth_to_host, self.copy_bytes = _PROBED[device]
 
     def to_device(
         self,
@@ -66,9 +74,10 @@ class CudaLink:
         what: Hashable = None,
     ) -> _Copy:
         copy = self._copy(self._in, device, host, after)
-        self._bytes_to_device += host.numel()
-        self._running.append(copy)
-        self._drain()
+        with self._lock:
+            self._bytes_to_device += host.numel()
+            self._running.append(copy)
+            self._drain()
         return copy
 
     def to_host(
@@ -79,7 +88,8 @@ class CudaLink:
         what: Hashable = None,
     ) -> _Copy:
         copy = self._copy(self._out, host, device, after)
-        self._bytes_to_host += host.numel()
+        with self._lock:
+            self._bytes_to_host += host.numel()
         return copy
 
     def record(self) -> torch.cuda.Event:
@@ -114,8 +124,9 @@ class CudaLink:
 
     def counters(self) -> LinkCounters:
         self._in.synchronize()
-        self._drain()
-        return LinkCounters(self._bytes_to_device, self._bytes_to_host, self._busy_seconds)
+        with self._lock:
+            self._drain()
+            return LinkCounters(self._bytes_to_device, self._bytes_to_host, self._busy_seconds)
 
     def synchronize(self) -> None:
         try:

@@ -124,12 +124,10 @@ class DeviceMemory:
         return {purpose: size for purpose, size in self._used.items() if size}
 
 
-def put(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Whole numbers as int64 on the device, without waiting for what it computes."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=torch.int64)
-    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=True)
-    return pinned.to(device, non_blocking=True)
+def put(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Whole numbers of the host as int64 on the device, without waiting for what it computes."""
+    here = torch.as_tensor(numbers, dtype=torch.int64)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
 _REMEDY = "use a shorter context or more --device-memory"

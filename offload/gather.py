@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 
-from .device import DeviceMemory
+from .device import DeviceMemory, put
 from .errors import LinkError
-from .kv import KVShape, KVStore
+from .kv import Block, KVShape, KVStore
 from .link import Event, Link
 
-_BUFFERS = 2
+BUFFERS = 2
 """While one layer's chunks cross the link, the next layer's are collected."""
 
 
 def reader_bytes(shape: KVShape, tokens: int) -> int:
     """Device bytes of a ChunkReader, and its host bytes."""
-    return _BUFFERS * shape.token_bytes * tokens
+    return BUFFERS * shape.token_bytes * tokens
 
 
 def as_chunks(keys_values: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
@@ -45,10 +46,10 @@ class ChunkReader:
         link: Link,
         memory: DeviceMemory,
         chunk_tokens: int,
-        host: torch.Tensor,
+        host: Sequence[torch.Tensor],
     ) -> None:
-        """host: flat uint8 buffer of `reader_bytes` of the tokens of one layer, all KV heads, that
-        are copied at once at most.
+        """host: BUFFERS flat uint8 buffers, together `reader_bytes` of the tokens of one layer, all
+        KV heads, that are copied at once at most.
 
         Raises DoesNotFitError.
         """
@@ -56,55 +57,56 @@ class ChunkReader:
         self._link = link
         self._memory = memory
         self._chunk = chunk_tokens
-        size = host.numel()
-        self._allocation = memory.allocate(size, "retrieval gather")
-        self._buffers = list(
-            zip(
-                host.split(size // _BUFFERS),
-                self._allocation.bytes.split(size // _BUFFERS),
-                strict=True,
-            )
-        )
-        self._copied: list[Event | None] = [None] * _BUFFERS
+        size = host[0].numel()
+        self._allocation = memory.allocate(len(host) * size, "retrieval gather")
+        self._buffers = list(zip(host, self._allocation.bytes.split(size), strict=True))
+        self._copied: list[Event | None] = [None] * len(host)
         self._next = 0
 
-    def copy(
-        self,
-        layer: int,
-        heads: torch.Tensor,
-        chunks: torch.Tensor,
-        target: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> None:
-        """Copies committed chunk chunks[i] of KV head heads[i] to target[:, heads[i], slots[i]].
+    def copy(self, moves: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies committed chunks: for each row (layer, head, slot, chunk) of moves, [n, 4] int64
+        on the host, the chunk of that KV head to target[layer, :, head, slot].
 
-        heads, chunks, slots: int64 on the host; target: [2, kv_heads, slots, chunk, head_dim].
-        Raises LinkError.
+        target: [layers, 2, kv_heads, slots, chunk, head_dim]. Raises LinkError.
         """
-        store, device = self._store, target.device
+        if not len(moves):
+            return
+        store = self._store
         per_block = store.shape.block_tokens // self._chunk
-        block_of, inside = chunks // per_block, chunks % per_block
-        blocks = store.layer_blocks(layer)
-        crossing: list[torch.Tensor] = []
-        for index in block_of.unique().tolist():
-            which = (block_of == index).nonzero().squeeze(1)
-            if index < len(blocks) and blocks[index].resident is None:
-                crossing.append(which)
-                continue
-            source = (
-                store.tail(layer)
-                if index == len(blocks)
-                else store.shape.view(blocks[index].buffer)
-            )
-            head, where = heads[which].to(device), inside[which].to(device)
-            target[:, head, slots[which].to(device)] = as_chunks(source, self._chunk)[
-                :, head, where
-            ]
-        if crossing:
-            order = torch.cat(crossing)
-            target[:, heads[order].to(device), slots[order].to(device)] = self._carry(
-                layer, crossing, block_of, heads, inside
-            )
+        layers, heads, slots, chunks = moves.unbind(1)
+        blocks = chunks // per_block
+        # What lies in one block lies together, so that it is a slice of what is sent at once.
+        order = (layers * (int(blocks.max()) + 1) + blocks).argsort(stable=True)
+        places = torch.stack((heads, slots, chunks % per_block))[:, order]
+        there = put(places, target.device)
+        runs, counts = torch.stack((layers, blocks), 1)[order].unique_consecutive(
+            dim=0, return_counts=True
+        )
+        start, crossing = 0, []
+        for (layer, index), count, following in zip(
+            runs.tolist(), counts.tolist(), [*runs[1:, 0].tolist(), None], strict=True
+        ):
+            part = slice(start, start + count)
+            start += count
+            whole = store.layer_blocks(layer)
+            if index < len(whole) and whole[index].resident is None:
+                crossing.append((whole[index], part))
+            else:
+                source = (
+                    store.shape.view(whole[index].buffer)
+                    if index < len(whole)
+                    else store.tail(layer)
+                )
+                head, slot, inside = there[:, part]
+                chosen = as_chunks(source, self._chunk)[:, head, inside]
+                target[layer][:, head, slot] = chosen
+            if crossing and following != layer:
+                # Blocks in host memory are neighbours: the resident come before, the tail after.
+                part = slice(crossing[0][1].start, crossing[-1][1].stop)
+                arrived = self._carry(layer, crossing, places)
+                head, slot, _ = there[:, part]
+                target[layer][:, head, slot] = arrived
+                crossing = []
 
     def close(self) -> None:
         """Frees the buffers, once nothing is on its way through them."""
@@ -114,34 +116,32 @@ class ChunkReader:
         self._buffers = []
 
     def _carry(
-        self,
-        layer: int,
-        crossing: list[torch.Tensor],
-        block_of: torch.Tensor,
-        heads: torch.Tensor,
-        inside: torch.Tensor,
+        self, layer: int, crossing: Sequence[tuple[Block, slice]], places: torch.Tensor
     ) -> torch.Tensor:
-        """Brings chunks of host blocks, grouped by block: [2, n, chunk, head_dim] on the device."""
+        """Brings chunks of host blocks, in their order: [2, n, chunk, head_dim] on the device.
+
+        crossing: each block with its part of places, [3, n]: head, slot, chunk within the block
+        """
         shape = self._store.shape
         host, device = self._buffers[self._next]
         if self._copied[self._next] is not None:
             self._link.wait_on_host(self._copied[self._next])
-        size = (2, sum(map(len, crossing)), self._chunk, shape.head_dim)
-        nbytes = 2 * size[1] * self._chunk * shape.head_dim * shape.dtype.itemsize
+        count = crossing[-1][1].stop - crossing[0][1].start
+        size = (2, count, self._chunk, shape.head_dim)
+        nbytes = 2 * count * self._chunk * shape.head_dim * shape.dtype.itemsize
         collected = host[:nbytes].view(shape.dtype).view(size)
         filled = 0
-        for which in crossing:
-            block = self._store.layer_blocks(layer)[int(block_of[which[0]])]
+        for block, part in crossing:
             self._link.wait_on_host(block.written)
-            source = as_chunks(shape.view(block.buffer), self._chunk)
-            for part in range(2):
-                collected[part, filled : filled + len(which)] = source[
-                    part, heads[which], inside[which]
-                ]
-            filled += len(which)
+            heads, _, inside = places[:, part]
+            found = as_chunks(shape.view(block.buffer), self._chunk)
+            end = filled + len(heads)
+            for half in range(2):
+                collected[half, filled:end] = found[half, heads, inside]
+            filled = end
         after = (self._link.record(),)
         event = self._link.to_device(device[:nbytes], host[:nbytes], after, ("retrieval", layer))
         self._copied[self._next] = event
-        self._next = (self._next + 1) % _BUFFERS
+        self._next = (self._next + 1) % len(self._buffers)
         self._link.wait(event)
         return device[:nbytes].view(shape.dtype).view(size)

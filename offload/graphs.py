@@ -15,19 +15,35 @@ class Recorder(Protocol):
     def record(self, run: Run) -> Run:
         """Records what `run` launches, without launching it. The result launches it again, on
         whatever its inputs hold then, and gives the same output tensor each time.
+
+        Raises RuntimeError if it cannot be recorded.
         """
 
 
 class CudaRecorder:
-    """Records on one device; all graphs share one memory pool, since none runs beside another."""
+    """Records on one device. All graphs share one memory pool, since none runs beside another.
 
-    def __init__(self) -> None:
+    The first graph recorded is a trivial one that stays: matrix libraries keep a workspace in the
+    pool for each stream that is recorded on, and a pool that holds memory but no graph cannot be
+    recorded into again. For the same reason the stream is the recorder's own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._anchor = torch.zeros(1, device=device)
+        self._keep = self.record(lambda: self._anchor + 1)
 
     def record(self, run: Run) -> Run:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may copy meanwhile: only this one's calls belong to the graph.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Should recording fail, the outer context still brings the caller's stream back. Other
+        # threads may copy meanwhile: only this one's calls belong to the graph.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ),
+        ):
             output = run()
 
         def replay() -> torch.Tensor:

@@ -48,7 +48,7 @@ class Runtime:
         self.demand = demand
         self.placement = placement
         with ExitStack() as undo:
-            self._buffer: HostArena | None = None
+            self._buffers: list[HostArena] = []
             self.host_blocks = HostBlocks(demand.kv.block_bytes, host)
             undo.callback(self.host_blocks.close)
             self.weights = WeightStore(
@@ -79,19 +79,19 @@ class Runtime:
     def host_bytes(self) -> int:
         """Host memory in use for what streams, and for an embedding that found no room."""
         embedding = 0 if self.placement.embedding_resident else self.demand.embedding_bytes
-        buffer = self._buffer.bytes.numel() if self._buffer else 0
-        return self.weights.host_bytes + self.host_blocks.nbytes + buffer + embedding
+        buffers = sum(arena.bytes.numel() for arena in self._buffers)
+        return self.weights.host_bytes + self.host_blocks.nbytes + buffers + embedding
 
-    def host_buffer(self, size: int) -> torch.Tensor:
-        """`size` bytes of host memory that requests use one after another.
+    def host_buffers(self, size: int, count: int) -> list[torch.Tensor]:
+        """`count` buffers of `size` bytes that requests use one after another.
 
         Raises DoesNotFitError.
         """
-        if self._buffer is None or self._buffer.bytes.numel() < size:
-            if self._buffer:
-                self._buffer.close()
-            self._buffer = self.host.arena(size)
-        return self._buffer.bytes[:size]
+        if len(self._buffers) < count or any(b.bytes.numel() < size for b in self._buffers):
+            self._close_buffers()
+            # Each its own arena, so that none begins in the middle of a registered piece.
+            self._buffers = [self.host.arena(size) for _ in range(count)]
+        return [arena.bytes[:size] for arena in self._buffers[:count]]
 
     @contextmanager
     def session(
@@ -115,12 +115,16 @@ class Runtime:
         self.conveyor.close()
         self.weights.close()
         self.host_blocks.close()
-        if self._buffer:
-            self._buffer.close()
+        self._close_buffers()
         for allocation in self._slots:
             self.memory.free(allocation)
         self._slots.clear()
         self._staging.clear()
+
+    def _close_buffers(self) -> None:
+        for arena in self._buffers:
+            arena.close()
+        self._buffers = []
 
     def _ring(self, slots: int, slot_bytes: int, purpose: str) -> list[torch.Tensor]:
         if not slots:

@@ -9,7 +9,7 @@ import torch
 from triforce_kernels.attention import Partial, merge_weights
 from triforce_kernels.scoring import chunk_mass, chunk_mean
 
-from .device import DeviceMemory
+from .device import DeviceMemory, put
 from .kv import KVShape
 
 GROUPS = 8
@@ -63,6 +63,7 @@ class ChunkScores:
         self._sums = self._sums.view(shape.layers, shape.kv_heads, chunks).zero_()
         self._last = self._allocation.bytes[sums:].view(_DTYPE)
         self._last = self._last.view(GROUPS, shape.layers, shape.kv_heads, chunks)
+        self._grouped: tuple[torch.Tensor, torch.Tensor] | None = None
         self._parts: list[torch.Tensor] = []
         self._tokens = 0
 
@@ -92,9 +93,8 @@ class ChunkScores:
         scores = torch.cat(parts, -1)
         kv_heads, rows, chunks = scores.shape
         each = scores.view(kv_heads, rows // tokens, tokens, chunks).mean(1).transpose(0, 1)
-        group = _group_of(tokens).to(each.device)
+        group, sizes = self._groups(tokens, each.device)
         sums = each.new_zeros(min(tokens, GROUPS), kv_heads, chunks).index_add_(0, group, each)
-        sizes = group.bincount().view(-1, 1, 1)
         self._last[: sums.shape[0], layer, :, :chunks] = sums / sizes
         self._tokens = tokens
 
@@ -112,6 +112,14 @@ class ChunkScores:
             return latest
         sums = self._sums[..., :chunks]
         return sums.mul_(_MEMORY).add_(latest)
+
+    def _groups(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The group of each token of a pass and the sizes of all groups, on the device."""
+        if self._grouped is None or self._grouped[0].shape[0] != tokens:
+            group = _group_of(tokens)
+            sizes = put(group.bincount(), device).view(-1, 1, 1)
+            self._grouped = put(group, device), sizes
+        return self._grouped
 
     def close(self) -> None:
         self._memory.free(self._allocation)

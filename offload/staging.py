@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -98,6 +99,10 @@ class StagedLink:
 
     def close(self) -> None:
         for carrier in self._carriers.values():
+            carrier.stop()
+        with suppress(LinkError):
+            self._link.synchronize()  # nothing crosses the rings any more
+        for carrier in self._carriers.values():
             carrier.close()
         self._carriers.clear()
         self._link.close()
@@ -163,9 +168,13 @@ class _Carrier:
         error, self._error = self._error, None
         return error
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """Ends the thread, once it has asked for everything."""
         self._jobs.put(None)
         self._thread.join()
+
+    def close(self) -> None:
+        """Lets go of the ring, which nothing may be crossing."""
         self._buffers = ()
         self._arena.close()
 

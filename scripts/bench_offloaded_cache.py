@@ -3,7 +3,7 @@
 The same shapes with random weights and a random KV cache, decoded one token at a time over
 `DynamicCache(offloading=True)`, which is what `cache_implementation="offloaded"` makes. Needs CUDA.
 
-    python scripts/bench_offloaded_cache.py --shape llama2-7b --context 131072 [--memory-gb 24]
+    python scripts/bench_offloaded_cache.py --shape llama2-7b --context 131064 [--memory 24GB]
 
 Prints JSON.
 """
@@ -21,25 +21,27 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from offload.hardware import summary
+from offload.units import parse_bytes
 from triforce_core.shapes import SHAPES
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="llama2-7b", choices=SHAPES)
-    parser.add_argument("--context", type=int, default=131072)
+    # Its copies are rounded up to powers of two: one token over 131,072 takes twice the memory.
+    parser.add_argument("--context", type=int, default=131064)
     parser.add_argument("--tokens", type=int, default=3, help="decoded after one that warms up")
-    parser.add_argument("--memory-gb", type=float, default=24, help="cap of the GPU's memory")
+    parser.add_argument("--memory", default="24GB", help="cap of the GPU's memory")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(3, "no CUDA GPU: transformers' offloaded cache needs one\n")
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, args.memory_gb * 1e9 / total))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(args.memory) / total))
     try:
         seconds = measure(args)
         figures = {"median_seconds_per_token": statistics.median(seconds), "seconds": seconds}
-    except torch.OutOfMemoryError as error:
-        figures = {"error": f"out of memory: {str(error).splitlines()[0]}"}
+    except RuntimeError as error:  # out of memory, on the device or when pinning
+        figures = {"error": str(error).splitlines()[0]}
     print(
         json.dumps(
             {
@@ -48,7 +50,7 @@ def main() -> None:
                 "versions": {name: version(name) for name in ("torch", "transformers")},
                 "shape": args.shape,
                 "context": args.context,
-                "memory_gb": args.memory_gb,
+                "memory": args.memory,
                 **figures,
             },
             indent=2,

@@ -27,6 +27,7 @@ from .hierarchy import Target
 from .levels import Text
 from .loading import PREFILL_CHUNK, choose_dtype, load
 from .params import SamplingParams
+from .resident import USES_BEFORE
 from .retrieval import POLICIES
 from .settings import MachineSettings, MethodSettings
 from .shapes import RandomCheckpoint
@@ -130,6 +131,8 @@ class Bench:
         with torch.inference_mode():
             if "link" in tests:
                 yield from self._link()
+            if set(tests) - {"link"}:
+                yield from self._host()
             if {"pass", "retrieval", "drafter"} & set(tests):
                 if "retrieval" in tests:
                     _ = self.device_copy_bytes_per_second  # now: a context leaves no room for it
@@ -145,14 +148,14 @@ class Bench:
         source, target = (
             torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)
         )
-        return 2 * size / min(self._times(lambda: target.copy_(source), 5))
+        return 2 * size * _AT_ONCE / min(self._times(_repeated(lambda: target.copy_(source)), 5))
 
     @cached_property
     def matmul_flops_per_second(self) -> float:
         """Of one large square product in the model's dtype."""
         n = 8192 if self._device.type == "cuda" else 1024
         a, b = (torch.randn(n, n, device=self._device, dtype=self.dtype) for _ in range(2))
-        return 2 * n**3 / min(self._times(lambda: a @ b, 5))
+        return 2 * n**3 * _AT_ONCE / min(self._times(_repeated(lambda: a @ b), 5))
 
     def _link(self) -> Iterator[Row]:
         runtime = self.runtime
@@ -175,6 +178,22 @@ class Bench:
                 seconds = self._times(lambda inwards=inwards: carry(inwards))
                 what = f"{name}, copies of {format_bytes(size)}"
                 yield Row("link", what, seconds, count * size / 1e9, "GB/s")
+
+    def _host(self) -> Iterator[Row]:
+        """Host memory of a whole context, which requests then take from."""
+        runtime, blocks = self.runtime, self.runtime.host_blocks
+        demand = runtime.demand
+        streamed = demand.kv_blocks - min(runtime.placement.resident_kv_blocks, demand.kv_blocks)
+        if not streamed:
+            return
+        began = time.perf_counter()
+        blocks.reserve(streamed)
+        taken = [blocks.take() for _ in range(streamed)]
+        seconds = (time.perf_counter() - began,)
+        for block in taken:
+            blocks.give_back(block)
+        what = f"{format_bytes(blocks.nbytes)} for KV made ready"
+        yield Row("host", what, seconds, blocks.nbytes / 1e9, "GB/s")
 
     def _over_random_context(self) -> Iterator[Row]:
         settings, runtime = self.settings, self.runtime
@@ -236,7 +255,7 @@ class Bench:
         def step() -> None:
             level.laws(feed)
 
-        seconds = self._times(step, 4 * self.settings.repeats)
+        seconds = self._times(step, 4 * self.settings.repeats, before=USES_BEFORE + 1)
         demand = self.runtime.demand
         read = demand.layers * demand.layer_bytes + demand.head_bytes
         read += demand.kv.token_bytes * demand.layers * cache.kv.end
@@ -254,7 +273,8 @@ class Bench:
         def draft() -> None:
             drafter.propose(text, count)
 
-        seconds = tuple(s / count for s in self._times(draft, 4 * self.settings.repeats))
+        times = self._times(draft, 4 * self.settings.repeats, before=USES_BEFORE + 1)
+        seconds = tuple(time / count for time in times)
         return Row("drafter", f"one of {count} tokens", seconds, 1, "tokens/s")
 
     def _from_a_prompt(self) -> Iterator[Row]:
@@ -295,20 +315,35 @@ class Bench:
         ids = torch.arange(count, device=self._device) * 7919
         return ids.remainder(self.config.vocab)
 
-    def _times(self, run: Callable[[], Any], repeats: int | None = None) -> tuple[float, ...]:
-        """Seconds of each of `repeats` runs, after one that warms up."""
+    def _times(
+        self, run: Callable[[], Any], repeats: int | None = None, *, before: int = 1
+    ) -> tuple[float, ...]:
+        """Seconds of each of `repeats` runs, after some that warm up."""
         seconds = []
-        for _ in range((repeats or self.settings.repeats) + 1):
+        for _ in range(before + (repeats or self.settings.repeats)):
             began = time.perf_counter()
             run()
             self._settle()
             seconds.append(time.perf_counter() - began)
-        return tuple(seconds[1:])
+        return tuple(seconds[before:])
 
     def _settle(self) -> None:
         """Waits for what was launched, not for copies that run ahead of it."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+
+def _repeated(run: Callable[[], Any]) -> Callable[[], None]:
+    """Several times, so that launching and waiting weigh little."""
+
+    def repeated() -> None:
+        for _ in range(_AT_ONCE):
+            run()
+
+    return repeated
+
+
+_AT_ONCE = 8
 
 
 def fill_randomly(session: Session, runtime: Runtime, tokens: int) -> None:

@@ -54,16 +54,24 @@ def bench(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         running = Bench(settings, config, draft, machine, args.dtype, stack)
         about = describe(running)
-        for row in running.rows():
-            print(f"{row.test}: {row.what}: {row.median:.6f} s", file=sys.stderr)
-            rows.append(row)
-        about["memory"]["device_peak_bytes"] = running.runtime.memory.peak_bytes
-    if args.output == "json":
-        about["rows"] = [row.as_dict() for row in rows]
-        print(json.dumps(about, indent=2))
-    else:
-        print(as_markdown(about, rows))
+        try:
+            with running.runtime.memory.typed_errors():
+                for row in running.rows():
+                    print(f"{row.test}: {row.what}: {row.median:.6f} s", file=sys.stderr)
+                    rows.append(row)
+        finally:
+            # A test that fails, or an interrupt, does not take what the others found.
+            about["memory"]["device_peak_bytes"] = running.runtime.memory.peak_bytes
+            if rows:
+                show(about, rows, args.output)
     return 0
+
+
+def show(about: dict[str, Any], rows: Sequence[Row], output: str) -> None:
+    if output == "json":
+        print(json.dumps(about | {"rows": [row.as_dict() for row in rows]}, indent=2), flush=True)
+    else:
+        print(as_markdown(about, rows), flush=True)
 
 
 def describe(running: Bench) -> dict[str, Any]:

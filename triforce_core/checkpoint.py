@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload.checkpoint.gguf import GGUFArray, GGUFSource
 from offload.checkpoint.safetensors import SafetensorsSource, read_json
 from offload.checkpoint.source import TensorSource
 from offload.errors import CheckpointError, TriforceError, UnsupportedModelError, UsageError
 
 from .config import Fields, ModelConfig, RopeConfig, check_rope, from_hf, token_ids
 from .model import layer_shapes
+
+if TYPE_CHECKING:
+    from offload.checkpoint.gguf import GGUFSource
 
 _HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
 _HUB_IGNORED = ["consolidated*", "*/*"]
@@ -172,6 +174,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, config, SafetensorsSource(path), _hf_names(config))
     if path.suffix != ".gguf":
         raise UsageError(f"{path} is neither a directory nor a .gguf file")
+    from offload.checkpoint.gguf import GGUFSource  # only who has such a file needs the package
+
     source = GGUFSource(path)
     try:
         config = _gguf_config(source)
@@ -306,7 +310,7 @@ def _gguf_config(source: GGUFSource) -> ModelConfig:
         kv_heads=fields.whole("attention.head_count_kv", heads),
         head_dim=head_dim,
         mlp=fields.whole("feed_forward_length"),
-        vocab=fields.whole("vocab_size", vocab.length if isinstance(vocab, GGUFArray) else None),
+        vocab=fields.whole("vocab_size", getattr(vocab, "length", None)),
         norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
         trained_positions=positions,
         rope=_gguf_rope(own, fields, positions, where),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from offload.gather import ChunkReader, reader_bytes
+from offload.gather import BUFFERS, ChunkReader, reader_bytes
 from offload.graphs import Recorder
 from offload.kv import KVShape
 from offload.runtime import Runtime, Session
@@ -174,6 +174,7 @@ class Drafting:
             runtime.trace,
             "drafter",
         )
+        stack.callback(resident.close)
         return SmallModelDrafter(resident, cache, vocab, rule, device)
 
     def retrieval_model(
@@ -193,8 +194,8 @@ class Drafting:
         """
         memory, settings = runtime.memory, self.settings
         budget = fitting_budget(self.budget, settings.chunk_size, context)
-        buffer = runtime.host_buffer(reader_bytes(session.kv.shape, budget))
-        reader = ChunkReader(session.kv, runtime.link, memory, settings.chunk_size, buffer)
+        buffers = runtime.host_buffers(reader_bytes(session.kv.shape, budget) // BUFFERS, BUFFERS)
+        reader = ChunkReader(session.kv, runtime.link, memory, settings.chunk_size, buffers)
         stack.callback(reader.close)
         cache = RetrievalCache(
             session.kv,
@@ -216,6 +217,7 @@ class Drafting:
             runtime.trace,
             "retrieval model",
         )
+        stack.callback(resident.close)
         return RetrievalModel(resident, cache, memory.device), cache
 
 

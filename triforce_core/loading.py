@@ -265,7 +265,7 @@ def load(
             link = TracedLink(link, tracer)
         memory = DeviceMemory(device, machine.device_memory)
         stack.callback(memory.close)
-        recorder = CudaRecorder() if machine.graphs and device.type == "cuda" else None
+        recorder = CudaRecorder(device) if machine.graphs and device.type == "cuda" else None
         demand, placement, budget = plan(
             config,
             dtype,

@@ -7,6 +7,7 @@ times, and replayed from then on.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -20,7 +21,7 @@ from .model import Model
 
 LONGEST = 32
 """Tokens of the longest forward that is recorded. Shorter ones are padded to a power of two."""
-_USES_BEFORE = 2
+USES_BEFORE = 2
 """Of a size, run as they will be recorded: libraries set themselves up at their first use."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -56,7 +57,7 @@ class ResidentModel:
         self._recorder = recorder if model.recordable else None
         self._trace = trace
         self._name = name
-        self._forwards: dict[int, _Recorded] = {}
+        self._forwards: dict[int, _FixedForward] = {}
 
     def run(self, tokens: torch.Tensor, position: int, *, last: bool = False) -> torch.Tensor:
         """Feeds tokens [n], the first at `position`, behind the end of the KV; its end stays.
@@ -66,21 +67,39 @@ class ResidentModel:
         with self._trace.compute(self._name, tokens=tokens.shape[0]):
             return self._run(tokens, position, last)
 
+    def close(self) -> None:
+        """Lets go of what was recorded, and with it of its memory."""
+        self._forwards.clear()
+
     def _run(self, tokens: torch.Tensor, position: int, last: bool) -> torch.Tensor:
         count = tokens.shape[0]
         size = padded(count)
         if self._recorder and size <= LONGEST and self._kv.end + size <= self._kv.capacity:
-            if size not in self._forwards:
-                self._forwards[size] = _Recorded(
-                    self._model, self._weights, self._kv, self._head, size, tokens.device
-                )
-            out = self._forwards[size].run(tokens, position, self._recorder)[:count]
+            out = self._fixed(size, tokens.device).run(tokens, position)[:count]
             return out[-1:] if last else out
         hidden = self._model.forward(tokens, position, self._weights, self._kv)
         return self._head(hidden[-1:] if last else hidden)
 
+    def _fixed(self, size: int, device: torch.device) -> _FixedForward:
+        forward = self._forwards.get(size)
+        if forward is None:
+            forward = _FixedForward(self._model, self._weights, self._kv, self._head, size, device)
+            self._forwards[size] = forward
+        if forward.uses == USES_BEFORE:
+            try:
+                forward.record(self._recorder)
+            except RuntimeError as error:
+                # Every forward so far has run this way; it is only slower.
+                warnings.warn(
+                    f"{self._name}: forwards of {size} tokens are launched kernel by kernel, since "
+                    f"recording them failed: {str(error).splitlines()[0]}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        return forward
 
-class _Recorded:
+
+class _FixedForward:
     """A forward of exactly `size` tokens, whose inputs lie at fixed addresses.
 
     Tokens that pad it follow the real ones, which therefore do not see them; what they leave in the
@@ -96,25 +115,29 @@ class _Recorded:
         size: int,
         device: torch.device,
     ) -> None:
+        self.uses = 0
+        self._model = model
+        self._weights = weights
         self._kv = kv
+        self._head = head
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self._end = torch.zeros(1, dtype=torch.int64, device=device)
-        self._uses = 0
+        self._replay: Run | None = None
 
-        def forward() -> torch.Tensor:
-            cache = kv.fixed(self._end, size)
-            return head(model.forward(self._tokens, self._position, weights, cache))
-
-        self._forward: Run = forward
-
-    def run(self, tokens: torch.Tensor, position: int, recorder: Recorder) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
         """[size, vocab], a tensor of the caller's own."""
         self._tokens[: tokens.shape[0]] = tokens
         self._position.fill_(position)
         self._end.fill_(self._kv.end)
-        if self._uses == _USES_BEFORE:
-            self._forward = recorder.record(self._forward)
-        self._uses += 1
-        # The next replay writes over it.
-        return self._forward().clone()
+        self.uses += 1
+        if self._replay is None:
+            return self._compute()
+        return self._replay().clone()  # the next replay writes over it
+
+    def record(self, recorder: Recorder) -> None:
+        self._replay = recorder.record(self._compute)
+
+    def _compute(self) -> torch.Tensor:
+        cache = self._kv.fixed(self._end, self._tokens.shape[0])
+        return self._head(self._model.forward(self._tokens, self._position, self._weights, cache))

@@ -166,15 +166,10 @@ class RetrievalCache:
         # pair off one by one.
         free = ~stays
         free[..., filled:] = False
-        layers, heads, slots = free.nonzero().cpu().unbind(1)
-        chunks = (wanted & ~present).nonzero()[:, 2].cpu()
-        self._chunk_of[layers, heads, slots] = chunks.to(self._chunk_of.device)
+        places = free.nonzero()
+        chunks = (wanted & ~present).nonzero()[:, 2]
+        self._chunk_of[tuple(places.unbind(1))] = chunks
         self._filled = filled
         in_chunks = self.kv.rows[:, :, :, : self.budget].unflatten(3, (-1, self._chunk))
-        end = 0
-        for layer, count in enumerate(layers.bincount(minlength=wanted.shape[0]).tolist()):
-            start, end = end, end + count
-            if count:
-                part = slice(start, end)
-                self._reader.copy(layer, heads[part], chunks[part], in_chunks[layer], slots[part])
+        self._reader.copy(torch.cat((places, chunks.unsqueeze(1)), 1).cpu(), in_chunks)
         return len(chunks)

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.gguf import GGUFSource
 from offload.errors import CheckpointError, UsageError
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -87,6 +86,8 @@ class TextStream:
 def _has_tokenizer(path: Path) -> bool:
     if path.is_dir():
         return any((path / name).exists() for name in _FILES)
+    from offload.checkpoint.gguf import GGUFSource
+
     # Opening it here also checks its lengths before transformers' reader sees the file.
     source = GGUFSource(path)
     source.close()

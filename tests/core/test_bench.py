@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from offload.errors import LinkError
 from triforce_core.bench import TESTS, prefill_flops
 from triforce_core.cli import main
 from triforce_core.config import from_hf
@@ -45,6 +46,7 @@ def test_every_test_gives_its_figure(capsys, tiny_shape) -> None:
     result = json.loads(out)
     assert code == 0
     rows = result["rows"]
+    # All KV is resident here: there is no host memory to make ready.
     assert list(dict.fromkeys(row["test"] for row in rows)) == list(TESTS)
     for row in rows:
         assert 0 < min(row["seconds"]) <= row["median_seconds"] <= max(row["seconds"])
@@ -66,8 +68,10 @@ def test_the_floor_of_a_pass_is_its_bytes_over_the_link(capsys, tiny_shape) -> N
     assert code == 0
     placement, rows = result["placement"], result["rows"]
     assert placement["resident_kv_blocks"] < placement["kv_blocks"]
-    assert [row["what"] for row in rows] == ["1 token after 400", "4 tokens after 400"]
-    for row in rows:
+    made, *passes = rows
+    assert made["test"] == "host"
+    assert [row["what"] for row in passes] == ["1 token after 400", "4 tokens after 400"]
+    for row in passes:
         moved = row["floor_seconds"] * 20e6
         weights = placement["streamed_weight_layers"]
         whole = 3 * 400 * PER_TOKEN + weights * 200_000
@@ -83,6 +87,16 @@ def test_a_table_is_the_default(capsys, tiny_shape) -> None:
     assert lines[2].startswith("| test | what |")
     assert [line.split(" | ")[0] for line in lines[4:7]] == ["| link", "| link", "| retrieval"]
     assert "EMULATED link" in lines[0]
+
+
+def test_what_was_found_is_shown_when_a_later_test_fails(capsys, monkeypatch, tiny_shape) -> None:
+    def fail(*_: object) -> None:
+        raise LinkError("planted")
+
+    monkeypatch.setattr("triforce_core.bench.Bench._pass", fail)
+    code, out, err = run(capsys, tiny_shape, "--tests", "link,pass", "--output", "json")
+    assert (code, [row["test"] for row in json.loads(out)["rows"]]) == (1, ["link", "link"])
+    assert "planted" in err
 
 
 @pytest.mark.parametrize(

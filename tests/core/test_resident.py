@@ -64,6 +64,23 @@ def test_recorded_forwards_equal_eager_ones(tiny, family: str) -> None:
     assert recorder.replayed > 50
 
 
+def test_what_cannot_be_recorded_runs_eagerly_with_a_warning(tiny, recwarn) -> None:
+    class Refusing:
+        def record(self, run):
+            raise RuntimeError("no graphs here\nand a long story")
+
+    path, _ = tiny("llama")
+    options = {"device": "cpu", "max_context": 120, "draft": "none", "draft_tokens": 5}
+    texts = []
+    for recorder in (None, Refusing()):
+        with Engine.from_pretrained(path, **options) as engine:
+            engine._drafting._recorder = recorder
+            texts.append(engine.generate(random_ids(60), greedy(30)).token_ids)
+    assert texts[0] == texts[1]
+    (warning,) = [w for w in recwarn.list if "recording them failed" in str(w.message)]
+    assert str(warning.message).endswith("no graphs here")
+
+
 def test_what_the_host_computes_is_not_recorded(tiny) -> None:
     """Dynamic rope, and an embedding in host memory."""
     path, _ = tiny("dynamic-rope")
