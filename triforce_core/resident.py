@@ -75,28 +75,30 @@ class ResidentModel:
         count = tokens.shape[0]
         size = padded(count)
         if self._recorder and size <= LONGEST and self._kv.end + size <= self._kv.capacity:
-            out = self._fixed(size, tokens.device).run(tokens, position)[:count]
+            forward = self._forwards.get(size)
+            if forward is None:
+                forward = self._forwards[size] = _FixedForward(
+                    self._model, self._weights, self._kv, self._head, size, tokens.device
+                )
+            forward.take(tokens, position)
+            if forward.uses == USES_BEFORE:
+                self._record(forward, size)
+            out = forward.run()[:count]
             return out[-1:] if last else out
         hidden = self._model.forward(tokens, position, self._weights, self._kv)
         return self._head(hidden[-1:] if last else hidden)
 
-    def _fixed(self, size: int, device: torch.device) -> _FixedForward:
-        forward = self._forwards.get(size)
-        if forward is None:
-            forward = _FixedForward(self._model, self._weights, self._kv, self._head, size, device)
-            self._forwards[size] = forward
-        if forward.uses == USES_BEFORE:
-            try:
-                forward.record(self._recorder)
-            except RuntimeError as error:
-                # Every forward so far has run this way; it is only slower.
-                warnings.warn(
-                    f"{self._name}: forwards of {size} tokens are launched kernel by kernel, since "
-                    f"recording them failed: {str(error).splitlines()[0]}",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-        return forward
+    def _record(self, forward: _FixedForward, size: int) -> None:
+        try:
+            forward.record(self._recorder)
+        except RuntimeError as error:
+            # Every use so far ran kernel by kernel; it is only slower.
+            warnings.warn(
+                f"{self._name}: forwards of {size} tokens are launched kernel by kernel, since "
+                f"recording them failed: {str(error).splitlines()[0]}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class _FixedForward:
@@ -125,11 +127,14 @@ class _FixedForward:
         self._end = torch.zeros(1, dtype=torch.int64, device=device)
         self._replay: Run | None = None
 
-    def run(self, tokens: torch.Tensor, position: int) -> torch.Tensor:
-        """[size, vocab], a tensor of the caller's own."""
+    def take(self, tokens: torch.Tensor, position: int) -> None:
+        """Sets the inputs."""
         self._tokens[: tokens.shape[0]] = tokens
         self._position.fill_(position)
         self._end.fill_(self._kv.end)
+
+    def run(self) -> torch.Tensor:
+        """[size, vocab], a tensor of the caller's own."""
         self.uses += 1
         if self._replay is None:
             return self._compute()
