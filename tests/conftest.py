@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import add_tokenizer, make_model
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # threads of several processes would wait for one another
 
 
 @pytest.fixture(scope="session")
