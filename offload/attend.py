@@ -125,6 +125,8 @@ class PrefillPass:
             if self._scores:
                 self._score(layer, query[:, -SCORED_TOKENS:])
             self._store.fill(layer, self._gathered)
+        else:
+            self._store.fill(layer, self._gathered, end)
         return merge(partials)
 
     def _score(self, layer: int, query: torch.Tensor) -> None:

@@ -173,20 +173,22 @@ class KVStore:
         while self.tail_length >= self.shape.block_tokens:
             self._move_out_tail_block()
 
-    def fill(self, layer: int, keys_values: torch.Tensor) -> None:
+    def fill(self, layer: int, keys_values: torch.Tensor, so_far: int | None = None) -> None:
         """Stores a layer's KV of a whole prompt, [2, kv_heads, tokens, head_dim].
 
-        The layers of a prompt are filled one by one; `commit_fill` then sets the length.
-        Raises RuntimeError if the layer holds something already.
+        so_far: only the blocks that the first so many tokens complete; they leave while the rest is
+        computed. The layers of a prompt are filled one by one; `commit_fill` then sets the length.
+        Raises RuntimeError if the layer is full already.
         """
-        if self.length or self._blocks[layer]:
-            raise RuntimeError(f"fill of layer {layer}, which is not empty")
-        block_tokens = self.shape.block_tokens
-        tokens = keys_values.shape[2]
-        for start in range(0, tokens - block_tokens + 1, block_tokens):
+        block_tokens, filled = self.shape.block_tokens, len(self._blocks[layer])
+        tokens = keys_values.shape[2] if so_far is None else so_far
+        if self.length or filled * block_tokens > tokens:
+            raise RuntimeError(f"fill of layer {layer}, which is full")
+        for start in range(filled * block_tokens, tokens - block_tokens + 1, block_tokens):
             self._add_block(layer, keys_values[:, :, start : start + block_tokens])
-        rest = tokens % block_tokens
-        self._tail[layer, :, :, :rest] = keys_values[:, :, tokens - rest :]
+        if so_far is None:
+            rest = tokens % block_tokens
+            self._tail[layer, :, :, :rest] = keys_values[:, :, tokens - rest :]
 
     def commit_fill(self, tokens: int) -> None:
         """Sets the length after `fill` of every layer."""

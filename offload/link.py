@@ -94,3 +94,61 @@ class Link(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+class WrappedLink:
+    """A link over another: hands everything on. What a subclass adds, it overrides."""
+
+    def __init__(self, link: Link) -> None:
+        self.emulated = link.emulated
+        self._link = link
+
+    @property
+    def bandwidth(self) -> float | None:
+        return self._link.bandwidth
+
+    @property
+    def copy_bytes(self) -> int:
+        return self._link.copy_bytes
+
+    def to_device(
+        self,
+        device: torch.Tensor,
+        host: torch.Tensor,
+        after: Sequence[Event],
+        what: Hashable = None,
+    ) -> Event:
+        return self._link.to_device(device, host, after, what)
+
+    def to_host(
+        self,
+        host: torch.Tensor,
+        device: torch.Tensor,
+        after: Sequence[Event],
+        what: Hashable = None,
+    ) -> Event:
+        return self._link.to_host(host, device, after, what)
+
+    def record(self) -> Event:
+        return self._link.record()
+
+    def wait(self, event: Event) -> None:
+        self._link.wait(event)
+
+    def wait_on_host(self, event: Event) -> None:
+        self._link.wait_on_host(event)
+
+    def keep_times(self) -> None:
+        self._link.keep_times()
+
+    def span(self, event: Event) -> tuple[float, float]:
+        return self._link.span(event)
+
+    def counters(self) -> LinkCounters:
+        return self._link.counters()
+
+    def synchronize(self) -> None:
+        self._link.synchronize()
+
+    def close(self) -> None:
+        self._link.close()

@@ -11,13 +11,13 @@ import torch
 
 from .errors import LinkError
 from .host import HostMemory
-from .link import Event, Link, LinkCounters
+from .link import Event, Link, WrappedLink
 
 _BUFFERS = 3
 _BUFFER_BYTES = 16 << 20
 
 
-class StagedLink:
+class StagedLink(WrappedLink):
     """A link that takes any host memory: what it may not copy directly goes through a ring.
 
     The driver copies pageable memory itself, but only while the caller waits; here a thread does,
@@ -32,19 +32,10 @@ class StagedLink:
     """
 
     def __init__(self, link: Link, memory: HostMemory, buffer_bytes: int = _BUFFER_BYTES) -> None:
-        self.emulated = link.emulated
-        self._link = link
+        super().__init__(link)
         self._memory = memory
         self._buffer_bytes = buffer_bytes
         self._carriers: dict[str, _Carrier] = {}
-
-    @property
-    def bandwidth(self) -> float | None:
-        return self._link.bandwidth
-
-    @property
-    def copy_bytes(self) -> int:
-        return self._link.copy_bytes
 
     def to_device(
         self,
@@ -54,7 +45,7 @@ class StagedLink:
         what: Hashable = None,
     ) -> Event:
         if self._memory.is_direct(host):
-            return self._link.to_device(device, host, [_asked(event) for event in after])
+            return super().to_device(device, host, [_asked(event) for event in after], what)
         return self._carrier("in").carry(device, host, after)
 
     def to_host(
@@ -65,31 +56,22 @@ class StagedLink:
         what: Hashable = None,
     ) -> Event:
         if self._memory.is_direct(host):
-            return self._link.to_host(host, device, [_asked(event) for event in after])
+            return super().to_host(host, device, [_asked(event) for event in after], what)
         return self._carrier("out").carry(device, host, after)
 
-    def record(self) -> Event:
-        return self._link.record()
-
     def wait(self, event: Event) -> None:
-        self._link.wait(_asked(event))
+        super().wait(_asked(event))
 
     def wait_on_host(self, event: Event) -> None:
-        self._link.wait_on_host(_asked(event))
-
-    def keep_times(self) -> None:
-        self._link.keep_times()
+        super().wait_on_host(_asked(event))
 
     def span(self, event: Event) -> tuple[float, float]:
         if not isinstance(event, _Staged):
-            return self._link.span(event)
+            return super().span(event)
         event.asked()
         # From the first part's beginning to the last part's end.
-        spans = [self._link.span(part) for part in event.parts]
+        spans = [super(StagedLink, self).span(part) for part in event.parts]
         return spans[0][0], spans[-1][1]
-
-    def counters(self) -> LinkCounters:
-        return self._link.counters()
 
     def synchronize(self) -> None:
         errors = [carrier.finish() for carrier in self._carriers.values()]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .errors import UsageError
-from .link import Event, Link, LinkCounters
+from .link import Event, Link, WrappedLink
 
 COPY_IN, COPY_OUT, COMPUTE, HOST = "copy in", "copy out", "compute", "host"
 TRACKS = (COPY_IN, COPY_OUT, COMPUTE, HOST)
@@ -148,21 +148,12 @@ def check_writable(path: Path) -> None:
 _WAIT = "wait"
 
 
-class TracedLink:
-    """A link that tells a trace of every copy, and of compute that waits for one."""
+class TracedLink(WrappedLink):
+    """A link that tells a trace of every copy, and of compute and host that wait for one."""
 
     def __init__(self, link: Link, trace: Trace) -> None:
-        self.emulated = link.emulated
-        self._link = link
+        super().__init__(link)
         self._trace = trace
-
-    @property
-    def bandwidth(self) -> float | None:
-        return self._link.bandwidth
-
-    @property
-    def copy_bytes(self) -> int:
-        return self._link.copy_bytes
 
     def to_device(
         self,
@@ -171,7 +162,7 @@ class TracedLink:
         after: Sequence[Event],
         what: Hashable = None,
     ) -> Event:
-        event = self._link.to_device(device, host, after, what)
+        event = super().to_device(device, host, after, what)
         self._trace.copy(COPY_IN, what, host.numel(), event)
         return event
 
@@ -182,36 +173,18 @@ class TracedLink:
         after: Sequence[Event],
         what: Hashable = None,
     ) -> Event:
-        event = self._link.to_host(host, device, after, what)
+        event = super().to_host(host, device, after, what)
         self._trace.copy(COPY_OUT, what, host.numel(), event)
         return event
 
-    def record(self) -> Event:
-        return self._link.record()
-
     def wait(self, event: Event) -> None:
         with self._trace.compute(_WAIT):
-            self._link.wait(event)
+            super().wait(event)
 
     def wait_on_host(self, event: Event) -> None:
         began = time.perf_counter()
-        self._link.wait_on_host(event)
+        super().wait_on_host(event)
         self._trace.host(_WAIT, began, time.perf_counter() - began)
-
-    def keep_times(self) -> None:
-        self._link.keep_times()
-
-    def span(self, event: Event) -> tuple[float, float]:
-        return self._link.span(event)
-
-    def counters(self) -> LinkCounters:
-        return self._link.counters()
-
-    def synchronize(self) -> None:
-        self._link.synchronize()
-
-    def close(self) -> None:
-        self._link.close()
 
 
 def _name(what: Hashable) -> str:
