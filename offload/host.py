@@ -85,8 +85,7 @@ class HostMemory:
                 "use a shorter context, a smaller model or more device memory",
             )
         mapping = _Mapping(size)
-        if self._cpus or self._driver:
-            touch(mapping.address, mapping.size, self._cpus)
+        touch(mapping.address, mapping.size, self._cpus)
         if self._driver and (pin or (pin is None and self._pin and not self._refused)):
             self._register(mapping)
         elif self._driver:

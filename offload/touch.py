@@ -30,6 +30,10 @@ def touch(address: int, size: int, cpus: Sequence[int] = ()) -> None:
         for a in range(address, address + size, _PART_BYTES)
     ]
     threads = min(_MOST_THREADS, len(parts), len(cpus) or os.cpu_count() or 1)
+    if threads == 1 and not cpus:
+        for part in parts:
+            _populate(*part)
+        return
 
     def settle() -> None:
         if cpus:

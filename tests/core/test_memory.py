@@ -11,15 +11,6 @@ from offload.errors import DoesNotFitError
 from triforce_core import Engine, SamplingParams
 
 
-@pytest.fixture(autouse=True)
-def two_threads():
-    """What the CPU's attention allocates depends on their number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def allocated_peak(run) -> int:
     """Most bytes that torch's CPU allocator handed out at once while `run` ran.
 
@@ -72,7 +63,8 @@ def test_accounted_bytes_cover_what_is_allocated(
     assert accounted <= stats["memory"]["device_budget_bytes"]
     assert peak <= accounted
     if prompt_tokens > new_tokens:  # the workspace is for a prompt that fills the context
-        assert accounted <= 1.35 * peak
+        # What the CPU's attention takes grows with its threads, of which there may be one.
+        assert accounted <= 1.5 * peak
 
 
 def test_whatever_the_budget_it_holds_or_is_refused(tiny) -> None:
