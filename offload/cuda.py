@@ -16,11 +16,11 @@ from .link import LinkCounters
 
 _PROBE_BYTES = 128 << 20
 _PROBE_REPEATS = 3
-_COPY_BYTES = tuple(size << 20 for size in (16, 32, 64))
+_COPY_BYTES = (16 << 20, 32 << 20)  # larger slots would take device memory for nothing
 _NEAR_PEAK = 0.97
 
 
-_PROBED: dict[torch.device, tuple[float, float, int]] = {}
+_PROBED: dict[torch.device, tuple[float, int]] = {}
 
 
 class _Copy(NamedTuple):
@@ -44,8 +44,8 @@ class CudaLink:
     - A copy may not cross from one registered piece of host memory to the next, so larger ones are
       cut where pieces end.
 
-    bandwidth: bytes per second to the device, measured; bandwidth_to_host: the other way
-    copy_bytes: the least copy that comes within 3 % of it, of 16, 32 and 64 MiB
+    bandwidth: bytes per second to the device, measured
+    copy_bytes: 16 MiB if copies of that size come within 3 % of it, else 32 MiB
     """
 
     emulated = False
@@ -64,7 +64,7 @@ class CudaLink:
         self.bandwidth: float | None
         if device not in _PROBED:  # once a process: a link does not change, and texts may follow it
             _PROBED[device] = self._probe(memory)
-        self.bandwidth, self.bandwidth_to_host, self.copy_bytes = _PROBED[device]
+        self.bandwidth, self.copy_bytes = _PROBED[device]
 
     def to_device(
         self,
@@ -164,33 +164,29 @@ class CudaLink:
             copy = self._running.popleft()
             self._busy_seconds += copy.started.elapsed_time(copy.ended) / 1000
 
-    def _probe(self, memory: HostMemory) -> tuple[float, float, int]:
-        """Best of three copies of 128 MiB each way from registered memory, in bytes per second, and
-        the least size of copy that, many in a row, comes near that.
+    def _probe(self, memory: HostMemory) -> tuple[float, int]:
+        """Best of three copies of 128 MiB from registered memory, in bytes per second, and the
+        least size of copy that, many in a row, comes near that.
         """
         with memory.arena(_PROBE_BYTES, pin=True) as arena:
             target = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
 
-            def rate(stream: torch.cuda.Stream, to: torch.Tensor, of: torch.Tensor, size: int):
+            def rate(size: int) -> float:
                 best = float("inf")
                 for _ in range(_PROBE_REPEATS + 1):  # the first touches the pages
-                    stream.synchronize()
+                    self._in.synchronize()
                     begin = time.perf_counter()
-                    with torch.cuda.stream(stream):
-                        for piece, source in zip(to.split(size), of.split(size), strict=True):
+                    with torch.cuda.stream(self._in):
+                        pairs = zip(target.split(size), arena.bytes.split(size), strict=True)
+                        for piece, source in pairs:
                             piece.copy_(source, non_blocking=True)
-                    stream.synchronize()
+                    self._in.synchronize()
                     best = min(best, time.perf_counter() - begin)
                 return _PROBE_BYTES / best
 
-            peak = rate(self._in, target, arena.bytes, _PROBE_BYTES)
-            out = rate(self._out, arena.bytes, target, _PROBE_BYTES)
-            near = (
-                size
-                for size in _COPY_BYTES
-                if rate(self._in, target, arena.bytes, size) >= _NEAR_PEAK * peak
-            )
-            return peak, out, next(near, _COPY_BYTES[-1])
+            peak = rate(_PROBE_BYTES)
+            near = (size for size in _COPY_BYTES if rate(size) >= _NEAR_PEAK * peak)
+            return peak, next(near, _COPY_BYTES[-1])
 
 
 def _end(event: _Copy | torch.cuda.Event) -> torch.cuda.Event:

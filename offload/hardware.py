@@ -7,6 +7,7 @@ import platform
 import resource
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ def probe() -> Machine:
         platform=platform.platform(),
         packages={name: _version(name) for name in _PACKAGES},
     )
+
+
+def provenance(command: str) -> dict[str, Any]:
+    """Where figures come from: date, command, hardware and versions."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": command,
+        "hardware": summary(),
+        "versions": {name: _version(name) for name in ("torch", "transformers")},
+    }
 
 
 def summary() -> dict[str, Any]:

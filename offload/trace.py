@@ -6,7 +6,6 @@ Off, nothing of it runs: the link is not wrapped, and what is called instead doe
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .errors import UsageError
+from .files import write_whole
 from .link import Event, Link, WrappedLink
 
 COPY_IN, COPY_OUT, COMPUTE, HOST = "copy in", "copy out", "compute", "host"
@@ -128,21 +127,7 @@ class Trace:
             for span in sorted(spans, key=lambda span: span.began)
         ]
         whole = {"traceEvents": named + order + events, "displayTimeUnit": "ms", "otherData": about}
-        partial = path.with_name(path.name + ".partial")
-        try:
-            partial.write_text(json.dumps(whole), "utf-8")
-            partial.replace(path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise UsageError(f"cannot write the trace to {path}: {error}") from error
-
-
-def check_writable(path: Path) -> None:
-    """Raises UsageError, before any work is done, if a file cannot be written there."""
-    if path.is_dir():
-        raise UsageError(f"cannot write to {path}: it is a directory")
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"cannot write to {path}: its directory is missing or not writable")
+        write_whole(path, json.dumps(whole), "trace")
 
 
 _WAIT = "wait"

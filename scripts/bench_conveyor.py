@@ -28,14 +28,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import bench_decode
 import torch
+from bench_decode import ALL
 from material import model_file, stretches
 from results import write_result
 from rich.console import Console
 from rich.table import Table
 from trace_file import Event, read_trace
 
-from offload.kv import KVShape
 from offload.placement import Placement, place
 from triforce_core import Engine, SamplingParams
 from triforce_core.hierarchy import Target
@@ -43,14 +44,8 @@ from triforce_core.loading import demand_of
 from triforce_core.settings import MethodSettings
 from triforce_core.shapes import read_shape
 
-ALL = 10**9
-LAYERS = tuple(range(30))
 RESIDENT = Placement((), True, ALL, 0, 0, 0)
-STREAMED = {
-    "KV streamed": Placement((), True, 0, 0, 3, 2),
-    "weights streamed": Placement(LAYERS, True, ALL, 2, 0, 0),
-    "both streamed": Placement(LAYERS, True, 0, 2, 3, 2),
-}
+STREAMED = {name: placement for name, (placement, _) in bench_decode.STREAMED.items()}
 SLOW, FAST = 0.5e9, 20e9
 VERIFIED = 65
 PLOT = Path(__file__).parent.parent / "docs" / "trace.png"
@@ -283,13 +278,9 @@ def streaming_memory(tokens: int) -> dict[str, Any]:
             "context": context,
             "block_bytes": demand.kv.block_bytes,
             "streaming_bytes": slots,
-            "share_of_one_layers_kv": slots / layer_kv_bytes(demand.kv, context),
+            "share_of_one_layers_kv": slots / (demand.kv.token_bytes * context),
         }
     return figures
-
-
-def layer_kv_bytes(shape: KVShape, tokens: int) -> int:
-    return shape.token_bytes * tokens
 
 
 def print_tables(

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
+import sys
 import time
-from datetime import UTC, datetime
-from importlib.metadata import version
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from offload.hardware import summary
+from offload.hardware import provenance
 from offload.units import parse_bytes
 from triforce_core.shapes import SHAPES
 
@@ -45,9 +45,7 @@ def main() -> None:
     print(
         json.dumps(
             {
-                "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-                "hardware": summary(),
-                "versions": {name: version(name) for name in ("torch", "transformers")},
+                **provenance(shlex.join(["python", *sys.argv])),
                 "shape": args.shape,
                 "context": args.context,
                 "memory": args.memory,

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from offload.hardware import summary
+from offload.hardware import provenance
 
 
 def main() -> None:
     parts, result, memory = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     record: dict[str, Any] = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": f"bash scripts/gpu_check.sh (device memory {memory})",
-        "hardware": summary(),
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        **provenance(f"MEMORY={memory} bash scripts/gpu_check.sh"),
         "parts": {},
     }
     for code in sorted(parts.glob("*.code")):

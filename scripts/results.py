@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from offload.hardware import summary
+from offload.hardware import provenance
 
 DIRECTORY = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -21,10 +19,7 @@ def write_result(name: str, figures: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     arguments = [f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]
     record = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", *arguments]),
-        "hardware": summary(),
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        **provenance(shlex.join(["python", *arguments])),
         **figures,
     }
     path.write_text(json.dumps(record, indent=2) + "\n")

@@ -8,12 +8,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
 from offload.errors import UsageError
-from offload.hardware import summary
+from offload.hardware import provenance
 from offload.units import format_bytes
 
 from .bench import TESTS, Bench, BenchSettings, Row
@@ -81,10 +79,7 @@ def describe(running: Bench) -> dict[str, Any]:
     slots = placement.kv_slots + placement.staging_slots
     streaming = slots * demand.kv.block_bytes + placement.weight_slots * demand.layer_bytes
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "command": shlex.join(["triforce", *sys.argv[1:]]),
-        "hardware": summary(),
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        **provenance(shlex.join(["triforce", *sys.argv[1:]])),
         "shape": settings.shape,
         "weights": "random",
         "dtype": str(running.dtype).removeprefix("torch."),

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -225,18 +223,6 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         if action.default is None or action.default is False:
             return action.help
         return super()._get_help_string(action)
-
-
-def write_stats(path: str, stats: dict) -> None:
-    """Writes the stats whole or not at all. Raises UsageError."""
-    partial = Path(path + ".partial")
-    try:
-        partial.write_text(json.dumps(stats, indent=2, ensure_ascii=False) + "\n", "utf-8")
-        partial.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise UsageError(f"cannot write the stats to {path}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from offload.errors import UsageError
+from offload.files import check_writable
 from offload.placement import Placement
 from offload.runtime import Runtime, Session
-from offload.trace import check_writable
 from offload.units import parse_bandwidth, parse_bytes
 
 from .autoregressive import Decoder
@@ -329,10 +329,10 @@ class Engine:
             "draft": decoder.tally.draft_seconds,
             "verify": decoder.tally.verify_seconds,
         }
-        if self._trace:
+        yield Completion(tokens, text.text, reason, stats)
+        if self._trace:  # last: a trace that cannot be written loses nothing else
             about = {name: stats[name] for name in _TRACED_STATS}
             self._runtime.trace.write(self._trace, about)
-        yield Completion(tokens, text.text, reason, stats)
 
     def _after_prefill_layer(self, layer: int) -> None:
         self._progress("prefill", layer + 1, self.config.layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -11,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from offload.errors import UsageError
+from offload.files import write_whole
 
 from .checkpoint import open_checkpoint, resolve
-from .cli import INTERRUPTED, write_stats
+from .cli import INTERRUPTED
 from .engine import Engine, check_context
 from .params import SamplingParams
 from .report import LEVEL_LEGEND, ProgressBars, colored, print_run
+from .stream import Completion
 from .text import load_tokenizer
 
 
@@ -64,20 +67,28 @@ def generate(args: argparse.Namespace, prompt: str) -> int:
         )
         with engine, _interruptible(engine, bars):
             stream = engine.stream(token_ids, params)
-            for piece in stream.pieces():
-                bars.stop()  # the text owns the terminal from its first piece on
-                sys.stdout.write(colored(piece) if args.color_levels else piece.text)
-                sys.stdout.flush()
-            bars.stop()
-    result = stream.result
+            try:
+                for piece in stream.pieces():
+                    bars.stop()  # the text owns the terminal from its first piece on
+                    sys.stdout.write(colored(piece) if args.color_levels else piece.text)
+                    sys.stdout.flush()
+            finally:
+                bars.stop()
+                if stream.ended:
+                    _report(stream.result, args)
+    return INTERRUPTED if stream.result.finish_reason == "interrupted" else 0
+
+
+def _report(result: Completion, args: argparse.Namespace) -> None:
+    """What follows the text. Raises UsageError if the stats cannot be written."""
     if result.text and not result.text.endswith("\n"):
         sys.stdout.write("\n")
         sys.stdout.flush()
     if args.stats:
-        write_stats(args.stats, result.stats)
+        stats = json.dumps(result.stats, indent=2, ensure_ascii=False) + "\n"
+        write_whole(args.stats, stats, "stats")
     if not args.quiet:
         print_run(result.stats)
-    return INTERRUPTED if result.finish_reason == "interrupted" else 0
 
 
 @contextmanager

@@ -44,6 +44,11 @@ class Stream:
         self._result: Completion | None = None
 
     @property
+    def ended(self) -> bool:
+        """Whether there is a result."""
+        return self._result is not None
+
+    @property
     def result(self) -> Completion:
         """The whole completion. Raises RuntimeError before the stream has ended."""
         if self._result is None:

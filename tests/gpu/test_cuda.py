@@ -67,8 +67,7 @@ def test_host_memory_is_pinned_and_the_link_has_a_bandwidth() -> None:
         assert memory.is_direct(arena.bytes)
     link = CudaLink(DEVICE, memory)
     assert link.bandwidth > 1e9
-    assert link.bandwidth_to_host > 1e9
-    assert link.copy_bytes in (16 << 20, 32 << 20, 64 << 20)
+    assert link.copy_bytes in (16 << 20, 32 << 20)
     link.close()
 
 

@@ -111,6 +111,18 @@ def test_off_there_is_nothing_in_the_way(tiny) -> None:
         assert isinstance(engine._runtime.trace, NoTrace)
 
 
+def test_a_trace_that_cannot_be_written_in_the_end_loses_nothing_else(tiny, tmp_path) -> None:
+    path, _ = tiny("llama")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with Engine.from_pretrained(path, trace=folder / "t.json", **OPTIONS) as engine:
+        folder.rmdir()
+        stream = engine.stream(random_ids(75), PARAMS)
+        with pytest.raises(UsageError, match="cannot write the trace"):
+            list(stream)
+        assert len(stream.result.token_ids) == 30
+
+
 @pytest.mark.parametrize("where", ["", "missing/trace.json"])
 def test_a_file_that_cannot_be_written_is_refused_before_loading(tiny, tmp_path, where) -> None:
     path, _ = tiny("llama")
