@@ -12,6 +12,7 @@ from triforce_kernels.attention import Partial, merge, partial_attention
 from .conveyor import Conveyor
 from .kv import Block, KeysValues, KVStore
 from .scores import ChunkScores
+from .sizes import SCORED_TOKENS
 
 
 class KVPass:
@@ -146,10 +147,6 @@ class PrefillPass:
             partials.append(partial_attention(rows, keys, values, mask=mask))
             self._scores.add(rows, keys, partials[-1], mask)
         self._scores.end_layer(layer, partials, tokens)
-
-
-SCORED_TOKENS = 16
-"""Queries at the end of a prompt by which its chunks are scored."""
 
 
 def causal_mask(tokens: int, keys: int, group: int, like: torch.Tensor) -> torch.Tensor | None:

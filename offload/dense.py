@@ -7,19 +7,8 @@ from triforce_kernels.attention import merge, partial_attention
 
 from .attend import causal_mask
 from .device import DeviceMemory
-from .kv import KVShape
-
-_ROUND_TOKENS = 16
-"""Capacities are multiples of it, so that rows of a mask are aligned as CUDA kernels want them."""
-
-
-def dense_bytes(shape: KVShape, tokens: int) -> int:
-    """Device bytes of a DenseKV with room for `tokens` tokens."""
-    return shape.token_bytes * shape.layers * _capacity(tokens)
-
-
-def _capacity(tokens: int) -> int:
-    return -(-tokens // _ROUND_TOKENS) * _ROUND_TOKENS
+from .shape import KVShape
+from .sizes import dense_bytes, dense_capacity
 
 
 class DenseKV:
@@ -35,7 +24,7 @@ class DenseKV:
     def __init__(self, shape: KVShape, tokens: int, memory: DeviceMemory, purpose: str) -> None:
         """Raises DoesNotFitError."""
         self.end = 0
-        self.capacity = _capacity(tokens)
+        self.capacity = dense_capacity(tokens)
         self._memory = memory
         self._allocation = memory.allocate(dense_bytes(shape, tokens), purpose)
         # Zeros, since `fixed` reads what is behind the end too, with a weight of zero.

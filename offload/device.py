@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from .available import available_host_bytes
 from .errors import DoesNotFitError, LinkError, OutOfDeviceMemoryError, UsageError
-from .host import available_host_bytes
 from .units import format_bytes
 
 _CUDA_CONTEXT_BYTES = 256 << 20

@@ -12,6 +12,7 @@ import torch
 
 from .errors import LinkError
 from .link import LinkCounters
+from .sizes import COPY_BYTES
 
 _POISON_STRIDE = 64  # in int32 words, so every 256-byte-aligned part of a slot holds a NaN
 
@@ -41,7 +42,7 @@ class EmulatedLink:
     """
 
     emulated = True
-    copy_bytes = 8 << 20  # no copy costs anything besides its bytes
+    copy_bytes = COPY_BYTES
 
     def __init__(self, bandwidth: float | None = None, timeout_seconds: float = 60.0) -> None:
         """bandwidth: bytes per second each way, None for as fast as memory."""

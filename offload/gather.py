@@ -9,16 +9,8 @@ import torch
 
 from .device import DeviceMemory, put
 from .errors import LinkError
-from .kv import Block, KVShape, KVStore
+from .kv import Block, KVStore
 from .link import Event, Link
-
-BUFFERS = 2
-"""While one layer's chunks cross the link, the next layer's are collected."""
-
-
-def reader_bytes(shape: KVShape, tokens: int) -> int:
-    """Device bytes of a ChunkReader, and its host bytes."""
-    return BUFFERS * shape.token_bytes * tokens
 
 
 def as_chunks(keys_values: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
@@ -48,8 +40,8 @@ class ChunkReader:
         chunk_tokens: int,
         host: Sequence[torch.Tensor],
     ) -> None:
-        """host: BUFFERS flat uint8 buffers, together `reader_bytes` of the tokens of one layer, all
-        KV heads, that are copied at once at most.
+        """host: GATHER_BUFFERS flat uint8 buffers, together `reader_bytes` of the tokens of one
+        layer, all KV heads, that are copied at once at most.
 
         Raises DoesNotFitError.
         """

@@ -11,20 +11,17 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
-import psutil
 import torch
 
+from .available import available_host_bytes
 from .errors import DoesNotFitError
 from .touch import touch
 from .units import format_bytes
 
 PIECE_BYTES = 1 << 30
 """Most bytes registered at once, so that what a driver's cap leaves is used to the last piece."""
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 class Driver(Protocol):
@@ -241,15 +238,3 @@ class HostBlocks:
         for arena in self._arenas:
             arena.close()
         self._arenas.clear()
-
-
-def available_host_bytes() -> int:
-    """Memory a new mapping can count on: what the machine has left, or its container if less."""
-    available = psutil.virtual_memory().available
-    limit = _CGROUP / "memory.max"
-    if limit.exists() and limit.read_text().strip().isdigit():
-        used = int((_CGROUP / "memory.current").read_text())
-        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        reclaimable = int(stat.get("inactive_file", 0))
-        available = min(available, max(0, int(limit.read_text()) - used + reclaimable))
-    return available

@@ -6,8 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+    from .shape import ElementType
 
 ALIGNMENT = 256
 """Bytes. Equal alignment everywhere keeps vectorised kernels bitwise equal at any placement."""
@@ -19,11 +23,11 @@ class FlatLayout:
 
     shapes: Mapping[str, tuple[int, ...]]
     offsets: Mapping[str, int]
-    dtype: torch.dtype
+    dtype: ElementType
     nbytes: int
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> FlatLayout:
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: ElementType) -> FlatLayout:
         offsets, end = {}, 0
         for name, shape in shapes.items():
             offsets[name] = end

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .available import available_host_bytes
 from .errors import DoesNotFitError, UsageError
-from .host import available_host_bytes
-from .kv import KVShape
+from .shape import KVShape
 
 WEIGHT_SLOTS = 2
 KV_SLOTS = 3

@@ -10,11 +10,10 @@ from triforce_kernels.attention import Partial, merge_weights
 from triforce_kernels.scoring import chunk_mass, chunk_mean
 
 from .device import DeviceMemory, put
-from .kv import KVShape
+from .shape import KVShape
+from .sizes import SCORE_GROUPS, scores_bytes
 
-GROUPS = 8
-"""Into how many groups of consecutive tokens a pass's queries are averaged."""
-_DTYPE = torch.bfloat16  # scores are only compared
+_DTYPE = torch.bfloat16  # of SCORE_ITEMSIZE bytes
 
 
 class Score(Enum):
@@ -22,12 +21,6 @@ class Score(Enum):
 
     MASS = "mass"
     MEAN = "mean"
-
-
-def scores_bytes(shape: KVShape, chunk_tokens: int, context_tokens: int) -> int:
-    """Device bytes of a ChunkScores."""
-    chunks = -(-context_tokens // chunk_tokens)
-    return shape.layers * shape.kv_heads * chunks * (4 + GROUPS * _DTYPE.itemsize)
 
 
 class ChunkScores:
@@ -62,7 +55,7 @@ class ChunkScores:
         self._sums = self._allocation.bytes[:sums].view(torch.float32)
         self._sums = self._sums.view(shape.layers, shape.kv_heads, chunks).zero_()
         self._last = self._allocation.bytes[sums:].view(_DTYPE)
-        self._last = self._last.view(GROUPS, shape.layers, shape.kv_heads, chunks)
+        self._last = self._last.view(SCORE_GROUPS, shape.layers, shape.kv_heads, chunks)
         self._grouped: tuple[torch.Tensor, torch.Tensor] | None = None
         self._parts: list[torch.Tensor] = []
         self._tokens = 0
@@ -94,7 +87,9 @@ class ChunkScores:
         kv_heads, rows, chunks = scores.shape
         each = scores.view(kv_heads, rows // tokens, tokens, chunks).mean(1).transpose(0, 1)
         group, sizes = self._groups(tokens, each.device)
-        sums = each.new_zeros(min(tokens, GROUPS), kv_heads, chunks).index_add_(0, group, each)
+        sums = each.new_zeros(min(tokens, SCORE_GROUPS), kv_heads, chunks).index_add_(
+            0, group, each
+        )
         self._last[: sums.shape[0], layer, :, :chunks] = sums / sizes
         self._tokens = tokens
 
@@ -132,4 +127,4 @@ _MEMORY = 0.9
 
 def _group_of(tokens: int) -> torch.Tensor:
     """The group of each token of a pass: one each while they suffice."""
-    return torch.arange(tokens) * min(tokens, GROUPS) // tokens
+    return torch.arange(tokens) * min(tokens, SCORE_GROUPS) // tokens

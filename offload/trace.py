@@ -10,12 +10,13 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .files import write_whole
 from .link import Event, Link, WrappedLink
+
+if TYPE_CHECKING:
+    import torch
 
 COPY_IN, COPY_OUT, COMPUTE, HOST = "copy in", "copy out", "compute", "host"
 TRACKS = (COPY_IN, COPY_OUT, COMPUTE, HOST)

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 
 from .laws import draw
 
-ACCEPT = ("optimal", "coupled")
-
 
 class Draft(NamedTuple):
     """Proposed tokens, each with the law it was drawn from.

@@ -27,10 +27,10 @@ from .hierarchy import Target
 from .levels import Text
 from .loading import PREFILL_CHUNK, choose_dtype, load
 from .params import SamplingParams
+from .random_checkpoint import RandomCheckpoint
 from .resident import USES_BEFORE
 from .retrieval import POLICIES
 from .settings import MachineSettings, MethodSettings
-from .shapes import RandomCheckpoint
 
 TESTS = ("link", "pass", "retrieval", "drafter", "prefill", "decode")
 _PARAMS = SamplingParams(max_new_tokens=1, temperature=0.6, top_p=0.9)

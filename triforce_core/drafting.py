@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from offload.gather import BUFFERS, ChunkReader, reader_bytes
+from offload.gather import ChunkReader
 from offload.graphs import Recorder
-from offload.kv import KVShape
 from offload.runtime import Runtime, Session
 from offload.scores import ChunkScores
+from offload.shape import KVShape
+from offload.sizes import GATHER_BUFFERS, reader_bytes
 from offload.weights import ResidentWeights, WeightStore
 
 from .acceptance import Rule, make_rule
 from .autoregressive import Autoregressive, Decoder
-from .config import ModelConfig
 from .draft_length import Auto, DraftLength, Fixed
 from .hierarchy import Hierarchy, RetrievalModel
 from .laws import laws
@@ -24,9 +24,10 @@ from .model import Model
 from .ngram import NGramDrafter
 from .params import SamplingParams
 from .resident import ResidentModel
-from .retrieval import POLICIES, RetrievalCache, fitting_budget
+from .retrieval import POLICIES, RetrievalCache
 from .settings import AUTO, AUTO_DRAFT_TOKENS, MethodSettings
-from .small_model import SmallModelDrafter, WindowCache, drafter_head, window_tokens
+from .sizes import fitting_budget
+from .small_model import SmallModelDrafter, WindowCache, drafter_head
 
 AUTO_INNER_TOKENS = 16
 _RETRIEVAL_ACCEPTANCE, _RETRIEVAL_FIRST = 0.95, 24
@@ -42,14 +43,6 @@ class SmallModel:
     store: WeightStore
     shape: KVShape
     capacity: int
-
-
-def small_model_shape(config: ModelConfig, like: KVShape) -> KVShape:
-    return KVShape(config.layers, config.kv_heads, config.head_dim, 1, like.dtype)
-
-
-def small_model_capacity(config: ModelConfig, settings: MethodSettings) -> int:
-    return window_tokens(config, settings.max_draft_tokens)
 
 
 class Drafting:
@@ -194,7 +187,8 @@ class Drafting:
         """
         memory, settings = runtime.memory, self.settings
         budget = fitting_budget(self.budget, settings.chunk_size, context)
-        buffers = runtime.host_buffers(reader_bytes(session.kv.shape, budget) // BUFFERS, BUFFERS)
+        size = reader_bytes(session.kv.shape, budget) // GATHER_BUFFERS
+        buffers = runtime.host_buffers(size, GATHER_BUFFERS)
         reader = ChunkReader(session.kv, runtime.link, memory, settings.chunk_size, buffers)
         stack.callback(reader.close)
         cache = RetrievalCache(

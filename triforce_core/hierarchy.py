@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from offload.attend import SCORED_TOKENS
 from offload.runtime import Session
+from offload.sizes import SCORED_TOKENS
 
 from .acceptance import Rule
 from .autoregressive import Step, read_prompt

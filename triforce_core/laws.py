@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from .params import SamplingParams
+from .sizes import LAW_ROWS
 
 _LEAST_TEMPERATURE = 1e-30
 """Below it quotients overflow float32; the law is one-hot long before, up to exact ties."""
 
-
-LAW_ROWS = 16
-"""Rows of logits that `laws` turns into laws at a time."""
 
 _SHORTLIST = 256
 """Most tokens of a nucleus that is found without sorting the vocabulary."""

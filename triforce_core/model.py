@@ -12,6 +12,9 @@ import torch.nn.functional as F
 
 from .config import ModelConfig
 from .rope import Rope, rotate
+from .sizes import layer_shapes
+
+__all__ = ["Cache", "Ends", "Model", "Weights", "layer_shapes"]
 
 LayerWeights = Mapping[str, torch.Tensor]
 
@@ -46,26 +49,6 @@ class Ends:
     embedding: torch.Tensor
     norm: torch.Tensor
     head: torch.Tensor
-
-
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of one layer, in the order they are used."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_norm": (config.hidden,),
-        "qkv": (queries + 2 * keys, config.hidden),
-    }
-    if config.qkv_bias:
-        shapes["qkv_bias"] = (queries + 2 * keys,)
-    if config.qk_norm:
-        shapes["q_norm"] = shapes["k_norm"] = (config.head_dim,)
-    shapes["o"] = (config.hidden, queries)
-    if config.output_bias:
-        shapes["o_bias"] = (config.hidden,)
-    shapes["post_norm"] = (config.hidden,)
-    shapes["gate_up"] = (2 * config.mlp, config.hidden)
-    shapes["down"] = (config.hidden, config.mlp)
-    return shapes
 
 
 class Model:

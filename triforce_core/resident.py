@@ -18,9 +18,8 @@ from offload.trace import Tracer
 from offload.weights import ResidentWeights
 
 from .model import Model
+from .sizes import LONGEST_RECORDED
 
-LONGEST = 32
-"""Tokens of the longest forward that is recorded. Shorter ones are padded to a power of two."""
 USES_BEFORE = 2
 """Of a size, run as they will be recorded: libraries set themselves up at their first use."""
 
@@ -29,7 +28,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 def padded(tokens: int) -> int:
-    """The size of the recorded forward that takes `tokens` tokens."""
+    """The size of the recorded forward that takes `tokens` tokens, a power of two."""
     return 1 << (tokens - 1).bit_length()
 
 
@@ -74,7 +73,7 @@ class ResidentModel:
     def _run(self, tokens: torch.Tensor, position: int, last: bool) -> torch.Tensor:
         count = tokens.shape[0]
         size = padded(count)
-        if self._recorder and size <= LONGEST and self._kv.end + size <= self._kv.capacity:
+        if self._recorder and size <= LONGEST_RECORDED and self._kv.end + size <= self._kv.capacity:
             forward = self._forwards.get(size)
             if forward is None:
                 forward = self._forwards[size] = _FixedForward(

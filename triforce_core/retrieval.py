@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from offload.dense import DenseKV, dense_bytes
+from offload.dense import DenseKV
 from offload.device import DeviceMemory
-from offload.gather import ChunkReader, reader_bytes
-from offload.kv import KVShape, KVStore
-from offload.scores import ChunkScores, Score, scores_bytes
+from offload.gather import ChunkReader
+from offload.kv import KVStore
+from offload.scores import ChunkScores, Score
+
+from .sizes import own_tokens
 
 POLICIES = {"mass": Score.MASS, "mean": Score.MEAN}
 """mass: exact attention mass of the passes' queries, chosen anew after every pass.
@@ -20,29 +22,6 @@ when new tokens have taken a quarter of the budget.
 _NEWEST_TOKENS = 32
 """Always in, besides the first chunk and the chunk that fills."""
 _MEAN_REFRESH = 4
-
-
-def own_tokens(chunk_tokens: int, max_draft_tokens: int) -> int:
-    """Tokens besides the budget: a chunk that fills, the last token and a draft."""
-    return chunk_tokens + max_draft_tokens
-
-
-def retrieval_bytes(
-    shape: KVShape, budget: int, chunk_tokens: int, max_draft_tokens: int, context_tokens: int
-) -> int:
-    """Device bytes of a retrieval cache, of what fills it and of what it is chosen by."""
-    budget = fitting_budget(budget, chunk_tokens, context_tokens)
-    tokens = budget + own_tokens(chunk_tokens, max_draft_tokens)
-    return (
-        dense_bytes(shape, tokens)
-        + reader_bytes(shape, budget)
-        + scores_bytes(shape, chunk_tokens, context_tokens)
-    )
-
-
-def fitting_budget(budget: int, chunk_tokens: int, context_tokens: int) -> int:
-    """A budget without the part that the context could never fill."""
-    return min(budget, max(2, -(-context_tokens // chunk_tokens)) * chunk_tokens)
 
 
 class RetrievalCache:

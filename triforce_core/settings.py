@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from offload.errors import UsageError
 
-from .acceptance import ACCEPT
-from .retrieval import POLICIES
+if TYPE_CHECKING:
+    import torch
 
 METHODS = ("triforce", "speculative", "autoregressive")
+RETRIEVAL = ("mass", "mean")
+ACCEPT = ("optimal", "coupled")
 AUTO = "auto"
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
@@ -63,7 +64,7 @@ class MethodSettings:
     def __post_init__(self) -> None:
         for name, choices in (
             ("method", METHODS),
-            ("retrieval", tuple(POLICIES)),
+            ("retrieval", RETRIEVAL),
             ("accept", ACCEPT),
         ):
             if getattr(self, name) not in choices:

@@ -1,4 +1,4 @@
-"""Shapes of well-known models, and checkpoints of random weights in any shape, to be timed."""
+"""Shapes of well-known models, as their config.json says them; no tensors."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from offload.errors import UsageError
 
@@ -97,38 +95,3 @@ def read_shape(name: str) -> ModelConfig:
     if not isinstance(raw, dict):
         raise UsageError(f"{file} holds no object")
     return from_hf(raw, {})
-
-
-class RandomCheckpoint:
-    """Reads as a Checkpoint of random weights."""
-
-    stored_dtype = "float16"
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-        self._noise: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-
-    def read_layer(self, layer: int, views: Mapping[str, torch.Tensor]) -> None:
-        for part, view in views.items():
-            self.read(part, view)
-
-    def read(self, name: str, into: torch.Tensor) -> None:
-        if "norm" in name:
-            into.fill_(1)
-            return
-        key = (into.device, into.dtype)
-        if key not in self._noise:
-            noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0))
-            self._noise[key] = (noise * _STD).to(*key)
-        for part in into.view(-1).split(_NOISE):
-            part.copy_(self._noise[key][: part.numel()])
-
-    def rope_factors(self) -> None:
-        return None
-
-    def close(self) -> None:
-        self._noise.clear()
-
-
-_NOISE = 1_000_003  # a prime, so that no two rows of a matrix are the same
-_STD = 0.02

@@ -7,24 +7,16 @@ import torch.nn.functional as F
 
 from offload.dense import DenseKV
 from offload.device import DeviceMemory, put
-from offload.kv import KVShape
+from offload.shape import KVShape
 
 from .acceptance import Draft, Rule
-from .config import ModelConfig
 from .laws import laws
 from .levels import Nothing, Text
 from .model import Model
 from .params import SamplingParams
 from .resident import Head, ResidentModel
 from .rope import Rope
-
-SINKS = 16
-WINDOW = 256
-
-
-def window_tokens(config: ModelConfig, max_draft_tokens: int) -> int:
-    """Capacity of a WindowCache: sinks, window, and room to draft and to slide rarely."""
-    return min(config.trained_positions, SINKS + WINDOW + 2 * (max_draft_tokens + 1))
+from .sizes import SINKS, WINDOW
 
 
 class WindowCache:

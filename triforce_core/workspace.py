@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from offload.attend import SCORED_TOKENS
+from offload.sizes import SCORED_TOKENS
 
 from .config import ModelConfig
-from .laws import LAW_ROWS
+from .sizes import LAW_ROWS
 
 _LAW_BYTES_PER_TOKEN_OF_VOCABULARY = 40
 """Scores, sorted values and order, softmax, cumulative sum, masks: see laws.law."""

@@ -12,14 +12,16 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
 from ..errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import torch
 
 _SCALARS = {
     GGUFValueType.UINT8: "B",
@@ -98,6 +100,8 @@ class GGUFSource:
         return _PLAIN.get(self._entries[name].kind)
 
     def read(self, name: str, into: torch.Tensor) -> None:
+        import torch  # a header is read without it
+
         entry = self._entries[name]
         raw = np.frombuffer(self._map, np.uint8, entry.nbytes, entry.start)
         if into.dim() < 2:

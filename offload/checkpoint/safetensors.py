@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -10,24 +9,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError, UnsupportedModelError
+from .header import read_json
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": None, "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_MAX_JSON_BYTES = 256 << 20
-
-
-def read_json(path: Path) -> dict:
-    """A JSON object from a file. Raises CheckpointError."""
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} is too large for a JSON header")
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return parsed
 
 
 class SafetensorsSource:

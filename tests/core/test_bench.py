@@ -13,7 +13,8 @@ from triforce_core.bench import TESTS, prefill_flops
 from triforce_core.cli import main
 from triforce_core.config import from_hf
 from triforce_core.model import layer_shapes
-from triforce_core.shapes import SHAPES, RandomCheckpoint, read_shape
+from triforce_core.random_checkpoint import RandomCheckpoint
+from triforce_core.shapes import SHAPES, read_shape
 
 TINY = {
     "model_type": "llama",
