@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .checks import alike, require
+
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_CAPABILITY = (8, 0)
 _CUDA_MAX_HEAD_DIM = 256
@@ -47,6 +49,7 @@ def partial_attention(
     mask: additive [rows, tokens] of query's dtype, no row wholly -inf; None attends to all
     causal: row r attends to keys 0..r; needs rows == tokens, excludes mask
 
+    No row may have scores of -inf alone: torch's operators do not agree on what that gives.
     Raises ValueError, naming every shape, dtype and device, when the inputs do not fit together.
     """
     _check(query, key, value, mask, causal)
@@ -66,14 +69,9 @@ def merge(partials: Sequence[Partial]) -> torch.Tensor:
     """
     if len(partials) == 1:
         return partials[0].out
-    weights = merge_weights(partials)
+    weights = torch.stack([part.lse for part in partials]).softmax(0)
     outs = torch.stack([part.out for part in partials])
     return outs.float().mul_(weights.unsqueeze(-1)).sum(0).to(outs.dtype)
-
-
-def merge_weights(partials: Sequence[Partial]) -> torch.Tensor:
-    """What share of the whole attention each part has: [parts, kv_heads, rows] float32."""
-    return torch.stack([part.lse for part in partials]).softmax(0)
 
 
 def reference_attention(
@@ -85,16 +83,34 @@ def reference_attention(
     causal: bool = False,
 ) -> Partial:
     """What `partial_attention` computes, in plain operations (float32 inside, float64 kept)."""
-    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = query.to(compute) @ key.to(compute).transpose(-1, -2) * query.shape[-1] ** -0.5
+    scores = scaled_scores(query, key)
     if mask is not None:
         scores = scores + mask
     if causal:
         above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(above, float("-inf"))
+    part = plain_attention(scores, value)
+    return Partial(part.out.to(query.dtype), part.lse)
+
+
+def plain_attention(scores: torch.Tensor, value: torch.Tensor) -> Partial:
+    """Attention by scores [kv_heads, rows, tokens], in their dtype; spoils them. A row of -inf
+    gives zeros, and -inf.
+    """
     lse = scores.logsumexp(-1)
-    out = (scores - lse.unsqueeze(-1)).exp() @ value.to(compute)
-    return Partial(out.to(query.dtype), lse)
+    return Partial(scores.sub_(finite(lse).unsqueeze(-1)).exp_() @ value.to(scores.dtype), lse)
+
+
+def scaled_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Scores of keys [kv_heads, tokens, head_dim], in float32, or float64 if the query is."""
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scores = query.to(compute) @ key.to(compute).transpose(-1, -2)
+    return scores.mul_(query.shape[-1] ** -0.5)
+
+
+def finite(x: torch.Tensor) -> torch.Tensor:
+    """-inf as 0: what is subtracted from scores that are all -inf, to leave them so."""
+    return x.masked_fill(x == float("-inf"), 0)
 
 
 def _cpu(query, key, value, mask, causal) -> Partial:
@@ -140,29 +156,17 @@ def _cuda(query, key, value, mask, causal) -> Partial:
 def _check(query, key, value, mask, causal) -> None:
     kv_heads, rows, head_dim = query.shape
     tokens = key.shape[1]
-    fits = (
+    require(
+        "partial_attention",
         key.shape == value.shape == (kv_heads, tokens, head_dim)
         and tokens > 0
         and rows > 0
-        and query.dtype == key.dtype == value.dtype
-        and query.device == key.device == value.device
-        and query.stride(2) == key.stride(2) == value.stride(2) == 1
+        and alike(query, key, value, mask)
         and not (causal and (mask is not None or rows != tokens))
-        and (
-            mask is None
-            or (
-                mask.shape == (rows, tokens)
-                and mask.dtype == query.dtype
-                and mask.device == query.device
-                and mask.stride(1) == 1
-            )
-        )
+        and (mask is None or mask.shape == (rows, tokens)),
+        query=query,
+        key=key,
+        value=value,
+        mask=mask,
+        causal=causal,
     )
-    if not fits:
-        tensors = {"query": query, "key": key, "value": value, "mask": mask}
-        report = ", ".join(
-            f"{name} {tuple(t.shape)} stride {t.stride()} {t.dtype} on {t.device}"
-            for name, t in tensors.items()
-            if t is not None
-        )
-        raise ValueError(f"partial_attention cannot take causal={causal}, {report}")

@@ -1,50 +1,148 @@
 """Scores of chunks of keys: what a retrieval cache is chosen by, computed while keys pass through.
 
-A chunk is `chunk` consecutive keys; the last one of a piece may be shorter.
+A chunk is some consecutive keys; the last one may be shorter. While a query attends, each chunk
+gets its log-sum-exp of scores, or their sum (`streaming`, into a `ScoreBuffer`). When the query's
+log-sum-exp over all keys is known, the former is the exact share of its attention,
+
+    mass = exp(log-sum-exp of the chunk - log-sum-exp of all),
+
+and the latter, over the size of the chunk, is the query times the mean key: the score of the
+published TriForce (Sun et al., 2024). `group_scores` averages either over queries.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import torch.nn.functional as F
 
+from .attention import finite
+from .checks import require
+from .dispatch import implementation
 
-def chunk_mass(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    lse: torch.Tensor,
+LARGEST = 64
+"""Keys of a chunk as it is scored, at most. Larger ones are several that lie side by side."""
+
+
+@dataclass(frozen=True)
+class ScoreBuffer:
+    """Where scores go.
+
+    out: [kv_heads, rows, chunks] float32; first: the chunk of the next piece's first key
+    size: keys of a chunk, a power of two, LARGEST at most
+    mass: whether a score is the log-sum-exp of the chunk's keys; else their sum
+    """
+
+    out: torch.Tensor
+    first: int
+    size: int
+    mass: bool
+
+    def at(self, chunk: int) -> ScoreBuffer:
+        return replace(self, first=chunk)
+
+    def fits(self, kv_heads: int, rows: int, blocks: int, tokens: int) -> bool:
+        """Whether it takes `blocks` pieces of `tokens` keys each."""
+        chunks = -(-tokens // self.size)
+        return (
+            self.out.shape[:2] == (kv_heads, rows)
+            and self.out.dtype == torch.float32
+            and self.out.stride(-1) == 1
+            and 0 < self.size <= LARGEST
+            and self.size & (self.size - 1) == 0
+            and (blocks == 1 or tokens % self.size == 0)
+            and 0 <= self.first <= self.out.shape[2] - blocks * chunks
+        )
+
+
+def group_scores(
+    scores: torch.Tensor,
+    lse: torch.Tensor | None,
+    keys: int,
+    size: int,
     chunk: int,
-    *,
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The share of each row's attention that each chunk of keys takes, relative to `lse`.
+    tokens: int,
+    out: torch.Tensor,
+) -> None:
+    """What each chunk is worth to groups of consecutive queries, averaged over them and over the
+    heads that share a KV head.
 
-    query: [kv_heads, rows, head_dim]; key: [kv_heads, tokens, head_dim]
-    lse: [kv_heads, rows] float32, of `partial_attention` over the same keys: shares sum to 1
-    mask: additive [rows, tokens], as in `partial_attention`
-    Returns [kv_heads, rows, chunks] float32.
+    scores: [kv_heads, rows, pieces] float32, each of `size` of the `keys` keys; rows are heads x
+        tokens, and there may be more pieces than count
+    lse: [kv_heads, rows] float32, over all keys, if the scores are log-sum-exps; None for sums
+    chunk: a whole number of pieces' keys; the last chunk may be shorter
+    out: [groups, kv_heads, chunks], groups <= tokens; token t is in group t * groups // tokens
+
+    Raises ValueError.
     """
-    scores = (query @ key.transpose(-1, -2)).float().mul_(query.shape[-1] ** -0.5)
-    if mask is not None:
-        scores += mask
-    shares = scores.sub_(lse.unsqueeze(-1)).exp_()
-    return _chunks(shares, chunk).sum(-1)
+    kv_heads, rows, pieces = scores.shape
+    groups = out.shape[0]
+    require(
+        "group_scores",
+        keys > 0
+        and chunk % size == 0
+        and out.shape[1:] == (kv_heads, -(-keys // chunk))
+        and 0 < groups <= tokens
+        and rows % tokens == 0
+        and -(-keys // size) <= pieces
+        and scores.dtype == torch.float32
+        and scores.device == out.device
+        and scores.stride(2) == out.stride(2) == 1
+        and (lse is None or (lse.shape == (kv_heads, rows) and lse.is_contiguous())),
+        scores=scores,
+        lse=lse,
+        keys=keys,
+        size=size,
+        chunk=chunk,
+        tokens=tokens,
+        out=out,
+    )
+    implementation("group_scores", scores.device)(scores, lse, keys, size, chunk, tokens, out)
 
 
-def chunk_mean(query: torch.Tensor, key: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Query times the mean key of each chunk, scaled: [kv_heads, rows, chunks] float32.
+def reference_chunk_scores(
+    scores: torch.Tensor, mask: torch.Tensor | None, buffer: ScoreBuffer
+) -> None:
+    """Scores of single keys, [kv_heads, rows, tokens], as those of chunks.
 
-    The score of the published TriForce (Sun et al., 2024).
+    mask: additive; a sum tells of a chunk's keys whether they are seen or not
     """
-    keys = _chunks(key.transpose(-1, -2), chunk)
-    sizes = torch.full((keys.shape[-2],), chunk, dtype=torch.float32, device=key.device)
-    sizes[-1] -= -key.shape[1] % chunk
-    means = keys.float().sum(-1) / sizes
-    return query.float() @ means * query.shape[-1] ** -0.5
+    if buffer.mass:
+        pieces = _pieces(scores if mask is None else scores + mask, buffer.size, float("-inf"))
+        values = pieces.logsumexp(-1)
+    else:
+        values = _pieces(scores, buffer.size, 0).sum(-1)
+    buffer.out[:, :, buffer.first : buffer.first + values.shape[-1]] = values
 
 
-def _chunks(x: torch.Tensor, chunk: int) -> torch.Tensor:
-    """[..., tokens] as [..., chunks, chunk], filled up with zeros."""
-    if rest := -x.shape[-1] % chunk:
-        x = F.pad(x, (0, rest))
-    return x.unflatten(-1, (-1, chunk))
+def reference_group_scores(
+    scores: torch.Tensor,
+    lse: torch.Tensor | None,
+    keys: int,
+    size: int,
+    chunk: int,
+    tokens: int,
+    out: torch.Tensor,
+) -> None:
+    groups, kv_heads, chunks = out.shape
+    values = scores[..., : -(-keys // size)]
+    if lse is not None:
+        values = (values - finite(lse).unsqueeze(-1)).exp_()
+    values = _pieces(values, chunk // size, 0).sum(-1)
+    if lse is None:
+        counts = torch.full((chunks,), float(chunk), device=values.device)
+        counts[-1] -= -keys % chunk
+        values = values / counts
+    each = values.view(kv_heads, -1, tokens, chunks).mean(1).transpose(0, 1)
+    group = torch.arange(tokens, device=values.device) * groups // tokens
+    sizes = values.new_zeros(groups).index_add_(0, group, values.new_ones(tokens))
+    sums = values.new_zeros(out.shape).index_add_(0, group, each)
+    out.copy_(sums / sizes.view(-1, 1, 1))
+
+
+def _pieces(x: torch.Tensor, size: int, filler: float) -> torch.Tensor:
+    """[..., n] as [..., pieces, size], filled up."""
+    if rest := -x.shape[-1] % size:
+        x = F.pad(x, (0, rest), value=filler)
+    return x.unflatten(-1, (-1, size))

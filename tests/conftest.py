@@ -8,6 +8,9 @@ import pytest
 import torch
 from helpers import add_tokenizer, make_model
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # threads of several processes would wait for one another
 

@@ -1,46 +1,52 @@
-"""Chunk scores against plain softmax attention over all keys."""
+"""What chunks are worth to groups of queries, against sums written out."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from triforce_kernels.attention import merge_weights, partial_attention
-from triforce_kernels.scoring import chunk_mass, chunk_mean
+from conftest import DEVICE, assert_near
+from triforce_kernels.scoring import group_scores
 
 
-@pytest.mark.parametrize("tokens", [8, 30, 64])
-@pytest.mark.parametrize("chunk", [1, 4, 8])
-def test_mass_is_the_softmax_summed_over_each_chunk(tokens: int, chunk: int) -> None:
-    torch.manual_seed(tokens)
-    query, key, value = (torch.randn(2, n, 16) for n in (5, tokens, tokens))
-    mask = torch.zeros(5, tokens).masked_fill(torch.rand(5, tokens) < 0.3, float("-inf"))
-    mask[:, 0] = 0
-    for given in (None, mask):
-        part = partial_attention(query, key, value, mask=given)
-        mass = chunk_mass(query, key, part.lse, chunk, mask=given)
-        scores = query @ key.transpose(1, 2) / 4 + (0 if given is None else given)
-        shares = torch.nn.functional.pad(scores.softmax(-1), (0, -tokens % chunk))
-        expected = shares.unflatten(-1, (-1, chunk)).sum(-1)
-        torch.testing.assert_close(mass, expected)
-        torch.testing.assert_close(mass.sum(-1), torch.ones(2, 5))
+@pytest.mark.parametrize("mass", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "tokens", "keys", "size", "chunk", "groups"),
+    [(3, 5, 100, 8, 8, 5), (1, 17, 75, 4, 16, 8), (2, 3, 64, 8, 8, 3), (2, 20, 130, 16, 64, 8)],
+)
+def test_chunks_are_worth_the_mean_over_heads_and_tokens(
+    backend, draw, heads, tokens, keys, size, chunk, groups, mass
+) -> None:
+    scores = draw(2, heads * tokens, -(-keys // size) + 3)  # room for a longer text
+    lse = draw(2, heads * tokens) if mass else None
+    out = torch.empty(groups, 2, -(-keys // chunk), dtype=torch.float32, device=DEVICE)
+    group_scores(scores, lse, keys, size, chunk, tokens, out)
+    expected = torch.zeros(out.shape, dtype=torch.float64)
+    for group in range(groups):
+        members = [t for t in range(tokens) if t * groups // tokens == group]
+        for c in range(out.shape[2]):
+            pieces = range(c * chunk // size, min((c + 1) * chunk // size, -(-keys // size)))
+            rows = [h * tokens + t for h in range(heads) for t in members]
+            values = scores[:, rows][:, :, list(pieces)].double()
+            if mass:
+                total = (values - lse[:, rows].double().unsqueeze(-1)).exp().sum(-1)
+            else:
+                total = values.sum(-1) / min(chunk, keys - c * chunk)
+            expected[group, :, c] = total.mean(-1)
+    assert_near(out.cpu(), expected, 1e-5)
 
 
-def test_pieces_weigh_as_their_attention_is_merged() -> None:
-    torch.manual_seed(0)
-    query, key, value = torch.randn(2, 3, 8), torch.randn(2, 40, 8), torch.randn(2, 40, 8)
-    pieces = [slice(0, 16), slice(16, 32), slice(32, 40)]
-    parts = [partial_attention(query, key[:, p], value[:, p]) for p in pieces]
-    masses = [
-        chunk_mass(query, key[:, p], part.lse, 8) * weight.unsqueeze(-1)
-        for p, part, weight in zip(pieces, parts, merge_weights(parts), strict=True)
-    ]
-    whole = chunk_mass(query, key, partial_attention(query, key, value).lse, 8)
-    torch.testing.assert_close(torch.cat(masses, -1), whole)
+def test_a_chunk_that_nobody_saw_is_worth_nothing(backend, draw) -> None:
+    scores, lse = draw(1, 2, 4), draw(1, 2)
+    scores[:, :, 2] = float("-inf")
+    lse[0, 1] = float("-inf")
+    scores[0, 1] = float("-inf")
+    out = torch.empty(1, 1, 4, dtype=torch.bfloat16, device=DEVICE)
+    group_scores(scores, lse, 32, 8, 8, 2, out)
+    assert out.isfinite().all()
+    assert out[0, 0, 2] == 0
 
 
-def test_mean_is_the_query_times_the_mean_key() -> None:
-    torch.manual_seed(1)
-    query, key = torch.randn(2, 3, 16), torch.randn(2, 21, 16)
-    scores = chunk_mean(query, key, 8)
-    means = torch.stack([part.mean(1) for part in key.split(8, 1)], 1)
-    torch.testing.assert_close(scores, query @ means.transpose(1, 2) / 4)
+def test_what_does_not_fit_is_reported(backend, draw) -> None:
+    out = torch.empty(3, 2, 4, device=DEVICE)
+    with pytest.raises(ValueError, match=r"group_scores cannot take .*keys 40.*out \(3, 2, 4\)"):
+        group_scores(draw(2, 6, 8), None, 40, 8, 8, 3, out)

@@ -1,0 +1,81 @@
+"""Which implementation of a kernel runs: one table, looked up by the device of its inputs.
+
+Triton on CUDA, plain PyTorch (the reference) elsewhere. `TRIFORCE_KERNELS=reference` or `=triton`
+forces one; Triton on a CPU needs its interpreter, `TRITON_INTERPRET=1`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+VARIABLE = "TRIFORCE_KERNELS"
+REFERENCE, TRITON = "reference", "triton"
+
+KERNELS = {
+    "attention_splits": ("streaming.reference_splits", "streaming_triton.splits"),
+    "attend_blocks": ("streaming.reference_blocks", "streaming_triton.blocks"),
+    "attend_tail": ("streaming.reference_tail", "streaming_triton.tail"),
+    "attend_cache": ("streaming.reference_cache", "streaming_triton.cache"),
+    "group_scores": ("scoring.reference_group_scores", "scoring_triton.group_scores"),
+    "choose_chunks": ("selection.reference_choose", "selection_triton.choose"),
+    "gather_chunks": ("gather.reference_gather", "gather_triton.gather"),
+    "rms_norm": ("layer.reference_rms_norm", "layer_triton.rms_norm"),
+    "rope_into": ("layer.reference_rope_into", "layer_triton.rope_into"),
+    "swiglu": ("layer.reference_swiglu", "layer_triton.swiglu"),
+    "law": ("sampling.reference_law", "sampling_triton.law"),
+    "accept": ("sampling.reference_accept", "sampling_triton.accept"),
+    "pick": ("sampling.reference_pick", "sampling_triton.pick"),
+    "int4_matmul": ("int4.reference_matmul", "int4_triton.matmul"),
+}
+"""Of each kernel: its reference and its Triton implementation, which take the same arguments."""
+
+
+class KernelsError(ValueError):
+    """Kernels were asked for that cannot run here."""
+
+
+def implementation(kernel: str, device: torch.device) -> Callable:
+    """What computes `kernel` on a device. Raises KernelsError."""
+    return _load(KERNELS[kernel][backend(device.type) == TRITON])
+
+
+def backend(device_type: str) -> str:
+    """REFERENCE or TRITON, for a device of that type ("cuda", "cpu"). Raises KernelsError."""
+    return _backend(device_type, os.environ.get(VARIABLE, ""))
+
+
+@cache
+def _backend(device_type: str, forced: str) -> str:
+    if forced not in ("", REFERENCE, TRITON):
+        raise KernelsError(f"{VARIABLE} is {forced!r}; use {REFERENCE} or {TRITON}, or unset it")
+    if forced == REFERENCE or (device_type != "cuda" and forced != TRITON):
+        return REFERENCE
+    if find_spec("triton") is None:
+        if forced:
+            raise KernelsError(f"{VARIABLE}={TRITON}, but the package triton is not installed")
+        warnings.warn(
+            "the package triton is not installed: plain PyTorch operations take the place of the "
+            "kernels, and are slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return REFERENCE
+    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise KernelsError(
+            f"{VARIABLE}={TRITON} on {device_type} needs Triton's interpreter: set "
+            "TRITON_INTERPRET=1, or use a CUDA device"
+        )
+    return TRITON
+
+
+@cache
+def _load(path: str) -> Callable:
+    module, name = path.rsplit(".", 1)
+    return getattr(import_module(f"{__package__}.{module}"), name)

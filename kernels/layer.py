@@ -1,0 +1,132 @@
+"""The small operations of a decoding step, each in one launch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .checks import alike, require
+from .dispatch import implementation
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Root mean square norm over the last dimension, after adding `delta` to x in place, if given.
+
+    x: [rows, width] or [rows, heads, width], its last dimension contiguous; delta: as x
+    weight: [width]
+
+    Returns x's shape. Rounded once before the weight, as transformers does (Zhang and Sennrich,
+    2019). Raises ValueError.
+    """
+    require(
+        "rms_norm",
+        x.dim() in (2, 3)
+        and weight.shape == x.shape[-1:]
+        and alike(x, weight, delta)
+        and (delta is None or delta.shape == x.shape),
+        x=x,
+        weight=weight,
+        delta=delta,
+    )
+    return implementation("rms_norm", x.device)(x, weight, eps, delta)
+
+
+def rope_into(
+    heads: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int | torch.Tensor,
+) -> torch.Tensor:
+    """Rotates queries and keys, and puts keys and values where attention will find them.
+
+    heads: [tokens, query_heads + 2 kv_heads, head_dim]: queries, then keys, then values
+    cos, sin: [tokens, head_dim]; a head's first half is paired with its second half
+    key, value: [kv_heads, capacity, head_dim], written at start, start + 1, ...
+    start: a number, or [1] int64 on the device, whose room the caller has seen to
+
+    Returns the queries, [query_heads, tokens, head_dim]. Raises ValueError, before any write.
+    """
+    tokens, count, head_dim = heads.shape
+    kv_heads, capacity, _ = key.shape
+    require(
+        "rope_into",
+        key.shape == value.shape == (kv_heads, capacity, head_dim)
+        and count > 2 * kv_heads
+        and cos.shape == sin.shape == (tokens, head_dim)
+        and head_dim % 2 == 0
+        and alike(heads, cos, sin, key, value)
+        and (
+            (start.shape, start.dtype, start.device) == ((1,), torch.int64, heads.device)
+            if isinstance(start, torch.Tensor)
+            else 0 <= start <= capacity - tokens
+        ),
+        heads=heads,
+        cos=cos,
+        sin=sin,
+        key=key,
+        value=value,
+        start=start,
+    )
+    return implementation("rope_into", heads.device)(heads, cos, sin, key, value, start)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of [rows, 2 width], gate first: [rows, width] (Shazeer, 2020).
+
+    Raises ValueError.
+    """
+    require(
+        "swiglu",
+        gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0 and alike(gate_up),
+        gate_up=gate_up,
+    )
+    return implementation("swiglu", gate_up.device)(gate_up)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x: [heads, tokens, head_dim], its first half paired with its second half."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos + turned * sin
+
+
+def reference_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None
+) -> torch.Tensor:
+    # Spelt out: on the CPU faster than the fused operator.
+    if delta is not None:
+        x += delta
+    exact = x if x.dtype == torch.float64 else x.float()
+    scale = torch.rsqrt(exact.square().mean(-1, keepdim=True).add_(eps))
+    return (exact * scale).to(x.dtype) * weight
+
+
+def reference_rope_into(
+    heads: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int | torch.Tensor,
+) -> torch.Tensor:
+    tokens, count, _ = heads.shape
+    kv_heads = key.shape[0]
+    query, keys, values = heads.transpose(0, 1).split((count - 2 * kv_heads, kv_heads, kv_heads))
+    keys = rotate(keys, cos, sin)
+    if isinstance(start, int):
+        key[:, start : start + tokens] = keys
+        value[:, start : start + tokens] = values
+    else:
+        places = start + torch.arange(tokens, device=heads.device)
+        key.index_copy_(1, places, keys)
+        value.index_copy_(1, places, values)
+    return rotate(query, cos, sin)
+
+
+def reference_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)

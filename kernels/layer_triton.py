@@ -1,0 +1,127 @@
+"""`layer` on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_COLUMNS = 1024
+
+
+@triton.jit(do_not_specialize=["heads"])
+def _norm_kernel(
+    x, delta, weight, out, eps, heads, x_row, x_head, d_row, d_head,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, COLUMNS)
+    inside = column < WIDTH
+    place = x + row * x_row + head * x_head + column
+    item = x.dtype.element_ty
+    value = tl.load(place, mask=inside, other=0.0)
+    if ADD:
+        change = tl.load(delta + row * d_row + head * d_head + column, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + change.to(tl.float32)).to(item)
+        tl.store(place, value, mask=inside)
+    exact = value.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(exact * exact, 0) / WIDTH + eps)
+    scaled = (exact * scale).to(item).to(tl.float32)
+    scaled *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + (row * heads + head) * WIDTH + column, scaled.to(item), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "start", "queries"])
+def _rope_kernel(
+    heads, cos, sin, query, key, value, start, h_token, h_head, c_token, s_token,
+    k_head, k_token, v_head, v_token, tokens, queries, kv_heads,
+    HALF: tl.constexpr, COLUMNS: tl.constexpr, ON_DEVICE: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    inside = column < HALF
+    source = heads + token * h_token + head * h_head + column
+    first = tl.load(source, mask=inside)
+    second = tl.load(source + HALF, mask=inside)
+    place = token + (tl.load(start) if ON_DEVICE else start)
+    if head >= queries + kv_heads:
+        target = value + (head - queries - kv_heads) * v_head + place * v_token + column
+        tl.store(target, first, mask=inside)
+        tl.store(target + HALF, second, mask=inside)
+    else:
+        c = cos + token * c_token + column
+        s = sin + token * s_token + column
+        cos_1 = tl.load(c, mask=inside, other=0.0).to(tl.float32)
+        cos_2 = tl.load(c + HALF, mask=inside, other=0.0).to(tl.float32)
+        sin_1 = tl.load(s, mask=inside, other=0.0).to(tl.float32)
+        sin_2 = tl.load(s + HALF, mask=inside, other=0.0).to(tl.float32)
+        one, two = first.to(tl.float32), second.to(tl.float32)
+        item = query.dtype.element_ty
+        turned_1 = (one * cos_1 - two * sin_1).to(item)
+        turned_2 = (two * cos_2 + one * sin_2).to(item)
+        if head < queries:
+            target = query + (head * tokens + token) * (2 * HALF) + column
+        else:
+            target = key + (head - queries) * k_head + place * k_token + column
+        tl.store(target, turned_1, mask=inside)
+        tl.store(target + HALF, turned_2, mask=inside)
+
+
+@triton.jit(do_not_specialize=["row_stride"])
+def _swiglu_kernel(gate_up, out, row_stride, width, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    source = gate_up + row * row_stride + column
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None
+) -> torch.Tensor:
+    rows, width = x.shape[0], x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    other = x if delta is None else delta
+    columns = triton.next_power_of_2(width)
+    _norm_kernel[(rows, heads)](
+        x, other, weight, out, eps, heads,
+        x.stride(0), x.stride(-2), other.stride(0), other.stride(-2),
+        WIDTH=width, COLUMNS=columns, ADD=delta is not None,
+        num_warps=min(16, max(1, columns // 256)), enable_fp_fusion=True,
+    )  # fmt: skip
+    return out
+
+
+def rope_into(
+    heads: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int | torch.Tensor,
+) -> torch.Tensor:
+    tokens, count, head_dim = heads.shape
+    kv_heads = key.shape[0]
+    queries = count - 2 * kv_heads
+    query = torch.empty((queries, tokens, head_dim), dtype=heads.dtype, device=heads.device)
+    _rope_kernel[(tokens, count)](
+        heads, cos, sin, query, key, value, start, *heads.stride()[:2], cos.stride(0),
+        sin.stride(0), *key.stride()[:2], *value.stride()[:2], tokens, queries, kv_heads,
+        HALF=head_dim // 2, COLUMNS=triton.next_power_of_2(head_dim // 2),
+        ON_DEVICE=isinstance(start, torch.Tensor), num_warps=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    return query
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    _swiglu_kernel[(rows, triton.cdiv(width, _COLUMNS))](
+        gate_up, out, gate_up.stride(0), width, COLUMNS=_COLUMNS,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,59 @@
+"""`scoring` on a GPU: one program for a KV head, a group of queries, and some chunks."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_CHUNKS = 128
+
+
+@triton.jit(do_not_specialize=["heads", "tokens", "keys", "chunks"])
+def _group_kernel(
+    scores, lse, out, s_head, s_row, o_group, o_head,
+    heads, tokens, keys, chunks,
+    SIZE: tl.constexpr, PIECES: tl.constexpr, MASS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    kv_head, group = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    groups = tl.num_programs(2)
+    chunk = tl.program_id(1) * CHUNKS + tl.arange(0, CHUNKS)
+    piece = chunk[:, None] * PIECES + tl.arange(0, PIECES)[None, :]
+    there = piece * SIZE < keys
+    # Tokens t with t * groups // tokens == group.
+    begin = (group * tokens + groups - 1) // groups
+    end = ((group + 1) * tokens + groups - 1) // groups
+    total = tl.zeros([CHUNKS], tl.float32)
+    for turn in range(heads * (end - begin)):
+        row = (turn // (end - begin) * tokens + begin + turn % (end - begin)).to(tl.int64)
+        other = float("-inf") if MASS else 0.0
+        values = tl.load(scores + kv_head * s_head + row * s_row + piece, mask=there, other=other)
+        if MASS:
+            whole = tl.load(lse + kv_head * heads * tokens + row)
+            values = tl.exp(values - tl.where(whole == float("-inf"), 0.0, whole))
+        total += tl.sum(values, 1)
+    if not MASS:
+        total /= tl.minimum(SIZE * PIECES, keys - chunk * SIZE * PIECES).to(tl.float32)
+    mean = total / (heads * (end - begin))
+    place = out + group * o_group + kv_head * o_head + chunk
+    tl.store(place, mean.to(out.dtype.element_ty), mask=chunk < chunks)
+
+
+def group_scores(
+    scores: torch.Tensor,
+    lse: torch.Tensor | None,
+    keys: int,
+    size: int,
+    chunk: int,
+    tokens: int,
+    out: torch.Tensor,
+) -> None:
+    kv_heads, rows, _ = scores.shape
+    groups, _, chunks = out.shape
+    _group_kernel[(kv_heads, triton.cdiv(chunks, _CHUNKS), groups)](
+        scores, scores if lse is None else lse, out,
+        *scores.stride()[:2], *out.stride()[:2],
+        rows // tokens, tokens, keys, chunks,
+        SIZE=size, PIECES=chunk // size, MASS=lse is not None, CHUNKS=_CHUNKS,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip

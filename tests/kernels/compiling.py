@@ -1,0 +1,193 @@
+"""Compiling what launchers would launch, for a GPU that is not there.
+
+    compiling.py CAPABILITY [few]
+
+Triton's compiler needs no GPU. Interpreted kernels show what is computed; compiled ones, that they
+can be, within the shared memory and registers of a device. A process of its own, since a kernel is
+either interpreted or compiled in a process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from triforce_kernels import dispatch
+from triforce_kernels.dispatch import KERNELS
+from triforce_kernels.gather import ChunkSource, gather_chunks
+from triforce_kernels.int4 import int4_matmul, quantise
+from triforce_kernels.layer import rms_norm, rope_into, swiglu
+from triforce_kernels.sampling import accept, law, pick
+from triforce_kernels.scoring import ScoreBuffer, group_scores
+from triforce_kernels.selection import choose_chunks
+from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+
+class Compiled(NamedTuple):
+    """Of one kernel of one launch: bytes of shared memory, bytes spilt, registers of a thread."""
+
+    name: str
+    shared: int
+    spilt: int
+    registers: int
+
+
+class _Device:
+    """What the launcher asks of a driver."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiling(capability: int) -> Iterator[list[Compiled]]:
+    """Launches compile for that compute capability (89 for 8.9) and do not run; the list tells."""
+    compiled: list[Compiled] = []
+    original = JITFunction.run
+
+    def run(function, *args, grid, warmup, **options):
+        kernel = original(function, *args, grid=grid, warmup=True, **options)
+        compiled.append(_looked_at(kernel))
+        return kernel
+
+    driver.set_active(_Device(capability))
+    JITFunction.run = run
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = original
+        driver._active = None
+
+
+def _looked_at(kernel) -> Compiled:
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(kernel.asm["ptx"])
+        target = re.search(r"^\.target (\w+)", kernel.asm["ptx"], re.MULTILINE).group(1)
+        told = subprocess.run(
+            [tools / "ptxas", "-v", f"-arch={target}", source, "-o", source.with_suffix(".cubin")],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    spilt = sum(map(int, re.findall(r"(\d+) bytes spill", told)))
+    registers = max(map(int, re.findall(r"Used (\d+) registers", told)))
+    return Compiled(kernel.metadata.name, kernel.metadata.shared, spilt, registers)
+
+
+class Attention(NamedTuple):
+    """kv_heads, heads of each, tokens, head_dim, dtype, keys of a scored chunk or 0"""
+
+    kv_heads: int
+    group: int
+    tokens: int
+    head_dim: int
+    dtype: torch.dtype
+    size: int
+
+
+HALF = torch.float16
+ATTENTION = {
+    "llama2-7b": Attention(32, 1, 17, 128, HALF, 8),
+    "llama2-7b, not scored": Attention(32, 1, 17, 128, HALF, 0),
+    "llama3.1-8b": Attention(8, 4, 17, 128, torch.bfloat16, 8),
+    "llama3.1-8b, one token": Attention(8, 4, 1, 128, HALF, 8),
+    "qwen2.5-32b": Attention(8, 5, 65, 128, torch.bfloat16, 8),
+    "llama-68m": Attention(12, 1, 1, 64, HALF, 0),
+    "smollm2, float32": Attention(3, 3, 25, 64, torch.float32, 8),
+    "llama2-7b, float32": Attention(32, 1, 9, 128, torch.float32, 8),
+    "head dim 80": Attention(32, 1, 17, 80, HALF, 8),
+    "head dim 256": Attention(4, 2, 17, 256, HALF, 8),
+}
+
+
+def launch_attention(case: Attention) -> None:
+    rows, dtype = case.group * case.tokens, case.dtype
+    query = torch.empty(case.kv_heads, rows, case.head_dim, dtype=dtype)
+    keys = torch.empty(2, case.kv_heads, 1024, case.head_dim, dtype=dtype)
+    sheet = None
+    if case.size:
+        out = torch.empty(case.kv_heads, rows, 3 * 1024 // case.size)
+        sheet = ScoreBuffer(out, 0, case.size, True)
+    running = Running.of(query)
+    attend_blocks(running, query, keys, keys, sheet)
+    tail = keys[0, :, : case.tokens + 7]
+    visible = torch.ones(case.tokens, case.tokens, dtype=torch.bool)
+    running.fresh = False
+    attend_tail(running, query, tail, tail, case.tokens, scores=sheet)
+    attend_tail(running, query, tail, tail, case.tokens, visible=visible, scores=sheet)
+    end = torch.zeros(1, dtype=torch.int64)
+    attend_cache(query, keys[0], keys[0], case.tokens, end)
+
+
+def launch_others(dtype: torch.dtype) -> None:
+    """The other kernels, of Llama-2-7B's shape."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    number = torch.zeros(1, dtype=torch.int64)
+    hidden, cache = empty(17, 4096), empty(32, 4224, 128)
+    rms_norm(hidden, hidden[0], 1e-5)
+    rms_norm(hidden, hidden[0], 1e-5, hidden)
+    for start in (5, number):
+        rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), cache, cache, start)
+    swiglu(empty(17, 22016))
+    sheet, lse = empty(32, 17, 16384, dtype=torch.float32), empty(32, 17, dtype=torch.float32)
+    for mass in (lse, None):
+        group_scores(sheet, mass, 131072, 8, 8, 17, torch.empty(8, 32, 16384, dtype=torch.bfloat16))
+    chunk_of = torch.full((2, 32, 512), -1)
+    moves = choose_chunks(sheet[:2, :1].expand(2, 32, 16384).contiguous(), chunk_of, 16384, 4)
+    target = empty(2, 2, 32, 512, 8, 128)
+    gather_chunks(moves, ChunkSource(torch.zeros(2, 129, dtype=torch.int64), 1024, 1100), target)
+    logits = empty(17, 32000, dtype=torch.float32)
+    for temperature, top_k, top_p in ((0, 0, 1.0), (0.6, 0, 0.9), (1.0, 50, 1.0), (1.0, 50, 0.9)):
+        law(logits, temperature, top_k, top_p)
+    coins = torch.zeros(1, 17, dtype=torch.float64)
+    accept(torch.zeros(1, 16, dtype=torch.int64), logits[None, :16], logits[None], coins)
+    pick(logits, coins[0])
+    for rows in (1, 17, 64):
+        int4_matmul(empty(rows, 4096), quantise(torch.zeros(4096, 4096, dtype=dtype)))
+
+
+def main(capability: int, few: bool) -> None:
+    # Launchers look their kernels up by the device of the inputs, which is this processor.
+    dispatch.implementation = lambda kernel, device: dispatch._load(KERNELS[kernel][1])
+    for name in ("streaming", "scoring", "selection", "gather", "layer", "sampling", "int4"):
+        sys.modules[f"triforce_kernels.{name}"].implementation = dispatch.implementation
+    told = []
+    with compiling(capability) as compiled:
+        for name, case in list(ATTENTION.items())[: 1 if few else None]:
+            launch_attention(case)
+            told += [(name, *one) for one in compiled]
+            compiled.clear()
+        for dtype in (HALF,) if few else (HALF, torch.float32):
+            launch_others(dtype)
+            told += [(str(dtype), *one) for one in compiled]
+            compiled.clear()
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), "few" in sys.argv)

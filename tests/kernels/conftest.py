@@ -1,0 +1,58 @@
+"""Every kernel is tested as its reference and as Triton computes it: on a GPU if there is one, else
+in Triton's interpreter. Fresh tensors hold NaN, so that nothing counts on what was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+from triforce_kernels.dispatch import REFERENCE, TRITON, VARIABLE
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+
+
+@pytest.fixture(
+    params=[
+        REFERENCE,
+        pytest.param(
+            TRITON, marks=pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+        ),
+    ]
+)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both implementations of every kernel."""
+    monkeypatch.setenv(VARIABLE, request.param)
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def draw():
+    """draw(*shape): standard normal numbers on the device, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+    return make
+
+
+def assert_near(ours: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
+    """Relative to the greatest magnitude; what is infinite must be so in both."""
+    finite = exact.isfinite()
+    assert torch.equal(ours.isfinite(), finite)
+    assert torch.equal(ours[~finite].double(), exact[~finite].double())
+    if finite.any():
+        gap = (ours.double() - exact.double())[finite].abs().max()
+        assert gap <= tolerance * exact[finite].abs().max().clamp_min(1e-30), float(gap)

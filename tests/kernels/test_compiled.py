@@ -1,0 +1,38 @@
+"""Every kernel compiles for the GPUs it is meant for, within what they have. No GPU is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from triforce_kernels.dispatch import KERNELS
+
+pytest.importorskip("triton.backends.nvidia")
+
+SHARED_BYTES = 99 << 10
+"""Of a program on compute capabilities 8.6 and 8.9: RTX 3090, RTX 4090."""
+SPILT_BYTES = 256
+
+
+@pytest.mark.parametrize(("capability", "which"), [(80, "few"), (89, "all"), (90, "few")])
+def test_kernels_compile_and_fit(capability: int, which: str, tmp_path) -> None:
+    """What lies in registers stays there but for a few bytes, and shared memory suffices."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    program = Path(__file__).with_name("compiling.py")
+    done = subprocess.run(
+        [sys.executable, program, str(capability), which],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert len({kernel for _, kernel, *_ in told}) >= len(KERNELS) - 2  # splits and pick have none
+    for name, kernel, shared, spilt, _ in told:
+        assert shared <= SHARED_BYTES, (name, kernel)
+        assert spilt <= SPILT_BYTES, (name, kernel)

@@ -1,0 +1,67 @@
+"""The table of kernels: both implementations of each, and who may ask for which."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+from triforce_kernels import dispatch
+from triforce_kernels.dispatch import KERNELS, REFERENCE, TRITON, VARIABLE, KernelsError, backend
+
+triton = pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_both_implementations_take_the_same_arguments(kernel: str) -> None:
+    reference, other = (dispatch._load(path) for path in KERNELS[kernel])
+    assert list(inspect.signature(reference).parameters) == list(
+        inspect.signature(other).parameters
+    )
+
+
+def test_the_device_decides_unless_the_variable_does(monkeypatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert backend("cpu") == REFERENCE
+    assert backend("cuda") == TRITON
+    monkeypatch.setenv(VARIABLE, REFERENCE)
+    assert backend("cuda") == REFERENCE
+    monkeypatch.setenv(VARIABLE, "cutlass")
+    with pytest.raises(KernelsError, match="TRIFORCE_KERNELS is 'cutlass'; use reference or tri"):
+        backend("cpu")
+
+
+def test_without_triton_the_reference_takes_its_place_with_a_warning(monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    with pytest.warns(RuntimeWarning, match="triton is not installed"):
+        assert dispatch._backend.__wrapped__("cuda", "") == REFERENCE
+    with pytest.raises(KernelsError, match="triton is not installed"):
+        dispatch._backend.__wrapped__("cuda", TRITON)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("fast", "TRIFORCE_KERNELS is 'fast'; use reference or triton, or unset it"),
+        ("triton", "TRIFORCE_KERNELS=triton on cpu needs Triton's interpreter"),
+    ],
+)
+def test_the_command_line_says_so_in_a_sentence(speaking, monkeypatch, value, sentence) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    done = subprocess.run(
+        [sys.executable, "-m", "triforce_core.cli", "generate", speaking, "--prompt", "x"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    assert sentence in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_imports_triton_on_a_cpu() -> None:
+    code = "import sys, offload.runtime, triforce_core.engine; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert torch.device("cpu").type == "cpu"

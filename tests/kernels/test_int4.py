@@ -1,0 +1,46 @@
+"""4-bit weights: how far off they are, and the product with them against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import TOLERANCE, assert_near
+from triforce_kernels.int4 import GROUPS, dequantise, int4_matmul, quantise
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("group", GROUPS)
+def test_no_weight_is_off_by_more_than_half_a_step(draw, dtype, group) -> None:
+    weight = draw(33, 2 * group, dtype=dtype)
+    weight[3] = 0.25  # a group without a spread
+    packed = quantise(weight, group)
+    step = packed.scale.T.double().repeat_interleave(group, 1)
+    off = (dequantise(packed).double() - weight.double()).abs()
+    # The scale and the offset are rounded to the dtype, the offset as coarsely as its size.
+    rounding = torch.finfo(dtype).eps * (16 * step + weight.double().abs().max())
+    assert (off <= step / 2 + rounding).all()
+    assert packed.shape == weight.shape
+    assert packed.nbytes == weight.numel() // 2 + 2 * weight.numel() // group * dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("rows", "out", "width", "group"), [(1, 40, 128, 32), (17, 64, 128, 64), (70, 33, 512, 256)]
+)
+def test_products_equal_those_with_the_dequantised_weight(
+    backend, draw, rows, out, width, group, dtype
+) -> None:
+    weight = quantise(draw(out, width, dtype=dtype), group)
+    x = draw(rows, width + 8, dtype=dtype)[:, :width]
+    exact = x.double() @ dequantise(weight).double().T
+    assert_near(int4_matmul(x, weight), exact, TOLERANCE[dtype])
+
+
+def test_what_does_not_fit_is_reported(backend, draw) -> None:
+    with pytest.raises(ValueError, match=r"quantise cannot take weight \(4, 48\).*group 32"):
+        quantise(draw(4, 48), 32)
+    weight = quantise(draw(4, 64), 32)
+    with pytest.raises(ValueError, match=r"int4_matmul cannot take x \(2, 32\).*packed \(4, 32\)"):
+        int4_matmul(draw(2, 32), weight)
+    with pytest.raises(ValueError, match=r"x .*float16"):
+        int4_matmul(draw(2, 64).half(), weight)

@@ -1,0 +1,82 @@
+"""The small operations of a layer against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE, TOLERANCE, assert_near
+from triforce_kernels.layer import rms_norm, rope_into, swiglu
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 200), (3, 1025), (4, 7, 24)])
+@pytest.mark.parametrize("add", [False, True])
+def test_norm_with_residual(backend, draw, shape, dtype, add) -> None:
+    weight = draw(shape[-1], dtype=dtype)
+    whole = draw(*shape[:-1], shape[-1] + 3, dtype=dtype) * 3
+    x = whole[..., : shape[-1]]  # rows of a larger buffer
+    delta = draw(*shape, dtype=dtype) if add else None
+    total = (x + delta if add else x).clone()
+    before = whole[..., shape[-1] :].clone()
+    ours = rms_norm(x, weight, 1e-5, delta)
+    exact = F.rms_norm(total.double(), shape[-1:], weight.double(), 1e-5)
+    assert_near(ours, exact, TOLERANCE[dtype])
+    assert torch.equal(x, total), "x is the sum, rounded once"
+    assert torch.equal(whole[..., shape[-1] :], before)
+
+
+def test_a_norm_near_the_greatest_half_does_not_overflow(backend) -> None:
+    x = torch.full((2, 64), 65000.0, device=DEVICE).half()
+    ours = rms_norm(x, torch.ones(64, device=DEVICE).half(), 1e-5)
+    assert_near(ours, torch.ones(2, 64, device=DEVICE), 2e-3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("queries", "kv_heads"), [(4, 2), (3, 3), (7, 1)])
+@pytest.mark.parametrize(("tokens", "head_dim"), [(1, 80), (5, 64)])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_rope_rotates_and_puts_keys_and_values_in_place(
+    backend, draw, queries, kv_heads, tokens, head_dim, on_device, dtype
+) -> None:
+    heads = draw(tokens, queries + 2 * kv_heads, head_dim, dtype=dtype)
+    angles = draw(tokens, head_dim // 2)
+    angles = torch.cat((angles, angles), -1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cache = draw(2, kv_heads, 20, head_dim + 4, dtype=dtype)
+    key, value = cache[..., :head_dim]
+    before = cache.clone()
+    start = torch.tensor([9], device=DEVICE) if on_device else 9
+    query = rope_into(heads, cos, sin, key, value, start)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        one, two = x.double().transpose(0, 1).chunk(2, -1)
+        c, s = (t.double()[:, : head_dim // 2] for t in (cos, sin))
+        return torch.cat((one * c - two * s, two * c + one * s), -1)
+
+    there = slice(9, 9 + tokens)
+    assert_near(query, rotated(heads[:, :queries]), TOLERANCE[dtype])
+    assert_near(key[:, there], rotated(heads[:, queries : queries + kv_heads]), TOLERANCE[dtype])
+    assert torch.equal(value[:, there], heads[:, queries + kv_heads :].transpose(0, 1))
+    cache[:, :, there, :head_dim] = before[:, :, there, :head_dim]
+    assert torch.equal(cache, before), "nothing else is written"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 96), (5, 1500)])
+def test_swiglu(backend, draw, shape, dtype) -> None:
+    gate_up = draw(shape[0], 2 * shape[1], dtype=dtype) * 4
+    gate_up[0, :3] = torch.tensor([60000.0, -60000.0, 0.0])
+    gate_up[0, shape[1] : shape[1] + 3] = 1
+    gate, up = gate_up.double().chunk(2, -1)
+    assert_near(swiglu(gate_up), F.silu(gate) * up, TOLERANCE[dtype])
+
+
+def test_what_does_not_fit_is_reported(backend, draw) -> None:
+    with pytest.raises(ValueError, match=r"rms_norm cannot take x .*weight \(5,\)"):
+        rms_norm(draw(2, 4), draw(5), 1e-5)
+    with pytest.raises(ValueError, match=r"swiglu cannot take gate_up \(2, 5\)"):
+        swiglu(draw(2, 5))
+    cache, angles = draw(2, 8, 16), draw(3, 16)
+    with pytest.raises(ValueError, match=r"rope_into cannot take heads .*start 6"):
+        rope_into(draw(3, 8, 16), angles, angles, cache, cache, 6)

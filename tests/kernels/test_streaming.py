@@ -1,0 +1,288 @@
+"""Attention piece by piece against softmax over all keys at once, in float64."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import DEVICE, TOLERANCE, assert_near
+from triforce_kernels.scoring import ScoreBuffer
+from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
+
+
+class Case(NamedTuple):
+    kv_heads: int
+    group: int
+    tokens: int
+    head_dim: int
+    block: int
+    blocks: int
+    tail: int
+
+    @property
+    def rows(self) -> int:
+        return self.group * self.tokens
+
+
+CASES = [
+    Case(2, 1, 1, 64, 64, 2, 1),  # one token, one past a block
+    Case(1, 3, 5, 80, 32, 3, 19),  # MQA
+    Case(2, 4, 3, 96, 40, 1, 9),
+    Case(1, 7, 2, 128, 128, 2, 2),
+    Case(1, 8, 4, 256, 16, 2, 30),
+    Case(1, 1, 128, 64, 8, 1, 130),  # a whole draft, more rows than a tile
+    Case(3, 1, 2, 36, 24, 2, 5),
+]
+SIZE = 8
+
+
+def exact(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tokens: int,
+    visible: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, log-sum-exp and scores in float64; the last `tokens` keys are the queries' own."""
+    scores = query.double() @ keys.double().transpose(1, 2) * query.shape[2] ** -0.5
+    if visible is None:
+        visible = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+    hidden = torch.zeros(tokens, keys.shape[1], dtype=torch.bool, device=query.device)
+    hidden[:, keys.shape[1] - tokens :] = ~visible
+    scores.masked_fill_(hidden.repeat(query.shape[1] // tokens, 1), float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.nan_to_num(neginf=0).unsqueeze(-1)).exp()
+    return weights @ values.double(), lse, scores
+
+
+def chunked(x: torch.Tensor, case: Case, filler: float) -> torch.Tensor:
+    """[..., keys] by chunks, each block and the tail beginning a new one: [..., chunks, SIZE]."""
+    pieces = [*x[..., : case.blocks * case.block].split(case.block, -1)]
+    pieces.append(x[..., case.blocks * case.block :])
+    pieces = [torch.nn.functional.pad(p, (0, -p.shape[-1] % SIZE), value=filler) for p in pieces]
+    return torch.cat(pieces, -1).unflatten(-1, (-1, SIZE))
+
+
+def run(case: Case, query, keys, values, *, mass=None, visible=None, calls=(1,)):
+    """Blocks in calls of so many, the rest at once, then the tail; and the scores, if asked."""
+    many = case.blocks * case.block
+
+    def blocks(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :many].unflatten(1, (case.blocks, case.block)).transpose(0, 1)
+
+    per = -(-case.block // SIZE)
+    chunks = case.blocks * per + -(-case.tail // SIZE)
+    sheet = None
+    if mass is not None:
+        out = torch.empty(case.kv_heads, case.rows, chunks, device=DEVICE)
+        sheet = ScoreBuffer(out, 0, SIZE, mass)
+    running = Running.of(query)
+    done = 0
+    for count in (*calls, case.blocks):
+        part = slice(done, done + count)
+        at = sheet and sheet.at(done * per)
+        attend_blocks(running, query, blocks(keys)[part], blocks(values)[part], at)
+        done = min(case.blocks, done + count)
+    tail = sheet and sheet.at(case.blocks * per)
+    part = attend_tail(
+        running,
+        query,
+        keys[:, many:],
+        values[:, many:],
+        case.tokens,
+        visible=visible,
+        scores=tail,
+    )
+    return part, sheet and sheet.out
+
+
+def make(case: Case, draw, dtype: torch.dtype):
+    keys = case.blocks * case.block + case.tail
+    shapes = ((case.rows, case.head_dim), (keys, case.head_dim), (keys, case.head_dim))
+    return [draw(case.kv_heads, *shape, dtype=dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_and_tail_equal_attention_over_all_keys(backend, draw, case: Case, dtype) -> None:
+    query, keys, values = make(case, draw, dtype)
+    out, lse, _ = exact(query, keys, values, case.tokens)
+    part, _ = run(case, query, keys, values)
+    assert part.out.dtype == dtype
+    assert_near(part.out, out, TOLERANCE[dtype])
+    assert_near(part.lse, lse, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", [c for c in CASES if c.block % SIZE == 0 and c.rows < 100])
+def test_mass_is_the_softmax_summed_over_each_chunk(backend, draw, case: Case, dtype) -> None:
+    query, keys, values = make(case, draw, dtype)
+    out, _, scores = exact(query, keys, values, case.tokens)
+    part, sheet = run(case, query, keys, values, mass=True)
+    assert_near(part.out, out, TOLERANCE[dtype])
+    expected = chunked(scores, case, float("-inf")).logsumexp(-1)
+    assert_near(sheet, expected, 1e-5)
+    mass = (sheet - part.lse.unsqueeze(-1)).exp()
+    assert (mass - chunked(scores.softmax(-1), case, 0).sum(-1)).abs().max() <= 1e-5
+    assert (mass.sum(-1) - 1).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("case", CASES[:2])
+def test_sums_are_of_scores_before_the_mask(backend, draw, case: Case) -> None:
+    query, keys, values = make(case, draw, torch.float32)
+    _, sheet = run(case, query, keys, values, mass=False)
+    scores = query.double() @ keys.double().transpose(1, 2) * case.head_dim**-0.5
+    assert_near(sheet, chunked(scores, case, 0).sum(-1), 1e-5)
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]])
+@pytest.mark.parametrize("mass", [None, True])
+def test_blocks_together_and_one_by_one_are_bitwise_alike(backend, draw, case, mass) -> None:
+    """Resident blocks come together, streamed ones one by one: the text must not tell."""
+    query, keys, values = make(case, draw, torch.float16)
+    together, sheet = run(case, query, keys, values, mass=mass, calls=())
+    one_by_one, other = run(case, query, keys, values, mass=mass, calls=(1,) * case.blocks)
+    assert torch.equal(together.out, one_by_one.out)
+    assert torch.equal(together.lse, one_by_one.lse)
+    if mass:
+        assert torch.equal(sheet, other)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_tree_of_drafts_sees_its_own_branches(backend, draw, dtype) -> None:
+    case = Case(2, 2, 6, 64, 16, 1, 11)
+    query, keys, values = make(case, draw, dtype)
+    parents = [-1, 0, 0, 1, 1, 2]
+    visible = torch.eye(6, dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            visible[node] |= visible[parent]
+    visible = visible.to(DEVICE)
+    out, lse, scores = exact(query, keys, values, 6, visible)
+    part, sheet = run(case, query, keys, values, mass=True, visible=visible)
+    assert_near(part.out, out, TOLERANCE[dtype])
+    assert_near(part.lse, lse, TOLERANCE[dtype])
+    assert_near(sheet, chunked(scores, case, float("-inf")).logsumexp(-1), 1e-5)
+    assert_near(run(case, query, keys, values, visible=visible)[0].out, out, TOLERANCE[dtype])
+
+
+def test_a_query_that_sees_nothing_gives_zeros(backend, draw) -> None:
+    case = Case(1, 2, 3, 64, 8, 0, 3)
+    query, keys, values = make(case, draw, torch.float32)
+    visible = torch.eye(3, dtype=torch.bool, device=DEVICE)
+    visible[1] = False
+    part, _ = run(case, query, keys, values, visible=visible)
+    assert (part.out[:, [1, 4]] == 0).all()
+    assert (part.lse[:, [1, 4]] == float("-inf")).all()
+    torch.testing.assert_close(part.out[:, [0, 2]], values[:, [0, 2]])
+
+
+def test_nothing_at_all_and_blocks_without_a_tail(backend, draw) -> None:
+    query, keys, values = make(Case(2, 1, 3, 64, 16, 1, 0), draw, torch.float32)
+    running = Running.of(query)
+    attend_blocks(running, query, keys[None, :, :0], values[None, :, :0])
+    attend_blocks(running, query, keys[:0, None].expand(0, 2, 16, 64), values[None][:0])
+    empty = attend_tail(running, query, keys[:, :0], values[:, :0], 3)
+    assert (empty.out == 0).all()
+    assert (empty.lse == float("-inf")).all()
+    attend_blocks(running, query, keys[None], values[None])
+    part = attend_tail(running, query, keys[:, :0], values[:, :0], 3)
+    expected = (query.double() @ keys.double().transpose(1, 2) / 8).softmax(-1) @ values.double()
+    assert_near(part.out, expected, 1e-5)
+
+
+@pytest.mark.parametrize("mass", [None, True])
+def test_scores_of_minus_infinity_weigh_nothing(backend, draw, mass) -> None:
+    case = Case(1, 2, 2, 64, 16, 2, 8)
+    query, keys, values = make(case, draw, torch.float32)
+    query.abs_()
+    # More than a whole block; but PyTorch's operator on the CPU needs a finite score in each.
+    keys[:, 4 if backend == "reference" and mass is None else 0 : 20] = float("-inf")
+    out, lse, scores = exact(query, keys, values, case.tokens)
+    part, sheet = run(case, query, keys, values, mass=mass)
+    assert_near(part.out, out, 1e-5)
+    assert_near(part.lse, lse, 1e-5)
+    if mass:
+        assert_near(sheet, chunked(scores, case, float("-inf")).logsumexp(-1), 1e-5)
+
+
+def test_values_and_scores_near_the_greatest_half(backend, draw) -> None:
+    case = Case(1, 2, 3, 64, 32, 2, 10)
+    query, keys, values = make(case, draw, torch.float16)
+    values = (values.sign() * 65000 + values).half()
+    query *= 300  # scores in the thousands
+    keys *= 30
+    assert values.isfinite().all()
+    out, lse, _ = exact(query, keys, values, case.tokens)
+    part, _ = run(case, query, keys, values, mass=True)
+    assert_near(part.out, out, TOLERANCE[torch.float16])
+    assert_near(part.lse, lse, 1e-5)
+
+
+@pytest.mark.parametrize("mass", [None, True])
+def test_nan_in_a_key_reaches_the_output(backend, draw, mass) -> None:
+    """What the emulated link relies on: reading a slot too early cannot go unseen."""
+    case = Case(2, 1, 3, 64, 32, 1, 8)
+    query, keys, values = make(case, draw, torch.float32)
+    keys[1, 17, 0] = float("nan")
+    part, _ = run(case, query, keys, values, mass=mass)
+    assert part.out[1].isnan().all()
+    assert part.out[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    ("case", "capacity", "end"),
+    [
+        (CASES[0], 48, 0),
+        (CASES[1], 160, 100),
+        (CASES[3], 64, 62),
+        (Case(2, 8, 32, 64, 0, 0, 0), 128, 77),
+    ],
+)
+def test_attention_over_a_cache(backend, draw, case, capacity, end, on_device, dtype) -> None:
+    """Whatever lies behind the end, and with the heads of a larger buffer."""
+    query = draw(case.kv_heads, case.rows, case.head_dim, dtype=dtype)
+    buffer = draw(2, case.kv_heads, capacity + 3, case.head_dim, dtype=dtype)
+    seen = end + case.tokens
+    buffer[:, :, seen:] *= 100
+    keys, values = buffer[:, :, :capacity]
+    where = torch.tensor([end], device=DEVICE) if on_device else end
+    out = attend_cache(query, keys, values, case.tokens, where)
+    expected, _, _ = exact(query, keys[:, :seen], values[:, :seen], case.tokens)
+    assert_near(out, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda q, k, v: (q[:, :, :32], k, v),
+        lambda q, k, v: (q, k[:, :, :5], v),
+        lambda q, k, v: (q.half(), k, v),
+        lambda q, k, v: (q, k.to("meta"), v),
+        lambda q, k, v: (q, k.transpose(2, 3).contiguous().transpose(2, 3), v),
+        lambda q, k, v: (q[:, :0], k, v),
+    ],
+)
+def test_inputs_that_do_not_fit_are_all_reported(backend, draw, spoil) -> None:
+    inputs = spoil(draw(2, 3, 64), draw(1, 2, 16, 64), draw(1, 2, 16, 64))
+    running = Running.of(draw(2, 3, 64))
+    report = r"query \(.*stride.*torch.* on .*key \(.*value \("
+    with pytest.raises(ValueError, match=f"attend_blocks cannot take {report}"):
+        attend_blocks(running, *inputs)
+    query, keys, values = inputs[0], *(x[0] for x in inputs[1:])
+    with pytest.raises(ValueError, match=f"attend_tail cannot take {report}"):
+        attend_tail(running, query, keys, values, 3)
+    with pytest.raises(ValueError, match=f"attend_cache cannot take {report}"):
+        attend_cache(query, keys, values, 3, 13)
+
+
+def test_a_cache_that_is_too_short_is_refused(backend, draw) -> None:
+    query, keys = draw(2, 3, 64), draw(2, 16, 64)
+    with pytest.raises(ValueError, match="end 14"):
+        attend_cache(query, keys, keys, 3, 14)
+    sheet = ScoreBuffer(torch.empty(2, 3, 1, device=DEVICE), 0, 8, True)
+    with pytest.raises(ValueError, match=r"scores \(2, 3, 1\)"):
+        attend_blocks(Running.of(query), query, keys[None], keys[None], sheet)
