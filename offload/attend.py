@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 from triforce_kernels.attention import Partial, merge, partial_attention
+from triforce_kernels.streaming import Running, attend_blocks, attend_tail
 
 from .conveyor import Conveyor
-from .kv import Block, KeysValues, KVStore
+from .kv import Block, KeysValues, KVStore, Room
 from .scores import ChunkScores
 from .sizes import SCORED_TOKENS
 
@@ -27,40 +28,26 @@ class KVPass:
         self._scores = scores
         self._slots: dict[int, KeysValues] = {}
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """Causal attention of the pass's next tokens.
+    def room(self, layer: int, tokens: int) -> Room:
+        """model.Cache.room."""
+        return self._store.room(layer, tokens)
 
-        query: [heads, tokens, head_dim]; key, value: [kv_heads, tokens, head_dim], rotated already.
-        Returns [heads, tokens, head_dim].
-        """
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """model.Cache.attend."""
         store = self._store
-        heads, tokens, head_dim = query.shape
-        kv_heads = key.shape[0]
-        store.append(layer, key, value)
-        rows = query.reshape(kv_heads, heads // kv_heads * tokens, head_dim)
         scores = self._scores if self._scores and self._scores.enabled else None
-        partials = []
-
-        def attend_to(
-            keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
-        ) -> None:
-            partials.append(partial_attention(rows, keys, values, mask=mask))
-            if scores:
-                scores.add(rows, keys, partials[-1], mask)
-
-        for block in store.layer_blocks(layer):
-            if block.resident is not None:
-                attend_to(*block.resident)
-            else:
-                attend_to(*self._arrived(block))
-                self._conveyor.release(block.key)
-        keys, values = store.tail(layer)
-        attend_to(keys, values, causal_mask(tokens, keys.shape[1], heads // kv_heads, query))
-        if scores:
-            scores.end_layer(layer, partials, tokens)
-        return merge(partials).view(heads, tokens, head_dim)
+        blocks, tail = store.layer_blocks(layer), store.tail(layer)
+        keys = len(blocks) * store.shape.block_tokens + tail.shape[2]
+        attention = PassAttention(query, store.shape.kv_heads, scores, keys)
+        resident = store.resident(layer)
+        attention.blocks(*resident)
+        for block in blocks[resident.shape[1] :]:
+            key, value = self._arrived(block)
+            attention.blocks(key.unsqueeze(0), value.unsqueeze(0))
+            self._conveyor.release(block.key)
+        out = attention.tail(*tail)
+        attention.end_layer(layer)
+        return out
 
     def _arrived(self, block: Block) -> KeysValues:
         """A streamed block's keys and values, in the slot it came to."""
@@ -69,6 +56,58 @@ class KVPass:
         if views is None:
             views = self._slots[buffer.data_ptr()] = self._store.shape.keys_values(buffer)
         return views
+
+
+class PassAttention:
+    """One layer's attention of some tokens, as the keys come: blocks in token order, then the tail.
+
+    Scores of chunks are collected on the way.
+    """
+
+    def __init__(
+        self, query: torch.Tensor, kv_heads: int, scores: ChunkScores | None, keys: int
+    ) -> None:
+        """query: [heads, tokens, head_dim]; keys: all there will be, the tokens' own included."""
+        heads, self._tokens, head_dim = self._shape = query.shape
+        self._rows = query.reshape(kv_heads, heads // kv_heads * self._tokens, head_dim)
+        self._running = Running.of(self._rows)
+        self._scores = scores
+        self._keys = keys
+        self._sheet = scores.sheet(self._rows, keys) if scores else None
+        self._lse: torch.Tensor | None = None
+
+    def blocks(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Blocks that all tokens see, [blocks, kv_heads, tokens, head_dim]; of each but the last,
+        and of the last but for the tail, a whole number of chunks.
+        """
+        attend_blocks(self._running, self._rows, key, value, self._sheet)
+        if self._sheet:
+            chunks = key.shape[0] * (key.shape[2] // self._sheet.size)
+            self._sheet = self._sheet.at(self._sheet.first + chunks)
+
+    def tail(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The newest keys, [kv_heads, tail, head_dim], of which the last are the tokens' own.
+
+        Returns the whole attention, [heads, tokens, head_dim].
+        """
+        # Whole chunks that all see are a block like any other: it is read by more of the device.
+        size = self._sheet.size if self._sheet else 1
+        seen = (key.shape[1] - self._tokens) // size * size
+        self.blocks(key[None, :, :seen], value[None, :, :seen])
+        out, self._lse = attend_tail(
+            self._running,
+            self._rows,
+            key[:, seen:],
+            value[:, seen:],
+            self._tokens,
+            scores=self._sheet,
+        )
+        return out.view(self._shape)
+
+    def end_layer(self, layer: int) -> None:
+        """Hands the scores in, if they are collected."""
+        if self._scores:
+            self._scores.end_layer(layer, self._lse, self._tokens, self._keys)
 
 
 class PrefillPass:
@@ -96,28 +135,22 @@ class PrefillPass:
         self._tokens = tokens
         self._done = 0
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """As KVPass.attend, over the prompt's tokens so far."""
+    def room(self, layer: int, tokens: int) -> Room:
+        """model.Cache.room."""
+        return Room(*self._gathered, self._done)
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """model.Cache.attend, over the prompt's tokens so far."""
         heads, tokens, head_dim = query.shape
-        kv_heads = key.shape[0]
+        kv_heads = self._gathered.shape[1]
         group = heads // kv_heads
         start, end = self._done, self._done + tokens
-        self._gathered[0, :, start:end] = key
-        self._gathered[1, :, start:end] = value
-        partials = [
-            partial_attention(
-                query,
-                key.repeat_interleave(group, 0),
-                value.repeat_interleave(group, 0),
-                causal=True,
-            )
-        ]
+        keys, values = self._gathered
+        own = (x[:, start:end].repeat_interleave(group, 0) for x in (keys, values))
+        partials = [partial_attention(query, *own, causal=True)]
         if start:
-            keys, values = self._gathered[:, :, :start]
             rows = query.reshape(kv_heads, group * tokens, head_dim)
-            past = partial_attention(rows, keys, values)
+            past = partial_attention(rows, keys[:, :start], values[:, :start])
             partials.append(
                 Partial(past.out.reshape(heads, tokens, head_dim), past.lse.reshape(heads, tokens))
             )
@@ -132,26 +165,10 @@ class PrefillPass:
 
     def _score(self, layer: int, query: torch.Tensor) -> None:
         """What the prompt's chunks are worth to its last tokens: query [heads, tokens, head_dim]"""
-        heads, tokens, head_dim = query.shape
-        kv_heads = self._gathered.shape[1]
-        rows = query.reshape(kv_heads, heads // kv_heads * tokens, head_dim)
-        size = self._store.shape.block_tokens
-        last = (self._tokens - tokens) // size * size
-        partials = []
-        for start in range(0, last + 1, size):
-            stop, mask = start + size, None
-            if start == last:
-                stop = self._tokens
-                mask = causal_mask(tokens, stop - start, heads // kv_heads, query)
-            keys, values = self._gathered[:, :, start:stop]
-            partials.append(partial_attention(rows, keys, values, mask=mask))
-            self._scores.add(rows, keys, partials[-1], mask)
-        self._scores.end_layer(layer, partials, tokens)
-
-
-def causal_mask(tokens: int, keys: int, group: int, like: torch.Tensor) -> torch.Tensor | None:
-    """Additive causal mask of the last `tokens` of `keys`, repeated for each head of a group."""
-    if tokens == 1:
-        return None
-    mask = torch.full((tokens, keys), float("-inf"), dtype=like.dtype, device=like.device)
-    return mask.triu_(keys - tokens + 1).repeat(group, 1)
+        tokens, size = query.shape[1], self._store.shape.block_tokens
+        whole = (self._tokens - tokens) // size
+        blocks = self._gathered[:, :, : whole * size].unflatten(2, (whole, size)).transpose(1, 2)
+        attention = PassAttention(query, self._gathered.shape[1], self._scores, self._tokens)
+        attention.blocks(*blocks)
+        attention.tail(*self._gathered[:, :, whole * size :])
+        attention.end_layer(layer)

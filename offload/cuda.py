@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 import time
 from collections import deque
@@ -18,6 +20,8 @@ _PROBE_BYTES = 128 << 20
 _PROBE_REPEATS = 3
 _COPY_BYTES = (16 << 20, 32 << 20)  # larger slots would take device memory for nothing
 _NEAR_PEAK = 0.97
+_HOST_POINTER_FOR_REGISTERED_MEMORY = 91
+"""CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"""
 
 
 _PROBED: dict[torch.device, tuple[float, int]] = {}
@@ -28,6 +32,16 @@ class _Copy(NamedTuple):
 
     started: torch.cuda.Event
     ended: torch.cuda.Event
+
+
+def reads_host_memory(device: torch.device) -> bool:
+    """Whether kernels may read registered host memory at the host's own addresses."""
+    driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    value = ctypes.c_int()
+    code = driver.cuDeviceGetAttribute(
+        ctypes.byref(value), _HOST_POINTER_FOR_REGISTERED_MEMORY, device.index or 0
+    )
+    return code == 0 and value.value == 1
 
 
 class CudaLink:

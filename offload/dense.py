@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from triforce_kernels.attention import merge, partial_attention
+from triforce_kernels.streaming import attend_cache
 
-from .attend import causal_mask
 from .device import DeviceMemory
+from .kv import Room
 from .shape import KVShape
 from .sizes import dense_bytes, dense_capacity
 
@@ -31,33 +31,19 @@ class DenseKV:
         self.rows = self._allocation.bytes.zero_().view(shape.dtype)
         self.rows = self.rows.view(shape.layers, 2, shape.kv_heads, self.capacity, shape.head_dim)
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """model.Cache.attend. Raises RuntimeError, before any write, if there is no room."""
-        heads, tokens, head_dim = query.shape
-        kv_heads = key.shape[0]
-        start, end = self.end, self.end + tokens
-        if end > self.capacity:
-            raise RuntimeError(f"{end} tokens in a cache of {self.capacity}")
-        keys, values = self.rows[layer]
-        keys[:, start:end] = key
-        values[:, start:end] = value
-        rows = query.reshape(kv_heads, heads // kv_heads * tokens, head_dim)
-        if tokens == 1:
-            out = partial_attention(rows, keys[:, :end], values[:, :end]).out
-            return out.view(heads, tokens, head_dim)
-        mask = causal_mask(tokens, tokens, heads // kv_heads, query)
-        parts = [
-            partial_attention(rows, keys[:, start:end], values[:, start:end], mask=mask),
-        ]
-        if start:
-            parts.insert(0, partial_attention(rows, keys[:, :start], values[:, :start]))
-        return merge(parts).view(heads, tokens, head_dim)
+    def room(self, layer: int, tokens: int) -> Room:
+        """model.Cache.room. Raises RuntimeError if there is none."""
+        if self.end + tokens > self.capacity:
+            raise RuntimeError(f"{self.end + tokens} tokens in a cache of {self.capacity}")
+        return Room(*self.rows[layer], self.end)
 
-    def fixed(self, end: torch.Tensor, tokens: int) -> FixedDense:
-        """The same for a forward of exactly `tokens` tokens behind `end`, [1] int64."""
-        return FixedDense(self, end, tokens)
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """model.Cache.attend."""
+        return _attend(query, self.rows[layer], self.end)
+
+    def fixed(self, end: torch.Tensor) -> FixedDense:
+        """The same for a forward behind `end`, [1] int64 on the device."""
+        return FixedDense(self, end)
 
     def close(self) -> None:
         self._memory.free(self._allocation)
@@ -65,29 +51,27 @@ class DenseKV:
 
 
 class FixedDense:
-    """One forward over a DenseKV whose end is known to the device alone.
-
-    Attends to the whole capacity under a mask, so no address and no shape depends on the end.
+    """One forward over a DenseKV whose end is known to the device alone: no address, shape or
+    launch depends on it.
     """
 
-    def __init__(self, kv: DenseKV, end: torch.Tensor, tokens: int) -> None:
+    def __init__(self, kv: DenseKV, end: torch.Tensor) -> None:
         self._kv = kv
-        self._slots = end + torch.arange(tokens, device=end.device)
-        columns = torch.arange(kv.capacity, device=end.device)
-        hidden = columns > self._slots.unsqueeze(1)
-        self._mask = torch.zeros(hidden.shape, dtype=kv.rows.dtype, device=end.device).masked_fill_(
-            hidden, float("-inf")
-        )
+        self._end = end
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def room(self, layer: int, tokens: int) -> Room:
+        """model.Cache.room; the caller has seen to it that there is some."""
+        return Room(*self._kv.rows[layer], self._end)
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """model.Cache.attend."""
-        heads, tokens, head_dim = query.shape
-        kv_heads = key.shape[0]
-        keys, values = self._kv.rows[layer]
-        keys.index_copy_(1, self._slots, key)
-        values.index_copy_(1, self._slots, value)
-        rows = query.reshape(kv_heads, heads // kv_heads * tokens, head_dim)
-        mask = self._mask.repeat(heads // kv_heads, 1)
-        return partial_attention(rows, keys, values, mask=mask).out.view(heads, tokens, head_dim)
+        return _attend(query, self._kv.rows[layer], self._end)
+
+
+def _attend(
+    query: torch.Tensor, keys_values: torch.Tensor, end: int | torch.Tensor
+) -> torch.Tensor:
+    heads, tokens, head_dim = query.shape
+    kv_heads = keys_values.shape[1]
+    rows = query.reshape(kv_heads, heads // kv_heads * tokens, head_dim)
+    return attend_cache(rows, *keys_values, tokens, end).view(heads, tokens, head_dim)

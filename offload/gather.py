@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import torch
 
@@ -19,6 +20,25 @@ def as_chunks(keys_values: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
     return keys_values[:, :, :whole].unflatten(2, (-1, chunk_tokens))
 
 
+class Reader(Protocol):
+    """Brings chunks of the KV cache to places on the device.
+
+    bytes_read: of those the device read in host memory itself, without the link's copies
+    """
+
+    bytes_read: int
+
+    def copy(self, moves: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies committed chunks: those that `moves` names, as `gather_chunks` does.
+
+        moves: [layers, kv_heads, slots] int64 on the device, -1 for none
+        target: [layers, 2, kv_heads, slots, chunk, head_dim]. Raises LinkError.
+        """
+
+    def close(self) -> None:
+        """Frees what it holds, once nothing is on its way any more."""
+
+
 class ChunkReader:
     """Copies chunks of a layer, each of one KV head.
 
@@ -31,6 +51,8 @@ class ChunkReader:
     - A device buffer is overwritten only after what was copied from it: `to_device` comes behind an
       event recorded when it is asked for, which is after those copies were.
     """
+
+    bytes_read = 0
 
     def __init__(
         self,
@@ -56,16 +78,14 @@ class ChunkReader:
         self._next = 0
 
     def copy(self, moves: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies committed chunks: for each row (layer, head, slot, chunk) of moves, [n, 4] int64
-        on the host, the chunk of that KV head to target[layer, :, head, slot].
-
-        target: [layers, 2, kv_heads, slots, chunk, head_dim]. Raises LinkError.
-        """
-        if not len(moves):
+        """As Reader.copy; the host waits for what the moves are computed from."""
+        moves = moves.cpu()
+        places = (moves >= 0).nonzero(as_tuple=True)
+        (layers, heads, slots), chunks = places, moves[places]
+        if not len(chunks):
             return
         store = self._store
         per_block = store.shape.block_tokens // self._chunk
-        layers, heads, slots, chunks = moves.unbind(1)
         blocks = chunks // per_block
         # What lies in one block lies together, so that it is a slice of what is sent at once.
         order = (layers * (int(blocks.max()) + 1) + blocks).argsort(stable=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,16 @@ RING = "kv"
 
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
+
+
+class Room(NamedTuple):
+    """Where keys and values of some tokens go: [kv_heads, capacity, head_dim] each, from `start`
+    on, a number, or [1] int64 on the device.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    start: int | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,7 @@ class KVStore:
             raise
         pool = iter(self._resident_allocation.bytes.split(shape.block_bytes))
         self._device_blocks = [[next(pool) for _ in range(count)] for count in resident_blocks]
+        self._first_resident = [sum(resident_blocks[:i]) for i in range(shape.layers)]
 
     @property
     def tail_length(self) -> int:
@@ -106,21 +118,19 @@ class KVStore:
     def blocks(self) -> int:
         return sum(map(len, self._blocks))
 
-    def append(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Writes the KV of a pass's next tokens, [kv_heads, tokens, head_dim], uncommitted.
+    def room(self, layer: int, tokens: int) -> Room:
+        """Where the KV of a pass's next tokens goes, which is uncommitted then.
 
-        Raises RuntimeError, before any write, if the pass exceeds what the tail can take.
+        Raises RuntimeError if the pass exceeds what the tail can take.
         """
         start = self.tail_length + self._pending[layer]
-        tokens = key.shape[1]
         if self._pending[layer] + tokens > self._max_pass_tokens:
             raise RuntimeError(
                 f"a pass of {self._pending[layer] + tokens} tokens, the tail takes "
                 f"{self._max_pass_tokens}"
             )
-        self._tail[layer, 0, :, start : start + tokens] = key
-        self._tail[layer, 1, :, start : start + tokens] = value
         self._pending[layer] += tokens
+        return Room(*self._tail[layer], start)
 
     def tail(self, layer: int) -> torch.Tensor:
         """[2, kv_heads, tokens, head_dim]: the committed tail and the pass's tokens so far."""
@@ -181,6 +191,36 @@ class KVStore:
     def layer_blocks(self, layer: int) -> Sequence[Block]:
         """The layer's blocks in token order."""
         return self._blocks[layer]
+
+    def resident(self, layer: int) -> torch.Tensor:
+        """The layer's resident blocks, [2, blocks, kv_heads, block_tokens, head_dim], which come
+        before those that stream and lie side by side.
+        """
+        shape, first = self.shape, self._first_resident[layer]
+        count = min(len(self._blocks[layer]), len(self._device_blocks[layer]))
+        size = shape.block_bytes
+        run = self._resident_allocation.bytes[first * size : (first + count) * size]
+        exact = run.view(count, size)[:, : shape.token_bytes * shape.block_tokens]
+        exact = exact.view(shape.dtype) if count else exact.new_empty(0, dtype=shape.dtype)
+        return exact.view(count, 2, shape.kv_heads, shape.block_tokens, shape.head_dim).transpose(
+            0, 1
+        )
+
+    def addresses(self) -> torch.Tensor:
+        """Of each layer's blocks and, behind them, its tail: [layers, blocks + 1] int64 on the
+        host, as `ChunkSource` wants them.
+        """
+        return torch.tensor(
+            [
+                [*(block.buffer.data_ptr() for block in blocks), tail.data_ptr()]
+                for blocks, tail in zip(self._blocks, self._tail, strict=True)
+            ]
+        )
+
+    @property
+    def tail_capacity(self) -> int:
+        """Tokens that the hot tail of a layer has room for."""
+        return self._tail.shape[3]
 
     def close(self) -> None:
         """Gives back all memory, once the link has carried out what was on its way.

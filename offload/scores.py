@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 
 import torch
-from triforce_kernels.attention import Partial, merge_weights
-from triforce_kernels.scoring import chunk_mass, chunk_mean
+from triforce_kernels.scoring import LARGEST, ScoreBuffer, group_scores
 
-from .device import DeviceMemory, put
+from .device import DeviceMemory
 from .shape import KVShape
 from .sizes import SCORE_GROUPS, scores_bytes
 
@@ -56,41 +54,36 @@ class ChunkScores:
         self._sums = self._sums.view(shape.layers, shape.kv_heads, chunks).zero_()
         self._last = self._allocation.bytes[sums:].view(_DTYPE)
         self._last = self._last.view(SCORE_GROUPS, shape.layers, shape.kv_heads, chunks)
-        self._grouped: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._parts: list[torch.Tensor] = []
+        self._sheet: ScoreBuffer | None = None
         self._tokens = 0
 
-    def add(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        partial: Partial,
-        mask: torch.Tensor | None = None,
-    ) -> None:
-        """Scores one piece of a layer's keys, whose partial attention is at hand.
+    def sheet(self, rows: torch.Tensor, keys: int) -> ScoreBuffer:
+        """Where attention writes the scores of one layer's chunks; it lives until `end_layer`.
 
-        query: [kv_heads, rows, head_dim], rows of all heads of a group; the pieces of a layer come
-        in token order, each but the last a whole number of chunks.
+        rows: queries [kv_heads, rows, head_dim]; keys: of all chunks together
         """
-        if self._score is Score.MASS:
-            self._parts.append(chunk_mass(query, key, partial.lse, self._chunk, mask=mask))
-        else:
-            self._parts.append(chunk_mean(query, key, self._chunk))
+        size = min(self._chunk, LARGEST)
+        shape = (*rows.shape[:2], -(-keys // size))
+        out = torch.empty(shape, dtype=torch.float32, device=rows.device)
+        self._sheet = ScoreBuffer(out, 0, size, self._score is Score.MASS)
+        return self._sheet
 
-    def end_layer(self, layer: int, partials: Sequence[Partial], tokens: int) -> None:
-        """Ends a layer of a pass of `tokens` query tokens."""
-        parts, self._parts = self._parts, []
-        if self._score is Score.MASS:
-            weights = merge_weights(partials).unsqueeze(-1)
-            parts = [part.mul_(weight) for part, weight in zip(parts, weights, strict=True)]
-        scores = torch.cat(parts, -1)
-        kv_heads, rows, chunks = scores.shape
-        each = scores.view(kv_heads, rows // tokens, tokens, chunks).mean(1).transpose(0, 1)
-        group, sizes = self._groups(tokens, each.device)
-        sums = each.new_zeros(min(tokens, SCORE_GROUPS), kv_heads, chunks).index_add_(
-            0, group, each
+    def end_layer(self, layer: int, lse: torch.Tensor, tokens: int, keys: int) -> None:
+        """Ends a layer of a pass of `tokens` query tokens, whose sheet is written.
+
+        lse: [kv_heads, rows], of the scores of all keys
+        """
+        groups, chunks = min(tokens, SCORE_GROUPS), -(-keys // self._chunk)
+        group_scores(
+            self._sheet.out,
+            lse if self._sheet.mass else None,
+            keys,
+            self._sheet.size,
+            self._chunk,
+            tokens,
+            self._last[:groups, layer, :, :chunks],
         )
-        self._last[: sums.shape[0], layer, :, :chunks] = sums / sizes
+        self._sheet = None
         self._tokens = tokens
 
     def take(self, tokens: int, chunks: int) -> torch.Tensor:
@@ -100,21 +93,13 @@ class ChunkScores:
         Mass is added up over passes, and fades: what mattered lately matters more often than what
         mattered to the last few tokens alone.
         """
-        group = _group_of(self._tokens)
-        held = int(group[tokens]) if tokens < self._tokens else int(group[-1]) + 1
+        groups = min(self._tokens, SCORE_GROUPS)
+        held = tokens * groups // self._tokens if tokens < self._tokens else groups
         latest = self._last[: max(1, held), :, :, :chunks].mean(0, dtype=torch.float32)
         if self._score is Score.MEAN:
             return latest
         sums = self._sums[..., :chunks]
         return sums.mul_(_MEMORY).add_(latest)
-
-    def _groups(self, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The group of each token of a pass and the sizes of all groups, on the device."""
-        if self._grouped is None or self._grouped[0].shape[0] != tokens:
-            group = _group_of(tokens)
-            sizes = put(group.bincount(), device).view(-1, 1, 1)
-            self._grouped = put(group, device), sizes
-        return self._grouped
 
     def close(self) -> None:
         self._memory.free(self._allocation)
@@ -123,8 +108,3 @@ class ChunkScores:
 
 _MEMORY = 0.9
 """What a pass's mass counts for when the next one has been added."""
-
-
-def _group_of(tokens: int) -> torch.Tensor:
-    """The group of each token of a pass: one each while they suffice."""
-    return torch.arange(tokens) * min(tokens, SCORE_GROUPS) // tokens

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
+from triforce_kernels import sampling
 
 from .laws import draw
 
@@ -63,20 +63,18 @@ def accept(
 
     tokens [..., n], draft_laws [..., n, vocab], target_laws [..., n + 1, vocab]; n may be 0.
     """
-    n = tokens.shape[-1]
-    coins = torch.rand(tokens.shape, dtype=torch.float64, device=tokens.device, generator=generator)
-    x = tokens.unsqueeze(-1)
-    q = draft_laws.gather(-1, x).squeeze(-1).double()
-    p = target_laws[..., :n, :].gather(-1, x).squeeze(-1).double()
-    accepted = (coins * q < p).cumprod(-1).sum(-1)
-    row = accepted[..., None, None].expand(*accepted.shape, 1, target_laws.shape[-1])
-    p = target_laws.gather(-2, row).squeeze(-2)
-    # After a draft that holds wholly there is no q: subtracting a row of zeros leaves p.
-    q = F.pad(draft_laws, (0, 0, 0, 1)).gather(-2, row).squeeze(-2)
-    residual = (p - q).clamp_(min=0)
-    # Laws equal up to rounding may reject once in millions and leave no residual: p is right then.
-    rest = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
-    return Verdict(accepted, draw(rest.view(-1, rest.shape[-1]), generator).view(accepted.shape))
+    many, (n, vocab) = tokens.shape[:-1], draft_laws.shape[-2:]
+    drafts = many.numel()
+    coins = torch.rand(
+        (drafts, n + 1), dtype=torch.float64, device=tokens.device, generator=generator
+    )
+    accepted, token = sampling.accept(
+        tokens.reshape(drafts, n),
+        draft_laws.reshape(drafts, n, vocab),
+        target_laws.reshape(drafts, n + 1, vocab),
+        coins,
+    )
+    return Verdict(accepted.view(many), token.view(many))
 
 
 class Optimal:

@@ -11,7 +11,7 @@ import torch
 from offload.runtime import Session
 
 from .acceptance import Rule
-from .laws import law
+from .laws import laws
 from .levels import Tally, check_token
 from .model import Model
 from .params import SamplingParams
@@ -78,7 +78,7 @@ class Autoregressive:
                 # The next pass's copies begin before the head and the draw of this one.
                 self._session.begin_pass()
             self._logits = self._model.logits(hidden)
-        self._last = self._rule.draw(law(self._logits, self._params), position)
+        self._last = self._rule.draw(laws(self._logits, self._params), position)
         tokens = self._last.tolist()
         check_token(tokens[0])
         self._session.trace.host("step", began, time.perf_counter() - began)

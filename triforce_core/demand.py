@@ -45,11 +45,13 @@ def demand_of(
     drafter: ModelConfig | None = None,
     block_bytes: int = COPY_BYTES,
     graphs: bool = False,
+    splits: int = 1,
 ) -> Demand:
     """What the model and what drafts for it ask for at the longest context.
 
     budget: tokens of the retrieval cache, 0 for none. block_bytes: of a KV block, about, if
-    block_tokens is None. graphs: whether what drafts is recorded. Raises UsageError.
+    block_tokens is None. graphs: whether what drafts is recorded. splits: see
+    `workspace_bytes`. Raises UsageError.
     """
     shape = kv_shape(config, 1, dtype)
     block_tokens = block_tokens or max(
@@ -86,6 +88,7 @@ def demand_of(
             block_tokens,
             settings.chunk_size if budget else 0,
             dtype.itemsize,
+            splits,
         ),
         kv=shape,
         context_tokens=max_context,
@@ -107,6 +110,7 @@ def plan(
     *,
     block_bytes: int = COPY_BYTES,
     graphs: bool = False,
+    splits: int = 1,
 ) -> tuple[Demand, Placement, int]:
     """What is asked for, where it goes, and the retrieval budget.
 
@@ -126,6 +130,7 @@ def plan(
             drafter=drafter,
             block_bytes=block_bytes,
             graphs=graphs,
+            splits=splits,
         )
 
     without = demand(0)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from offload.direct import reader
 from offload.gather import ChunkReader
 from offload.graphs import Recorder
 from offload.runtime import Runtime, Session
@@ -189,11 +190,12 @@ class Drafting:
         budget = fitting_budget(self.budget, settings.chunk_size, context)
         size = reader_bytes(session.kv.shape, budget) // GATHER_BUFFERS
         buffers = runtime.host_buffers(size, GATHER_BUFFERS)
-        reader = ChunkReader(session.kv, runtime.link, memory, settings.chunk_size, buffers)
-        stack.callback(reader.close)
+        collected = ChunkReader(session.kv, runtime.link, memory, settings.chunk_size, buffers)
+        chosen = reader(session.kv, runtime.link, runtime.host, collected)
+        stack.callback(chosen.close)
         cache = RetrievalCache(
             session.kv,
-            reader,
+            chosen,
             memory,
             scores,
             settings.retrieval,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
+from triforce_kernels.dispatch import TRITON, KernelsError, backend
+from triforce_kernels.limits import MOST_SPLITS
 
 from offload.cuda import CudaLink
 from offload.device import DeviceMemory
@@ -52,6 +54,10 @@ def open_device(name: str | torch.device | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"device {name!r} is not known; use cuda:0 or cpu") from None
+    try:
+        backend(device.type)
+    except KernelsError as error:
+        raise UsageError(str(error)) from error
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":
@@ -131,6 +137,7 @@ def load(
             memory.available_bytes,
             block_bytes=link.copy_bytes,
             graphs=recorder is not None,
+            splits=MOST_SPLITS if backend(device.type) == TRITON else 1,
         )
         check_placement(demand, placement, memory.available_bytes)
         check_host(demand, placement, device_is_host=device.type == "cpu")

@@ -9,9 +9,12 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from triforce_kernels.layer import rms_norm, rope_into, swiglu
+
+from offload.kv import Room
 
 from .config import ModelConfig
-from .rope import Rope, rotate
+from .rope import Rope
 from .sizes import layer_shapes
 
 __all__ = ["Cache", "Ends", "Model", "Weights", "layer_shapes"]
@@ -29,10 +32,11 @@ class Weights(Protocol):
 class Cache(Protocol):
     """Where a pass keeps and attends to KV."""
 
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        """Appends key and value [kv_heads, tokens, head_dim] and attends causally.
+    def room(self, layer: int, tokens: int) -> Room:
+        """Where the keys and values of the next tokens are to be put, before `attend`."""
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Causal attention of those tokens to everything before them and themselves.
 
         query and the result: [heads, tokens, head_dim].
         """
@@ -98,7 +102,9 @@ class Model:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] to float32 logits [tokens, vocab]."""
-        return F.linear(self._norm(hidden, self._ends.norm), self._ends.head).float()
+        return F.linear(
+            rms_norm(hidden, self._ends.norm, self.config.norm_eps), self._ends.head
+        ).float()
 
     def _layer(
         self,
@@ -110,25 +116,19 @@ class Model:
         cache: Cache,
     ) -> None:
         """Adds attention and MLP of one layer to `hidden` [tokens, hidden], in place."""
-        config = self.config
+        config, eps = self.config, self.config.norm_eps
         tokens = hidden.shape[0]
-        qkv = F.linear(self._norm(hidden, w["input_norm"]), w["qkv"], w.get("qkv_bias"))
+        qkv = F.linear(rms_norm(hidden, w["input_norm"], eps), w["qkv"], w.get("qkv_bias"))
         heads = qkv.view(tokens, config.heads + 2 * config.kv_heads, config.head_dim)
-        query, key, value = heads.transpose(0, 1).split(
-            (config.heads, config.kv_heads, config.kv_heads)
-        )
         if config.qk_norm:
-            query = self._norm(query, w["q_norm"])
-            key = self._norm(key, w["k_norm"])
-        mixed = cache.attend(index, rotate(query, cos, sin), rotate(key, cos, sin), value)
-        mixed = mixed.transpose(0, 1).reshape(tokens, config.heads * config.head_dim)
-        hidden += F.linear(mixed, w["o"], w.get("o_bias"))
-        gate, up = F.linear(self._norm(hidden, w["post_norm"]), w["gate_up"]).split(config.mlp, -1)
-        hidden += F.linear(F.silu(gate).mul_(up), w["down"])
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        # Spelt out as transformers does: rounded once before the weight, and on the CPU faster than
-        # the fused operator.
-        exact = x.float()
-        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True).add_(self.config.norm_eps))
-        return (exact * scale).to(x.dtype) * weight
+            for part, weight in zip(
+                heads.split((config.heads, config.kv_heads, config.kv_heads), 1),
+                (w["q_norm"], w["k_norm"]),
+                strict=False,
+            ):
+                part.copy_(rms_norm(part, weight, eps))
+        query = rope_into(heads, cos, sin, *cache.room(index, tokens))
+        mixed = cache.attend(index, query).transpose(0, 1).reshape(tokens, -1)
+        mixed = F.linear(mixed, w["o"], w.get("o_bias"))
+        gate_up = F.linear(rms_norm(hidden, w["post_norm"], eps, mixed), w["gate_up"])
+        hidden += F.linear(swiglu(gate_up), w["down"])

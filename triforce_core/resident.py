@@ -143,5 +143,5 @@ class _FixedForward:
         self._replay = recorder.record(self._compute)
 
     def _compute(self) -> torch.Tensor:
-        cache = self._kv.fixed(self._end, self._tokens.shape[0])
+        cache = self._kv.fixed(self._end)
         return self._head(self._model.forward(self._tokens, self._position, self._weights, cache))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+from triforce_kernels.selection import choose_chunks
 
 from offload.dense import DenseKV
 from offload.device import DeviceMemory
-from offload.gather import ChunkReader
+from offload.gather import Reader
 from offload.kv import KVStore
 from offload.scores import ChunkScores, Score
 
@@ -36,7 +36,7 @@ class RetrievalCache:
     def __init__(
         self,
         store: KVStore,
-        reader: ChunkReader,
+        reader: Reader,
         memory: DeviceMemory,
         scores: ChunkScores,
         policy: str,
@@ -50,7 +50,8 @@ class RetrievalCache:
         """
         shape = store.shape
         self.budget = budget
-        self.moved_chunks = self.chosen_chunks = 0
+        self._chosen = 0
+        self._moved: torch.Tensor | int = 0  # on the device, which it is not asked for in between
         self._store = store
         self._scores = scores
         self._policy = policy
@@ -75,8 +76,15 @@ class RetrievalCache:
 
     @property
     def churn(self) -> float | None:
-        """Share of the chosen chunks that had to be moved, over all refreshes but the first."""
-        return self.moved_chunks / self.chosen_chunks if self.chosen_chunks else None
+        """Share of the chosen chunks that had to be moved, over all refreshes but the first. Asking
+        waits for the device.
+        """
+        return int(self._moved) / self._chosen if self._chosen else None
+
+    @property
+    def bytes_read_in_place(self) -> int:
+        """Of chunks that the device read from host memory itself."""
+        return self._reader.bytes_read
 
     def keep(self, tokens: int) -> None:
         """Keeps the first `tokens` of what was fed last."""
@@ -94,12 +102,15 @@ class RetrievalCache:
         """
         chunks = self._store.length // self._chunk
         if chunks:
-            first = self._base_scores is None and not self._filled
-            wanted = self._wanted(self._current_scores(tokens, chunks), chunks)
-            moved = self._move(wanted, min(self._slots, chunks))
+            first = not self._filled
+            scores = self._current_scores(tokens, chunks)
+            moves = choose_chunks(scores, self._chunk_of, chunks, self._newest)
+            self._filled = min(self._slots, chunks)
+            in_chunks = self.kv.rows[:, :, :, : self.budget].unflatten(3, (-1, self._chunk))
+            self._reader.copy(moves, in_chunks)
             if not first:
-                self.moved_chunks += moved
-                self.chosen_chunks += self._chunk_of[..., : self._filled].numel()
+                self._moved = self._moved + (moves >= 0).sum()
+                self._chosen += self._chunk_of[..., : self._filled].numel()
         rest = self._store.length % self._chunk
         start = self._filled * self._chunk
         self.kv.rows[:, :, :, start : start + rest] = self._store.newest(rest)
@@ -125,30 +136,3 @@ class RetrievalCache:
         # Chunks that came later are worth more than any score, the newest most.
         later = 1e20 * torch.arange(1, 1 + chunks - base.shape[2], device=base.device)
         return torch.cat((base, later.expand(*base.shape[:2], -1)), -1)
-
-    def _wanted(self, scores: torch.Tensor, chunks: int) -> torch.Tensor:
-        """Which chunks are in: [layers, kv_heads, chunks] bool."""
-        scores = scores.clone()
-        scores[..., 0] = float("inf")
-        scores[..., max(0, chunks - self._newest) :] = float("inf")
-        best = scores.topk(min(self._slots, chunks), -1).indices
-        return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
-
-    def _move(self, wanted: torch.Tensor, filled: int) -> int:
-        """Brings the wanted chunks that are not in to slots that are free; returns how many."""
-        # Empty slots point behind the last chunk, at a column that nothing wants.
-        known = self._chunk_of.where(self._chunk_of >= 0, wanted.shape[-1])
-        padded = F.pad(wanted, (0, 1))
-        stays = padded.gather(-1, known)
-        present = torch.zeros_like(padded).scatter_(-1, known, True)[..., :-1]
-        # In each row as many slots up to `filled` are free as chunks enter, so that the two lists
-        # pair off one by one.
-        free = ~stays
-        free[..., filled:] = False
-        places = free.nonzero()
-        chunks = (wanted & ~present).nonzero()[:, 2]
-        self._chunk_of[tuple(places.unbind(1))] = chunks
-        self._filled = filled
-        in_chunks = self.kv.rows[:, :, :, : self.budget].unflatten(3, (-1, self._chunk))
-        self._reader.copy(torch.cat((places, chunks.unsqueeze(1)), 1).cpu(), in_chunks)
-        return len(chunks)

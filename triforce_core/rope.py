@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from triforce_kernels.layer import rotate
 
 from offload.errors import CheckpointError
 
@@ -81,10 +82,3 @@ class Rope:
         angles = self._module.inv_freq.float() * by
         angles = torch.cat((angles, angles))
         return rotate(keys, angles.cos().to(keys.dtype), -angles.sin().to(keys.dtype))
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x: [heads, tokens, head_dim], its first half paired with its second half."""
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * cos + turned * sin

@@ -98,6 +98,7 @@ def drafting_stats(drafting: Drafting, decoder: Decoder) -> dict[str, Any]:
             "chunk_size": settings.chunk_size,
             "policy": settings.retrieval,
             "churn": cache.churn,
+            "bytes_read_in_place": cache.bytes_read_in_place,
         }
         if cache
         else None,

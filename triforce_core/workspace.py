@@ -25,28 +25,27 @@ def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -
 
 
 def pass_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
-    """The temporaries of a forward over `tokens` tokens at once: the larger of attention and MLP.
-
-    Partial attentions of all blocks are alive until they are merged; they are counted by
-    `partials_bytes`, since their number depends on the context.
+    """The temporaries of a forward over `tokens` tokens at once: the larger of attention and MLP,
+    without what attention keeps between blocks.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     attention = tokens * (
-        (config.hidden + (queries + 2 * keys) * 3 + queries * 6) * itemsize + queries * 4 * 2
+        (config.hidden + queries + 2 * keys + queries * 7) * itemsize + queries * 4 * 2
     )
     mlp = tokens * (config.hidden * 2 + config.mlp * 3) * itemsize
     return max(attention, mlp)
 
 
-def partials_bytes(config: ModelConfig, tokens: int, partials: int, itemsize: int) -> int:
-    """Outputs and log-sum-exps of all blocks of one layer, before and after stacking."""
-    rows = tokens * config.heads
-    return partials * rows * (config.head_dim * itemsize + 4 * 3)
+def running_bytes(config: ModelConfig, tokens: int, splits: int) -> int:
+    """What attention keeps between blocks, in float32, and what adding one to it takes."""
+    return tokens * config.heads * (config.head_dim + 4) * 4 * (splits + 2)
 
 
 def score_bytes(config: ModelConfig, tokens: int, chunks: int) -> int:
-    """Scores of all chunks of one layer for each query, in float32: parts, joined, averaged."""
-    return tokens * config.heads * chunks * 4 * 4
+    """Scores of all chunks of one layer for each query, in float32: as attention writes them, as
+    shares, and as averages.
+    """
+    return tokens * config.heads * chunks * 4 * 3
 
 
 def refresh_bytes(config: ModelConfig, chunks: int) -> int:
@@ -79,20 +78,20 @@ def workspace_bytes(
     block_tokens: int,
     scored_chunk: int,
     itemsize: int,
+    splits: int,
 ) -> int:
     """Most temporaries alive at once in a request: in prefill, in a pass, or in sampling.
 
     scored_chunk: tokens of a chunk that is scored for retrieval, 0 if none is
+    splits: parts into which the attention of a pass divides its keys, at most
     """
-    blocks = prompt_tokens // block_tokens
-    decode = pass_bytes(config, pass_tokens, itemsize) + partials_bytes(
-        config, pass_tokens, blocks + 1, itemsize
-    )
+    decode = pass_bytes(config, pass_tokens, itemsize)
+    decode += running_bytes(config, pass_tokens, splits)
     prefill = prefill_bytes(config, prompt_tokens, chunk, itemsize)
     if not scored_chunk:
         return max(prefill, decode, law_bytes(config, pass_tokens))
     chunks = -(-prompt_tokens // scored_chunk)
-    piece = config.heads * (block_tokens + pass_tokens) * (4 + itemsize)
+    piece = config.heads * (block_tokens + pass_tokens) * 4 * 2
     decode += score_bytes(config, pass_tokens, chunks) + pass_tokens * piece
     scored = min(SCORED_TOKENS, chunk, prompt_tokens)
     prefill += score_bytes(config, scored, chunks) + scored * piece

@@ -16,7 +16,7 @@ from helpers import BLOCK, PLACEMENTS, make_model, random_ids
 from law_tests import LEAST_P, p_value
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.laws import law
+from triforce_core.laws import laws
 
 VOCAB = 8
 TOKENS = 3
@@ -93,10 +93,10 @@ def exact_law(model: torch.nn.Module, temperature: float, top_p: float) -> torch
     texts = torch.tensor([[*PROMPT, *outcome] for outcome in outcomes])
     with torch.no_grad():
         logits = model(texts).logits[:, len(PROMPT) - 1 : -1]
-    laws = law(logits.reshape(-1, VOCAB), SamplingParams(temperature=temperature, top_p=top_p))
-    laws = laws.view(len(outcomes), TOKENS, VOCAB).double()
+    each = laws(logits.reshape(-1, VOCAB), SamplingParams(temperature=temperature, top_p=top_p))
+    each = each.view(len(outcomes), TOKENS, VOCAB).double()
     chosen = torch.tensor(outcomes).unsqueeze(-1)
-    return laws.gather(-1, chosen).squeeze(-1).prod(-1)
+    return each.gather(-1, chosen).squeeze(-1).prod(-1)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,64 @@
+"""The engine over Triton's kernels, in their interpreter or on a GPU: the same text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import BLOCK, PLACEMENTS, random_ids
+from triforce_kernels import dispatch
+from triforce_kernels.dispatch import KERNELS, REFERENCE, TRITON, VARIABLE
+
+from triforce_core import Engine, SamplingParams
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+NOT_USED = {"int4_matmul"} | ({"gather_chunks"} if DEVICE == "cpu" else set())
+"""Nothing of the engine is quantised yet; an emulated link has to carry what is gathered."""
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Paths of the implementations that are called."""
+    seen: set[str] = set()
+    original = dispatch._load
+
+    def load(path: str):
+        seen.add(path)
+        return original(path)
+
+    monkeypatch.setattr(dispatch, "_load", load)
+    return seen
+
+
+@pytest.mark.parametrize(("family", "drafts"), [("llama", "ngram"), ("qwen3", "model")])
+def test_greedy_text_is_the_same_with_triton_and_with_the_reference(
+    tiny, monkeypatch, used, family: str, drafts: str
+) -> None:
+    path, _ = tiny(family)
+    options = {"device": DEVICE, "dtype": "float32", "max_context": 96, "block_tokens": BLOCK}
+    options |= {"draft": path if drafts == "model" else drafts, "budget": 32, "draft_tokens": 4}
+    options |= {"placement": PLACEMENTS["kv-in-part"], "inner_draft_tokens": 2}
+    texts = {}
+    for name in (REFERENCE, TRITON):
+        monkeypatch.setenv(VARIABLE, name)
+        with Engine.from_pretrained(path, **options) as engine:
+            texts[name] = engine.generate(random_ids(24) * 2, SamplingParams(8, temperature=0))
+    assert texts[TRITON].token_ids == texts[REFERENCE].token_ids
+    assert texts[TRITON].stats["retrieval"]["churn"] is not None, "it was refreshed"
+    for kernel, (_, triton) in KERNELS.items():
+        assert (triton in used) == (kernel not in NOT_USED), kernel
+
+
+def test_sampled_text_is_the_same_if_coins_fall_alike(tiny, monkeypatch) -> None:
+    """Coupled: what is drawn at a position depends on nothing but its law."""
+    path, _ = tiny("llama-mqa")
+    options = {"device": DEVICE, "dtype": "float32", "max_context": 64, "block_tokens": BLOCK}
+    options |= {"accept": "coupled", "draft": "none", "budget": 32, "draft_tokens": 3}
+    params = SamplingParams(6, temperature=0.8, top_p=0.9, seed=2)
+    texts = []
+    for name in (REFERENCE, TRITON):
+        monkeypatch.setenv(VARIABLE, name)
+        with Engine.from_pretrained(path, placement=PLACEMENTS["kv"], **options) as engine:
+            texts.append(engine.generate(random_ids(40), params).token_ids)
+    assert texts[0] == texts[1]
