@@ -80,19 +80,14 @@ def compiling(capability: int) -> Iterator[list[Compiled]]:
 
 
 def _looked_at(kernel) -> Compiled:
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(kernel.asm["ptx"])
-        target = re.search(r"^\.target (\w+)", kernel.asm["ptx"], re.MULTILINE).group(1)
-        told = subprocess.run(
-            [tools / "ptxas", "-v", f"-arch={target}", source, "-o", source.with_suffix(".cubin")],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stderr
-    spilt = sum(map(int, re.findall(r"(\d+) bytes spill", told)))
-    registers = max(map(int, re.findall(r"Used (\d+) registers", told)))
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(kernel.asm["cubin"])
+        command = [tool, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # What does not fit into registers lies on the stack.
+    spilt = max(map(int, re.findall(r"STACK:(\d+)", told)))
+    registers = max(map(int, re.findall(r"REG:(\d+)", told)))
     return Compiled(kernel.metadata.name, kernel.metadata.shared, spilt, registers)
 
 

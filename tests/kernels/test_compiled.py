@@ -15,7 +15,7 @@ pytest.importorskip("triton.backends.nvidia")
 
 SHARED_BYTES = 99 << 10
 """Of a program on compute capabilities 8.6 and 8.9: RTX 3090, RTX 4090."""
-SPILT_BYTES = 256
+SPILT_BYTES = 128
 
 
 @pytest.mark.parametrize(("capability", "which"), [(80, "few"), (89, "all"), (90, "few")])
