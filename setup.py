@@ -5,4 +5,5 @@ from setuptools import setup
 setup(
     packages=["offload", "offload.checkpoint", "triforce_core", "triforce_kernels"],
     package_dir={"triforce_kernels": "kernels"},
+    package_data={"offload": ["data/*.toml"]},
 )

@@ -105,30 +105,34 @@ class Trace:
 
         Raises UsageError or LinkError.
         """
-        spans = self.spans()
-        zero = min((span.began for span in spans), default=0.0)
-        named = [
-            {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": track}}
-            for i, track in enumerate(TRACKS)
-        ]
-        order = [
-            {"ph": "M", "pid": 0, "tid": i, "name": "thread_sort_index", "args": {"sort_index": i}}
-            for i in range(len(TRACKS))
-        ]
-        events = [
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": TRACKS.index(span.track),
-                "name": span.name,
-                "ts": round((span.began - zero) * 1e6, 3),
-                "dur": round((span.ended - span.began) * 1e6, 3),
-                "args": span.args,
-            }
-            for span in sorted(spans, key=lambda span: span.began)
-        ]
-        whole = {"traceEvents": named + order + events, "displayTimeUnit": "ms", "otherData": about}
-        write_whole(path, json.dumps(whole), "trace")
+        write_spans(self.spans(), path, about)
+
+
+def write_spans(spans: Sequence[Span], path: Path, about: dict[str, Any]) -> None:
+    """Writes a timeline whole or not at all. Raises UsageError."""
+    zero = min((span.began for span in spans), default=0.0)
+    named = [
+        {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": track}}
+        for i, track in enumerate(TRACKS)
+    ]
+    order = [
+        {"ph": "M", "pid": 0, "tid": i, "name": "thread_sort_index", "args": {"sort_index": i}}
+        for i in range(len(TRACKS))
+    ]
+    events = [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": TRACKS.index(span.track),
+            "name": span.name,
+            "ts": round((span.began - zero) * 1e6, 3),
+            "dur": round((span.ended - span.began) * 1e6, 3),
+            "args": span.args,
+        }
+        for span in sorted(spans, key=lambda span: span.began)
+    ]
+    whole = {"traceEvents": named + order + events, "displayTimeUnit": "ms", "otherData": about}
+    write_whole(path, json.dumps(whole), "trace")
 
 
 _WAIT = "wait"

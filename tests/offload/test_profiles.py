@@ -1,0 +1,61 @@
+"""Named hardware: figures with a source, links lane by lane, and clear refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from offload.errors import UsageError
+from offload.profiles import gpu_names, link_rate, named, parse_link, with_link
+
+NAMES = {
+    *("rtx3060", "rtx3090", "rtx4060ti-16gb", "rtx4070ti", "rtx4080", "rtx4090", "rtx5090"),
+    *("a100-80gb", "l40", "h100", "h200"),
+}
+
+
+def test_every_card_has_sane_figures_and_a_source() -> None:
+    assert set(gpu_names()) == NAMES
+    for name in NAMES:
+        card = named(name)
+        assert card.source.startswith("NVIDIA ")
+        assert 8 << 30 < card.memory_bytes < 150 << 30
+        assert 200e9 < card.memory_bytes_per_second < 5e12
+        # A forward of one token is bound by memory on all of them.
+        assert card.flops_per_second / card.memory_bytes_per_second > 50
+        assert named(name, 4).flops_per_second < card.flops_per_second
+        assert card.link_full
+
+
+def test_a_link_is_as_fast_as_its_lanes() -> None:
+    assert link_rate("pcie4x16") == pytest.approx(25.2e9, rel=0.01)
+    assert link_rate("pcie4x8") == pytest.approx(link_rate("pcie4x16") / 2)
+    assert link_rate("pcie5x8") == pytest.approx(link_rate("pcie4x16"), rel=0.01)
+    assert parse_link("pcie3x4") == (3, 4)
+
+
+def test_a_slot_never_gives_a_card_more_lanes_than_it_has() -> None:
+    narrow = with_link(named("rtx4090"), "pcie5x8")
+    assert (narrow.link, narrow.link_full) == ("pcie4x8", False)
+    assert with_link(named("rtx4060ti-16gb"), "pcie4x16").link_full
+    assert with_link(named("rtx5090"), "pcie4x16").link == "pcie4x16"
+
+
+def test_links_share_what_host_memory_gives() -> None:
+    two = replace(named("rtx4090"), gpus=2, host_bytes_per_second=40e9)
+    assert two.stream_bytes_per_second == 20e9
+    assert replace(two, gpus=1).stream_bytes_per_second == two.link_bytes_per_second
+
+
+@pytest.mark.parametrize("wrong", ["rtx409", "RTX4090ti", "4090"])
+def test_an_unknown_card_lists_the_nearest(wrong: str) -> None:
+    with pytest.raises(UsageError, match=r"nearest: .*rtx4090") as error:
+        named(wrong)
+    assert "h200" in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", ["pcie6x16", "pcie4x3", "4x16", ""])
+def test_a_link_that_is_none_is_refused(wrong: str) -> None:
+    with pytest.raises(UsageError, match="pcie4x16"):
+        parse_link(wrong)
