@@ -59,7 +59,9 @@ def main() -> None:
 @torch.inference_mode()
 def measure(args: argparse.Namespace) -> list[float]:
     """Seconds of each token."""
-    config = AutoConfig.for_model(**SHAPES[args.shape])
+    config = AutoConfig.for_model(
+        **{**SHAPES[args.shape], "max_position_embeddings": args.context + 8}
+    )
     config.dtype = torch.float16
     torch.set_default_dtype(torch.float16)
     with torch.device("cuda"):

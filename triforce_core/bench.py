@@ -23,6 +23,7 @@ from offload.units import format_bytes
 from .acceptance import make_rule
 from .autoregressive import Autoregressive
 from .config import ModelConfig
+from .cost import prefill_flops
 from .hierarchy import Target
 from .levels import Text
 from .loading import PREFILL_CHUNK, choose_dtype, load
@@ -357,11 +358,3 @@ def fill_randomly(session: Session, runtime: Runtime, tokens: int) -> None:
         session.kv.fill(layer, kv)
     session.kv.commit_fill(tokens)
     runtime.link.synchronize()
-
-
-def prefill_flops(config: ModelConfig, tokens: int) -> float:
-    """Of the matrix products of the layers, and of causal attention, which sees half on average."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    matrices = config.hidden * (2 * queries + 2 * keys + 3 * config.mlp)
-    attention = 2 * queries * (tokens / 2)
-    return 2.0 * tokens * config.layers * (matrices + attention)

@@ -16,7 +16,7 @@ from offload.units import format_bytes
 
 from .bench import TESTS, Bench, BenchSettings, Row
 from .engine import machine_settings
-from .shapes import read_shape
+from .shapes import for_timing, read_shape
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -39,7 +39,7 @@ def bench(args: argparse.Namespace) -> int:
         args.draft_tokens,
         args.budget,
     )
-    config = read_shape(args.shape)
+    config = for_timing(read_shape(args.shape))
     draft = None if args.draft_shape == "none" else read_shape(args.draft_shape)
     machine = machine_settings(
         args.device,

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from offload.errors import TriforceError, UsageError
 
+from .plan_arguments import add_plan_arguments
+from .shapes import SHAPES
+
 INTERRUPTED = 130
 
 
@@ -52,6 +55,12 @@ def _bench(args: argparse.Namespace) -> int:
     from .bench_command import bench
 
     return bench(args)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from .plan_command import plan
+
+    return plan(args)
 
 
 def _prompt(args: argparse.Namespace) -> str:
@@ -171,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         "--shape",
         default="smollm2-135m",
         metavar="SHAPE|FILE",
-        help="llama2-7b, llama3.1-8b, qwen2.5-32b, smollm2-135m, llama-68m, or a config.json",
+        help=f"{', '.join(SHAPES)}, or a config.json",
     )
     add("--draft-shape", default="llama-68m", metavar="SHAPE|FILE|none", help="of the drafter")
     add("--context", type=int, default=4096, metavar="N", help="tokens in the KV cache")
@@ -191,6 +200,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--output", default="md", choices=["md", "json"], help="form of the result")
     _machine_options(bench)
+
+    plan = commands.add_parser(
+        "plan",
+        parents=[common],
+        help="what fits where and how fast it would be, simulated; needs no GPU",
+        formatter_class=_Help,
+    )
+    plan.set_defaults(run=_plan)
+    add_plan_arguments(plan)
 
     env = commands.add_parser("env", parents=[common], help="show what was found on this machine")
     env.set_defaults(run=_env)

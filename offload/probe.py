@@ -1,0 +1,218 @@
+"""Rates of this machine, measured in about two seconds and kept in the user's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .available import available_host_bytes
+from .errors import UsageError
+from .files import write_whole
+from .profiles import Hardware
+from .units import parse_bandwidth
+
+if TYPE_CHECKING:
+    import torch
+
+_PART_SECONDS = 0.5
+"""Of each of the rates."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured. launch_seconds: of one small operation, dispatch included.
+
+    link_bytes_per_second: of pinned copies to the device; None without a GPU
+    """
+
+    memory_bytes_per_second: float
+    flops_per_second: float
+    launch_seconds: float
+    link_bytes_per_second: float | None = None
+
+
+def this_machine(link_bandwidth: str | None, known: Sequence[str]) -> Hardware:
+    """The first GPU here, or the emulated device of a machine without one.
+
+    link_bandwidth: of the link instead of the measured one; an emulated link needs it.
+    known: names of cards, for who has none. Raises UsageError.
+    """
+    import torch
+
+    rate = None if link_bandwidth is None else parse_bandwidth(link_bandwidth)
+    if torch.cuda.is_available():
+        return _gpu(rate)
+    if rate is None:
+        raise UsageError(
+            "this machine has no GPU: name one to plan for with --gpu "
+            f"({', '.join(known)}), or give --link-bandwidth to plan for the emulated device"
+        )
+    name = _processor()
+    return emulated(cached(f"{name}, {torch.get_num_threads()} threads", measure_cpu), rate)
+
+
+def emulated(rates: Rates, link_bytes_per_second: float) -> Hardware:
+    """The emulated device: its memory is the host's, its link a paced thread."""
+    available = available_host_bytes()
+    return Hardware(
+        name="emulated device (CPU)",
+        source="measured on this machine",
+        memory_bytes=available // 2,
+        memory_bytes_per_second=rates.memory_bytes_per_second,
+        flops_per_second=rates.flops_per_second,
+        link="emulated",
+        link_bytes_per_second=link_bytes_per_second,
+        launch_seconds=rates.launch_seconds,
+        graph_launch_seconds=rates.launch_seconds,
+        asynchronous=False,
+        host_memory_bytes=available,
+    )
+
+
+def measure_cpu() -> Rates:
+    """What torch reaches on this CPU: products with one row, with many, and small operations."""
+    import torch
+    import torch.nn.functional as F
+
+    # More than any cache holds, as a model's layers are.
+    layers = [torch.randn(2048, 1536) for _ in range(24)]
+    row, many = torch.randn(1, 1536), torch.randn(64, 1536)
+    nbytes = sum(layer.numel() * 4 for layer in layers)
+
+    def products(x: torch.Tensor) -> Callable[[], None]:
+        def run() -> None:
+            for layer in layers:
+                F.linear(x, layer)
+
+        return run
+
+    small = torch.randn(1, 576)
+
+    def operations() -> None:
+        x = small
+        for _ in range(_CHAIN):
+            x = torch.cat((x[..., 288:], x[..., :288]), -1) * 0.5 + small
+
+    with torch.inference_mode():
+        one = _seconds(products(row))
+        lot = _seconds(products(many))
+        tiny = _seconds(operations)
+    flops = 2 * 64 * nbytes / 4
+    return Rates(nbytes / one, flops / lot, tiny / (5 * _CHAIN))
+
+
+_CHAIN = 200
+"""Rounds of five operations: two views, a join, a product, a sum."""
+
+
+def measure_gpu() -> Rates:
+    """Of the current GPU: pinned copies in, copies within, a large product, launching."""
+    import torch
+
+    size = 256 << 20
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there, other = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
+    small = torch.zeros(8, device="cuda")
+
+    def launches() -> None:
+        for _ in range(_CHAIN):
+            small.add_(1)
+
+    link = _seconds(lambda: there.copy_(pinned, non_blocking=True), torch.cuda.synchronize)
+    memory = _seconds(lambda: other.copy_(there), torch.cuda.synchronize)
+    product = _seconds(lambda: matrix @ matrix, torch.cuda.synchronize)
+    tiny = _seconds(launches, torch.cuda.synchronize)
+    return Rates(2 * size / memory, 2 * 4096**3 / product, tiny / _CHAIN, size / link)
+
+
+def cached(key: str, measure: Callable[[], Rates]) -> Rates:
+    """What was measured for `key` before, or now. A cache that cannot be read counts for nothing;
+    it is written whole.
+    """
+    path = _cache_file()
+    known: dict[str, Any] = {}
+    try:
+        known = json.loads(path.read_text("utf-8"))
+        return _checked(known[key])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    rates = measure()
+    if not isinstance(known, dict):
+        known = {}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(known | {key: asdict(rates)}, indent=2) + "\n", "hardware")
+    except (OSError, UsageError) as error:
+        warnings.warn(f"measured rates are not kept: {error}", RuntimeWarning, stacklevel=2)
+    return rates
+
+
+def _checked(raw: Any) -> Rates:
+    """Raises ValueError or TypeError for what cannot be rates."""
+    rates = Rates(**raw)
+    for name, value in asdict(rates).items():
+        if name == "link_bytes_per_second" and value is None:
+            continue
+        if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise ValueError(name)
+    return rates
+
+
+def _cache_file() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "triforce-offload" / "hardware.json"
+
+
+def _gpu(rate: float | None) -> Hardware:
+    import torch
+
+    from .hardware import probe
+
+    machine = probe()
+    card = machine.gpus[0] if machine.gpus else None
+    name = torch.cuda.get_device_name()
+    rates = cached(f"{name}, driver {machine.driver}, torch {torch.__version__}", measure_gpu)
+    free, _ = torch.cuda.mem_get_info()
+    link, full = "PCIe", True
+    if card and card.link_generation_most and card.link_width:
+        link = f"pcie{card.link_generation_most}x{card.link_width}"
+        full = card.link_width == card.link_width_most
+    return Hardware(
+        name=name,
+        source="measured on this machine",
+        memory_bytes=free,
+        memory_bytes_per_second=rates.memory_bytes_per_second,
+        flops_per_second=rates.flops_per_second,
+        link=link,
+        link_bytes_per_second=rate or rates.link_bytes_per_second or 0.0,
+        launch_seconds=rates.launch_seconds,
+        link_full=full,
+        host_memory_bytes=machine.host_available_bytes,
+    )
+
+
+def _seconds(run: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> float:
+    """Of one run: the median of as many as fit into half a second, after one that warms up."""
+    run()
+    settle()
+    taken: list[float] = []
+    while sum(taken) < _PART_SECONDS:
+        began = time.perf_counter()
+        run()
+        settle()
+        taken.append(time.perf_counter() - began)
+    return sorted(taken)[len(taken) // 2]
+
+
+def _processor() -> str:
+    from .hardware import summary
+
+    return summary()["processor"] or platform.processor() or "CPU"

@@ -1,0 +1,143 @@
+"""What the forwards of one GPU cost in seconds, by the rates of its hardware.
+
+A piece takes max(bytes / memory rate, flops / matrix rate), and launching its kernels: on a GPU the
+host launches ahead, so an eager piece takes the longer of the two, and a recorded one adds the gap
+between kernels; on a CPU what is launched is computed in between, so they add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from offload.errors import UsageError
+from offload.profiles import Hardware
+from offload.shape import ElementType
+
+from .config import ModelConfig
+from .sizes import kv_shape, layer_shapes
+
+BEFORE_LAUNCHES = 19
+"""Kernels of a layer before attention: 8 of a norm, 1 product, 10 of two rotations (`model`)."""
+AFTER_LAUNCHES = 15
+"""And after it: 2 products with a sum each, 8 of a norm, a product, silu, times (`model`)."""
+ATTEND_LAUNCHES = 2
+SCORE_LAUNCHES = 6
+"""Of each piece of keys, and if its chunks are scored (`attend`, `scores`)."""
+MERGE_LAUNCHES = 6
+LAW_LAUNCHES = 20
+"""Logits to laws: temperature, shortlist, softmax, sums, masks (`laws`)."""
+ROUND_LAUNCHES = 30
+"""Of a round of `levels.speculate` outside its forward: the rule, one wait, what is put back."""
+NORM_PARTS = ("input_norm", "qkv")
+
+
+def rank_config(config: ModelConfig, gpus: int) -> ModelConfig:
+    """One GPU's share of a model: tensor parallel by heads, ends on every GPU.
+
+    Raises UsageError if heads do not divide.
+    """
+    if gpus == 1:
+        return config
+    for name in ("heads", "kv_heads", "mlp"):
+        if getattr(config, name) % gpus:
+            raise UsageError(
+                f"{getattr(config, name)} {name} of the model do not divide over {gpus} GPUs"
+            )
+    return replace(
+        config,
+        heads=config.heads // gpus,
+        kv_heads=config.kv_heads // gpus,
+        mlp=config.mlp // gpus,
+    )
+
+
+def prefill_flops(config: ModelConfig, tokens: int) -> float:
+    """Of the matrix products of the layers, and of causal attention, which sees half on average."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    matrices = config.hidden * (2 * queries + 2 * keys + 3 * config.mlp)
+    attention = 2 * queries * (tokens / 2)
+    return 2.0 * tokens * config.layers * (matrices + attention)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the parts of a forward. config: one GPU's share, as `rank_config` gives it."""
+
+    config: ModelConfig
+    dtype: ElementType
+    hardware: Hardware
+
+    def piece(self, nbytes: float, flops: float, launches: int, *, recorded: bool = False) -> float:
+        """Seconds of one piece of compute."""
+        hardware = self.hardware
+        work = max(nbytes / hardware.memory_bytes_per_second, flops / hardware.flops_per_second)
+        if not hardware.asynchronous:
+            return work + launches * hardware.launch_seconds
+        if recorded:
+            return work + launches * hardware.graph_launch_seconds
+        return max(work, launches * hardware.launch_seconds)
+
+    def before(self, tokens: int, *, recorded: bool = False) -> float:
+        """A layer up to its attention."""
+        return self._products(tokens, NORM_PARTS, BEFORE_LAUNCHES, recorded)
+
+    def after(self, tokens: int, *, recorded: bool = False) -> float:
+        """A layer from its attention on, with what two GPUs tell each other."""
+        parts = [part for part in layer_shapes(self.config) if part not in NORM_PARTS]
+        return self._products(tokens, parts, AFTER_LAUNCHES, recorded) + self._all_reduces(tokens)
+
+    def attend(
+        self, tokens: int, keys: int, *, scored: bool = False, recorded: bool = False
+    ) -> float:
+        """Attention of `tokens` queries to one piece of keys. scored: chunks get their mass."""
+        config = self.config
+        shape = kv_shape(config, 1, self.dtype)
+        products = 3 if scored else 2  # query times key once more
+        flops = 2.0 * products * tokens * config.heads * config.head_dim * keys
+        nbytes = keys * shape.token_bytes
+        if scored:
+            # Scores of every row in float32: written, turned to weights, read and averaged.
+            nbytes += nbytes // 2 + 4 * 4 * tokens * config.heads * keys
+        launches = ATTEND_LAUNCHES + (SCORE_LAUNCHES if scored else 0)
+        return self.piece(nbytes, flops, launches, recorded=recorded)
+
+    def merge(self, tokens: int, parts: int) -> float:
+        rows = tokens * self.config.heads * self.config.head_dim
+        return self.piece(3.0 * parts * rows * self.dtype.itemsize, 0, MERGE_LAUNCHES)
+
+    def head(self, tokens: int, *, recorded: bool = False) -> float:
+        """Final norm, output matrix and laws."""
+        config = self.config
+        matrix = config.vocab * config.hidden
+        nbytes = matrix * self.dtype.itemsize + 40.0 * tokens * config.vocab
+        return self.piece(nbytes, 2.0 * tokens * matrix, LAW_LAUNCHES + 9, recorded=recorded)
+
+    def resident_forward(self, tokens: int, keys: int, *, recorded: bool = True) -> float:
+        """A forward over weights and KV that are all on the device, laws included."""
+        layer = (
+            self.before(tokens, recorded=recorded)
+            + self.attend(tokens, keys, recorded=recorded)
+            + self.after(tokens, recorded=recorded)
+        )
+        return self.config.layers * layer + self.head(tokens, recorded=recorded)
+
+    @property
+    def round(self) -> float:
+        """Of a round of proposing and verifying, besides its forward."""
+        return ROUND_LAUNCHES * self.hardware.launch_seconds
+
+    def _products(self, tokens: int, parts: object, launches: int, recorded: bool) -> float:
+        shapes = layer_shapes(self.config)
+        elements = sum(prod(shapes[part]) for part in parts)
+        nbytes = elements * self.dtype.itemsize
+        return self.piece(nbytes, 2.0 * tokens * elements, launches, recorded=recorded)
+
+    def _all_reduces(self, tokens: int) -> float:
+        hardware = self.hardware
+        if hardware.gpus == 1:
+            return 0.0
+        # Through host memory, there and back: half the link's rate.
+        crossing = tokens * self.config.hidden * self.dtype.itemsize
+        seconds = hardware.all_reduce_seconds + 2 * crossing / hardware.link_bytes_per_second
+        return 2 * seconds
