@@ -130,19 +130,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, metavar="N", help="of the random draws (default: a new one)")
     add(
         "--method",
-        default="triforce",
         choices=["triforce", "speculative", "autoregressive"],
         help="drafts verified by a retrieval model and then the target, or by the target alone, or "
-        "no drafts",
+        "no drafts (default: triforce)",
     )
-    add("--draft", default="auto", metavar="auto|ngram|none|MODEL", help="drafter; auto: ngram")
-    add("--draft-tokens", type=_length, default="auto", metavar="N", help="drafted for each pass")
+    add("--draft", metavar="auto|ngram|none|MODEL", help="drafter (default: auto, which is ngram)")
+    add("--draft-tokens", type=_length, metavar="N", help="drafted for each pass (default: auto)")
     add(
         "--inner-draft-tokens",
         type=_length,
-        default="auto",
         metavar="N",
-        help="drafted for each step of the retrieval model",
+        help="drafted for each step of the retrieval model (default: auto)",
     )
     add(
         "--budget",
@@ -158,6 +156,8 @@ def _parser() -> argparse.ArgumentParser:
         choices=["optimal", "coupled"],
         help="coupled: a seed's text is the same whatever drafts it",
     )
+    add("--plan", metavar="FILE", help="what `triforce plan --save` wrote; flags change it")
+    add("--resident-kv-blocks", type=int, metavar="N", help="on the device, instead of the plan's")
     _machine_options(generate)
     add("--trace", metavar="FILE", help="write a timeline for Perfetto or chrome://tracing")
     add("--stats", metavar="FILE", help="write figures of the run as JSON")

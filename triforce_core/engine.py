@@ -24,6 +24,7 @@ from .drafting import Drafting
 from .loading import PREFILL_CHUNK, Progress, choose_dtype, load, open_device
 from .model import Model
 from .params import SamplingParams
+from .plan import Plan
 from .settings import AUTO, MachineSettings, MethodSettings
 from .stats import Clock, drafting_stats, request_stats
 from .stream import Completion, Piece, Stream, pieces_of, until_stop
@@ -80,6 +81,7 @@ class Engine:
         max_context: int | None = None,
         block_tokens: int | None = None,
         placement: Placement | None = None,
+        plan: Plan | None = None,
         pin: bool = True,
         cuda_graphs: bool = True,
         trace: str | Path | None = None,
@@ -105,6 +107,8 @@ class Engine:
             None. What a longer context would take is used to keep weights and KV on the device
         block_tokens: tokens of a KV block, a power of two; chosen from the sizes if None
         placement: what is resident and what streams; weights first, then KV blocks, if None
+        plan: takes the place of method, draft, draft_tokens, inner_draft_tokens, budget,
+            block_tokens and placement
         pin: whether host memory that streams is registered with the CUDA driver, for direct copies
         cuda_graphs: whether forwards that draft are recorded as CUDA graphs
         trace: a file for a timeline of each request, written when it ends, over the one before
@@ -117,6 +121,10 @@ class Engine:
         settings = MethodSettings(
             method, draft, draft_tokens, inner_draft_tokens, budget, chunk_size, retrieval, accept
         )
+        if plan is not None:
+            plan.check_runs()
+            settings, block_tokens = plan.settings(settings), plan.block_tokens
+            placement = plan.placement
         for name, value in (("max_context", max_context), ("block_tokens", block_tokens)):
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name} must be a positive whole number, got {value!r}")
@@ -176,6 +184,18 @@ class Engine:
             resources,
             None if trace is None else Path(trace),
         )
+
+    @property
+    def plan(self) -> Plan:
+        """What lives where, and how long drafts are."""
+        runtime, drafting = self._runtime, self._drafting
+        return Plan.of(drafting.settings, runtime.demand, runtime.placement, drafting.budget)
+
+    @property
+    def plan_line(self) -> str:
+        """The plan on one line."""
+        demand = self._runtime.demand
+        return self.plan.line(demand.layers, demand.kv_blocks)
 
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None

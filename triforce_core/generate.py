@@ -10,6 +10,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from offload.errors import UsageError
 from offload.files import write_whole
@@ -18,7 +20,9 @@ from .checkpoint import open_checkpoint, resolve
 from .cli import INTERRUPTED
 from .engine import Engine, check_context
 from .params import SamplingParams
+from .plan import Plan
 from .report import LEVEL_LEGEND, ProgressBars, colored, print_run
+from .settings import AUTO
 from .stream import Completion
 from .text import load_tokenizer
 
@@ -32,6 +36,7 @@ def generate(args: argparse.Namespace, prompt: str) -> int:
         top_k=args.top_k,
         seed=args.seed,
     )
+    plan = _plan(args)
     path = resolve(args.model)
     checkpoint = open_checkpoint(path)
     positions = checkpoint.config.positions
@@ -50,14 +55,15 @@ def generate(args: argparse.Namespace, prompt: str) -> int:
             device_memory=args.device_memory,
             link_bandwidth=args.link_bandwidth,
             dtype=args.dtype,
-            method=args.method,
-            draft=args.draft,
-            draft_tokens=args.draft_tokens,
-            inner_draft_tokens=args.inner_draft_tokens,
+            method=_or(args.method, "triforce"),
+            draft=_or(args.draft, AUTO),
+            draft_tokens=_or(args.draft_tokens, AUTO),
+            inner_draft_tokens=_or(args.inner_draft_tokens, AUTO),
             budget=args.budget,
             chunk_size=args.chunk_size,
             retrieval=args.retrieval,
             accept=args.accept,
+            plan=plan,
             max_context=len(token_ids) + args.max_new_tokens,
             pin=not args.no_pin,
             cuda_graphs=not args.no_graphs,
@@ -66,6 +72,8 @@ def generate(args: argparse.Namespace, prompt: str) -> int:
             progress=bars.update,
         )
         with engine, _interruptible(engine, bars):
+            if not args.quiet:
+                print(f"plan: {engine.plan_line}", file=sys.stderr)
             stream = engine.stream(token_ids, params)
             try:
                 for piece in stream.pieces():
@@ -77,6 +85,31 @@ def generate(args: argparse.Namespace, prompt: str) -> int:
                 if stream.ended:
                     _report(stream.result, args)
     return INTERRUPTED if stream.result.finish_reason == "interrupted" else 0
+
+
+def _plan(args: argparse.Namespace) -> Plan | None:
+    """The plan of a file, with what flags say instead. Raises UsageError."""
+    changes = {name: getattr(args, name) for name in _PLAN_FLAGS}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if args.plan is None:
+        if args.resident_kv_blocks is not None:
+            raise UsageError("--resident-kv-blocks changes a plan; give one with --plan")
+        return None
+    return replace(Plan.read(args.plan), **changes)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+_PLAN_FLAGS = (
+    "method",
+    "draft",
+    "draft_tokens",
+    "inner_draft_tokens",
+    "budget",
+    "resident_kv_blocks",
+)
 
 
 def _report(result: Completion, args: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ class Plan:
     draft, draft_tokens, inner_draft_tokens: as MethodSettings has them
     streamed_layers: layers whose weights stream
     resident_kv_blocks: of all layers together
+    gpus: how many it was made for
     predicted: figures of the simulation it was chosen by; of no use to a run
     """
 
@@ -41,7 +42,16 @@ class Plan:
     weight_slots: int
     kv_slots: int
     staging_slots: int
+    gpus: int = 1
     predicted: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for what no plan can hold."""
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if not _CHECKS.get(name, _whole)(value):
+                raise UsageError(f"{name} of a plan cannot be {value!r}")
+        self.settings()  # method and lengths are checked where they belong
 
     @classmethod
     def of(
@@ -86,6 +96,13 @@ class Plan:
             budget=self.budget or None,
         )
 
+    def check_runs(self) -> None:
+        """Raises UsageError for a plan that an engine cannot take."""
+        if self.gpus != 1:
+            raise UsageError(f"the plan is for {self.gpus} GPUs, and an engine runs on one")
+        if self.block_tokens & (self.block_tokens - 1) or not self.block_tokens:
+            raise UsageError(f"block_tokens must be a power of two, got {self.block_tokens}")
+
     def line(self, layers: int, kv_blocks: int) -> str:
         """The plan on one line. kv_blocks: of all layers, when the context is full."""
         resident = min(self.resident_kv_blocks, kv_blocks)
@@ -121,14 +138,14 @@ class Plan:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(raw.keys() - known):
             raise UsageError(f"{path}: a plan has no {unknown[0]!r}; it has {', '.join(known)}")
-        if missing := sorted(known - raw.keys() - {"predicted"}):
+        if missing := sorted(known - raw.keys() - {"gpus", "predicted"}):
             raise UsageError(f"{path}: the plan lacks {missing[0]!r}")
-        for name, value in raw.items():
-            if not _CHECKS.get(name, _whole)(value):
-                raise UsageError(f"{path}: {name} cannot be {value!r}")
-        plan = cls(**raw | {"streamed_layers": tuple(raw["streamed_layers"])})
-        plan.settings()  # method and lengths are checked where they belong
-        return plan
+        layers = raw["streamed_layers"]
+        raw["streamed_layers"] = tuple(layers) if isinstance(layers, list) else layers
+        try:
+            return cls(**raw)
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from error
 
 
 def _whole(value: object) -> bool:
@@ -144,7 +161,7 @@ _CHECKS = {
     "draft": lambda value: isinstance(value, str),
     "draft_tokens": _length,
     "inner_draft_tokens": _length,
-    "streamed_layers": lambda value: isinstance(value, list) and all(map(_whole, value)),
+    "streamed_layers": lambda value: isinstance(value, tuple) and all(map(_whole, value)),
     "embedding_resident": lambda value: isinstance(value, bool),
-    "predicted": lambda value: value is None or isinstance(value, dict),
+    "predicted": lambda value: value is None or isinstance(value, Mapping),
 }

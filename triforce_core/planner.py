@@ -164,7 +164,8 @@ def candidate(case: Case, budget: int, draft_tokens: int, inner: int) -> Candida
             "use --method speculative",
         )
     _check_host(case, demand, placement)
-    return evaluate(case, Plan.of(settings, demand, placement, found), demand)
+    chosen = replace(Plan.of(settings, demand, placement, found), gpus=case.hardware.gpus)
+    return evaluate(case, chosen, demand)
 
 
 def evaluate(case: Case, chosen: Plan, demand: Demand) -> Candidate:

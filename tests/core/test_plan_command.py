@@ -1,0 +1,246 @@
+"""`triforce plan`: no torch, clear refusals, the paper as commands, plans that engines take."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from gguf_files import write_gguf
+from trace_file import read_trace
+
+from triforce_core import Engine, SamplingParams
+from triforce_core.cli import main
+from triforce_core.plan import Plan
+
+KEYS = {
+    *("seconds_per_token", "seconds_per_pass", "draft_seconds", "tokens_per_pass"),
+    *("bytes_per_pass", "floor_seconds_per_pass", "bottleneck", "placement", "memory"),
+}
+PUBLISHED = ("--gpu", "rtx4090", "--as-published", "--context", "130304", "--link-bandwidth")
+ROWS = [
+    ("llama2-7b-128k", "--gpus 2 --budget 12288 --resident-kv 9layers --draft-tokens 16", 0.108),
+    ("llama2-7b-128k", "--gpus 2 --method autoregressive --resident-kv 12layers", 0.840),
+    ("llama2-13b-128k", "--gpus 2 --budget 12288 --resident-kv 0layers --draft-tokens 16", 0.226),
+    ("llama2-13b-128k", "--gpus 2 --method autoregressive --resident-kv 4layers", 1.794),
+    ("llama2-7b-128k", "--budget 8192 --resident-kv 0layers --draft-tokens 12", 0.312),
+]
+
+
+def run(capsys, *arguments: object) -> tuple[int, str, str]:
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as exit_:  # argparse
+        code = exit_.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def figures(capsys, *arguments: object) -> dict:
+    code, out, err = run(capsys, "plan", *arguments, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+def test_a_plan_for_a_named_gpu_needs_neither_torch_nor_transformers(tmp_path) -> None:
+    script = tmp_path / "plan.py"
+    script.write_text(
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from triforce_core.cli import main\n"
+        "sys.exit(main(['plan', 'llama2-7b-128k', '--gpu', 'rtx4090', '--json']))\n"
+    )
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    seconds = time.perf_counter() - began
+    print(f"{seconds:.2f} s")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout).keys() >= KEYS
+    assert seconds < 5
+
+
+@pytest.mark.parametrize(("model", "options", "seconds"), ROWS)
+def test_each_row_of_the_paper_is_a_command(capsys, model, options, seconds) -> None:
+    found = figures(capsys, model, *PUBLISHED, "25.4GB/s", "--acceptance", "0.95", *options.split())
+    assert found["seconds_per_token"] == pytest.approx(seconds, rel=0.1)
+
+
+def test_figures_add_up(capsys) -> None:
+    found = figures(capsys, "llama2-7b-128k", "--gpu", "rtx4090", "--compare", "autoregressive")
+    whole = found["seconds_per_pass"] + found["draft_seconds"] + found["refresh_seconds"]
+    assert found["seconds_per_round"] == pytest.approx(whole)
+    assert found["seconds_per_token"] == pytest.approx(whole / found["tokens_per_pass"])
+    rate = found["hardware"]["link_gb_per_s"] * 1e9
+    assert found["floor_seconds_per_pass"] == pytest.approx(found["bytes_per_pass"] / rate)
+    assert found["simulated"]
+    memory = found["memory"]
+    parts = ("weights", "resident_kv", "drafting", "slots", "workspace")
+    assert sum(memory[f"{part}_bytes"] for part in parts) == memory["device_bytes"]
+    assert memory["device_bytes"] <= memory["device_available_bytes"]
+    assert found["speed_up"] > 5
+    assert found["plan"]["draft_tokens"] >= 32
+
+
+def test_a_table_names_what_bounds_it_and_that_it_is_simulated(capsys) -> None:
+    code, out, _ = run(capsys, "plan", "llama2-7b-128k", "--gpu", "rtx4090", "--gpus", "2")
+    assert code == 0
+    assert "SIMULATED" in out
+    assert "Bottleneck: " in out
+    assert "both full width" in out
+    _, out, _ = run(
+        capsys, "plan", "llama2-7b-128k", "--gpu", "rtx4090", "--gpus", 2, "--link", "pcie4x8"
+    )
+    assert "neither full width" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (("llama2-7b-128k", "--gpu", "rtx409"), 2, "nearest: rtx4090"),
+        (("llama2-7b-128", "--gpu", "rtx4090"), 2, "llama2-7b-128k"),
+        (("smollm2-135m", "--gpu", "rtx4090", "--context", 9000), 2, "8192 positions"),
+        (("llama2-7b-128k",), 2, "--gpu"),
+        (("llama2-7b-128k", "--gpu", "h100", "--acceptance", 1.5), 2, "acceptance"),
+        (("llama2-7b-128k", "--gpu", "h100", "--draft-tokens", 999), 2, "--draft-tokens"),
+        (("llama2-7b-128k", "--gpu", "h100", "--link", "agp"), 2, "'agp'"),
+        (("llama2-7b-128k", "--gpu", "h100", "--resident-kv", "all"), 2, "--resident-kv"),
+        (("llama2-7b-128k", "--gpu", "rtx3060", "--device-memory", "2GiB"), 3, "--context"),
+        (("llama2-7b-128k", "--gpu", "h100", "--budget", 131072), 3, "without --budget"),
+        (("llama2-7b-128k", "--gpu", "rtx4090", "--host-memory", "8GiB"), 3, "--context"),
+        (("llama2-7b-128k", "--gpu", "rtx4090", "--resident-kv", 4000), 3, "--resident-kv"),
+        (("llama2-7b-128k", "--gpu", "rtx4090", "--save", "/nowhere/plan.json"), 2, "cannot write"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_a_line(capsys, arguments, code, said) -> None:
+    found, out, err = run(capsys, "plan", *arguments)
+    assert (found, out) == (code, "")
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_config_that_lacks_a_field_names_it(capsys, tmp_path) -> None:
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json"):
+        code, _, err = run(capsys, "plan", path, "--gpu", "rtx4090")
+        assert code == 4
+        assert "hidden_size" in err
+
+
+def test_sizes_come_from_a_config_and_from_a_gguf_header(capsys, tiny, tmp_path) -> None:
+    path, model = tiny("llama")
+    file = tmp_path / "tiny.gguf"
+    write_gguf(model, file)
+    options = ("--gpu", "rtx3060", "--context", 512, "--new-tokens", 64)
+    by_config = figures(capsys, path, *options)
+    by_header = figures(capsys, file, *options)
+    assert by_config["memory"] == by_header["memory"]
+
+
+@pytest.mark.parametrize("kind", ["context", "gpus", "link"])
+def test_sweeps(capsys, tmp_path, kind: str) -> None:
+    picture = tmp_path / "sweep.png"
+    options = ("--gpu", "rtx4090", "--sweep", kind, "--plot", picture)
+    rows = figures(capsys, "llama2-7b-128k", *options)["rows"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    seconds = {(r["gpus"], r["link"], r["context"]): r["seconds_per_token"] for r in rows}
+    if kind == "context":
+        assert seconds[2, "pcie4x16", 131072] < seconds[1, "pcie4x16", 131072]
+        assert seconds[1, "pcie4x16", 4096] < seconds[1, "pcie4x16", 131072]
+    if kind == "link":
+        assert seconds[1, "pcie5x16", 131072] < seconds[1, "pcie4x8", 131072]
+    code, out, _ = run(capsys, "plan", "llama2-7b-128k", "--gpu", "rtx4090", "--sweep", kind)
+    assert code == 0
+    assert "SIMULATED" in out
+
+
+def test_the_trace_draws_and_says_that_it_is_simulated(capsys, tmp_path) -> None:
+    file, picture = tmp_path / "trace.json", tmp_path / "trace.png"
+    code, _, err = run(
+        capsys,
+        *("plan", "llama2-7b-128k", "--gpu", "rtx4090", "--context", 8192, "--trace", file),
+        *("--resident-kv", 0),
+    )
+    assert code == 0, err
+    tracks = read_trace(file)
+    assert {event.name for event in tracks["host"]} >= {"draft", "verify"}
+    assert all(event.args["simulated"] for events in tracks.values() for event in events)
+    assert tracks["copy in"]
+    script = Path(__file__).parent.parent.parent / "scripts" / "plot_trace.py"
+    subprocess.run([sys.executable, script, file, picture], check=True)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_goes_to_a_file_and_to_an_engine(capsys, speaking, tmp_path) -> None:
+    file = tmp_path / "plan.json"
+    saved = figures(
+        capsys,
+        *(speaking, "--gpu", "rtx4090", "--context", 300, "--new-tokens", 30, "--save", file),
+        *("--resident-kv", 5, "--draft-tokens", 6, "--budget", 64, "--dtype", "float32"),
+    )
+    plan = Plan.read(file)
+    assert plan.resident_kv_blocks == 5
+    assert plan.predicted["seconds_per_token"] == saved["seconds_per_token"]
+    again = figures(capsys, speaking, "--gpu", "rtx4090", "--plan", file, "--new-tokens", 30)
+    assert again["plan"]["resident_kv_blocks"] == 5
+    changed = figures(capsys, speaking, "--gpu", "rtx4090", "--plan", file, "--draft-tokens", 3)
+    assert changed["plan"]["draft_tokens"] == 3
+    with Engine.from_pretrained(
+        speaking, device="cpu", plan=plan, max_context=plan.context_tokens
+    ) as engine:
+        stats = engine.generate("Hello" * 50, SamplingParams(20, temperature=0)).stats
+        taken = engine.plan
+    assert taken.placement == plan.placement
+    assert (taken.budget, taken.draft_tokens, taken.block_tokens) == (64, 6, plan.block_tokens)
+    assert stats["retrieval"]["budget_tokens"] == 64
+    assert stats["placement"]["resident_kv_blocks"] == 5
+
+    options = ("--prompt", "Hello" * 50, "--max-new-tokens", 20, "--device", "cpu", "--plan", file)
+    code, _, err = run(capsys, "generate", speaking, *options, "--draft-tokens", 4)
+    assert code == 0, err
+    (line,) = [line for line in err.splitlines() if line.startswith("plan: ")]
+    assert "retrieval budget 64" in line
+    assert "drafts of 4" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"surprise": 1}, "no 'surprise'"),
+        ({"budget": -3}, "budget"),
+        ({"method": "guess"}, "guess"),
+        ({"streamed_layers": "all"}, "streamed_layers"),
+        ({"gpus": 2}, "2 GPUs"),
+        ({"block_tokens": 48}, "power of two"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_refused(capsys, speaking, tmp_path, change, said) -> None:
+    file = tmp_path / "plan.json"
+    options = ("--gpu", "rtx4090", "--context", 300, "--new-tokens", 30, "--save", file)
+    assert run(capsys, "plan", speaking, *options)[0] == 0
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    code, out, err = run(
+        capsys, "generate", speaking, "--prompt", "x", "--device", "cpu", "--plan", file
+    )
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_acceptance_comes_from_a_run(capsys, speaking, tmp_path) -> None:
+    stats = tmp_path / "stats.json"
+    options = ("--prompt", "abc" * 40, "--max-new-tokens", 24, "--device", "cpu", "--budget", 32)
+    assert run(capsys, "generate", speaking, *options, "--stats", stats, "--seed", 1)[0] == 0
+    measured = json.loads(stats.read_text())["acceptance"]["target"]
+    found = figures(
+        capsys,
+        *("llama2-7b-128k", "--gpu", "rtx4090", "--stats", stats, "--budget", 32),
+        *("--draft-tokens", 8),
+    )
+    assert found["acceptance"] == pytest.approx(measured, abs=2e-3)
+    code, _, err = run(capsys, "plan", "llama2-7b-128k", "--gpu", "h100", "--stats", __file__)
+    assert code == 2
+    assert "stats" in err
