@@ -8,9 +8,9 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .available import available_host_bytes
 from .errors import UsageError
@@ -18,10 +18,7 @@ from .files import write_whole
 from .profiles import Hardware
 from .units import parse_bandwidth
 
-if TYPE_CHECKING:
-    import torch
-
-_PART_SECONDS = 0.5
+_PART_SECONDS = 0.25
 """Of each of the rates."""
 
 
@@ -30,19 +27,25 @@ class Rates:
     """What was measured. launch_seconds: of one small operation, dispatch included.
 
     link_bytes_per_second: of pinned copies to the device; None without a GPU
+    product_seconds_per_byte, attend_bytes_per_second: as Hardware has them, of a CPU
     """
 
     memory_bytes_per_second: float
     flops_per_second: float
     launch_seconds: float
     link_bytes_per_second: float | None = None
+    product_seconds_per_byte: tuple[tuple[int, float], ...] = ()
+    attend_bytes_per_second: float | None = None
 
 
-def this_machine(link_bandwidth: str | None, known: Sequence[str]) -> Hardware:
+Matrices = Sequence[tuple[int, int]]
+
+
+def this_machine(link_bandwidth: str | None, known: Sequence[str], matrices: Matrices) -> Hardware:
     """The first GPU here, or the emulated device of a machine without one.
 
     link_bandwidth: of the link instead of the measured one; an emulated link needs it.
-    known: names of cards, for who has none. Raises UsageError.
+    known: names of cards, for who has none. matrices: shapes of the model's. Raises UsageError.
     """
     import torch
 
@@ -54,8 +57,10 @@ def this_machine(link_bandwidth: str | None, known: Sequence[str]) -> Hardware:
             "this machine has no GPU: name one to plan for with --gpu "
             f"({', '.join(known)}), or give --link-bandwidth to plan for the emulated device"
         )
-    name = _processor()
-    return emulated(cached(f"{name}, {torch.get_num_threads()} threads", measure_cpu), rate)
+    key = (
+        f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {matrices}"
+    )
+    return emulated(cached(key, lambda: measure_cpu(matrices)), rate)
 
 
 def emulated(rates: Rates, link_bytes_per_second: float) -> Hardware:
@@ -72,44 +77,65 @@ def emulated(rates: Rates, link_bytes_per_second: float) -> Hardware:
         launch_seconds=rates.launch_seconds,
         graph_launch_seconds=rates.launch_seconds,
         asynchronous=False,
+        product_seconds_per_byte=rates.product_seconds_per_byte,
+        attend_bytes_per_second=rates.attend_bytes_per_second,
         host_memory_bytes=available,
     )
 
 
-def measure_cpu() -> Rates:
-    """What torch reaches on this CPU: products with one row, with many, and small operations."""
+def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
+    """What torch reaches on this CPU: products with few and with many rows, attention, and small
+    operations. matrices: shapes of a layer's; how fast they are read depends on them.
+    """
     import torch
     import torch.nn.functional as F
 
     # More than any cache holds, as a model's layers are.
-    layers = [torch.randn(2048, 1536) for _ in range(24)]
-    row, many = torch.randn(1, 1536), torch.randn(64, 1536)
+    count = max(1, _MATRIX_BYTES // sum(rows * columns * 4 for rows, columns in matrices))
+    layers = [torch.empty(shape).fill_(0.01) for _ in range(count) for shape in matrices]
     nbytes = sum(layer.numel() * 4 for layer in layers)
+    query, key, value = (torch.randn(1, 3, rows, 64) for rows in (3, 1024, 1024))
+    small = torch.randn(1, 576)
 
-    def products(x: torch.Tensor) -> Callable[[], None]:
+    def products(rows: int) -> Callable[[], None]:
+        inputs = {columns: torch.randn(rows, columns) for _, columns in matrices}
+
         def run() -> None:
             for layer in layers:
-                F.linear(x, layer)
+                F.linear(inputs[layer.shape[1]], layer)
 
         return run
 
-    small = torch.randn(1, 576)
+    def attention() -> None:
+        for _ in range(30):
+            F.scaled_dot_product_attention(query, key, value)
 
     def operations() -> None:
         x = small
         for _ in range(_CHAIN):
-            x = torch.cat((x[..., 288:], x[..., :288]), -1) * 0.5 + small
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(1.0))
+            x = x * small + torch.cat((-x[..., 288:], x[..., :288]), -1) * small
 
     with torch.inference_mode():
-        one = _seconds(products(row))
-        lot = _seconds(products(many))
+        taken = {rows: _seconds(products(rows)) / nbytes for rows in _ROWS}
+        attended = _seconds(attention)
         tiny = _seconds(operations)
-    flops = 2 * 64 * nbytes / 4
-    return Rates(nbytes / one, flops / lot, tiny / (5 * _CHAIN))
+    return Rates(
+        memory_bytes_per_second=1 / taken[_ROWS[0]],
+        flops_per_second=2 * _ROWS[-1] / 4 / taken[_ROWS[-1]],
+        launch_seconds=tiny / (_KERNELS * _CHAIN),
+        product_seconds_per_byte=tuple(taken.items()),
+        attend_bytes_per_second=30 * (key.numel() + value.numel()) * 4 / attended,
+    )
 
 
-_CHAIN = 200
-"""Rounds of five operations: two views, a join, a product, a sum."""
+_ROWS = (1, 2, 8, 24, 64)
+_CHAIN, _KERNELS = 60, 10
+"""Rounds of ten operations as a norm and a rotation have them, with the views that they take."""
+_MATRIX_BYTES = 384 << 20
+
+
+_LAUNCHES = 200
 
 
 def measure_gpu() -> Rates:
@@ -123,14 +149,14 @@ def measure_gpu() -> Rates:
     small = torch.zeros(8, device="cuda")
 
     def launches() -> None:
-        for _ in range(_CHAIN):
+        for _ in range(_LAUNCHES):
             small.add_(1)
 
     link = _seconds(lambda: there.copy_(pinned, non_blocking=True), torch.cuda.synchronize)
     memory = _seconds(lambda: other.copy_(there), torch.cuda.synchronize)
     product = _seconds(lambda: matrix @ matrix, torch.cuda.synchronize)
     tiny = _seconds(launches, torch.cuda.synchronize)
-    return Rates(2 * size / memory, 2 * 4096**3 / product, tiny / _CHAIN, size / link)
+    return Rates(2 * size / memory, 2 * 4096**3 / product, tiny / _LAUNCHES, size / link)
 
 
 def cached(key: str, measure: Callable[[], Rates]) -> Rates:
@@ -158,12 +184,14 @@ def cached(key: str, measure: Callable[[], Rates]) -> Rates:
 def _checked(raw: Any) -> Rates:
     """Raises ValueError or TypeError for what cannot be rates."""
     rates = Rates(**raw)
-    for name, value in asdict(rates).items():
-        if name == "link_bytes_per_second" and value is None:
-            continue
-        if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise ValueError(name)
-    return rates
+    pairs = tuple((rows, each) for rows, each in rates.product_seconds_per_byte)
+    optional = (rates.link_bytes_per_second, rates.attend_bytes_per_second)
+    found = [rates.memory_bytes_per_second, rates.flops_per_second, rates.launch_seconds]
+    found += [value for value in optional if value is not None]
+    found += [number for pair in pairs for number in pair]
+    if not all(isinstance(f, (int, float)) and 0 < f < float("inf") for f in found):
+        raise ValueError("rates must be positive numbers")
+    return replace(rates, product_seconds_per_byte=pairs)
 
 
 def _cache_file() -> Path:
@@ -200,7 +228,7 @@ def _gpu(rate: float | None) -> Hardware:
 
 
 def _seconds(run: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> float:
-    """Of one run: the median of as many as fit into half a second, after one that warms up."""
+    """Of one run: the median of as many as fit into its part, after one that warms up."""
     run()
     settle()
     taken: list[float] = []

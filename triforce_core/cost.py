@@ -7,7 +7,9 @@ between kernels; on a CPU what is launched is computed in between, so they add u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import prod
 
 from offload.errors import UsageError
@@ -17,8 +19,10 @@ from offload.shape import ElementType
 from .config import ModelConfig
 from .sizes import kv_shape, layer_shapes
 
-BEFORE_LAUNCHES = 19
-"""Kernels of a layer before attention: 8 of a norm, 1 product, 10 of two rotations (`model`)."""
+BEFORE_LAUNCHES = 21
+"""Kernels of a layer before attention: 8 of a norm, 1 product, 10 of two rotations, 2 that keep keys
+and values (`model`, `kv`).
+"""
 AFTER_LAUNCHES = 15
 """And after it: 2 products with a sum each, 8 of a norm, a product, silu, times (`model`)."""
 ATTEND_LAUNCHES = 2
@@ -72,11 +76,7 @@ class Costs:
         """Seconds of one piece of compute."""
         hardware = self.hardware
         work = max(nbytes / hardware.memory_bytes_per_second, flops / hardware.flops_per_second)
-        if not hardware.asynchronous:
-            return work + launches * hardware.launch_seconds
-        if recorded:
-            return work + launches * hardware.graph_launch_seconds
-        return max(work, launches * hardware.launch_seconds)
+        return self._launched(work, launches, recorded)
 
     def before(self, tokens: int, *, recorded: bool = False) -> float:
         """A layer up to its attention."""
@@ -100,6 +100,8 @@ class Costs:
             # Scores of every row in float32: written, turned to weights, read and averaged.
             nbytes += nbytes // 2 + 4 * 4 * tokens * config.heads * keys
         launches = ATTEND_LAUNCHES + (SCORE_LAUNCHES if scored else 0)
+        if self.hardware.attend_bytes_per_second:
+            nbytes *= self.hardware.memory_bytes_per_second / self.hardware.attend_bytes_per_second
         return self.piece(nbytes, flops, launches, recorded=recorded)
 
     def merge(self, tokens: int, parts: int) -> float:
@@ -110,8 +112,8 @@ class Costs:
         """Final norm, output matrix and laws."""
         config = self.config
         matrix = config.vocab * config.hidden
-        nbytes = matrix * self.dtype.itemsize + 40.0 * tokens * config.vocab
-        return self.piece(nbytes, 2.0 * tokens * matrix, LAW_LAUNCHES + 9, recorded=recorded)
+        laws = self.piece(40.0 * tokens * config.vocab, 0, LAW_LAUNCHES, recorded=recorded)
+        return self._product(tokens, matrix, 9, recorded) + laws
 
     def resident_forward(self, tokens: int, keys: int, *, recorded: bool = True) -> float:
         """A forward over weights and KV that are all on the device, laws included."""
@@ -130,8 +132,23 @@ class Costs:
     def _products(self, tokens: int, parts: object, launches: int, recorded: bool) -> float:
         shapes = layer_shapes(self.config)
         elements = sum(prod(shapes[part]) for part in parts)
+        return self._product(tokens, elements, launches, recorded)
+
+    def _product(self, tokens: int, elements: int, launches: int, recorded: bool) -> float:
+        """Of a matrix of so many elements with `tokens` rows."""
         nbytes = elements * self.dtype.itemsize
-        return self.piece(nbytes, 2.0 * tokens * elements, launches, recorded=recorded)
+        measured = self.hardware.product_seconds_per_byte
+        if not measured:
+            return self.piece(nbytes, 2.0 * tokens * elements, launches, recorded=recorded)
+        return self._launched(nbytes * _between(measured, tokens), launches, recorded)
+
+    def _launched(self, work: float, launches: int, recorded: bool) -> float:
+        hardware = self.hardware
+        if not hardware.asynchronous:
+            return work + launches * hardware.launch_seconds
+        if recorded:
+            return work + launches * hardware.graph_launch_seconds
+        return max(work, launches * hardware.launch_seconds)
 
     def _all_reduces(self, tokens: int) -> float:
         hardware = self.hardware
@@ -141,3 +158,12 @@ class Costs:
         crossing = tokens * self.config.hidden * self.dtype.itemsize
         seconds = hardware.all_reduce_seconds + 2 * crossing / hardware.link_bytes_per_second
         return 2 * seconds
+
+
+def _between(measured: Sequence[tuple[int, float]], rows: int) -> float:
+    """Linear between what was measured, and in proportion beyond it."""
+    for (low, before), (high, after) in pairwise(measured):
+        if rows <= high:
+            return before + (after - before) * (max(rows, low) - low) / (high - low)
+    most, last = measured[-1]
+    return last * rows / most

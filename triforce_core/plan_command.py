@@ -27,7 +27,7 @@ from .prediction import Prediction, case_dict, predict, predict_published
 from .published import Published
 from .settings import AUTO, DEFAULT_BUDGET, MOST_DRAFT_TOKENS
 from .shapes import read_shape
-from .sizes import kv_shape
+from .sizes import kv_shape, matrices
 
 _PLAN_FIELDS = (
     "streamed_layers",
@@ -91,7 +91,7 @@ def _case(args: argparse.Namespace) -> Case:
         draft_config = read_shape(draft)
     case = Case(
         config=config,
-        hardware=_hardware(args, dtype.itemsize),
+        hardware=_hardware(args, config, dtype.itemsize),
         context=context,
         new_tokens=args.new_tokens,
         dtype=dtype,
@@ -123,11 +123,11 @@ def _case(args: argparse.Namespace) -> Case:
     return case
 
 
-def _hardware(args: argparse.Namespace, itemsize: int) -> Hardware:
+def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int) -> Hardware:
     if args.gpu is None:
         from offload.probe import this_machine
 
-        hardware = this_machine(args.link_bandwidth, gpu_names())
+        hardware = this_machine(args.link_bandwidth, gpu_names(), matrices(config))
     else:
         hardware = named(args.gpu, itemsize)
         if args.link_bandwidth:

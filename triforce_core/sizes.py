@@ -37,6 +37,11 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def matrices(config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Shapes of a layer's matrices."""
+    return tuple((s[0], s[1]) for s in layer_shapes(config).values() if len(s) == 2)
+
+
 def layer_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
     return FlatLayout.of(layer_shapes(config), dtype)
 
