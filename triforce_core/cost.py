@@ -20,8 +20,8 @@ from .config import ModelConfig
 from .sizes import kv_shape, layer_shapes
 
 BEFORE_LAUNCHES = 21
-"""Kernels of a layer before attention: 8 of a norm, 1 product, 10 of two rotations, 2 that keep keys
-and values (`model`, `kv`).
+"""Kernels of a layer before attention: 8 of a norm, 1 product, 10 of two rotations, 2 that keep
+keys and values (`model`, `kv`).
 """
 AFTER_LAUNCHES = 15
 """And after it: 2 products with a sum each, 8 of a norm, a product, silu, times (`model`)."""
