@@ -7,7 +7,8 @@
    so compute gets one core less than there are, in both; the memory they share remains.
 3. Drafts: how much of each verifying pass the link carries bytes, and how much of what the slots
    hold had come before the pass began.
-4. Device memory for streaming, here and at Llama-2-7B's shape with 131,072 tokens.
+4. Both kinds of passes, and what the planner predicts of them after a probe of two seconds.
+5. Device memory for streaming, here and at Llama-2-7B's shape with 131,072 tokens.
 
     python scripts/bench_conveyor.py [--tokens 6000] [--repeats 5]
 
@@ -32,6 +33,7 @@ import bench_decode
 import torch
 from bench_decode import ALL
 from material import model_file, stretches
+from predicted import Predicted, compare
 from results import write_result
 from rich.console import Console
 from rich.table import Table
@@ -88,15 +90,19 @@ class Bench:
 
     def link_dominates(self, placement: Placement) -> dict[str, Any]:
         """A pass of one token, again and again: the medians of its seconds and of its floor."""
+        predicted = Predicted.now(str(model_file()))
         with ExitStack() as stack:
-            passes = Passes(self._engine(placement, SLOW, stack), self._prompt, stack)
+            engine = self._engine(placement, SLOW, stack)
+            passes = Passes(engine, self._prompt, stack)
             seconds, floor = passes.run(1, self._repeats)
+            expected = predicted.a_pass(engine, SLOW, self._tokens, 1)
         median = statistics.median(seconds)
         return {
             "bandwidth_gb_per_s": SLOW / 1e9,
             "seconds_per_pass": median,
             "floor_seconds_per_pass": floor,
             "ratio_to_floor": median / floor,
+            "prediction": compare(expected, median),
             "seconds": seconds,
         }
 
@@ -111,9 +117,11 @@ class Bench:
 
     def _compute_dominates(self) -> dict[str, Any]:
         figures: dict[str, Any] = {}
+        predicted = Predicted.now(str(model_file()))  # with the threads that are left
         for name, placement in STREAMED.items():
             with ExitStack() as stack:
-                streamed = Passes(self._engine(placement, FAST, stack), self._prompt, stack)
+                engine = self._engine(placement, FAST, stack)
+                streamed = Passes(engine, self._prompt, stack)
                 resident = Passes(self._engine(RESIDENT, None, stack), self._prompt, stack)
                 pairs = []
                 for _ in range(self._repeats):
@@ -121,6 +129,7 @@ class Bench:
                     (over,), floor = streamed.run(VERIFIED, 1)
                     pairs.append((over, plain))
                 moved = floor * FAST
+                expected = predicted.a_pass(engine, FAST, self._tokens, VERIFIED)
             figures[name] = {
                 "verified_tokens": VERIFIED,
                 "threads": torch.get_num_threads(),
@@ -128,6 +137,7 @@ class Bench:
                 "seconds_per_pass": statistics.median(over for over, _ in pairs),
                 "resident_seconds_per_pass": statistics.median(plain for _, plain in pairs),
                 "ratio_to_resident": statistics.median(over / plain for over, plain in pairs),
+                "prediction": compare(expected, statistics.median(over for over, _ in pairs)),
                 "copy_seconds": copy_seconds(int(moved)),
             }
         return figures
@@ -287,16 +297,21 @@ def print_tables(
     dominated: dict[str, Any], computed: dict[str, Any], drafts: dict[str, Any], memory: Any
 ) -> None:
     console = Console()
-    table = Table("EMULATED link dominates", "floor s/pass", "s/pass", "ratio to floor")
+    table = Table(
+        "EMULATED link dominates", "floor s/pass", "s/pass", "ratio to floor", "predicted"
+    )
     for name, row in dominated.items():
         table.add_row(
             name,
             f"{row['floor_seconds_per_pass']:.4f}",
             f"{row['seconds_per_pass']:.4f}",
             f"{row['ratio_to_floor']:.3f}",
+            f"{row['prediction']['predicted']:.4f}, {row['prediction']['ratio']:.3f} of measured",
         )
     console.print(table)
-    table = Table("compute dominates", "resident s/pass", "s/pass", "ratio", "copying alone, s")
+    table = Table(
+        "compute dominates", "resident s/pass", "s/pass", "ratio", "copying alone, s", "predicted"
+    )
     for name, row in computed.items():
         table.add_row(
             name,
@@ -304,6 +319,7 @@ def print_tables(
             f"{row['seconds_per_pass']:.4f}",
             f"{row['ratio_to_resident']:.3f}",
             f"{row['copy_seconds']:.4f}",
+            f"{row['prediction']['predicted']:.4f}, {row['prediction']['ratio']:.3f} of measured",
         )
     console.print(table)
     console.print(

@@ -8,6 +8,9 @@ prompts in the same run; figures are medians over the prompts. The drafter is n-
 2. At 100:1, draft length `auto` against fixed ones, with `--accept coupled`, so that every length
    gives the same text and the comparison is of lengths alone.
 
+Every run's seconds per pass and per token are also predicted by the planner, after a probe of two
+seconds, and kept beside what was measured.
+
     python scripts/bench_triforce.py [--ratios 100 30 300] [--prompts 3]
 
 Prints tables, writes benchmarks/results/bench_triforce.json and docs/bench_triforce.png.
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from material import model_file, stretches
+from predicted import Predicted, compare
 from results import write_result
 from rich.console import Console
 from rich.table import Table
@@ -101,6 +105,7 @@ class Bench:
         self._prompts = stretches(self._tokenizer, prompts, tokens)
         self._tokens = tokens
         self._budget = budget
+        self._predicted = Predicted.now(str(model_file()))
 
     def calibrate(self) -> tuple[float, float]:
         """Seconds of one step of the retrieval model over one token, and bytes of one pass."""
@@ -118,18 +123,27 @@ class Bench:
         runs = []
         with self._engine(bandwidth, new_tokens, **options) as engine:
             for seed, prompt in enumerate(self._prompts):
-                runs.append(self._run(engine, prompt, new_tokens, seed))
+                runs.append(self._run(engine, bandwidth, prompt, new_tokens, seed))
         per_token = [run["seconds_per_token"] for run in runs]
         return {
             "seconds_per_token": statistics.median(per_token),
             "tokens_per_pass": statistics.median(run["tokens_per_pass"] for run in runs),
             "overhead": statistics.median(run["overhead"] for run in runs),
+            "prediction": {
+                name: compare(
+                    statistics.median(run["predicted"][name] for run in runs),
+                    statistics.median(run[name] for run in runs),
+                )
+                for name in ("seconds_per_pass", "seconds_per_token")
+            },
             "all_prompts_seconds_per_token": sum(r["decode_seconds"] for r in runs)
             / sum(r["new_tokens"] - 1 for r in runs),
             "runs": runs,
         }
 
-    def _run(self, engine: Engine, prompt: list[int], new_tokens: int, seed: int) -> dict[str, Any]:
+    def _run(
+        self, engine: Engine, bandwidth: float, prompt: list[int], new_tokens: int, seed: int
+    ) -> dict[str, Any]:
         while True:
             params = SamplingParams(new_tokens, temperature=0.6, top_p=0.9, seed=seed)
             with stopwatch(engine) as watch:
@@ -153,6 +167,7 @@ class Bench:
             "acceptance": stats["acceptance"],
             "draft_tokens": stats["draft_tokens"],
             "retrieval": stats["retrieval"],
+            "predicted": self._predicted.run(engine, bandwidth, stats),
         }
 
     def _engine(self, bandwidth: float | None, new_tokens: int, **options: Any) -> Engine:
@@ -220,7 +235,14 @@ def stopwatch(engine: Engine) -> Iterator[Stopwatch]:
 
 
 def print_ratio(ratio: int, row: dict[str, Any]) -> None:
-    table = Table(f"EMULATED link, {ratio}:1", "s/token", "speed-up", "tokens/pass", "overhead")
+    table = Table(
+        f"EMULATED link, {ratio}:1",
+        "s/token",
+        "speed-up",
+        "tokens/pass",
+        "overhead",
+        "predicted s/token",
+    )
     plain = row["autoregressive"]["seconds_per_token"]
     for method in NEW_TOKENS:
         figures = row[method]
@@ -231,6 +253,7 @@ def print_ratio(ratio: int, row: dict[str, Any]) -> None:
             f"{figures['speed_up']:.2f}",
             f"{figures['tokens_per_pass']:.2f}",
             f"{figures['overhead']:.1%}",
+            f"{figures['prediction']['seconds_per_token']['predicted']:.3f}",
         )
     Console().print(table)
 

@@ -99,6 +99,7 @@ def drafting_stats(drafting: Drafting, decoder: Decoder) -> dict[str, Any]:
             "policy": settings.retrieval,
             "churn": cache.churn,
             "bytes_read_in_place": cache.bytes_read_in_place,
+            "steps": inner.rounds,
         }
         if cache
         else None,

@@ -1,0 +1,75 @@
+"""What the planner predicts of an engine's runs over an emulated link, beside what they took.
+
+The rates are those of the probe that `triforce plan` makes, measured in two seconds in the same
+process; bytes, slots and placement are the engine's own. How many tokens were drafted and held is
+taken from the run: the planner predicts seconds, not texts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from offload.probe import Rates, emulated, measure_cpu
+from offload.shape import DTYPES
+from triforce_core import Engine
+from triforce_core.acceptance_curve import AcceptanceCurve
+from triforce_core.planner import Case, evaluate
+from triforce_core.rounds import Round
+from triforce_core.shapes import read_shape
+from triforce_core.sizes import matrices
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predicts for one model file. rates: of this machine, now."""
+
+    model: str
+    rates: Rates
+
+    @classmethod
+    def now(cls, model: str) -> Predicted:
+        return cls(model, measure_cpu(matrices(read_shape(model))))
+
+    def a_pass(self, engine: Engine, bandwidth: float, length: int, tokens: int) -> float:
+        """Seconds of a pass of so many tokens after `length`, one following the other."""
+        case = self._case(engine, bandwidth)
+        runtime = engine._runtime
+        turn = Round(case.costs, runtime.demand, runtime.placement, length, tokens)
+        return turn.simulate().seconds
+
+    def run(self, engine: Engine, bandwidth: float, stats: dict[str, Any]) -> dict[str, float]:
+        """Seconds per pass and per token of a run, from its stats."""
+        case = self._case(engine, bandwidth)
+        drafted = stats["draft_tokens"]["mean"] or 0.0
+        plan = replace(engine.plan, draft_tokens=max(1, round(drafted)))
+        cache = stats["retrieval"]
+        if cache:
+            case = replace(case, curve=AcceptanceCurve(churn=cache["churn"] or 0.0))
+        one = evaluate(case, plan, engine._runtime.demand)
+        drafting = 0.0
+        if cache:
+            fed = 1 + (stats["draft_tokens"]["inner_mean"] or 0.0)
+            keys = cache["budget_tokens"] + round(drafted) // 2
+            step = case.costs.resident_forward(fed, keys, recorded=False) + case.costs.round
+            drafting = cache["steps"] / stats["passes"] * step
+        turn = replace(
+            one.round,
+            length=stats["prompt_tokens"] + stats["new_tokens"] // 2,
+            draft_seconds=drafting,
+        )
+        whole = turn.simulate().seconds
+        return {
+            "seconds_per_pass": whole - turn.draft_seconds - turn.refresh_seconds,
+            "seconds_per_token": whole / stats["tokens_per_pass"],
+        }
+
+    def _case(self, engine: Engine, bandwidth: float) -> Case:
+        hardware = emulated(self.rates, bandwidth)
+        demand = engine._runtime.demand
+        return Case(engine.config, hardware, demand.context_tokens, 1, dtype=DTYPES["float32"])
+
+
+def compare(predicted: float, measured: float) -> dict[str, float]:
+    """How a benchmark's JSON has the two."""
+    return {"predicted": predicted, "measured": measured, "ratio": predicted / measured}
