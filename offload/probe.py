@@ -33,7 +33,7 @@ class Rates:
     """What was measured. launch_seconds: of one small operation, dispatch included.
 
     link_bytes_per_second: of pinned copies to the device; None without a GPU
-    product_seconds_per_byte, attend_bytes_per_second: as Hardware has them, of a CPU
+    product_seconds_per_byte and what follows: as Hardware has them, of a CPU
     """
 
     memory_bytes_per_second: float
@@ -42,6 +42,7 @@ class Rates:
     link_bytes_per_second: float | None = None
     product_seconds_per_byte: tuple[tuple[int, float], ...] = ()
     attend_bytes_per_second: float | None = None
+    attend_flops_per_second: float | None = None
 
 
 Matrices = Sequence[tuple[int, int]]
@@ -85,6 +86,7 @@ def emulated(rates: Rates, link_bytes_per_second: float) -> Hardware:
         asynchronous=False,
         product_seconds_per_byte=rates.product_seconds_per_byte,
         attend_bytes_per_second=rates.attend_bytes_per_second,
+        attend_flops_per_second=rates.attend_flops_per_second,
         host_memory_bytes=available,
     )
 
@@ -100,7 +102,7 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
     count = max(1, _MATRIX_BYTES // sum(rows * columns * 4 for rows, columns in matrices))
     layers = [torch.empty(shape).fill_(0.01) for _ in range(count) for shape in matrices]
     nbytes = sum(layer.numel() * 4 for layer in layers)
-    query = torch.randn(1, 3, 3, 64)
+    query, queries = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 192, 64)
     caches = torch.full((_CACHES, 2, 1, 3, 1024, 64), 0.01).unbind()
     small = torch.randn(1, 576)
 
@@ -113,9 +115,12 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
 
         return run
 
-    def attention() -> None:
-        for key, value in caches:
-            F.scaled_dot_product_attention(query, key, value)
+    def attention(query: torch.Tensor) -> Callable[[], None]:
+        def run() -> None:
+            for key, value in caches:
+                F.scaled_dot_product_attention(query, key, value)
+
+        return run
 
     def operations() -> None:
         x = small
@@ -125,7 +130,7 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
 
     with torch.inference_mode():
         taken = {rows: _seconds(products(rows)) / nbytes for rows in _ROWS}
-        attended = _seconds(attention)
+        attended, wide = (_seconds(attention(rows)) for rows in (query, queries))
         tiny = _seconds(operations)
     return Rates(
         memory_bytes_per_second=1 / taken[_ROWS[0]],
@@ -133,6 +138,7 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
         launch_seconds=tiny / (_KERNELS * _CHAIN),
         product_seconds_per_byte=tuple(taken.items()),
         attend_bytes_per_second=sum(cache.numel() for cache in caches) * 4 / attended,
+        attend_flops_per_second=4 * queries.numel() * 1024 * _CACHES / wide,
     )
 
 
@@ -192,7 +198,11 @@ def _checked(raw: Any) -> Rates:
     """Raises ValueError or TypeError for what cannot be rates."""
     rates = Rates(**raw)
     pairs = tuple((rows, each) for rows, each in rates.product_seconds_per_byte)
-    optional = (rates.link_bytes_per_second, rates.attend_bytes_per_second)
+    optional = (
+        rates.link_bytes_per_second,
+        rates.attend_bytes_per_second,
+        rates.attend_flops_per_second,
+    )
     found = [rates.memory_bytes_per_second, rates.flops_per_second, rates.launch_seconds]
     found += [value for value in optional if value is not None]
     found += [number for pair in pairs for number in pair]

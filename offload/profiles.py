@@ -43,7 +43,7 @@ class Hardware:
     launch_seconds: of the host per kernel or operation; the device computes meanwhile if
         `asynchronous`; graph_launch_seconds: per kernel of a recorded graph
     product_seconds_per_byte: of a matrix, by the rows it is multiplied with, in rising order, where
-        that was measured; attend_bytes_per_second: of keys and values, likewise
+        that was measured; attend_bytes_per_second, attend_flops_per_second: of attention, likewise
     link: as "pcie4x16"; link_full: whether it has all the lanes of the card
     host_memory_bytes, host_bytes_per_second: None where they are not known
     """
@@ -57,6 +57,7 @@ class Hardware:
     link_bytes_per_second: float
     product_seconds_per_byte: tuple[tuple[int, float], ...] = ()
     attend_bytes_per_second: float | None = None
+    attend_flops_per_second: float | None = None
     launch_seconds: float = LAUNCH_SECONDS
     graph_launch_seconds: float = GRAPH_LAUNCH_SECONDS
     asynchronous: bool = True

@@ -7,7 +7,7 @@ between kernels; on a CPU what is launched is computed in between, so they add u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -31,6 +31,12 @@ SCORE_LAUNCHES = 6
 MERGE_LAUNCHES = 6
 LAW_LAUNCHES = 20
 """Logits to laws: temperature, shortlist, softmax, sums, masks (`laws`)."""
+LAW_BYTES = 120.0
+"""Read and written for each token of the vocabulary: about 70 by a law (its scores, softmax,
+shortlist, mask and sums) and 50 by the rule (the residual, and sums of it in float64).
+"""
+NORM_TOUCHES, ROTATE_TOUCHES, MLP_TOUCHES = 18, 12, 5
+"""How often a norm reads or writes its token, a rotation its heads, silu and product their row."""
 ROUND_LAUNCHES = 30
 """Of a round of `levels.speculate` outside its forward: the rule, one wait, what is put back."""
 NORM_PARTS = ("input_norm", "qkv")
@@ -80,12 +86,17 @@ class Costs:
 
     def before(self, tokens: int, *, recorded: bool = False) -> float:
         """A layer up to its attention."""
-        return self._products(tokens, NORM_PARTS, BEFORE_LAUNCHES, recorded)
+        config = self.config
+        heads = (config.heads + config.kv_heads) * config.head_dim
+        touched = NORM_TOUCHES * config.hidden + ROTATE_TOUCHES * heads
+        return self._products(tokens, NORM_PARTS, touched, BEFORE_LAUNCHES, recorded)
 
     def after(self, tokens: int, *, recorded: bool = False) -> float:
         """A layer from its attention on, with what two GPUs tell each other."""
         parts = [part for part in layer_shapes(self.config) if part not in NORM_PARTS]
-        return self._products(tokens, parts, AFTER_LAUNCHES, recorded) + self._all_reduces(tokens)
+        touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self.config.mlp
+        layer = self._products(tokens, parts, touched, AFTER_LAUNCHES, recorded)
+        return layer + self._all_reduces(tokens)
 
     def attend(
         self, tokens: int, keys: int, *, scored: bool = False, recorded: bool = False
@@ -100,9 +111,15 @@ class Costs:
             # Scores of every row in float32: written, turned to weights, read and averaged.
             nbytes += nbytes // 2 + 4 * 4 * tokens * config.heads * keys
         launches = ATTEND_LAUNCHES + (SCORE_LAUNCHES if scored else 0)
-        if self.hardware.attend_bytes_per_second:
-            nbytes *= self.hardware.memory_bytes_per_second / self.hardware.attend_bytes_per_second
-        return self.piece(nbytes, flops, launches, recorded=recorded)
+        hardware = self.hardware
+        if not hardware.attend_bytes_per_second:
+            return self.piece(nbytes, flops, launches, recorded=recorded)
+        products = max(
+            keys * shape.token_bytes / hardware.attend_bytes_per_second,
+            flops / (hardware.attend_flops_per_second or hardware.flops_per_second),
+        )
+        scores = (nbytes - keys * shape.token_bytes) / hardware.memory_bytes_per_second
+        return self._launched(products + scores, launches, recorded)
 
     def merge(self, tokens: int, parts: int) -> float:
         rows = tokens * self.config.heads * self.config.head_dim
@@ -112,8 +129,8 @@ class Costs:
         """Final norm, output matrix and laws."""
         config = self.config
         matrix = config.vocab * config.hidden
-        laws = self.piece(40.0 * tokens * config.vocab, 0, LAW_LAUNCHES, recorded=recorded)
-        return self._product(tokens, matrix, 9, recorded) + laws
+        laws = self.piece(LAW_BYTES * tokens * config.vocab, 0, LAW_LAUNCHES, recorded=recorded)
+        return self._launched(self._product(tokens, matrix), 9, recorded) + laws
 
     def resident_forward(self, tokens: int, keys: int, *, recorded: bool = True) -> float:
         """A forward over weights and KV that are all on the device, laws included."""
@@ -129,18 +146,25 @@ class Costs:
         """Of a round of proposing and verifying, besides its forward."""
         return ROUND_LAUNCHES * self.hardware.launch_seconds
 
-    def _products(self, tokens: int, parts: object, launches: int, recorded: bool) -> float:
+    def _products(
+        self, tokens: int, parts: Iterable[str], touched: int, launches: int, recorded: bool
+    ) -> float:
+        """Of matrices, and of what is done to each token besides, `touched` elements in all."""
         shapes = layer_shapes(self.config)
-        elements = sum(prod(shapes[part]) for part in parts)
-        return self._product(tokens, elements, launches, recorded)
+        work = self._product(tokens, sum(prod(shapes[part]) for part in parts))
+        besides = tokens * touched * self.dtype.itemsize
+        work += besides / self.hardware.memory_bytes_per_second
+        return self._launched(work, launches, recorded)
 
-    def _product(self, tokens: int, elements: int, launches: int, recorded: bool) -> float:
+    def _product(self, tokens: int, elements: int) -> float:
         """Of a matrix of so many elements with `tokens` rows."""
-        nbytes = elements * self.dtype.itemsize
-        measured = self.hardware.product_seconds_per_byte
-        if not measured:
-            return self.piece(nbytes, 2.0 * tokens * elements, launches, recorded=recorded)
-        return self._launched(nbytes * _between(measured, tokens), launches, recorded)
+        nbytes, hardware = elements * self.dtype.itemsize, self.hardware
+        if hardware.product_seconds_per_byte:
+            return nbytes * _between(hardware.product_seconds_per_byte, tokens)
+        return max(
+            nbytes / hardware.memory_bytes_per_second,
+            2.0 * tokens * elements / hardware.flops_per_second,
+        )
 
     def _launched(self, work: float, launches: int, recorded: bool) -> float:
         hardware = self.hardware
