@@ -21,7 +21,7 @@ def print_plan(
     compared: Prediction | None,
 ) -> None:
     """Tables on standard output. chosen: None as published."""
-    console = Console()
+    console = _console()
     hardware = case.hardware
     cards = f"{hardware.gpus} x {hardware.name}" if hardware.gpus > 1 else hardware.name
     way = "" if chosen else ", AS PUBLISHED"
@@ -65,7 +65,7 @@ def print_sweep(case: Case, model: str, kind: str, rows: list[dict[str, Any]]) -
             str(row["budget"] or "none"),
             f"{row['seconds_to_first_token']:.1f}",
         )
-    console = Console()
+    console = _console()
     console.print(
         f"SIMULATED: {model} ({case.dtype.name}) on {case.hardware.name}, by {kind}",
         highlight=False,
@@ -76,6 +76,12 @@ def print_sweep(case: Case, model: str, kind: str, rows: list[dict[str, Any]]) -
         if "refused" in row:
             what = f"{row['context']} tokens, {row['gpus']} GPU, {row['link']}"
             console.print(f"{what}: {row['refused']}", highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    """Wide enough for the tables where there is no terminal to fit."""
+    console = Console()
+    return console if console.is_terminal else Console(width=110)
 
 
 def _places(prediction: Prediction, gpus: int) -> Table:
