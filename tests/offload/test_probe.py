@@ -1,0 +1,82 @@
+"""Measured rates are kept, and a cache that is damaged counts for nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from offload import probe
+from offload.errors import UsageError
+from offload.probe import Rates, cached, emulated, measure_cpu
+
+RATES = Rates(1e10, 1e11, 3e-6, None, ((1, 7e-11), (64, 4e-10)), 8e9, 5e10)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "triforce-offload" / "hardware.json"
+
+
+def never() -> Rates:
+    raise AssertionError("measured again")
+
+
+def test_what_was_measured_is_kept_for_its_key(cache) -> None:
+    assert cached("a", lambda: RATES) == RATES
+    assert cached("a", never) == RATES
+    other = Rates(2e10, 1e11, 3e-6, 25e9)
+    assert cached("b", lambda: other) == other
+    assert cached("a", never) == RATES
+    assert cached("b", never) == other
+    assert [file.name for file in cache.parent.iterdir()] == ["hardware.json"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        "\x00\xff",
+        '{"a": null}',
+        '{"a": {}}',
+        json.dumps({"a": asdict(RATES) | {"flops_per_second": -1}}),
+        json.dumps({"a": asdict(RATES) | {"memory_bytes_per_second": "fast"}}),
+        json.dumps({"a": asdict(RATES) | {"product_seconds_per_byte": [[1]]}}),
+        json.dumps({"a": asdict(RATES) | {"surprise": 1}}),
+    ],
+)
+def test_a_damaged_cache_is_ignored_and_written_anew(cache, damage: str) -> None:
+    cache.parent.mkdir()
+    cache.write_text(damage, "latin-1")
+    assert cached("a", lambda: RATES) == RATES
+    assert cached("a", never) == RATES
+
+
+def test_a_cache_that_cannot_be_written_is_said_once(cache, monkeypatch) -> None:
+    cache.parent.write_text("a file where a folder should be")
+    with pytest.warns(RuntimeWarning, match="not kept"):
+        assert cached("a", lambda: RATES) == RATES
+
+
+def test_the_cpu_reads_a_matrix_once_for_many_rows(monkeypatch) -> None:
+    monkeypatch.setattr(probe, "_PART_SECONDS", 0.01)
+    monkeypatch.setattr(probe, "_MATRIX_BYTES", 8 << 20)
+    rates = measure_cpu([(256, 128), (128, 256)])
+    each = dict(rates.product_seconds_per_byte)
+    assert sorted(each) == list(each) == list(probe._ROWS)
+    assert each[64] < 64 * each[1]
+    hardware = emulated(rates, 1e8)
+    assert hardware.emulated
+    assert hardware.stream_bytes_per_second == 1e8
+
+
+def test_without_a_gpu_a_link_or_a_card_must_be_named(monkeypatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match=r"--gpu \(rtx1, rtx2\).*--link-bandwidth"):
+        probe.this_machine(None, ["rtx1", "rtx2"], [(8, 8)])
