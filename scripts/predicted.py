@@ -14,7 +14,7 @@ from offload.probe import Rates, emulated, measure_cpu
 from offload.shape import DTYPES
 from triforce_core import Engine
 from triforce_core.acceptance_curve import AcceptanceCurve
-from triforce_core.planner import Case, evaluate
+from triforce_core.candidates import Case, evaluate
 from triforce_core.rounds import Round
 from triforce_core.shapes import read_shape
 from triforce_core.sizes import matrices

@@ -47,7 +47,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", metavar="SIZE", help="refuse plans that need more (default: no limit)")
     add("--host-bandwidth", metavar="RATE", help="of host memory, which all links share")
     add("--device-memory", metavar="SIZE", help="of each GPU (default: all but 1.5 GiB)")
-    add("--dtype", default="float16", choices=list(DTYPES), help="of weights and KV")
+    add(
+        "--dtype",
+        default="float16",
+        choices=list(DTYPES),
+        help="of weights and KV; float32 on the emulated device",
+    )
     add(
         "--as-published",
         action="store_true",

@@ -16,13 +16,14 @@ from offload.trace import write_spans
 from offload.units import parse_bandwidth, parse_bytes
 
 from .acceptance_curve import MODEL_ACCEPTANCE, AcceptanceCurve
+from .candidates import Candidate, Case
 from .config import ModelConfig
 from .demand import choose_block_tokens
 from .plan import Plan
 from .plan_report import print_plan, print_sweep
 from .plan_sweep import plot, sweep
 from .plan_trace import trace_of
-from .planner import Candidate, Case, choose
+from .planner import choose
 from .prediction import Prediction, case_dict, predict, predict_published
 from .published import Published
 from .settings import AUTO, DEFAULT_BUDGET, MOST_DRAFT_TOKENS

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from offload.units import format_bytes
 
-from .planner import Candidate, Case
+from .candidates import Candidate, Case
 from .prediction import Prediction, links
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from offload.errors import DoesNotFitError, UsageError
 from offload.profiles import Hardware, with_link
 
-from .planner import Case, choose
+from .candidates import Case
+from .planner import choose
 from .prediction import predict
 
 LINKS = ("pcie3x8", "pcie3x16", "pcie4x8", "pcie4x16", "pcie5x8", "pcie5x16")

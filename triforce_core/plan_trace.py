@@ -5,7 +5,7 @@ from __future__ import annotations
 from offload.simulate import simulate, spans
 from offload.trace import HOST, Span
 
-from .planner import Candidate
+from .candidates import Candidate
 
 ROUNDS = 2
 

@@ -8,7 +8,7 @@ from typing import Any
 from offload.profiles import Hardware
 from offload.units import format_bytes
 
-from .planner import Candidate, Case
+from .candidates import Candidate, Case
 from .published import Published
 
 
@@ -202,7 +202,7 @@ def _bottleneck(
         )
     if what == "draft":
         return (
-            f"drafting: {share} goes to it; shorter drafts, a smaller budget or faster device "
+            f"drafting: {share} goes to it; a drafter that holds more often or faster device "
             "memory would help"
         )
     return f"compute: {share} computes what has arrived; a faster GPU would help"

@@ -16,8 +16,8 @@ from functools import cached_property
 from offload.errors import DoesNotFitError, UsageError
 
 from .acceptance_curve import MODEL_ACCEPTANCE, expected_tokens
+from .candidates import Case
 from .cost import LAW_LAUNCHES, Costs
-from .planner import Case
 from .shapes import read_shape
 from .sizes import SINKS, WINDOW, embedding_layout, head_layout, kv_shape, layer_layout
 

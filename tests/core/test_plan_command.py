@@ -106,6 +106,11 @@ def test_a_table_names_what_bounds_it_and_that_it_is_simulated(capsys) -> None:
         (("llama2-7b-128k", "--gpu", "h100", "--acceptance", 1.5), 2, "acceptance"),
         (("llama2-7b-128k", "--gpu", "h100", "--draft-tokens", 999), 2, "--draft-tokens"),
         (("llama2-7b-128k", "--gpu", "h100", "--link", "agp"), 2, "'agp'"),
+        (
+            ("mistral-7b", "--gpu", "h100", "--method", "speculative", "--draft", "none"),
+            2,
+            "needs a drafter",
+        ),
         (("llama2-7b-128k", "--gpu", "h100", "--resident-kv", "all"), 2, "--resident-kv"),
         (("llama2-7b-128k", "--gpu", "rtx3060", "--device-memory", "2GiB"), 3, "--context"),
         (("llama2-7b-128k", "--gpu", "h100", "--budget", 131072), 3, "without --budget"),

@@ -11,7 +11,8 @@ from offload.profiles import named
 from offload.shape import DTYPES
 from triforce_core import Engine, SamplingParams
 from triforce_core.acceptance_curve import AcceptanceCurve
-from triforce_core.planner import Case, choose
+from triforce_core.candidates import Case
+from triforce_core.planner import choose
 from triforce_core.shapes import read_shape
 
 CONTEXT, NEW = 1900, 24
@@ -20,8 +21,8 @@ CONTEXT, NEW = 1900, 24
 @pytest.mark.parametrize(
     ("method", "memory"),
     [
-        ("triforce", 10_500_000),
-        ("triforce", 11_000_000),
+        ("triforce", 8_200_000),
+        ("triforce", 9_200_000),
         ("speculative", 5_900_000),
         ("speculative", 6_300_000),
         ("autoregressive", 5_700_000),

@@ -11,7 +11,8 @@ from offload.errors import DoesNotFitError, UsageError
 from offload.placement import check_placement
 from offload.profiles import gpu_names, named
 from triforce_core.acceptance_curve import AcceptanceCurve, expected_tokens
-from triforce_core.planner import BUDGETS, Case, candidate, choose
+from triforce_core.candidates import Case, candidate
+from triforce_core.planner import BUDGETS, choose
 from triforce_core.published import Published
 from triforce_core.shapes import SHAPES, read_shape
 
