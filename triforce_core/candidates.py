@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from offload.errors import DoesNotFitError, UsageError
 from offload.placement import (
+    KV_SLOTS,
+    STAGING_SLOTS,
     Demand,
     Placement,
     check_placement,
@@ -18,8 +20,8 @@ from offload.shape import DTYPES, Dtype
 
 from .acceptance_curve import AcceptanceCurve, expected_tokens
 from .config import ModelConfig
-from .cost import Costs, prefill_flops, rank_config
-from .demand import plan
+from .cost import LAYER_LAUNCHES, Costs, prefill_flops, rank_config
+from .demand import PREFILL_CHUNK, plan
 from .plan import Plan
 from .rounds import Round
 from .settings import AUTO, MethodSettings
@@ -27,6 +29,7 @@ from .sizes import WINDOW, fitting_budget, kv_shape
 
 BLOCK_BYTES = 16 << 20
 """Of a KV block on a GPU: copies of that size come within 3 % of a link's peak (`cuda`)."""
+CHUNK_TOKENS = MethodSettings.chunk_size
 GATHER_BYTES_PER_SECOND = 4e9
 """Of one thread of the host that puts chunks together before they cross (`gather`)."""
 
@@ -65,7 +68,7 @@ class Case:
 
     def acceptance(self, budget: int) -> float:
         """Of the retrieval model's tokens; what the context cannot fill adds nothing."""
-        return self.curve.at(fitting_budget(budget, 8, self.context))
+        return self.curve.at(fitting_budget(budget, CHUNK_TOKENS, self.context))
 
     def check(self) -> None:
         """Raises UsageError for a context that the model cannot have."""
@@ -125,8 +128,8 @@ class Candidate:
         flops = prefill_flops(rank, prompt)
         compute = flops / hardware.flops_per_second + case.costs.head(1)
         if not hardware.asynchronous:
-            chunks = -(-prompt // 1024)
-            compute += rank.layers * chunks * 60 * hardware.launch_seconds
+            chunks = -(-prompt // PREFILL_CHUNK)
+            compute += rank.layers * chunks * LAYER_LAUNCHES * hardware.launch_seconds
         rate = hardware.stream_bytes_per_second
         outwards = max(0, host_bytes(self.demand, self.plan.placement) - matrices)
         first = self.demand.layer_bytes / rate if self.plan.streamed_layers else 0.0
@@ -170,7 +173,7 @@ def evaluate(case: Case, chosen: Plan, demand: Demand) -> Candidate:
         inner = 1 if chosen.inner_draft_tokens == AUTO else int(chosen.inner_draft_tokens)
         if chosen.draft == "none":
             inner = 0
-        cached = fitting_budget(chosen.budget, 8, case.context) + drafted // 2
+        cached = fitting_budget(chosen.budget, CHUNK_TOKENS, case.context) + drafted // 2
         step = costs.resident_forward(1 + inner, cached) + costs.round
         per_step = expected_tokens(curve.inner, inner)
         drafting = drafted / per_step * (step + inner * drafter)
@@ -213,7 +216,7 @@ def _place(case: Case, settings: MethodSettings) -> tuple[Demand, Placement, int
         if "resident_kv_blocks" in fixed:
             fixed["resident_kv_blocks"] = min(fixed["resident_kv_blocks"], demand.kv_blocks)
             if fixed["resident_kv_blocks"] < demand.kv_blocks and not placement.kv_slots:
-                placement = replace(placement, kv_slots=3, staging_slots=2)
+                placement = replace(placement, kv_slots=KV_SLOTS, staging_slots=STAGING_SLOTS)
         placement = replace(placement, **fixed)
         check_placement(demand, placement, hardware.memory_bytes)
     return demand, placement, found
@@ -244,10 +247,12 @@ def _refresh_seconds(case: Case, chosen: Plan, demand: Demand) -> float:
     """Choosing chunks anew, and bringing those that changed: gathered by the host, then copied."""
     costs, hardware = case.costs, case.hardware
     shape = kv_shape(case.rank, 1, case.dtype)
-    cache = fitting_budget(chosen.budget, 8, case.context) * shape.token_bytes * shape.layers
+    cache = (
+        fitting_budget(chosen.budget, CHUNK_TOKENS, case.context) * shape.token_bytes * shape.layers
+    )
     away = 1 - min(1.0, chosen.resident_kv_blocks / max(1, demand.kv_blocks))
     moved = case.curve.churn * cache * away
     launches = 40 + 20 * shape.layers
-    chunks = case.length // 8 * shape.layers * shape.kv_heads
+    chunks = case.length // CHUNK_TOKENS * shape.layers * shape.kv_heads
     seconds = costs.piece(chunks * 40.0 + moved, 0, launches)
     return seconds + moved / GATHER_BYTES_PER_SECOND + moved / hardware.stream_bytes_per_second

@@ -29,6 +29,7 @@ ATTEND_LAUNCHES = 2
 SCORE_LAUNCHES = 6
 """Of each piece of keys, and if its chunks are scored (`attend`, `scores`)."""
 MERGE_LAUNCHES = 6
+LAYER_LAUNCHES = BEFORE_LAUNCHES + ATTEND_LAUNCHES + MERGE_LAUNCHES + AFTER_LAUNCHES
 LAW_LAUNCHES = 20
 """Logits to laws: temperature, shortlist, softmax, sums, masks (`laws`)."""
 LAW_BYTES = 120.0
