@@ -18,7 +18,7 @@ from offload.placement import (
 from offload.profiles import Hardware
 from offload.shape import DTYPES, Dtype
 
-from .acceptance_curve import AcceptanceCurve, expected_tokens
+from .acceptance_curve import NGRAM_PROPOSED, AcceptanceCurve, expected_tokens
 from .config import ModelConfig
 from .cost import LAYER_LAUNCHES, Costs, prefill_flops, rank_config
 from .demand import PREFILL_CHUNK, plan
@@ -174,7 +174,10 @@ def evaluate(case: Case, chosen: Plan, demand: Demand) -> Candidate:
         if chosen.draft == "none":
             inner = 0
         cached = fitting_budget(chosen.budget, CHUNK_TOKENS, case.context) + drafted // 2
-        step = costs.resident_forward(1 + inner, cached) + costs.round
+        # N-gram lookup mostly finds nothing, and the step is then over one token.
+        proposed = 1.0 if case.draft_config else NGRAM_PROPOSED
+        step = proposed * costs.resident_forward(1 + inner, cached) + costs.round
+        step += (1 - proposed) * costs.resident_forward(1, cached)
         per_step = expected_tokens(curve.inner, inner)
         drafting = drafted / per_step * (step + inner * drafter)
         tokens = expected_tokens(case.acceptance(chosen.budget), drafted)
