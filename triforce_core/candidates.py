@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from triforce_kernels.limits import MOST_SPLITS
+
 from offload.errors import DoesNotFitError, UsageError
 from offload.placement import (
     KV_SLOTS,
@@ -213,6 +215,7 @@ def _place(case: Case, settings: MethodSettings) -> tuple[Demand, Placement, int
         hardware.memory_bytes,
         block_bytes=case.block_bytes,
         graphs=hardware.asynchronous,
+        splits=MOST_SPLITS if hardware.asynchronous else 1,
     )
     fixed = {n: case.fixed[n] for n in Placement.__dataclass_fields__ if n in case.fixed}
     if fixed:
