@@ -89,23 +89,30 @@ def reference_attention(
     if causal:
         above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(above, float("-inf"))
-    part = plain_attention(scores, value)
-    return Partial(part.out.to(query.dtype), part.lse)
+    weights, peak = weighed(scores)
+    return plain_partial(weights, peak, value, query.dtype)
 
 
-def plain_attention(scores: torch.Tensor, value: torch.Tensor) -> Partial:
-    """Attention by scores [kv_heads, rows, tokens], in their dtype; spoils them. A row of -inf
-    gives zeros, and -inf.
-    """
-    lse = scores.logsumexp(-1)
-    return Partial(scores.sub_(finite(lse).unsqueeze(-1)).exp_() @ value.to(scores.dtype), lse)
+def weighed(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """exp(scores - peak), in place, and the peak of each row, [..., 1]; 0 for a row of -inf."""
+    peak = finite(scores.amax(-1, keepdim=True))
+    return scores.sub_(peak).exp_(), peak
+
+
+def plain_partial(
+    weights: torch.Tensor, peak: torch.Tensor, value: torch.Tensor, dtype: torch.dtype
+) -> Partial:
+    """Attention by what `weighed` gives. A row that weighs nothing gives zeros, and -inf."""
+    total = weights.sum(-1, keepdim=True)
+    out = (weights @ value.to(weights.dtype)).div_(total.where(total != 0, 1))
+    return Partial(out.to(dtype), total.log_().add_(peak).squeeze(-1))
 
 
 def scaled_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Scores of keys [kv_heads, tokens, head_dim], in float32, or float64 if the query is."""
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = query.to(compute) @ key.to(compute).transpose(-1, -2)
-    return scores.mul_(query.shape[-1] ** -0.5)
+    scaled = query.to(compute) * query.shape[-1] ** -0.5
+    return scaled @ key.to(compute).transpose(-1, -2)
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:

@@ -101,18 +101,19 @@ def group_scores(
     implementation("group_scores", scores.device)(scores, lse, keys, size, chunk, tokens, out)
 
 
-def reference_chunk_scores(
-    scores: torch.Tensor, mask: torch.Tensor | None, buffer: ScoreBuffer
-) -> None:
-    """Scores of single keys, [kv_heads, rows, tokens], as those of chunks.
+def reference_sums(scores: torch.Tensor, buffer: ScoreBuffer) -> None:
+    """Sums over chunks of scores [kv_heads, rows, tokens], whether keys are seen or not."""
+    _store(_pieces(scores, buffer.size).sum(-1), buffer)
 
-    mask: additive; a sum tells of a chunk's keys whether they are seen or not
+
+def reference_masses(weights: torch.Tensor, peak: torch.Tensor, buffer: ScoreBuffer) -> None:
+    """Log-sum-exps of chunks, from exp(scores - peak): weights [kv_heads, rows, tokens], peak
+    [kv_heads, rows, 1]. A chunk whose weights are too small for float32 gets -inf.
     """
-    if buffer.mass:
-        pieces = _pieces(scores if mask is None else scores + mask, buffer.size, float("-inf"))
-        values = pieces.logsumexp(-1)
-    else:
-        values = _pieces(scores, buffer.size, 0).sum(-1)
+    _store(_pieces(weights, buffer.size).sum(-1).log_().add_(peak), buffer)
+
+
+def _store(values: torch.Tensor, buffer: ScoreBuffer) -> None:
     buffer.out[:, :, buffer.first : buffer.first + values.shape[-1]] = values
 
 
@@ -125,24 +126,26 @@ def reference_group_scores(
     tokens: int,
     out: torch.Tensor,
 ) -> None:
-    groups, kv_heads, chunks = out.shape
+    groups, _, chunks = out.shape
     values = scores[..., : -(-keys // size)]
     if lse is not None:
         values = (values - finite(lse).unsqueeze(-1)).exp_()
-    values = _pieces(values, chunk // size, 0).sum(-1)
+    if chunk > size:
+        values = _pieces(values, chunk // size).sum(-1)
     if lse is None:
         counts = torch.full((chunks,), float(chunk), device=values.device)
         counts[-1] -= -keys % chunk
         values = values / counts
-    each = values.view(kv_heads, -1, tokens, chunks).mean(1).transpose(0, 1)
+    # Averages over a group's tokens and over heads, as one product.
     group = torch.arange(tokens, device=values.device) * groups // tokens
-    sizes = values.new_zeros(groups).index_add_(0, group, values.new_ones(tokens))
-    sums = values.new_zeros(out.shape).index_add_(0, group, each)
-    out.copy_(sums / sizes.view(-1, 1, 1))
+    members = group == torch.arange(groups, device=values.device).unsqueeze(1)
+    shares = members.float().repeat(1, values.shape[1] // tokens)
+    shares /= shares.sum(1, keepdim=True)
+    out.copy_((shares @ values).transpose(0, 1))
 
 
-def _pieces(x: torch.Tensor, size: int, filler: float) -> torch.Tensor:
-    """[..., n] as [..., pieces, size], filled up."""
+def _pieces(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., n] as [..., pieces, size], filled up with zeros."""
     if rest := -x.shape[-1] % size:
-        x = F.pad(x, (0, rest), value=filler)
+        x = F.pad(x, (0, rest))
     return x.unflatten(-1, (-1, size))

@@ -18,10 +18,17 @@ from dataclasses import dataclass
 
 import torch
 
-from .attention import Partial, finite, partial_attention, plain_attention, scaled_scores
+from .attention import (
+    Partial,
+    finite,
+    partial_attention,
+    plain_partial,
+    scaled_scores,
+    weighed,
+)
 from .checks import alike, require
 from .dispatch import implementation
-from .scoring import ScoreBuffer, reference_chunk_scores
+from .scoring import ScoreBuffer, reference_masses, reference_sums
 
 
 @dataclass
@@ -213,10 +220,7 @@ def reference_tail(
 ) -> Partial:
     if tail := key.shape[1]:
         mask = _tail_mask(query, tokens, tail, visible)
-        if visible is None or scores is not None:
-            part = _piece(query, key, value, mask, scores)
-        else:  # a tree may hide everything from a query, which torch's operators do not take
-            part = plain_attention(scaled_scores(query, key) + mask, value)
+        part = _piece(query, key, value, mask, scores, plain=visible is not None)
         if running.fresh:
             return Partial(part.out.to(query.dtype), part.lse)
         _add(running, part)
@@ -255,16 +259,23 @@ def _piece(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     scores: ScoreBuffer | None,
+    plain: bool = False,
 ) -> Partial:
-    """Attention to one piece of keys, and the scores of its chunks."""
-    if scores is None:
+    """Attention to one piece of keys, and the scores of its chunks. plain: by plain operations,
+    which take a mask that hides everything.
+    """
+    if scores is None and not plain:
         return partial_attention(query, key, value, mask=mask)
     # Scores of single keys are at hand in plain operations alone; then they serve attention too.
     exact = scaled_scores(query, key)
-    reference_chunk_scores(exact, mask, scores)
+    if scores and not scores.mass:
+        reference_sums(exact, scores)
     if mask is not None:
         exact += mask
-    return plain_attention(exact, value)
+    weights, peak = weighed(exact)
+    if scores and scores.mass:
+        reference_masses(weights, peak, scores)
+    return plain_partial(weights, peak, value, weights.dtype)
 
 
 def _add(running: Running, part: Partial) -> None:

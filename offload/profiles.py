@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from .errors import UsageError
@@ -148,4 +148,4 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 @cache
 def _table() -> dict[str, Any]:
-    return tomllib.loads(files("offload").joinpath("data/gpus.toml").read_text("utf-8"))
+    return tomllib.loads(Path(__file__).with_name("data").joinpath("gpus.toml").read_text("utf-8"))

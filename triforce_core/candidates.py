@@ -22,7 +22,7 @@ from offload.shape import DTYPES, Dtype
 
 from .acceptance_curve import NGRAM_PROPOSED, AcceptanceCurve, expected_tokens
 from .config import ModelConfig
-from .cost import LAYER_LAUNCHES, Costs, prefill_flops, rank_config
+from .cost import Costs, prefill_flops, rank_config
 from .demand import PREFILL_CHUNK, plan
 from .plan import Plan
 from .rounds import Round
@@ -33,7 +33,9 @@ BLOCK_BYTES = 16 << 20
 """Of a KV block on a GPU: copies of that size come within 3 % of a link's peak (`cuda`)."""
 CHUNK_TOKENS = MethodSettings.chunk_size
 GATHER_BYTES_PER_SECOND = 4e9
-"""Of one thread of the host that puts chunks together before they cross (`gather`)."""
+"""Of one thread of the host that puts chunks together before they cross an emulated link
+(`gather`). A GPU reads them where they lie (`direct`).
+"""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class Candidate:
         compute = flops / hardware.flops_per_second + case.costs.head(1)
         if not hardware.asynchronous:
             chunks = -(-prompt // PREFILL_CHUNK)
-            compute += rank.layers * chunks * LAYER_LAUNCHES * hardware.launch_seconds
+            compute += rank.layers * chunks * case.costs.launches.layer * hardware.launch_seconds
         rate = hardware.stream_bytes_per_second
         outwards = max(0, host_bytes(self.demand, self.plan.placement) - matrices)
         first = self.demand.layer_bytes / rate if self.plan.streamed_layers else 0.0
@@ -250,7 +252,7 @@ def _drafter_seconds(case: Case) -> float:
 
 
 def _refresh_seconds(case: Case, chosen: Plan, demand: Demand) -> float:
-    """Choosing chunks anew, and bringing those that changed: gathered by the host, then copied."""
+    """Choosing chunks anew, and bringing those that changed."""
     costs, hardware = case.costs, case.hardware
     shape = kv_shape(case.rank, 1, case.dtype)
     cache = (
@@ -258,7 +260,8 @@ def _refresh_seconds(case: Case, chosen: Plan, demand: Demand) -> float:
     )
     away = 1 - min(1.0, chosen.resident_kv_blocks / max(1, demand.kv_blocks))
     moved = case.curve.churn * cache * away
-    launches = 40 + 20 * shape.layers
+    launches = 20 if hardware.asynchronous else 40 + 20 * shape.layers
     chunks = case.length // CHUNK_TOKENS * shape.layers * shape.kv_heads
     seconds = costs.piece(chunks * 40.0 + moved, 0, launches)
-    return seconds + moved / GATHER_BYTES_PER_SECOND + moved / hardware.stream_bytes_per_second
+    seconds += moved / hardware.stream_bytes_per_second
+    return seconds if hardware.asynchronous else seconds + moved / GATHER_BYTES_PER_SECOND

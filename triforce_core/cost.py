@@ -19,19 +19,36 @@ from offload.shape import ElementType
 from .config import ModelConfig
 from .sizes import kv_shape, layer_shapes
 
-BEFORE_LAUNCHES = 21
-"""Kernels of a layer before attention: 8 of a norm, 1 product, 10 of two rotations, 2 that keep
-keys and values (`model`, `kv`).
+
+@dataclass(frozen=True)
+class Launches:
+    """Kernels that are launched, counted in the code.
+
+    before, after: of a layer, up to its attention and from it on (`model`)
+    attend, score: of each piece of keys, and besides if its chunks are scored; merge: of a layer
+        when its keys have been seen (`attend`)
+    law: from logits to laws (`sampling`)
+    """
+
+    before: int
+    attend: int
+    score: int
+    merge: int
+    after: int
+    law: int
+
+    @property
+    def layer(self) -> int:
+        """Of a layer over one piece of keys."""
+        return self.before + self.attend + self.merge + self.after
+
+
+PLAIN = Launches(before=21, attend=4, score=6, merge=10, after=15, law=20)
+"""PyTorch's operations: what computes on a CPU."""
+FUSED = Launches(before=3, attend=1, score=0, merge=2, after=6, law=1)
+"""Triton's: norm, product, rotation; one for blocks, one for the tail and one for scores; product,
+norm with residual, product, SwiGLU, product and sum.
 """
-AFTER_LAUNCHES = 15
-"""And after it: 2 products with a sum each, 8 of a norm, a product, silu, times (`model`)."""
-ATTEND_LAUNCHES = 2
-SCORE_LAUNCHES = 6
-"""Of each piece of keys, and if its chunks are scored (`attend`, `scores`)."""
-MERGE_LAUNCHES = 6
-LAYER_LAUNCHES = BEFORE_LAUNCHES + ATTEND_LAUNCHES + MERGE_LAUNCHES + AFTER_LAUNCHES
-LAW_LAUNCHES = 20
-"""Logits to laws: temperature, shortlist, softmax, sums, masks (`laws`)."""
 LAW_BYTES = 120.0
 """Read and written for each token of the vocabulary: about 70 by a law (its scores, softmax,
 shortlist, mask and sums) and 50 by the rule (the residual, and sums of it in float64).
@@ -79,6 +96,10 @@ class Costs:
     dtype: ElementType
     hardware: Hardware
 
+    @property
+    def launches(self) -> Launches:
+        return FUSED if self.hardware.asynchronous else PLAIN
+
     def piece(self, nbytes: float, flops: float, launches: int, *, recorded: bool = False) -> float:
         """Seconds of one piece of compute."""
         hardware = self.hardware
@@ -90,13 +111,13 @@ class Costs:
         config = self.config
         heads = (config.heads + config.kv_heads) * config.head_dim
         touched = NORM_TOUCHES * config.hidden + ROTATE_TOUCHES * heads
-        return self._products(tokens, NORM_PARTS, touched, BEFORE_LAUNCHES, recorded)
+        return self._products(tokens, NORM_PARTS, touched, self.launches.before, recorded)
 
     def after(self, tokens: int, *, recorded: bool = False) -> float:
         """A layer from its attention on, with what two GPUs tell each other."""
         parts = [part for part in layer_shapes(self.config) if part not in NORM_PARTS]
         touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self.config.mlp
-        layer = self._products(tokens, parts, touched, AFTER_LAUNCHES, recorded)
+        layer = self._products(tokens, parts, touched, self.launches.after, recorded)
         return layer + self._all_reduces(tokens)
 
     def attend(
@@ -105,14 +126,13 @@ class Costs:
         """Attention of `tokens` queries to one piece of keys. scored: chunks get their mass."""
         config = self.config
         shape = kv_shape(config, 1, self.dtype)
-        products = 3 if scored else 2  # query times key once more
-        flops = 2.0 * products * tokens * config.heads * config.head_dim * keys
-        nbytes = keys * shape.token_bytes
-        if scored:
-            # Scores of every row in float32: written, turned to weights, read and averaged.
-            nbytes += nbytes // 2 + 4 * 4 * tokens * config.heads * keys
-        launches = ATTEND_LAUNCHES + (SCORE_LAUNCHES if scored else 0)
         hardware = self.hardware
+        flops = 4.0 * tokens * config.heads * config.head_dim * keys
+        nbytes = keys * shape.token_bytes
+        if scored and not hardware.asynchronous:
+            # Scores of every row in float32: written, turned to weights, read and averaged.
+            nbytes += 4 * 4 * tokens * config.heads * keys
+        launches = self.launches.attend + (self.launches.score if scored else 0)
         if not hardware.attend_bytes_per_second:
             return self.piece(nbytes, flops, launches, recorded=recorded)
         products = max(
@@ -124,13 +144,15 @@ class Costs:
 
     def merge(self, tokens: int, parts: int) -> float:
         rows = tokens * self.config.heads * self.config.head_dim
-        return self.piece(3.0 * parts * rows * self.dtype.itemsize, 0, MERGE_LAUNCHES)
+        return self.piece(3.0 * parts * rows * self.dtype.itemsize, 0, self.launches.merge)
 
     def head(self, tokens: int, *, recorded: bool = False) -> float:
         """Final norm, output matrix and laws."""
         config = self.config
         matrix = config.vocab * config.hidden
-        laws = self.piece(LAW_BYTES * tokens * config.vocab, 0, LAW_LAUNCHES, recorded=recorded)
+        laws = self.piece(
+            LAW_BYTES * tokens * config.vocab, 0, self.launches.law, recorded=recorded
+        )
         return self._launched(self._product(tokens, matrix), 9, recorded) + laws
 
     def resident_forward(self, tokens: int, keys: int, *, recorded: bool = True) -> float:

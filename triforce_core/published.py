@@ -17,7 +17,7 @@ from offload.errors import DoesNotFitError, UsageError
 
 from .acceptance_curve import MODEL_ACCEPTANCE, expected_tokens
 from .candidates import Case
-from .cost import LAW_LAUNCHES, Costs
+from .cost import PLAIN, Costs
 from .shapes import read_shape
 from .sizes import SINKS, WINDOW, embedding_layout, head_layout, kv_shape, layer_layout
 
@@ -119,7 +119,7 @@ class Published:
     def drafter_seconds(self) -> float:
         """A token of llama-68m over its window, kernel by kernel."""
         small = Costs(read_shape(DRAFTER), self.case.dtype, self.case.hardware)
-        launches = small.config.layers * LAYER_LAUNCHES + LAW_LAUNCHES
+        launches = small.config.layers * LAYER_LAUNCHES + PLAIN.law
         work = small.resident_forward(1, SINKS + WINDOW)
         return max(work, self._launches(launches))
 
