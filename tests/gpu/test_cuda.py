@@ -240,6 +240,19 @@ def test_drafts_change_no_greedy_text(tiny, draft: str, retrieval: str, method: 
             assert engine.generate(prompt, GREEDY).token_ids == expected, placement
 
 
+@pytest.mark.parametrize("pin", [True, False])
+def test_chunks_are_read_in_host_memory_itself_where_it_is_registered(tiny, pin: bool) -> None:
+    from offload.cuda import reads_host_memory
+
+    path, _ = tiny("llama")
+    options = {"device": "cuda:0", "max_context": 200, "block_tokens": BLOCK, "dtype": "float32"}
+    with Engine.from_pretrained(
+        path, budget=48, draft_tokens=6, placement=PLACEMENTS["kv"], pin=pin, **options
+    ) as engine:
+        retrieval = engine.generate(random_ids(75), GREEDY).stats["retrieval"]
+    assert (retrieval["bytes_read_in_place"] > 0) == (pin and reads_host_memory(DEVICE))
+
+
 def test_coupled_noise_is_that_of_the_cpu_and_text_depends_on_the_seed_alone(tiny) -> None:
     from triforce_core.acceptance import exponential_noise
 
