@@ -43,7 +43,11 @@ class KernelsError(ValueError):
 
 def implementation(kernel: str, device: torch.device) -> Callable:
     """What computes `kernel` on a device. Raises KernelsError."""
-    return _load(KERNELS[kernel][backend(device.type) == TRITON])
+    found = _load(KERNELS[kernel][backend(device.type) == TRITON])
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        # Triton launches on the current device, wherever its inputs lie.
+        return torch.cuda.device(device)(found)
+    return found
 
 
 def backend(device_type: str) -> str:
@@ -67,12 +71,31 @@ def _backend(device_type: str, forced: str) -> str:
             stacklevel=2,
         )
         return REFERENCE
+    if device_type == "cuda" and (failure := _failure()):
+        if forced:
+            raise KernelsError(f"{VARIABLE}={TRITON}, but triton launches nothing: {failure}")
+        warnings.warn(
+            f"triton launches nothing ({failure}): plain PyTorch operations take the place of the "
+            "kernels, and are slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return REFERENCE
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise KernelsError(
             f"{VARIABLE}={TRITON} on {device_type} needs Triton's interpreter: set "
             "TRITON_INTERPRET=1, or use a CUDA device"
         )
     return TRITON
+
+
+def _failure() -> str | None:
+    """Why Triton cannot launch here, if it cannot: it needs a C compiler, for one."""
+    try:
+        _load(KERNELS["swiglu"][True])(torch.zeros(1, 2, device="cuda"))
+    except Exception as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return None
 
 
 @cache

@@ -16,8 +16,9 @@ class ChunkSource:
     """Keys and values of all layers by address: blocks, of equal size, then a tail.
 
     addresses: [layers, blocks + 1] int64 on the device; each points at [2, kv_heads, n, head_dim]
-        with n = block_tokens, the last at one with n = tail_tokens. Device memory, or host memory
-        registered with the driver, which the device reads where it lies.
+        with n = block_tokens, the last at one with n = tail_tokens, at multiples of 16 bytes.
+        Device memory, or host memory registered with the driver, which the device reads where it
+        lies. (The reference reads what the processor can.)
     """
 
     addresses: torch.Tensor

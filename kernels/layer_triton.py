@@ -67,7 +67,7 @@ def _rope_kernel(
         tl.store(target + HALF, turned_2, mask=inside)
 
 
-@triton.jit(do_not_specialize=["row_stride"])
+@triton.jit
 def _swiglu_kernel(gate_up, out, row_stride, width, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 _MOST_AT_ONCE = 4096
+_DRAFT_TOKENS = 64
 
 
 @triton.jit
@@ -134,7 +135,7 @@ def _law_kernel(
         tl.store(out + column, power / whole, mask=column < vocab)
 
 
-@triton.jit(do_not_specialize=["n", "vocab"])
+@triton.jit(do_not_specialize=["n", "vocab", "t_draft", "q_draft", "p_draft", "c_draft"])
 def _accept_kernel(
     tokens, drafted, target, coins, accepted, chosen,
     t_draft, q_draft, q_row, p_draft, p_row, c_draft, n, vocab,
@@ -213,7 +214,8 @@ def accept(
     _accept_kernel[(drafts,)](
         tokens, laws, target_laws, coins, accepted, chosen,
         n, laws.stride(0), laws.stride(1), *target_laws.stride()[:2], n + 1, n, vocab,
-        TOKENS=max(2, triton.next_power_of_2(n)), AT_ONCE=at_once,
+        # One size for most drafts: a new one would be compiled in the middle of a text.
+        TOKENS=max(_DRAFT_TOKENS, triton.next_power_of_2(n)), AT_ONCE=at_once,
         num_warps=8 if at_once == _MOST_AT_ONCE else 4, enable_fp_fusion=True,
     )  # fmt: skip
     return accepted, chosen

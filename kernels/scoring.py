@@ -21,8 +21,10 @@ from .attention import finite
 from .checks import require
 from .dispatch import implementation
 
-LARGEST = 64
-"""Keys of a chunk as it is scored, at most. Larger ones are several that lie side by side."""
+LARGEST = 16
+"""Keys of a chunk as it is scored, at most: those of the smallest tile of a kernel. Larger chunks
+are several that lie side by side.
+"""
 
 
 @dataclass(frozen=True)

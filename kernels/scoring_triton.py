@@ -9,7 +9,7 @@ import triton.language as tl
 _CHUNKS = 128
 
 
-@triton.jit(do_not_specialize=["heads", "tokens", "keys", "chunks"])
+@triton.jit(do_not_specialize=["heads", "tokens", "keys", "chunks", "s_head", "s_row"])
 def _group_kernel(
     scores, lse, out, s_head, s_row, o_group, o_head,
     heads, tokens, keys, chunks,
@@ -35,7 +35,7 @@ def _group_kernel(
     if not MASS:
         total /= tl.minimum(SIZE * PIECES, keys - chunk * SIZE * PIECES).to(tl.float32)
     mean = total / (heads * (end - begin))
-    place = out + group * o_group + kv_head * o_head + chunk
+    place = out + group.to(tl.int64) * o_group + kv_head * o_head + chunk
     tl.store(place, mean.to(out.dtype.element_ty), mask=chunk < chunks)
 
 

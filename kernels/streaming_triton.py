@@ -103,7 +103,9 @@ def _step(
     return acc, highest, total
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "keys", "tiles", "first", "fresh"])
+@triton.jit(
+    do_not_specialize=["rows", "blocks", "keys", "tiles", "first", "fresh", "s_head", "s_row"]
+)
 def _blocks_kernel(
     query, key, value, acc, peak, total, sheet,
     q_head, q_row, k_block, k_head, k_key, v_block, v_head, v_key, s_head, s_row,
@@ -154,7 +156,7 @@ def _blocks_kernel(
     tl.store(acc + spread, a, mask=here)
 
 
-@triton.jit(do_not_specialize=["rows", "parts", "keys", "tokens", "first"])
+@triton.jit(do_not_specialize=["rows", "parts", "keys", "tokens", "first", "s_head", "s_row"])
 def _tail_kernel(
     query, key, value, acc, peak, total, sheet, visible, out, lse,
     q_head, q_row, k_head, k_key, v_head, v_key, s_head, s_row,

@@ -35,10 +35,10 @@ class Driver(Protocol):
 class CudaDriver:
     """cudaHostRegister, for every device of the process."""
 
-    _PORTABLE = 1
+    _PORTABLE_AND_MAPPED = 1 | 2  # kernels read it too: see `direct`
 
     def register(self, address: int, size: int) -> int:
-        code = int(torch.cuda.cudart().cudaHostRegister(address, size, self._PORTABLE))
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, self._PORTABLE_AND_MAPPED))
         if code:
             # The runtime keeps the error for the next kernel's check: let one have it.
             with suppress(RuntimeError):

@@ -54,11 +54,8 @@ def open_device(name: str | torch.device | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"device {name!r} is not known; use cuda:0 or cpu") from None
-    try:
-        backend(device.type)
-    except KernelsError as error:
-        raise UsageError(str(error)) from error
     if device.type == "cpu":
+        _check_kernels("cpu")
         return torch.device("cpu")
     if device.type != "cuda":
         raise UsageError(f"device {name!r} is not supported; use cuda:0 or cpu")
@@ -67,7 +64,15 @@ def open_device(name: str | torch.device | None) -> torch.device:
     if device.index >= count:
         raise UsageError(f"device {name!r} is not there; CUDA finds {count} GPUs")
     torch.cuda.set_device(device)  # memory is registered, and streams made, for the current one
+    _check_kernels("cuda")
     return device
+
+
+def _check_kernels(device_type: str) -> None:
+    try:
+        backend(device_type)
+    except KernelsError as error:
+        raise UsageError(str(error)) from error
 
 
 def open_link(machine: MachineSettings) -> tuple[Link, HostMemory]:

@@ -72,7 +72,7 @@ def test_laws_that_differ_by_rounding_never_draw_the_impossible() -> None:
 
     original = torch.rand
     try:
-        torch.rand = lambda *_, **options: torch.ones(1, dtype=torch.float64)
+        torch.rand = lambda size, **_: torch.ones(size, dtype=torch.float64)
         verdict = accept(torch.tensor([1]), q, p, None)
     finally:
         torch.rand = original

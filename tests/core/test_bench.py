@@ -63,7 +63,7 @@ def test_every_test_gives_its_figure(capsys, tiny_shape) -> None:
 def test_the_floor_of_a_pass_is_its_bytes_over_the_link(capsys, tiny_shape) -> None:
     options = ("--tests", "pass", "--output", "json", "--link-bandwidth", "20MB/s")
     code, out, _ = run(
-        capsys, tiny_shape, "--context", "400", "--device-memory", "5200KiB", *options
+        capsys, tiny_shape, "--context", "400", "--device-memory", "4900KiB", *options
     )
     result = json.loads(out)
     assert code == 0

@@ -95,7 +95,7 @@ def test_a_model_that_streams_gives_the_same_text(speaking, capsys, tmp_path) ->
     base = ("generate", speaking, "--prompt", prompt, *GREEDY)
     resident = run(capsys, *base)
     stats = tmp_path / "stats.json"
-    small = ("--device-memory", "2150KiB", "--link-bandwidth", "5GB/s", "--stats", stats)
+    small = ("--device-memory", "2050KiB", "--link-bandwidth", "5GB/s", "--stats", stats)
     streamed = run(capsys, *base, *small)
     assert resident[0] == streamed[0] == 0
     assert resident[1] == streamed[1]
@@ -234,7 +234,7 @@ def start(*arguments: object, **options: object) -> subprocess.Popen:
     )
 
 
-SLOW = ("--device", "cpu", "--device-memory", "2250KiB", "--link-bandwidth")
+SLOW = ("--device", "cpu", "--device-memory", "2050KiB", "--link-bandwidth")
 
 
 def test_an_interrupt_keeps_text_and_stats_and_exits_130(speaking, tmp_path) -> None:

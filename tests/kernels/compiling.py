@@ -1,6 +1,6 @@
 """Compiling what launchers would launch, for a GPU that is not there.
 
-    compiling.py CAPABILITY [few]
+    compiling.py CAPABILITY few|half|all
 
 Triton's compiler needs no GPU. Interpreted kernels show what is computed; compiled ones, that they
 can be, within the shared memory and registers of a device. A process of its own, since a kernel is
@@ -166,18 +166,20 @@ def launch_others(dtype: torch.dtype) -> None:
         int4_matmul(empty(rows, 4096), quantise(torch.zeros(4096, 4096, dtype=dtype)))
 
 
-def main(capability: int, few: bool) -> None:
+def main(capability: int, which: str) -> None:
     # Launchers look their kernels up by the device of the inputs, which is this processor.
     dispatch.implementation = lambda kernel, device: dispatch._load(KERNELS[kernel][1])
     for name in ("streaming", "scoring", "selection", "gather", "layer", "sampling", "int4"):
         sys.modules[f"triforce_kernels.{name}"].implementation = dispatch.implementation
     told = []
     with compiling(capability) as compiled:
-        for name, case in list(ATTENTION.items())[: 1 if few else None]:
+        for name, case in ATTENTION.items():
+            if (which == "few" and told) or (which == "half" and case.dtype == torch.float32):
+                continue
             launch_attention(case)
             told += [(name, *one) for one in compiled]
             compiled.clear()
-        for dtype in (HALF,) if few else (HALF, torch.float32):
+        for dtype in (HALF, torch.float32) if which == "all" else (HALF,):
             launch_others(dtype)
             told += [(str(dtype), *one) for one in compiled]
             compiled.clear()
@@ -185,4 +187,4 @@ def main(capability: int, few: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), "few" in sys.argv)
+    main(int(sys.argv[1]), sys.argv[2])

@@ -18,7 +18,7 @@ SHARED_BYTES = 99 << 10
 SPILT_BYTES = 128
 
 
-@pytest.mark.parametrize(("capability", "which"), [(80, "few"), (89, "all"), (90, "few")])
+@pytest.mark.parametrize(("capability", "which"), [(80, "few"), (89, "all"), (90, "half")])
 def test_kernels_compile_and_fit(capability: int, which: str, tmp_path) -> None:
     """What lies in registers stays there but for a few bytes, and shared memory suffices."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -22,7 +22,20 @@ def test_both_implementations_take_the_same_arguments(kernel: str) -> None:
     )
 
 
-def test_the_device_decides_unless_the_variable_does(monkeypatch) -> None:
+@pytest.fixture
+def launches(monkeypatch):
+    """launches(failure): Triton on CUDA launches, or does not and says why."""
+
+    def set_to(failure: str | None) -> None:
+        dispatch._backend.cache_clear()
+        monkeypatch.setattr(dispatch, "_failure", lambda: failure)
+
+    yield set_to
+    dispatch._backend.cache_clear()
+
+
+def test_the_device_decides_unless_the_variable_does(monkeypatch, launches) -> None:
+    launches(None)
     monkeypatch.delenv(VARIABLE, raising=False)
     assert backend("cpu") == REFERENCE
     assert backend("cuda") == TRITON
@@ -41,6 +54,14 @@ def test_without_triton_the_reference_takes_its_place_with_a_warning(monkeypatch
         dispatch._backend.__wrapped__("cuda", TRITON)
 
 
+def test_where_triton_launches_nothing_the_reference_takes_its_place(launches) -> None:
+    launches("no C compiler")
+    with pytest.warns(RuntimeWarning, match=r"launches nothing \(no C compiler\)"):
+        assert dispatch._backend("cuda", "") == REFERENCE
+    with pytest.raises(KernelsError, match="launches nothing: no C compiler"):
+        dispatch._backend("cuda", TRITON)
+
+
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
@@ -52,7 +73,17 @@ def test_the_command_line_says_so_in_a_sentence(speaking, monkeypatch, value, se
     monkeypatch.setenv(VARIABLE, value)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     done = subprocess.run(
-        [sys.executable, "-m", "triforce_core.cli", "generate", speaking, "--prompt", "x"],
+        [
+            sys.executable,
+            "-m",
+            "triforce_core.cli",
+            "generate",
+            speaking,
+            "--prompt",
+            "x",
+            "--device",
+            "cpu",
+        ],
         capture_output=True,
         text=True,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import DEVICE
+from triforce_kernels.dispatch import REFERENCE
 from triforce_kernels.gather import ChunkSource, gather_chunks
 
 LAYERS, HEADS, BLOCK, TAIL, CHUNK, SLOTS = 2, 3, 32, 50, 8, 7
@@ -18,6 +19,8 @@ def test_chunks_come_from_blocks_and_from_the_tail(backend, draw, dtype, head_di
         [draw(2, HEADS, n, head_dim).to(dtype) for n in (*[BLOCK] * blocks, TAIL)]
         for _ in range(LAYERS)
     ]
+    if backend == REFERENCE:  # which reads with the processor
+        stored = [[x.cpu() for x in layer] for layer in stored]
     addresses = torch.tensor([[x.data_ptr() for x in layer] for layer in stored], device=DEVICE)
     generator = torch.Generator().manual_seed(1)
     most = blocks * BLOCK // CHUNK + TAIL // CHUNK
@@ -36,6 +39,18 @@ def test_chunks_come_from_blocks_and_from_the_tail(backend, draw, dtype, head_di
     target = rows[:, :, :, : SLOTS * CHUNK].unflatten(3, (SLOTS, CHUNK))
     gather_chunks(moves.to(DEVICE), ChunkSource(addresses, BLOCK, TAIL), target)
     assert torch.equal(rows.cpu(), expected)
+
+
+def test_chunks_larger_than_a_program_takes_at_once(backend, draw) -> None:
+    stored = draw(2, 1, 128, 48)
+    if backend == REFERENCE:
+        stored = stored.cpu()
+    addresses = torch.full((1, 2), stored.data_ptr(), device=DEVICE)
+    moves = torch.tensor([[[-1, 0]]], device=DEVICE)
+    target = torch.zeros(1, 2, 1, 2, 128, 48, device=DEVICE)
+    gather_chunks(moves, ChunkSource(addresses, 128, 128), target)
+    assert torch.equal(target[0, :, :, 1].cpu(), stored.cpu())
+    assert (target[0, :, :, 0] == 0).all()
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")

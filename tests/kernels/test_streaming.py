@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import pytest
 import torch
 from conftest import DEVICE, TOLERANCE, assert_near
-from triforce_kernels.scoring import ScoreBuffer
+from triforce_kernels.scoring import LARGEST, ScoreBuffer
 from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
 
 
@@ -126,6 +127,25 @@ def test_mass_is_the_softmax_summed_over_each_chunk(backend, draw, case: Case, d
     mass = (sheet - part.lse.unsqueeze(-1)).exp()
     assert (mass - chunked(scores.softmax(-1), case, 0).sum(-1)).abs().max() <= 1e-5
     assert (mass.sum(-1) - 1).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("size", [2, LARGEST])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        (Case(1, 5, 13, 64, 32, 2, 20), torch.float16),  # 65 rows
+        (Case(1, 2, 2, 64, 32, 1, 9), torch.float32),
+        (Case(1, 1, 2, 256, 16, 2, 17), torch.float32),  # the smallest tile
+    ],
+)
+def test_chunks_of_any_size_fit_into_any_tile(
+    backend, draw, monkeypatch, case: Case, dtype, size: int
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SIZE", size)
+    query, keys, values = make(case, draw, dtype)
+    _, _, scores = exact(query, keys, values, case.tokens)
+    _, sheet = run(case, query, keys, values, mass=True)
+    assert_near(sheet, chunked(scores, case, float("-inf")).logsumexp(-1), 1e-5)
 
 
 @pytest.mark.parametrize("case", CASES[:2])
