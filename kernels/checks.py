@@ -13,14 +13,19 @@ def require(kernel: str, fits: bool, **inputs: object) -> None:
 
 
 def alike(*tensors: torch.Tensor | None) -> bool:
-    """Whether tensors share dtype and device, and rows of their last dimension are contiguous."""
-    there = [tensor for tensor in tensors if tensor is not None]
-    return all(
-        tensor.dtype == there[0].dtype
-        and tensor.device == there[0].device
-        and (tensor.stride(-1) == 1 or tensor.shape[-1] == 1)
-        for tensor in there
-    )
+    """Whether tensors, the first of which is there, share dtype and device, and rows of their last
+    dimension are contiguous.
+    """
+    # A plain loop: this is asked for several times a layer.
+    dtype, device = tensors[0].dtype, tensors[0].device
+    for tensor in tensors:
+        if tensor is not None and (
+            tensor.dtype != dtype
+            or tensor.device != device
+            or (tensor.stride(-1) != 1 and tensor.shape[-1] != 1)
+        ):
+            return False
+    return True
 
 
 def _described(value: object) -> str:

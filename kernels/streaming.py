@@ -21,6 +21,7 @@ import torch
 from .attention import (
     Partial,
     finite,
+    merge,
     partial_attention,
     plain_partial,
     scaled_scores,
@@ -81,7 +82,6 @@ def attend_blocks(
         "attend_blocks",
         key.shape == value.shape == (blocks, kv_heads, tokens, head_dim)
         and running.acc.shape[1:] == query.shape
-        and running.acc.is_contiguous()
         and running.acc.device == query.device
         and rows > 0
         and alike(query, key, value)
@@ -124,7 +124,6 @@ def attend_tail(
         "attend_tail",
         key.shape == value.shape == (kv_heads, tail, head_dim)
         and running.acc.shape[1:] == query.shape
-        and running.acc.is_contiguous()
         and running.acc.device == query.device
         and 0 < tokens <= rows
         and rows % tokens == 0
@@ -204,7 +203,6 @@ def reference_blocks(
 ) -> None:
     for keys, values in zip(key, value, strict=True):
         _add(running, _piece(query, keys, values, None, scores))
-        running.fresh = False
         if scores:
             scores = scores.at(scores.first + keys.shape[1] // scores.size)
 
@@ -220,14 +218,10 @@ def reference_tail(
 ) -> Partial:
     if tail := key.shape[1]:
         mask = _tail_mask(query, tokens, tail, visible)
-        part = _piece(query, key, value, mask, scores, plain=visible is not None)
-        if running.fresh:
-            return Partial(part.out.to(query.dtype), part.lse)
-        _add(running, part)
-    elif running.fresh:
+        _add(running, _piece(query, key, value, mask, scores, plain=visible is not None))
+    if running.fresh:
         return Partial(torch.zeros_like(query), torch.full_like(running.peak[0], float("-inf")))
-    out = running.acc[0] / running.total[0].unsqueeze(-1)
-    return Partial(out.to(query.dtype), running.peak[0] + running.total[0].log())
+    return Partial(running.acc[0].to(query.dtype), running.peak[0])
 
 
 def reference_cache(
@@ -238,14 +232,16 @@ def reference_cache(
     end: int | torch.Tensor,
 ) -> torch.Tensor:
     if isinstance(end, int):
+        seen = end + tokens
+        if tokens == 1:
+            return partial_attention(query, key[:, :seen], value[:, :seen]).out
         # Two calls, since an operator without a mask is the faster one.
-        running, seen = Running.of(query), end + tokens
-        past = end if tokens > 1 else seen
-        if past:
-            _add(running, partial_attention(query, key[:, :past], value[:, :past]))
-            running.fresh = False
-        own = slice(past, seen)
-        return reference_tail(running, query, key[:, own], value[:, own], tokens, None, None).out
+        own = slice(end, seen)
+        mask = _tail_mask(query, tokens, tokens, None)
+        parts = [partial_attention(query, key[:, own], value[:, own], mask=mask)]
+        if end:
+            parts.insert(0, partial_attention(query, key[:, :end], value[:, :end]))
+        return merge(parts)
     columns = torch.arange(key.shape[1], device=query.device)
     hidden = columns > (end + torch.arange(tokens, device=query.device)).unsqueeze(1)
     mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
@@ -279,18 +275,15 @@ def _piece(
 
 
 def _add(running: Running, part: Partial) -> None:
-    """Merges a normalised part, whose peak is its log-sum-exp and whose total is then 1."""
-    acc, peak, total = running.acc[0], running.peak[0], running.total[0]
+    """Merges a part. The state is normalised here: its peak is a log-sum-exp, its total 1."""
+    out = part.out.to(running.acc.dtype)
     if running.fresh:
-        acc.copy_(part.out)
-        peak.copy_(part.lse)
-        total.fill_(1)
+        running.acc, running.peak, running.fresh = out[None], part.lse[None], False
         return
-    highest = torch.maximum(peak, part.lse)
-    before, now = ((x - finite(highest)).exp_() for x in (peak, part.lse))
-    acc.mul_(before.unsqueeze(-1)).add_(part.out * now.unsqueeze(-1))
-    total.mul_(before).add_(now)
-    peak.copy_(highest)
+    before, lse = running.peak[0], torch.logaddexp(running.peak[0], part.lse)
+    old, new = ((x - finite(lse)).exp_().unsqueeze(-1) for x in (before, part.lse))
+    running.acc = (running.acc[0] * old).addcmul_(out, new)[None]
+    running.peak = lse[None]
 
 
 def _tail_mask(
