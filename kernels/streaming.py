@@ -20,7 +20,6 @@ import torch
 
 from .attention import (
     Partial,
-    finite,
     merge,
     partial_attention,
     plain_partial,
@@ -280,10 +279,11 @@ def _add(running: Running, part: Partial) -> None:
     if running.fresh:
         running.acc, running.peak, running.fresh = out[None], part.lse[None], False
         return
-    before, lse = running.peak[0], torch.logaddexp(running.peak[0], part.lse)
-    old, new = ((x - finite(lse)).exp_().unsqueeze(-1) for x in (before, part.lse))
-    running.acc = (running.acc[0] * old).addcmul_(out, new)[None]
-    running.peak = lse[None]
+    before = running.peak[0]
+    share = (part.lse - before).sigmoid_()
+    share.masked_fill_(part.lse == float("-inf"), 0)  # also where there was nothing before
+    running.acc[0].lerp_(out, share.unsqueeze(-1))
+    running.peak = torch.logaddexp(before, part.lse)[None]
 
 
 def _tail_mask(

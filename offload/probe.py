@@ -103,7 +103,7 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
     layers = [torch.empty(shape).fill_(0.01) for _ in range(count) for shape in matrices]
     nbytes = sum(layer.numel() * 4 for layer in layers)
     query, queries = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 192, 64)
-    caches = torch.full((_CACHES, 2, 1, 3, 1024, 64), 0.01).unbind()
+    caches = torch.full((_CACHES, 2, 1, 3, _CACHE_KEYS, 64), 0.01).unbind()
     small = torch.randn(1, 576)
 
     def products(rows: int) -> Callable[[], None]:
@@ -138,14 +138,16 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
         launch_seconds=tiny / (_KERNELS * _CHAIN),
         product_seconds_per_byte=tuple(taken.items()),
         attend_bytes_per_second=sum(cache.numel() for cache in caches) * 4 / attended,
-        attend_flops_per_second=4 * queries.numel() * 1024 * _CACHES / wide,
+        attend_flops_per_second=4 * queries.numel() * _CACHE_KEYS * _CACHES / wide,
     )
 
 
 _ROWS = (1, 2, 8, 24, 64)
 _CHAIN, _KERNELS = 60, 10
 """Rounds of ten operations as a norm and a rotation have them, with the views that they take."""
-_MATRIX_BYTES, _CACHES = 384 << 20, 64
+_MATRIX_BYTES = 384 << 20
+_CACHES, _CACHE_KEYS = 128, 512
+"""Pieces of keys as a pass over a few thousand tokens attends to them."""
 
 
 _LAUNCHES = 200
