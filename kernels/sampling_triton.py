@@ -6,19 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from .order_triton import ordered
+
 _MOST_AT_ONCE = 4096
 _DRAFT_TOKENS = 64
 
 
-@triton.jit
-def _ordered(x):
-    """Floats as whole numbers of the same order; of two zeros, one."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit(do_not_specialize=["vocab", "top_k"])
-def _greedy_kernel(logits, out, l_row, vocab, top_k, AT_ONCE: tl.constexpr):
+@triton.jit(do_not_specialize=["vocab"])
+def _greedy_kernel(logits, out, l_row, vocab, AT_ONCE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * l_row
     out += row * vocab
@@ -58,7 +53,7 @@ def _law_kernel(
                 column = start + tl.arange(0, AT_ONCE)
                 there = column < vocab
                 x = tl.load(logits + column, mask=there, other=0.0).to(tl.float32) / temperature
-                count += tl.sum(((_ordered(x) >= tried) & there).to(tl.int32))
+                count += tl.sum(((ordered(x) >= tried) & there).to(tl.int32))
             least = tl.where(count >= top_k, tried, least)
             bit = (bit >> 1) & 0x7FFFFFFF
     peak, bad = float("-inf"), 0
@@ -75,7 +70,7 @@ def _law_kernel(
         x = tl.load(logits + column, mask=there, other=float("-inf")).to(tl.float32) / temperature
         power = tl.exp(x - peak)
         if TOP_K:
-            power = tl.where(_ordered(x) >= least, power, tl.where(power == power, 0.0, power))
+            power = tl.where(ordered(x) >= least, power, tl.where(power == power, 0.0, power))
         power = tl.where(there, power, 0.0)
         whole += tl.sum(power)
         tl.store(out + column, power, mask=there)
@@ -192,7 +187,7 @@ def law(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> t
     options = {"AT_ONCE": at_once, "num_warps": 16 if at_once == _MOST_AT_ONCE else 4}
     options["enable_fp_fusion"] = True
     if temperature == 0:
-        _greedy_kernel[(rows,)](logits, out, logits.stride(0), vocab, 0, **options)
+        _greedy_kernel[(rows,)](logits, out, logits.stride(0), vocab, **options)
     else:
         _law_kernel[(rows,)](
             logits, out, logits.stride(0), temperature, top_k, top_p, vocab,

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .order_triton import ordered
+
 _MOST_AT_ONCE = 4096
 
 
@@ -16,9 +18,7 @@ def _worth(scores, chunk, chunks, newest):
     score = tl.load(scores + chunk, mask=there, other=float("-inf"))
     score = tl.where(score == score, score, float("-inf"))
     score = tl.where((chunk == 0) | (chunk >= chunks - newest), float("inf"), score)
-    score = tl.where(score == 0.0, 0.0, score)  # of two zeros, one
-    bits = score.to(tl.int32, bitcast=True)
-    return tl.where(there, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
+    return tl.where(there, ordered(score), -2147483648)
 
 
 @triton.jit(do_not_specialize=["s_row", "chunks", "newest", "filled", "slots"])

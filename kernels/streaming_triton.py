@@ -59,6 +59,12 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit
+def _tile(base, stride, row, dim, here):
+    """[rows, dim] of a matrix whose rows are `stride` apart; 0 where it is not `here`."""
+    return tl.load(base + row[:, None] * stride + dim[None, :], mask=here, other=0.0)
+
+
+@triton.jit
 def _chunked(scores, size: tl.constexpr):
     """[rows, keys] as [rows, chunks, size]"""
     return tl.reshape(scores, [scores.shape[0], scores.shape[1] // size, size])
@@ -120,7 +126,7 @@ def _blocks_kernel(
     dim = tl.arange(0, WIDTH)
     real, wide = row < rows, dim < DIM
     here = real[:, None] & wide[None, :]
-    q = tl.load(query + head * q_head + row[:, None] * q_row + dim[None, :], mask=here, other=0.0)
+    q = _tile(query + head * q_head, q_row, row, dim, here)
     state = (split * kv_heads + head) * rows + row
     spread = state[:, None] * DIM + dim[None, :]
     if fresh:
@@ -136,14 +142,8 @@ def _blocks_kernel(
         column = (split * tiles + turn % tiles) * KEYS + tl.arange(0, KEYS)
         inside = column < keys
         there = inside[:, None] & wide[None, :]
-        k = tl.load(
-            key + block * k_block + head * k_head + column[:, None] * k_key + dim[None, :],
-            mask=there, other=0.0,
-        )  # fmt: skip
-        v = tl.load(
-            value + block * v_block + head * v_head + column[:, None] * v_key + dim[None, :],
-            mask=there, other=0.0,
-        )  # fmt: skip
+        k = _tile(key + block * k_block + head * k_head, k_key, column, dim, there)
+        v = _tile(value + block * v_block + head * v_head, v_key, column, dim, there)
         sheets, kept = sheet + row[:, None], here
         if SIZE > 0:
             part = (split * tiles + turn % tiles) * (KEYS // SIZE) + tl.arange(0, KEYS // SIZE)
@@ -185,18 +185,14 @@ def _tail_kernel(
         there = tl.load(acc + state[:, None] * DIM + dim[None, :], mask=here, other=0.0)
         a = a * fade[:, None] + there * weight[:, None]
         m = highest
-    q = tl.load(query + head * q_head + row[:, None] * q_row + dim[None, :], mask=here, other=0.0)
+    q = _tile(query + head * q_head, q_row, row, dim, here)
     token = row % tokens
     for start in range(0, keys, KEYS):
         column = start + tl.arange(0, KEYS)
         inside = column < keys
         there = inside[:, None] & wide[None, :]
-        k = tl.load(
-            key + head * k_head + column[:, None] * k_key + dim[None, :], mask=there, other=0.0
-        )
-        v = tl.load(
-            value + head * v_head + column[:, None] * v_key + dim[None, :], mask=there, other=0.0
-        )
+        k = _tile(key + head * k_head, k_key, column, dim, there)
+        v = _tile(value + head * v_head, v_key, column, dim, there)
         own = column - (keys - tokens)
         if TREE:
             drafted = inside & (own >= 0)
@@ -238,7 +234,7 @@ def _cache_kernel(
     dim = tl.arange(0, WIDTH)
     real, wide = row < rows, dim < DIM
     here = real[:, None] & wide[None, :]
-    q = tl.load(query + head * q_head + row[:, None] * q_row + dim[None, :], mask=here, other=0.0)
+    q = _tile(query + head * q_head, q_row, row, dim, here)
     before = tl.load(end).to(tl.int32)
     keys = before + tokens
     last = before + row % tokens
@@ -250,12 +246,8 @@ def _cache_kernel(
     for start in range(split * tiles * KEYS, tl.minimum((split + 1) * tiles * KEYS, keys), KEYS):
         column = start + tl.arange(0, KEYS)
         there = (column < keys)[:, None] & wide[None, :]
-        k = tl.load(
-            key + head * k_head + column[:, None] * k_key + dim[None, :], mask=there, other=0.0
-        )
-        v = tl.load(
-            value + head * v_head + column[:, None] * v_key + dim[None, :], mask=there, other=0.0
-        )
+        k = _tile(key + head * k_head, k_key, column, dim, there)
+        v = _tile(value + head * v_head, v_key, column, dim, there)
         seen = column[None, :] <= last[:, None]
         a, m, s = _step(q, k, v, seen, scale, a, m, s, peak, real, 0, False)
     state = (split * kv_heads + head) * rows + row

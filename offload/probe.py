@@ -8,6 +8,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -180,11 +181,9 @@ def cached(key: str, measure: Callable[[], Rates]) -> Rates:
     """
     path = _cache_file()
     known: dict[str, Any] = {}
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(path.read_text("utf-8"))
         return _checked(known[key])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
     rates = measure()
     if not isinstance(known, dict):
         known = {}

@@ -313,7 +313,7 @@ class Bench:
         out, width = self.config.mlp, self.config.hidden
         packed = [quantise(self.draw(out, width)) for _ in range(CALLS)]
         dense = [self.draw(out, width) for _ in range(2)]
-        theirs = self._shipped(out, width)
+        theirs = {d: self._shipped(out, width, d) for d in (self.dtype, torch.bfloat16)}
         for rows in (1, 8, 17, 64):
             x = self.draw(rows, width)
             yield self._row(
@@ -322,24 +322,30 @@ class Bench:
                 rival="dense product",
                 rival_seconds=self.times([partial(F.linear, x, w) for w in dense]),
             )  # fmt: skip
-            if theirs:
-                yield self._row(
-                    "torch._weight_int4pack_mm, bfloat16", f"{rows} x {width} by {out}, group 64",
-                    packed[0].nbytes, 2.0 * rows * out * width,
-                    partial(theirs, x.to(torch.bfloat16)),
-                )  # fmt: skip
+            for dtype, product in theirs.items():
+                if product:
+                    yield self._row(
+                        f"torch's int4 product, {str(dtype).removeprefix('torch.')}",
+                        f"{rows} x {width} by {out}, group 64", packed[0].nbytes,
+                        2.0 * rows * out * width, partial(product, x.to(dtype)),
+                    )  # fmt: skip
 
-    def _shipped(self, out: int, width: int) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What torch ships for 4-bit weights, where it runs at all."""
-        scales = torch.ones(width // 64, out, 2, device=self.device, dtype=torch.bfloat16)
+    def _shipped(
+        self, out: int, width: int, dtype: torch.dtype
+    ) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What torch ships for 4-bit weights, where it takes that dtype."""
+        scales = torch.ones(width // 64, out, 2, device=self.device, dtype=dtype)
         try:
             if self.device.type == "cuda":
                 numbers = torch.randint(0, 255, (out, width // 2), device=self.device)
                 weight = torch._convert_weight_to_int4pack(numbers.to(torch.uint8), 8)
-                return lambda x: torch._weight_int4pack_mm(x, weight, 64, scales)
-            numbers = torch.randint(0, 15, (out, width), dtype=torch.int32)
-            weight = torch._convert_weight_to_int4pack_for_cpu(numbers, 1)
-            return lambda x: torch._weight_int4pack_mm_for_cpu(x, weight, 64, scales)
+                product = torch._weight_int4pack_mm
+            else:
+                numbers = torch.randint(0, 15, (out, width), dtype=torch.int32)
+                weight = torch._convert_weight_to_int4pack_for_cpu(numbers, 1)
+                product = torch._weight_int4pack_mm_for_cpu
+            product(self.draw(1, width, dtype=dtype), weight, 64, scales)
         except RuntimeError as error:
-            print(f"torch's own: {str(error).splitlines()[0]}", file=sys.stderr)
+            print(f"torch's own, {dtype}: {str(error).splitlines()[0]}", file=sys.stderr)
             return None
+        return lambda x: product(x, weight, 64, scales)

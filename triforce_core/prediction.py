@@ -36,7 +36,6 @@ class Prediction:
     retrieval_step_seconds: float
     drafter_step_seconds: float
     prefill_seconds: float
-    seconds_to_first_token: float
     acceptance: float
     inner_acceptance: float
     bottleneck: str
@@ -48,8 +47,17 @@ class Prediction:
         """Of the time of a pass, what its bytes need over the link."""
         return self.floor_seconds_per_pass / self.seconds_per_pass
 
+    @property
+    def seconds_to_first_token(self) -> float:
+        """Prefill draws the first token."""
+        return self.prefill_seconds
+
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"floor_share": self.floor_share, "simulated": True}
+        return asdict(self) | {
+            "seconds_to_first_token": self.seconds_to_first_token,
+            "floor_share": self.floor_share,
+            "simulated": True,
+        }
 
 
 def predict(one: Candidate) -> Prediction:
@@ -77,7 +85,6 @@ def predict(one: Candidate) -> Prediction:
         retrieval_step_seconds=one.step_seconds,
         drafter_step_seconds=one.drafter_seconds,
         prefill_seconds=prefill,
-        seconds_to_first_token=prefill,
         acceptance=0.0 if plan.method == "autoregressive" else outer,
         inner_acceptance=case.curve.inner if plan.budget else 0.0,
         bottleneck=_bottleneck(
@@ -131,7 +138,6 @@ def predict_published(one: Published) -> Prediction:
         retrieval_step_seconds=one.step_seconds if one.gamma else 0.0,
         drafter_step_seconds=one.drafter_seconds if one.gamma else 0.0,
         prefill_seconds=one.prefill_seconds,
-        seconds_to_first_token=one.prefill_seconds,
         acceptance=case.curve.outer if one.gamma else 0.0,
         inner_acceptance=case.curve.inner if one.gamma else 0.0,
         bottleneck=_bottleneck(
