@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import LinkError
-from .link import Event, Link
+from offload.errors import LinkError
+from offload.link.link import Event, Link
 
 
 @dataclass(frozen=True)

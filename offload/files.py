@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from .errors import UsageError
+from offload.errors import UsageError
 
 
 def check_writable(path: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .available import available_host_bytes
-from .errors import DoesNotFitError, UsageError
-from .shape import KVShape
+from offload.errors import DoesNotFitError, UsageError
+from offload.kv.shape import KVShape
+from offload.memory.available import available_host_bytes
 
 WEIGHT_SLOTS = 2
 KV_SLOTS = 3

@@ -7,20 +7,20 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
-from .attend import KVPass, PrefillPass
-from .conveyor import Conveyor, Transfer
-from .device import DeviceMemory
-from .errors import LinkError
-from .host import HostArena, HostBlocks, HostMemory
-from .kv import RING as KV_RING
-from .kv import KVStore
-from .layout import FlatLayout
-from .link import Link
-from .placement import Demand, Placement, share_blocks
-from .scores import ChunkScores
-from .trace import Tracer
-from .weights import RING as WEIGHT_RING
-from .weights import Fill, WeightPass, WeightStore
+from offload.conveyor import Conveyor, Transfer
+from offload.errors import LinkError
+from offload.kv.attend import KVPass, PrefillPass
+from offload.kv.scores import ChunkScores
+from offload.kv.store import RING as KV_RING
+from offload.kv.store import KVStore
+from offload.layouts import FlatLayout
+from offload.link.link import Link
+from offload.link.trace import Tracer
+from offload.memory.device import DeviceMemory
+from offload.memory.host import HostArena, HostBlocks, HostMemory
+from offload.placement import Demand, Placement, share_blocks
+from offload.weights import RING as WEIGHT_RING
+from offload.weights import Fill, WeightPass, WeightStore
 
 
 class Runtime:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .trace import COMPUTE, COPY_IN, Span
+from offload.link.trace import COMPUTE, COPY_IN, Span
 
 
 class Copy(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .errors import UsageError
+from offload.errors import UsageError
 
 _UNITS = {
     "": 1,

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from .conveyor import Conveyor, Transfer
-from .device import Allocation, DeviceMemory
-from .host import HostBlocks, HostMemory
-from .layout import FlatLayout
-from .trace import Tracer
+from offload.conveyor import Conveyor, Transfer
+from offload.layouts import FlatLayout
+from offload.link.trace import Tracer
+from offload.memory.device import Allocation, DeviceMemory
+from offload.memory.host import HostBlocks, HostMemory
 
 RING = "weights"
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.text import load_tokenizer
+from triforce_core.model.tokenizer import load_tokenizer
 
 
 def main() -> None:

@@ -41,10 +41,10 @@ from trace_file import Event, read_trace
 
 from offload.placement import Placement, place
 from triforce_core import Engine, SamplingParams
-from triforce_core.hierarchy import Target
-from triforce_core.loading import demand_of
+from triforce_core.decoding.hierarchy import Target
+from triforce_core.model.shapes import read_shape
 from triforce_core.settings import MethodSettings
-from triforce_core.shapes import read_shape
+from triforce_core.sizing.demand import demand_of
 
 RESIDENT = Placement((), True, ALL, 0, 0, 0)
 STREAMED = {name: placement for name, (placement, _) in bench_decode.STREAMED.items()}

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 from triforce_kernels.dispatch import REFERENCE, backend
 
-from offload.hardware import provenance
-from offload.probe import Rates, measure_cpu, measure_gpu
-from triforce_core.shapes import SHAPES, read_shape
+from offload.machine.hardware import provenance
+from offload.machine.probe import Rates, measure_cpu, measure_gpu
+from triforce_core.model.shapes import SHAPES, read_shape
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ import time
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from offload.hardware import provenance
+from offload.machine.hardware import provenance
 from offload.units import parse_bytes
-from triforce_core.shapes import SHAPES
+from triforce_core.model.shapes import SHAPES
 
 
 def main() -> None:

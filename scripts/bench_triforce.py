@@ -35,7 +35,7 @@ from rich.table import Table
 
 from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
-from triforce_core.text import load_tokenizer
+from triforce_core.model.tokenizer import load_tokenizer
 
 PLOT = Path(__file__).parent.parent / "docs" / "bench_triforce.png"
 RESULT = "bench_triforce"

@@ -19,7 +19,7 @@ MANUAL_CHARACTERS = 24_500
 
 
 def main() -> int:
-    from triforce_core.cli import main as triforce
+    from triforce_core.cli.main import main as triforce
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--weights", action="store_true", help="stream the weights as well")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from offload.hardware import provenance
+from offload.machine.hardware import provenance
 
 
 def main() -> None:

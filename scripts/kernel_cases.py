@@ -31,9 +31,9 @@ from triforce_kernels.scoring import ScoreBuffer, group_scores
 from triforce_kernels.selection import choose_chunks
 from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
 
-from offload.host import CudaDriver, HostMemory
-from offload.probe import Rates
-from triforce_core.config import ModelConfig
+from offload.machine.probe import Rates
+from offload.memory.host import CudaDriver, HostMemory
+from triforce_core.model.config import ModelConfig
 
 Run = Callable[[], object]
 CHUNK = 8

@@ -21,10 +21,10 @@ import torch
 from safetensors.torch import save_file
 
 from offload.errors import TriforceError, UsageError
-from triforce_core.checkpoint import Checkpoint, open_checkpoint, resolve
-from triforce_core.config import ARCHITECTURES, ModelConfig
-from triforce_core.model import layer_shapes
-from triforce_core.text import load_tokenizer
+from triforce_core.model.checkpoint import Checkpoint, open_checkpoint, resolve
+from triforce_core.model.config import ARCHITECTURES, ModelConfig
+from triforce_core.model.tensors import layer_shapes
+from triforce_core.model.tokenizer import load_tokenizer
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offload.probe import Rates, emulated, measure_cpu
-from offload.shape import DTYPES
+from offload.formats import DTYPES
+from offload.machine.probe import Rates, emulated, measure_cpu
 from triforce_core import Engine
-from triforce_core.acceptance_curve import AcceptanceCurve
-from triforce_core.candidates import Case, evaluate
-from triforce_core.rounds import Round
-from triforce_core.shapes import read_shape
-from triforce_core.sizes import matrices
+from triforce_core.model.shapes import read_shape
+from triforce_core.model.tensors import matrices
+from triforce_core.planner.acceptance_curve import AcceptanceCurve
+from triforce_core.planner.candidates import Case, evaluate
+from triforce_core.planner.rounds import Round
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from offload.hardware import provenance
+from offload.machine.hardware import provenance
 
 DIRECTORY = Path(__file__).parent.parent / "benchmarks" / "results"
 

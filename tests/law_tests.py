@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from scipy.stats import chi2
 
-from triforce_core.acceptance import accept
-from triforce_core.laws import draw
+from triforce_core.decoding.acceptance import accept
+from triforce_core.decoding.laws import draw
 
 LEAST_P = 1e-6
 """A right law fails below it once in a million tests."""

@@ -26,11 +26,12 @@ def test_the_wheel_claims_our_names_and_not_kernels(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert tops == {"offload", "triforce_core", "triforce_kernels"}
-    folders = ("offload", "offload/checkpoint", "triforce_core", "kernels")
-    for folder in folders:
-        inside = folder.replace("kernels", "triforce_kernels")
-        for file in (ROOT / folder).glob("*.py"):
-            assert f"{inside}/{file.name}" in names, "every module is in the wheel"
+    for folder in ("offload", "triforce_core", "kernels"):
+        for file in (ROOT / folder).rglob("*.py"):
+            inside = file.relative_to(ROOT).as_posix()
+            inside = inside.replace("kernels/", "triforce_kernels/", 1)
+            assert inside in names, "every module is in the wheel"
+    assert "offload/machine/data/gpus.toml" in names
 
 
 def test_another_package_called_kernels_imports_beside_ours(wheel: Path, tmp_path: Path) -> None:

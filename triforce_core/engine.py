@@ -17,18 +17,19 @@ from offload.files import check_writable
 from offload.placement import Placement
 from offload.runtime import Runtime, Session
 from offload.units import parse_bandwidth, parse_bytes
-
-from .autoregressive import Decoder
-from .checkpoint import Checkpoint, open_checkpoint, resolve
-from .drafting import Drafting
-from .loading import PREFILL_CHUNK, Progress, choose_dtype, load, open_device
-from .model import Model
-from .params import SamplingParams
-from .plan import Plan
-from .settings import AUTO, MachineSettings, MethodSettings
-from .stats import Clock, drafting_stats, request_stats
-from .stream import Completion, Piece, Stream, pieces_of, until_stop
-from .text import TextStream, Tokenizer, check_same_vocabulary, load_tokenizer
+from triforce_core.decoding.autoregressive import Decoder
+from triforce_core.decoding.drafting import Drafting
+from triforce_core.loading import Progress, choose_dtype, load, open_device
+from triforce_core.model.checkpoint import Checkpoint, open_checkpoint, resolve
+from triforce_core.model.llama import Model
+from triforce_core.model.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from triforce_core.params import SamplingParams
+from triforce_core.planner.plan import Plan
+from triforce_core.settings import AUTO, MachineSettings, MethodSettings
+from triforce_core.sizing.demand import PREFILL_CHUNK
+from triforce_core.stats import Clock, drafting_stats, request_stats
+from triforce_core.stream import Completion, Piece, Stream, pieces_of, until_stop
+from triforce_core.text import TextStream
 
 
 class Engine:

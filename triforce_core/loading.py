@@ -9,36 +9,28 @@ import torch
 from triforce_kernels.dispatch import TRITON, KernelsError, backend
 from triforce_kernels.limits import MOST_SPLITS
 
-from offload.cuda import CudaLink
-from offload.device import DeviceMemory
-from offload.emulated import EmulatedLink
 from offload.errors import UsageError
 from offload.graphs import CudaRecorder
-from offload.host import CudaDriver, HostMemory
-from offload.link import Link
-from offload.numa import cpus_near
+from offload.kv.shape import KVShape
+from offload.link.cuda import CudaLink
+from offload.link.emulated import EmulatedLink
+from offload.link.link import Link
+from offload.link.staging import StagedLink
+from offload.link.trace import NoTrace, Trace, TracedLink, Tracer
+from offload.memory.device import DeviceMemory
+from offload.memory.host import CudaDriver, HostMemory
+from offload.memory.numa import cpus_near
 from offload.placement import Placement, check_host, check_placement
 from offload.runtime import Runtime
-from offload.shape import KVShape
-from offload.staging import StagedLink
-from offload.trace import NoTrace, Trace, TracedLink, Tracer
 from offload.weights import WeightStore
-
-from .checkpoint import Checkpoint
-from .demand import PREFILL_CHUNK, demand_of, plan
-from .drafting import Drafting, SmallModel
-from .model import Ends, Model
-from .rope import Rope
-from .settings import MachineSettings, MethodSettings
-from .sizes import (
-    embedding_layout,
-    head_layout,
-    layer_layout,
-    small_model_shape,
-    window_tokens,
-)
-
-__all__ = ["PREFILL_CHUNK", "choose_dtype", "demand_of", "load", "open_device", "open_link", "plan"]
+from triforce_core.decoding.drafting import Drafting, SmallModel
+from triforce_core.model.checkpoint import Checkpoint
+from triforce_core.model.llama import Ends, Model
+from triforce_core.model.rope import Rope
+from triforce_core.model.tensors import embedding_layout, head_layout, layer_layout
+from triforce_core.settings import MachineSettings, MethodSettings
+from triforce_core.sizing.demand import plan
+from triforce_core.sizing.drafting import small_model_shape, window_tokens
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.link import LinkCounters
+from offload.link.link import LinkCounters
 from offload.runtime import Runtime, Session
-
-from .autoregressive import Decoder
-from .drafting import Drafting
-from .levels import Tally
+from triforce_core.decoding.autoregressive import Decoder
+from triforce_core.decoding.drafting import Drafting
+from triforce_core.decoding.levels import Tally
 
 
 @dataclass

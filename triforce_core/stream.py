@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .autoregressive import Step
-from .text import TextStream
+from triforce_core.decoding.autoregressive import Step
+from triforce_core.text import TextStream
 
 
 @dataclass(frozen=True)

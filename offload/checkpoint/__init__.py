@@ -1,1 +1,0 @@
-"""Reading checkpoints: names to tensors, straight from the mapped file to where they will live."""

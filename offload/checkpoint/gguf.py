@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 
-from ..errors import CheckpointError, UnsupportedModelError
+from offload.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import torch

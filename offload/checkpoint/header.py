@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ..errors import CheckpointError
+from offload.errors import CheckpointError
 
 _MAX_JSON_BYTES = 256 << 20
 

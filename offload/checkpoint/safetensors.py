@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError, UnsupportedModelError
-from .header import read_json
+from offload.checkpoint.header import read_json
+from offload.errors import CheckpointError, UnsupportedModelError
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from offload.errors import LinkError
-from triforce_core.bench import TESTS, prefill_flops
-from triforce_core.cli import main
-from triforce_core.config import from_hf
-from triforce_core.model import layer_shapes
-from triforce_core.random_checkpoint import RandomCheckpoint
-from triforce_core.shapes import for_timing, read_shape
+from triforce_core.bench.bench import TESTS, prefill_flops
+from triforce_core.cli.main import main
+from triforce_core.model.config import from_hf
+from triforce_core.model.random_checkpoint import RandomCheckpoint
+from triforce_core.model.shapes import for_timing, read_shape
+from triforce_core.model.tensors import layer_shapes
 
 TINY = {
     "model_type": "llama",
@@ -94,7 +94,7 @@ def test_what_was_found_is_shown_when_a_later_test_fails(capsys, monkeypatch, ti
     def fail(*_: object) -> None:
         raise LinkError("planted")
 
-    monkeypatch.setattr("triforce_core.bench.Bench._pass", fail)
+    monkeypatch.setattr("triforce_core.bench.bench.Bench._pass", fail)
     code, out, err = run(capsys, tiny_shape, "--tests", "link,pass", "--output", "json")
     assert (code, [row["test"] for row in json.loads(out)["rows"]]) == (1, ["link", "link"])
     assert "planted" in err

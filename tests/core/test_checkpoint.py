@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from offload.errors import CheckpointError, UnsupportedModelError, UsageError
 from triforce_core import Engine, SamplingParams
-from triforce_core.checkpoint import open_checkpoint
+from triforce_core.model.checkpoint import open_checkpoint
 
 PROMPT, NEW = random_ids(40), 30
 GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0)

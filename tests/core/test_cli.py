@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from helpers import add_tokenizer, make_model
 
-from triforce_core.cli import main
+from triforce_core.cli.main import main
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "20", "--device", "cpu")
 
@@ -287,6 +287,6 @@ def test_a_reader_that_leaves_ends_the_run_quietly(speaking) -> None:
 
 
 def test_help_does_not_wait_for_torch() -> None:
-    code = "import sys, triforce_core.cli as c; c._parser(); print('torch' in sys.modules)"
+    code = "import sys, triforce_core.cli.main as c; c._parser(); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"

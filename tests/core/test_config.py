@@ -8,7 +8,7 @@ import pytest
 from helpers import FAMILIES
 
 from offload.errors import CheckpointError, UnsupportedModelError
-from triforce_core.config import from_hf
+from triforce_core.model.config import from_hf
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from triforce_core.draft_length import Auto, Fixed
+from triforce_core.decoding.draft_length import Auto, Fixed
 
 
 @dataclass

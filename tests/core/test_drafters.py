@@ -9,18 +9,18 @@ import pytest
 import torch
 from helpers import VOCAB, random_ids
 
-from offload.device import DeviceMemory
 from offload.errors import UsageError
-from offload.kv import KVShape
-from offload.trace import NoTrace
+from offload.kv.store import KVShape
+from offload.link.trace import NoTrace
+from offload.memory.device import DeviceMemory
 from offload.weights import ResidentWeights
 from triforce_core import Engine, SamplingParams
-from triforce_core.acceptance import Optimal
-from triforce_core.levels import Text
-from triforce_core.ngram import NGramDrafter
-from triforce_core.resident import ResidentModel
-from triforce_core.rope import rotate
-from triforce_core.small_model import SINKS, SmallModelDrafter, WindowCache, drafter_head
+from triforce_core.decoding.acceptance import Optimal
+from triforce_core.decoding.levels import Text
+from triforce_core.decoding.ngram import NGramDrafter
+from triforce_core.decoding.resident import ResidentModel
+from triforce_core.decoding.small_model import SINKS, SmallModelDrafter, WindowCache, drafter_head
+from triforce_core.model.rope import rotate
 
 CPU = torch.device("cpu")
 

@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_before_loading(speaking, monkeypatch) -> N
     def read(*_: object) -> None:
         raise AssertionError("read before the refusal")
 
-    monkeypatch.setattr("triforce_core.checkpoint.Checkpoint.read", read)
+    monkeypatch.setattr("triforce_core.model.checkpoint.Checkpoint.read", read)
     with pytest.raises(DoesNotFitError, match="GiB is available"):
         make(speaking, device_memory="100KiB")
 

@@ -78,7 +78,7 @@ class LogitsRecorder:
     """Keeps every row of logits that a model computes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from triforce_core.model import Model
+        from triforce_core.model.llama import Model
 
         self.rows: list[torch.Tensor] = []
         original = Model.logits

@@ -299,8 +299,8 @@ def test_a_failed_copy_of_a_chunk_is_an_error_and_the_next_request_is_right(
     tiny, monkeypatch
 ) -> None:
     path, _ = tiny("llama")
-    from offload.emulated import EmulatedLink
-    from offload.host import HostMemory
+    from offload.link.emulated import EmulatedLink
+    from offload.memory.host import HostMemory
 
     fails = {"at": None, "copies": 0}
 

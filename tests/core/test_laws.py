@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from triforce_core.laws import draw, laws
+from triforce_core.decoding.laws import draw, laws
 from triforce_core.params import SamplingParams
 
 VOCAB = 50

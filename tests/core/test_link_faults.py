@@ -8,10 +8,10 @@ import time
 import pytest
 from helpers import BLOCK, PLACEMENTS, random_ids
 
-from offload import host
-from offload.emulated import EmulatedLink, _Event
 from offload.errors import DoesNotFitError, LinkError
-from offload.host import HostMemory
+from offload.link.emulated import EmulatedLink, _Event
+from offload.memory import host
+from offload.memory.host import HostMemory
 from triforce_core import Engine, SamplingParams
 
 PROMPT = random_ids(60)

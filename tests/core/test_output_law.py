@@ -16,7 +16,7 @@ from helpers import BLOCK, PLACEMENTS, make_model, random_ids
 from law_tests import LEAST_P, p_value
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.laws import laws
+from triforce_core.decoding.laws import laws
 
 VOCAB = 8
 TOKENS = 3

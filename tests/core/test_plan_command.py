@@ -13,8 +13,8 @@ from gguf_files import write_gguf
 from trace_file import read_trace
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.cli import main
-from triforce_core.plan import Plan
+from triforce_core.cli.main import main
+from triforce_core.planner.plan import Plan
 
 KEYS = {
     *("seconds_per_token", "seconds_per_pass", "draft_seconds", "tokens_per_pass"),
@@ -50,7 +50,7 @@ def test_a_plan_for_a_named_gpu_needs_neither_torch_nor_transformers(tmp_path) -
     script.write_text(
         "import sys\n"
         "sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        "from triforce_core.cli import main\n"
+        "from triforce_core.cli.main import main\n"
         "sys.exit(main(['plan', 'llama2-7b-128k', '--gpu', 'rtx4090', '--json']))\n"
     )
     began = time.perf_counter()

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from helpers import make_model, random_ids
 
-from offload.profiles import named
-from offload.shape import DTYPES
+from offload.formats import DTYPES
+from offload.machine.profiles import named
 from triforce_core import Engine, SamplingParams
-from triforce_core.acceptance_curve import AcceptanceCurve
-from triforce_core.candidates import Case
-from triforce_core.planner import choose
-from triforce_core.shapes import read_shape
+from triforce_core.model.shapes import read_shape
+from triforce_core.planner.acceptance_curve import AcceptanceCurve
+from triforce_core.planner.candidates import Case
+from triforce_core.planner.search import choose
 
 CONTEXT, NEW = 1900, 24
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from offload.errors import DoesNotFitError, UsageError
+from offload.machine.profiles import gpu_names, named
 from offload.placement import check_placement
-from offload.profiles import gpu_names, named
-from triforce_core.acceptance_curve import AcceptanceCurve, expected_tokens
-from triforce_core.candidates import Case, candidate
-from triforce_core.planner import BUDGETS, choose
-from triforce_core.published import Published
-from triforce_core.shapes import SHAPES, read_shape
+from triforce_core.model.shapes import SHAPES, read_shape
+from triforce_core.planner.acceptance_curve import AcceptanceCurve, expected_tokens
+from triforce_core.planner.candidates import Case, candidate
+from triforce_core.planner.published import Published
+from triforce_core.planner.search import BUDGETS, choose
 
 PAPER = [
     # model, GPUs, budget, gamma, layers of KV resident, seconds per token

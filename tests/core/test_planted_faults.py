@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from law_tests import LEAST_P, p_value
 
-from triforce_core.acceptance import Draft, Optimal, Verdict, accept
-from triforce_core.draft_length import Fixed
-from triforce_core.laws import draw
-from triforce_core.levels import Middle, Nothing, Text, speculate
+from triforce_core.decoding.acceptance import Draft, Optimal, Verdict, accept
+from triforce_core.decoding.draft_length import Fixed
+from triforce_core.decoding.laws import draw
+from triforce_core.decoding.levels import Middle, Nothing, Text, speculate
 
 VOCAB = 6
 TOKENS = 20_000

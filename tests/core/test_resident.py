@@ -8,13 +8,13 @@ from helpers import BLOCK, FAMILIES, PLACEMENTS, random_ids
 from recorder import ReplayRecorder
 from test_greedy import greedy
 
-from offload.dense import DenseKV
-from offload.device import DeviceMemory
-from offload.trace import NoTrace
+from offload.kv.dense import DenseKV
+from offload.link.trace import NoTrace
+from offload.memory.device import DeviceMemory
 from offload.weights import ResidentWeights
 from triforce_core import Engine, SamplingParams
-from triforce_core.laws import laws
-from triforce_core.resident import ResidentModel, padded
+from triforce_core.decoding.laws import laws
+from triforce_core.decoding.resident import ResidentModel, padded
 
 CPU = torch.device("cpu")
 SAMPLED = SamplingParams(temperature=0.8, top_p=1)  # a nucleus has an edge: rounding decides

@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
 
-from offload.scores import ChunkScores, Score
+from offload.kv.scores import ChunkScores, Score
 from triforce_core import Engine, SamplingParams
-from triforce_core.hierarchy import Hierarchy
-from triforce_core.retrieval import RetrievalCache
+from triforce_core.decoding.hierarchy import Hierarchy
+from triforce_core.decoding.retrieval import RetrievalCache
 
 CHUNK = 4
 

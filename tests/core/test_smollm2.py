@@ -8,7 +8,7 @@ from material import manual, model_file
 
 from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
-from triforce_core.text import load_tokenizer
+from triforce_core.model.tokenizer import load_tokenizer
 
 ALL = tuple(range(30))
 PLACEMENTS = {

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from triforce_core.text import TextStream, Tokenizer
+from triforce_core.model.tokenizer import Tokenizer
+from triforce_core.text import TextStream
 
 
 class ByteTokenizer:

@@ -10,9 +10,9 @@ import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
 from triforce_kernels.attention import partial_attention, reference_attention
 
-from offload.cuda import CudaLink
-from offload.host import CudaDriver, HostMemory
-from offload.staging import StagedLink
+from offload.link.cuda import CudaLink
+from offload.link.staging import StagedLink
+from offload.memory.host import CudaDriver, HostMemory
 from triforce_core import Engine, SamplingParams
 
 pytestmark = [
@@ -75,8 +75,8 @@ def test_copies_are_cut_where_registered_pieces_end(monkeypatch) -> None:
     piece = 1 << 20
     memory = HostMemory(CudaDriver())
     link = CudaLink(DEVICE, memory)  # probes with copies larger than such pieces
-    monkeypatch.setattr("offload.host.PIECE_BYTES", piece)
-    monkeypatch.setattr("offload.cuda.PIECE_BYTES", piece)
+    monkeypatch.setattr("offload.memory.host.PIECE_BYTES", piece)
+    monkeypatch.setattr("offload.link.cuda.PIECE_BYTES", piece)
     source = torch.randint(256, (3 * piece + 4096,), dtype=torch.uint8)
     with memory.arena(source.numel()) as arena:
         assert arena.pinned
@@ -146,11 +146,11 @@ def test_graphs_change_no_text(tiny, family: str, draft: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 32])
 def test_a_graph_computes_what_eager_forwards_do(tiny, size: int) -> None:
-    from offload.dense import DenseKV
     from offload.graphs import CudaRecorder
-    from offload.trace import NoTrace
+    from offload.kv.dense import DenseKV
+    from offload.link.trace import NoTrace
     from offload.weights import ResidentWeights
-    from triforce_core.resident import ResidentModel
+    from triforce_core.decoding.resident import ResidentModel
 
     path, _ = tiny("llama")
     options = {"device": "cuda:0", "max_context": 200, "dtype": "float32"}
@@ -193,7 +193,7 @@ def test_greedy_equals_the_cpu_at_every_placement(tiny, family: str) -> None:
 
 
 def test_streamed_logits_are_bitwise_those_of_resident_weights_and_kv(tiny, monkeypatch) -> None:
-    from triforce_core.model import Model
+    from triforce_core.model.llama import Model
 
     path, _ = tiny("llama")
     rows: list[torch.Tensor] = []
@@ -242,7 +242,7 @@ def test_drafts_change_no_greedy_text(tiny, draft: str, retrieval: str, method: 
 
 @pytest.mark.parametrize("pin", [True, False])
 def test_chunks_are_read_in_host_memory_itself_where_it_is_registered(tiny, pin: bool) -> None:
-    from offload.cuda import reads_host_memory
+    from offload.link.cuda import reads_host_memory
 
     path, _ = tiny("llama")
     options = {"device": "cuda:0", "max_context": 200, "block_tokens": BLOCK, "dtype": "float32"}
@@ -254,7 +254,7 @@ def test_chunks_are_read_in_host_memory_itself_where_it_is_registered(tiny, pin:
 
 
 def test_coupled_noise_is_that_of_the_cpu_and_text_depends_on_the_seed_alone(tiny) -> None:
-    from triforce_core.acceptance import exponential_noise
+    from triforce_core.decoding.acceptance import exponential_noise
 
     noise = [exponential_noise(5, 7, 9, 1000, torch.device(d)).cpu() for d in ("cpu", "cuda")]
     torch.testing.assert_close(*noise, rtol=1e-14, atol=0)
@@ -276,8 +276,8 @@ def test_accepting_keeps_the_law_on_the_device() -> None:
     """L1 on the device, with its own generator."""
     from law_tests import LEAST_P, configuration, p_value
 
-    from triforce_core.acceptance import accept
-    from triforce_core.laws import draw
+    from triforce_core.decoding.acceptance import accept
+    from triforce_core.decoding.laws import draw
 
     draft, target = (laws.cuda() for laws in configuration(7))
     generator = torch.Generator("cuda").manual_seed(0)

@@ -56,8 +56,8 @@ def test_chunks_larger_than_a_program_takes_at_once(backend, draw) -> None:
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
 @pytest.mark.gpu
 def test_registered_host_memory_is_read_in_place(backend, draw) -> None:
-    from offload.cuda import reads_host_memory
-    from offload.host import CudaDriver, HostMemory
+    from offload.link.cuda import reads_host_memory
+    from offload.memory.host import CudaDriver, HostMemory
 
     if backend == "reference" or not reads_host_memory(torch.device("cuda:0")):
         pytest.skip("the processor reads device memory, or this GPU no host memory")

@@ -14,7 +14,7 @@ import torch
 
 from offload.conveyor import Conveyor, Transfer
 from offload.errors import LinkError
-from offload.link import LinkCounters
+from offload.link.link import LinkCounters
 
 SCHEDULES = int(os.environ.get("TRIFORCE_SCHEDULES", "2000"))
 NOTHING = 255

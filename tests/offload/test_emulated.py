@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from offload.emulated import EmulatedLink
 from offload.errors import LinkError
+from offload.link.emulated import EmulatedLink
 
 
 @pytest.fixture

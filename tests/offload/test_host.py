@@ -8,11 +8,11 @@ import os
 import pytest
 import torch
 
-from offload import host
 from offload.errors import DoesNotFitError
-from offload.host import HostBlocks, HostMemory
-from offload.numa import node_cpus, parse_cpus
-from offload.touch import touch
+from offload.memory import host
+from offload.memory.host import HostBlocks, HostMemory
+from offload.memory.numa import node_cpus, parse_cpus
+from offload.memory.touch import touch
 
 
 class FakeDriver:

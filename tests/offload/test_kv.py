@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from offload.attend import KVPass, PrefillPass
 from offload.conveyor import Conveyor
-from offload.device import DeviceMemory
 from offload.errors import DoesNotFitError, LinkError
-from offload.host import HostBlocks, HostMemory
-from offload.kv import RING, KVShape, KVStore
-from offload.link import LinkCounters
+from offload.kv.attend import KVPass, PrefillPass
+from offload.kv.store import RING, KVShape, KVStore
+from offload.link.link import LinkCounters
+from offload.memory.device import DeviceMemory
+from offload.memory.host import HostBlocks, HostMemory
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype=torch.float32)
 MAX_PASS = 6

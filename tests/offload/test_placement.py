@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload.errors import DoesNotFitError, UsageError
-from offload.kv import KVShape
+from offload.kv.store import KVShape
 from offload.placement import (
     Demand,
     Placement,

@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import pytest
 
-from offload import probe
 from offload.errors import UsageError
-from offload.probe import Rates, cached, emulated, measure_cpu
+from offload.machine import probe
+from offload.machine.probe import Rates, cached, emulated, measure_cpu
 
 RATES = Rates(1e10, 1e11, 3e-6, None, ((1, 7e-11), (64, 4e-10)), 8e9, 5e10)
 

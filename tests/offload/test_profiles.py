@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from offload.errors import UsageError
-from offload.profiles import gpu_names, link_rate, named, parse_link, with_link
+from offload.machine.profiles import gpu_names, link_rate, named, parse_link, with_link
 
 NAMES = {
     *("rtx3060", "rtx3090", "rtx4060ti-16gb", "rtx4070ti", "rtx4080", "rtx4090", "rtx5090"),

@@ -11,9 +11,9 @@ import torch
 from trace_file import read_trace
 
 from offload.conveyor import Conveyor, Transfer
-from offload.emulated import EmulatedLink
+from offload.link.emulated import EmulatedLink
+from offload.link.trace import write_spans
 from offload.simulate import Copy, Work, simulate, spans
-from offload.trace import write_spans
 
 
 def random_schedule(seed: int) -> tuple[list[Copy], list[Work], dict[str, int]]:

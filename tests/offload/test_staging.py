@@ -7,10 +7,10 @@ import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
 from test_host import FakeDriver
 
-from offload.emulated import EmulatedLink
 from offload.errors import LinkError
-from offload.host import HostMemory
-from offload.staging import StagedLink
+from offload.link.emulated import EmulatedLink
+from offload.link.staging import StagedLink
+from offload.memory.host import HostMemory
 from triforce_core import Engine, SamplingParams
 
 RING = 64

@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers import BLOCK, LAYERS, PLACEMENTS, random_ids
 
-from offload.emulated import EmulatedLink
 from offload.errors import UsageError
-from offload.trace import COMPUTE, COPY_IN, COPY_OUT, HOST, NoTrace, Trace, TracedLink
+from offload.link.emulated import EmulatedLink
+from offload.link.trace import COMPUTE, COPY_IN, COPY_OUT, HOST, NoTrace, Trace, TracedLink
 from triforce_core import Engine, SamplingParams
 
 PARAMS = SamplingParams(30, temperature=0.8, seed=1)

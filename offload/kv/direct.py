@@ -1,0 +1,99 @@
+"""Chunks read by the device from where they lie, host memory included."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import torch
+from triforce_kernels.dispatch import TRITON, backend
+from triforce_kernels.gather import ChunkSource, gather_chunks
+
+from offload.errors import LinkError
+from offload.kv.gather import ChunkReader
+from offload.kv.store import KVStore
+from offload.link.cuda import reads_host_memory
+from offload.link.link import Link
+from offload.memory.device import put
+from offload.memory.host import HostMemory
+
+
+class DirectReader:
+    """Copies chunks of all layers by one kernel, which reads registered host memory in place: the
+    processor collects nothing and the host waits for nothing.
+
+    Where some block lies in memory that the driver would not register, a ChunkReader does it all.
+
+    Invariants, and why they hold:
+    - A host block is read only after its own bytes have come: the device waits for `written` of
+      each block once, when it is first among the addresses.
+    - A block's host memory is reused behind an event that is recorded after this read, as every
+      copy to the host is, and unregistered after `close`, which waits.
+    - Nothing crosses the link's copy queue, so the copies of the next pass begin behind nothing.
+
+    bytes_read: from host memory so far. Asking waits for the device.
+    """
+
+    def __init__(
+        self, store: KVStore, link: Link, host: HostMemory, collected: ChunkReader
+    ) -> None:
+        """collected: for what lies in pageable memory."""
+        self._store = store
+        self._link = link
+        self._host = host
+        self._collected = collected
+        self._addresses: torch.Tensor | None = None
+        self._direct = True
+        self._read: torch.Tensor | int = 0
+
+    @property
+    def bytes_read(self) -> int:
+        return int(self._read)
+
+    def copy(self, moves: torch.Tensor, target: torch.Tensor) -> None:
+        """As ChunkReader.copy. Raises LinkError."""
+        store, shape = self._store, self._store.shape
+        blocks = len(store.layer_blocks(0))
+        if self._addresses is None or self._addresses.shape[1] != blocks + 1:
+            self._look(moves.device)
+        if not self._direct:
+            self._collected.copy(moves, target)
+            return
+        gather_chunks(
+            moves, ChunkSource(self._addresses, shape.block_tokens, store.tail_capacity), target
+        )
+        chunk = target.shape[4]
+        block = moves // (shape.block_tokens // chunk)
+        crossing = (block >= self._resident) & (block < blocks)
+        self._read = self._read + crossing.sum() * (2 * chunk * shape.head_dim * target.itemsize)
+
+    def close(self) -> None:
+        """Once nothing is read any more: host memory may be unregistered after that."""
+        with suppress(LinkError):
+            self._link.wait_on_host(self._link.record())
+        self._collected.close()
+
+    def _look(self, device: torch.device) -> None:
+        """Takes over the addresses of blocks that came since, and waits for their bytes."""
+        store = self._store
+        known = self._addresses.shape[1] - 1 if self._addresses is not None else 0
+        resident = []
+        for layer in range(store.shape.layers):
+            blocks = store.layer_blocks(layer)
+            resident.append(sum(block.resident is not None for block in blocks))
+            for block in blocks[known:]:
+                if block.resident is None:
+                    self._link.wait(block.written)
+                    self._direct &= self._host.is_direct(block.buffer)
+        table = store.addresses()
+        self._addresses = put(table.flatten(), device).view(table.shape)
+        self._resident = put(resident, device).view(-1, 1, 1)
+
+
+def reader(
+    store: KVStore, link: Link, host: HostMemory, collected: ChunkReader
+) -> DirectReader | ChunkReader:
+    """The one that suits the device of a store's memory."""
+    device = store.tail(0).device
+    if device.type == "cuda" and backend("cuda") == TRITON and reads_host_memory(device):
+        return DirectReader(store, link, host, collected)
+    return collected

@@ -1,0 +1,201 @@
+"""Copies of pageable memory: a thread a direction carries them through a small pinned ring."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+
+import torch
+
+from offload.errors import LinkError
+from offload.link.link import Event, Link, WrappedLink
+from offload.memory.host import HostMemory
+
+_BUFFERS = 3
+_BUFFER_BYTES = 16 << 20
+
+
+class StagedLink(WrappedLink):
+    """A link that takes any host memory: what it may not copy directly goes through a ring.
+
+    The driver copies pageable memory itself, but only while the caller waits; here a thread does,
+    so passes keep their order of events and the caller goes on.
+
+    Invariants, and why they hold:
+    - A ring buffer is refilled only after the copy out of it is complete: the thread waits for that
+      copy's event, and its copies are the only ones that use the buffer.
+    - Compute that waits for a staged copy waits for the event of its last part. That event exists
+      only when the thread has asked for the part, so `wait` first blocks the host until then.
+    - Copies of one direction that are staged keep their order: one thread makes them.
+    """
+
+    def __init__(self, link: Link, memory: HostMemory, buffer_bytes: int = _BUFFER_BYTES) -> None:
+        super().__init__(link)
+        self._memory = memory
+        self._buffer_bytes = buffer_bytes
+        self._carriers: dict[str, _Carrier] = {}
+
+    def to_device(
+        self,
+        device: torch.Tensor,
+        host: torch.Tensor,
+        after: Sequence[Event],
+        what: Hashable = None,
+    ) -> Event:
+        if self._memory.is_direct(host):
+            return super().to_device(device, host, [_asked(event) for event in after], what)
+        return self._carrier("in").carry(device, host, after)
+
+    def to_host(
+        self,
+        host: torch.Tensor,
+        device: torch.Tensor,
+        after: Sequence[Event],
+        what: Hashable = None,
+    ) -> Event:
+        if self._memory.is_direct(host):
+            return super().to_host(host, device, [_asked(event) for event in after], what)
+        return self._carrier("out").carry(device, host, after)
+
+    def wait(self, event: Event) -> None:
+        super().wait(_asked(event))
+
+    def wait_on_host(self, event: Event) -> None:
+        super().wait_on_host(_asked(event))
+
+    def span(self, event: Event) -> tuple[float, float]:
+        if not isinstance(event, _Staged):
+            return super().span(event)
+        event.asked()
+        # From the first part's beginning to the last part's end.
+        spans = [super(StagedLink, self).span(part) for part in event.parts]
+        return spans[0][0], spans[-1][1]
+
+    def synchronize(self) -> None:
+        errors = [carrier.finish() for carrier in self._carriers.values()]
+        self._link.synchronize()
+        for error in filter(None, errors):
+            raise error
+
+    def close(self) -> None:
+        for carrier in self._carriers.values():
+            carrier.stop()
+        with suppress(LinkError):
+            self._link.synchronize()  # nothing crosses the rings any more
+        for carrier in self._carriers.values():
+            carrier.close()
+        self._carriers.clear()
+        self._link.close()
+
+    def _carrier(self, direction: str) -> _Carrier:
+        if direction not in self._carriers:
+            self._carriers[direction] = _Carrier(
+                self._link, self._memory, self._buffer_bytes, inwards=direction == "in"
+            )
+        return self._carriers[direction]
+
+
+class _Staged:
+    """A staged copy. Its parts have been asked for when `done` is set, and one to the host is then
+    complete.
+    """
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.parts: list[Event] = []
+        self.error: LinkError | None = None
+
+    def asked(self) -> Event:
+        """Blocks until the link has been asked for all of it, and gives its last part's event.
+
+        Raises LinkError.
+        """
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+        return self.parts[-1]
+
+
+def _asked(event: Event) -> Event:
+    return event.asked() if isinstance(event, _Staged) else event
+
+
+class _Carrier:
+    """One direction: a queue of copies, the thread that makes them, and its ring."""
+
+    def __init__(self, link: Link, memory: HostMemory, buffer_bytes: int, *, inwards: bool) -> None:
+        self._link = link
+        self._inwards = inwards
+        self._arena = memory.arena(_BUFFERS * buffer_bytes, pin=True)
+        self._buffers = self._arena.bytes.split(buffer_bytes)
+        self._copied: list[Event | None] = [None] * _BUFFERS
+        self._next = 0
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._error: LinkError | None = None
+        self._last = _Staged()
+        self._last.done.set()
+        self._thread = threading.Thread(target=self._run, name="staging", daemon=True)
+        self._thread.start()
+
+    def carry(self, device: torch.Tensor, host: torch.Tensor, after: Sequence[Event]) -> _Staged:
+        self._last = _Staged()
+        self._jobs.put((device, host, tuple(after), self._last))
+        return self._last
+
+    def finish(self) -> LinkError | None:
+        """Waits until everything has been asked of the link. What failed since the last call."""
+        self._last.done.wait()
+        error, self._error = self._error, None
+        return error
+
+    def stop(self) -> None:
+        """Ends the thread, once it has asked for everything."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def close(self) -> None:
+        """Lets go of the ring, which nothing may be crossing."""
+        self._buffers = ()
+        self._arena.close()
+
+    @torch.inference_mode()  # which is a thread's own, and what a request allocates needs it
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            device, host, after, staged = job
+            try:
+                self._carry(device, host, [_asked(event) for event in after], staged.parts)
+            except LinkError as error:
+                staged.error = self._error = error
+            except BaseException as error:
+                staged.error = self._error = LinkError(f"a transfer failed: {error}")
+                staged.error.__cause__ = error
+            staged.done.set()
+
+    def _carry(
+        self, device: torch.Tensor, host: torch.Tensor, after: list[Event], parts: list[Event]
+    ) -> None:
+        size = self._buffers[0].numel()
+        waiting: list[tuple[torch.Tensor, int, Event]] = []
+        for device_part, host_part in zip(device.split(size), host.split(size), strict=True):
+            place = self._next
+            self._next = (place + 1) % _BUFFERS
+            buffer = self._buffers[place][: host_part.numel()]
+            if self._inwards:
+                if self._copied[place] is not None:
+                    self._link.wait_on_host(self._copied[place])
+                buffer.copy_(host_part)
+                parts.append(self._link.to_device(device_part, buffer, after))
+                self._copied[place] = parts[-1]
+            else:
+                if len(waiting) == _BUFFERS:
+                    self._land(*waiting.pop(0))
+                parts.append(self._link.to_host(buffer, device_part, after))
+                waiting.append((host_part, place, parts[-1]))
+        for landed in waiting:
+            self._land(*landed)
+
+    def _land(self, host_part: torch.Tensor, place: int, event: Event) -> None:
+        self._link.wait_on_host(event)
+        host_part.copy_(self._buffers[place][: host_part.numel()])

@@ -1,0 +1,188 @@
+"""A timeline of link, device and host, in the format of Chrome's and Perfetto's viewers.
+
+Off, nothing of it runs: the link is not wrapped, and what is called instead does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from offload.files import write_whole
+from offload.link.link import Event, Link, WrappedLink
+
+if TYPE_CHECKING:
+    import torch
+
+COPY_IN, COPY_OUT, COMPUTE, HOST = "copy in", "copy out", "compute", "host"
+TRACKS = (COPY_IN, COPY_OUT, COMPUTE, HOST)
+_LEAST_WAIT_SECONDS = 20e-6
+
+
+class Span(NamedTuple):
+    """began, ended: seconds of time.perf_counter"""
+
+    track: str
+    name: str
+    began: float
+    ended: float
+    args: dict[str, Any]
+
+
+class Tracer(Protocol):
+    """Where the runtime says what it does."""
+
+    def compute(self, name: str, **args: Any) -> AbstractContextManager:
+        """What is launched inside belongs together."""
+
+    def host(self, name: str, began: float, seconds: float, **args: Any) -> None:
+        """What the host did, from `began` in seconds of time.perf_counter."""
+
+
+class NoTrace:
+    """Keeps nothing."""
+
+    def compute(self, name: str, **args: Any) -> AbstractContextManager:
+        return _NOTHING
+
+    def host(self, name: str, began: float, seconds: float, **args: Any) -> None:
+        pass
+
+
+_NOTHING = nullcontext()
+
+
+class Trace:
+    """Keeps events while a request runs; `spans` and `write` ask the link when they happened."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        link.keep_times()
+        self._copies: list[tuple[str, Hashable, int, Event]] = []
+        self._computed: list[tuple[str, Event, Event, dict[str, Any]]] = []
+        self._host: list[Span] = []
+
+    @contextmanager
+    def compute(self, name: str, **args: Any) -> Iterator[None]:
+        began = self._link.record()
+        try:
+            yield
+        finally:
+            self._computed.append((name, began, self._link.record(), args))
+
+    def host(self, name: str, began: float, seconds: float, **args: Any) -> None:
+        self._host.append(Span(HOST, name, began, began + seconds, args))
+
+    def copy(self, track: str, what: Hashable, size: int, event: Event) -> None:
+        """A copy that was asked for: what it is, its bytes and the event of its end."""
+        self._copies.append((track, what, size, event))
+
+    def clear(self) -> None:
+        self._copies.clear()
+        self._computed.clear()
+        self._host.clear()
+
+    def spans(self) -> list[Span]:
+        """Everything so far, by track. Waits for it to have happened. Raises LinkError."""
+        copies = [
+            Span(track, _name(what), *self._link.span(event), _describe(what) | {"bytes": size})
+            for track, what, size, event in self._copies
+        ]
+        computed = [
+            Span(COMPUTE, name, self._link.span(began)[1], self._link.span(ended)[1], args)
+            for name, began, ended, args in self._computed
+        ]
+        waits = _LEAST_WAIT_SECONDS
+        computed = [s for s in computed if s.name != _WAIT or s.ended - s.began >= waits]
+        return [*copies, *computed, *self._host]
+
+    def write(self, path: Path, about: dict[str, Any]) -> None:
+        """Writes the file whole or not at all. about: what the run was, kept beside the events.
+
+        Raises UsageError or LinkError.
+        """
+        write_spans(self.spans(), path, about)
+
+
+def write_spans(spans: Sequence[Span], path: Path, about: dict[str, Any]) -> None:
+    """Writes a timeline whole or not at all. Raises UsageError."""
+    zero = min((span.began for span in spans), default=0.0)
+    named = [
+        {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": track}}
+        for i, track in enumerate(TRACKS)
+    ]
+    order = [
+        {"ph": "M", "pid": 0, "tid": i, "name": "thread_sort_index", "args": {"sort_index": i}}
+        for i in range(len(TRACKS))
+    ]
+    events = [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": TRACKS.index(span.track),
+            "name": span.name,
+            "ts": round((span.began - zero) * 1e6, 3),
+            "dur": round((span.ended - span.began) * 1e6, 3),
+            "args": span.args,
+        }
+        for span in sorted(spans, key=lambda span: span.began)
+    ]
+    whole = {"traceEvents": named + order + events, "displayTimeUnit": "ms", "otherData": about}
+    write_whole(path, json.dumps(whole), "trace")
+
+
+_WAIT = "wait"
+
+
+class TracedLink(WrappedLink):
+    """A link that tells a trace of every copy, and of compute and host that wait for one."""
+
+    def __init__(self, link: Link, trace: Trace) -> None:
+        super().__init__(link)
+        self._trace = trace
+
+    def to_device(
+        self,
+        device: torch.Tensor,
+        host: torch.Tensor,
+        after: Sequence[Event],
+        what: Hashable = None,
+    ) -> Event:
+        event = super().to_device(device, host, after, what)
+        self._trace.copy(COPY_IN, what, host.numel(), event)
+        return event
+
+    def to_host(
+        self,
+        host: torch.Tensor,
+        device: torch.Tensor,
+        after: Sequence[Event],
+        what: Hashable = None,
+    ) -> Event:
+        event = super().to_host(host, device, after, what)
+        self._trace.copy(COPY_OUT, what, host.numel(), event)
+        return event
+
+    def wait(self, event: Event) -> None:
+        with self._trace.compute(_WAIT):
+            super().wait(event)
+
+    def wait_on_host(self, event: Event) -> None:
+        began = time.perf_counter()
+        super().wait_on_host(event)
+        self._trace.host(_WAIT, began, time.perf_counter() - began)
+
+
+def _name(what: Hashable) -> str:
+    return str(what[0]) if isinstance(what, tuple) else str(what)
+
+
+def _describe(what: Hashable) -> dict[str, Any]:
+    """A transfer's key is (ring, layer) or (ring, layer, block)."""
+    if not isinstance(what, tuple):
+        return {}
+    return dict(zip(("layer", "block"), what[1:], strict=False))

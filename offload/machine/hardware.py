@@ -1,0 +1,134 @@
+"""What this machine has: GPUs, their links, host memory and how much of it may be pinned."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import resource
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from offload.memory.available import available_host_bytes
+
+_PACKAGES = ("torch", "transformers", "safetensors", "gguf", "triton", "numpy")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as the driver sees it. Link generation and width: now, and the most there is."""
+
+    name: str
+    memory_bytes: int
+    link_generation: int | None
+    link_generation_most: int | None
+    link_width: int | None
+    link_width_most: int | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine's hardware and the versions that matter.
+
+    pinning_limit_bytes: what a process may lock (RLIMIT_MEMLOCK), None if unlimited
+    """
+
+    gpus: tuple[Gpu, ...]
+    driver: str | None
+    host_bytes: int
+    host_available_bytes: int
+    pinning_limit_bytes: int | None
+    cores: int
+    python: str
+    platform: str
+    packages: dict[str, str | None]
+
+
+def probe() -> Machine:
+    """Looks at the machine through NVML and the operating system; needs no GPU."""
+    gpus, driver = _gpus()
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Machine(
+        gpus=gpus,
+        driver=driver,
+        host_bytes=psutil.virtual_memory().total,
+        host_available_bytes=available_host_bytes(),
+        pinning_limit_bytes=None if limit == resource.RLIM_INFINITY else limit,
+        cores=psutil.cpu_count() or 1,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages={name: _version(name) for name in _PACKAGES},
+    )
+
+
+def provenance(command: str) -> dict[str, Any]:
+    """Where figures come from: date, command, hardware and versions."""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": command,
+        "hardware": summary(),
+        "versions": {name: _version(name) for name in ("torch", "transformers")},
+    }
+
+
+def summary() -> dict[str, Any]:
+    """What figures are said with: processor, cores that torch uses, and the GPU if there is one."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"processor": _processor(), "threads": torch.get_num_threads(), "gpu": gpu}
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return (), None
+    try:
+        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return tuple(map(_gpu, handles)), _text(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu(handle: object) -> Gpu:
+    import pynvml
+
+    def ask(what: str) -> int | None:
+        try:
+            return getattr(pynvml, what)(handle)
+        except pynvml.NVMLError:  # not every card and virtual machine tells
+            return None
+
+    return Gpu(
+        name=_text(pynvml.nvmlDeviceGetName(handle)),
+        memory_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+        link_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
+        link_generation_most=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
+        link_width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
+        link_width_most=ask("nvmlDeviceGetMaxPcieLinkWidth"),
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

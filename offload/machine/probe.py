@@ -1,0 +1,264 @@
+"""Rates of this machine, measured in about two seconds and kept in the user's cache."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from offload.errors import UsageError
+from offload.files import write_whole
+from offload.machine.profiles import Hardware
+from offload.memory.available import available_host_bytes
+from offload.units import parse_bandwidth
+
+_PART_SECONDS = 0.25
+"""Of each of the rates."""
+
+
+OPERATIONS = 2
+"""Of the host for each kernel that `cost` counts: of a layer's forward over one token, torch's
+profiler tells about 80 operations, views included, for 39 kernels.
+"""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured. launch_seconds: of one small operation, dispatch included.
+
+    link_bytes_per_second: of pinned copies to the device; None without a GPU
+    product_seconds_per_byte and what follows: as Hardware has them, of a CPU
+    """
+
+    memory_bytes_per_second: float
+    flops_per_second: float
+    launch_seconds: float
+    link_bytes_per_second: float | None = None
+    product_seconds_per_byte: tuple[tuple[int, float], ...] = ()
+    attend_bytes_per_second: float | None = None
+    attend_flops_per_second: float | None = None
+
+
+Matrices = Sequence[tuple[int, int]]
+
+
+def this_machine(link_bandwidth: str | None, known: Sequence[str], matrices: Matrices) -> Hardware:
+    """The first GPU here, or the emulated device of a machine without one.
+
+    link_bandwidth: of the link instead of the measured one; an emulated link needs it.
+    known: names of cards, for who has none. matrices: shapes of the model's. Raises UsageError.
+    """
+    import torch
+
+    rate = None if link_bandwidth is None else parse_bandwidth(link_bandwidth)
+    if torch.cuda.is_available():
+        return _gpu(rate)
+    if rate is None:
+        raise UsageError(
+            "this machine has no GPU: name one to plan for with --gpu "
+            f"({', '.join(known)}), or give --link-bandwidth to plan for the emulated device"
+        )
+    key = (
+        f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {matrices}"
+    )
+    return emulated(cached(key, lambda: measure_cpu(matrices)), rate)
+
+
+def emulated(rates: Rates, link_bytes_per_second: float) -> Hardware:
+    """The emulated device: its memory is the host's, its link a paced thread."""
+    available = available_host_bytes()
+    return Hardware(
+        name="emulated device (CPU)",
+        source="measured on this machine",
+        memory_bytes=available // 2,
+        memory_bytes_per_second=rates.memory_bytes_per_second,
+        flops_per_second=rates.flops_per_second,
+        link="emulated",
+        link_bytes_per_second=link_bytes_per_second,
+        launch_seconds=OPERATIONS * rates.launch_seconds,
+        graph_launch_seconds=OPERATIONS * rates.launch_seconds,
+        asynchronous=False,
+        product_seconds_per_byte=rates.product_seconds_per_byte,
+        attend_bytes_per_second=rates.attend_bytes_per_second,
+        attend_flops_per_second=rates.attend_flops_per_second,
+        host_memory_bytes=available,
+    )
+
+
+def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
+    """What torch reaches on this CPU: products with few and with many rows, attention, and small
+    operations. matrices: shapes of a layer's; how fast they are read depends on them.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    # More than any cache holds, as a model's layers are.
+    count = max(1, _MATRIX_BYTES // sum(rows * columns * 4 for rows, columns in matrices))
+    layers = [torch.empty(shape).fill_(0.01) for _ in range(count) for shape in matrices]
+    nbytes = sum(layer.numel() * 4 for layer in layers)
+    query, queries = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 192, 64)
+    caches = torch.full((_CACHES, 2, 1, 3, _CACHE_KEYS, 64), 0.01).unbind()
+    small = torch.randn(1, 576)
+
+    def products(rows: int) -> Callable[[], None]:
+        inputs = {columns: torch.randn(rows, columns) for _, columns in matrices}
+
+        def run() -> None:
+            for layer in layers:
+                F.linear(inputs[layer.shape[1]], layer)
+
+        return run
+
+    def attention(query: torch.Tensor) -> Callable[[], None]:
+        def run() -> None:
+            for key, value in caches:
+                F.scaled_dot_product_attention(query, key, value)
+
+        return run
+
+    def operations() -> None:
+        x = small
+        for _ in range(_CHAIN):
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(1.0))
+            x = x * small + torch.cat((-x[..., 288:], x[..., :288]), -1) * small
+
+    with torch.inference_mode():
+        taken = {rows: _seconds(products(rows)) / nbytes for rows in _ROWS}
+        attended, wide = (_seconds(attention(rows)) for rows in (query, queries))
+        tiny = _seconds(operations)
+    return Rates(
+        memory_bytes_per_second=1 / taken[_ROWS[0]],
+        flops_per_second=2 * _ROWS[-1] / 4 / taken[_ROWS[-1]],
+        launch_seconds=tiny / (_KERNELS * _CHAIN),
+        product_seconds_per_byte=tuple(taken.items()),
+        attend_bytes_per_second=sum(cache.numel() for cache in caches) * 4 / attended,
+        attend_flops_per_second=4 * queries.numel() * _CACHE_KEYS * _CACHES / wide,
+    )
+
+
+_ROWS = (1, 2, 8, 24, 64)
+_CHAIN, _KERNELS = 60, 10
+"""Rounds of ten operations as a norm and a rotation have them, with the views that they take."""
+_MATRIX_BYTES = 384 << 20
+_CACHES, _CACHE_KEYS = 128, 512
+"""Pieces of keys as a pass over a few thousand tokens attends to them."""
+
+
+_LAUNCHES = 200
+
+
+def measure_gpu() -> Rates:
+    """Of the current GPU: pinned copies in, copies within, a large product, launching."""
+    import torch
+
+    size = 256 << 20
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    there, other = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
+    small = torch.zeros(8, device="cuda")
+
+    def launches() -> None:
+        for _ in range(_LAUNCHES):
+            small.add_(1)
+
+    link = _seconds(lambda: there.copy_(pinned, non_blocking=True), torch.cuda.synchronize)
+    memory = _seconds(lambda: other.copy_(there), torch.cuda.synchronize)
+    product = _seconds(lambda: matrix @ matrix, torch.cuda.synchronize)
+    tiny = _seconds(launches, torch.cuda.synchronize)
+    return Rates(2 * size / memory, 2 * 4096**3 / product, tiny / _LAUNCHES, size / link)
+
+
+def cached(key: str, measure: Callable[[], Rates]) -> Rates:
+    """What was measured for `key` before, or now. A cache that cannot be read counts for nothing;
+    it is written whole.
+    """
+    path = _cache_file()
+    known: dict[str, Any] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(path.read_text("utf-8"))
+        return _checked(known[key])
+    rates = measure()
+    if not isinstance(known, dict):
+        known = {}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(known | {key: asdict(rates)}, indent=2) + "\n", "hardware")
+    except (OSError, UsageError) as error:
+        warnings.warn(f"measured rates are not kept: {error}", RuntimeWarning, stacklevel=2)
+    return rates
+
+
+def _checked(raw: Any) -> Rates:
+    """Raises ValueError or TypeError for what cannot be rates."""
+    rates = Rates(**raw)
+    pairs = tuple((rows, each) for rows, each in rates.product_seconds_per_byte)
+    optional = (
+        rates.link_bytes_per_second,
+        rates.attend_bytes_per_second,
+        rates.attend_flops_per_second,
+    )
+    found = [rates.memory_bytes_per_second, rates.flops_per_second, rates.launch_seconds]
+    found += [value for value in optional if value is not None]
+    found += [number for pair in pairs for number in pair]
+    if not all(isinstance(f, (int, float)) and 0 < f < float("inf") for f in found):
+        raise ValueError("rates must be positive numbers")
+    return replace(rates, product_seconds_per_byte=pairs)
+
+
+def _cache_file() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "triforce-offload" / "hardware.json"
+
+
+def _gpu(rate: float | None) -> Hardware:
+    import torch
+
+    from offload.machine.hardware import probe
+
+    machine = probe()
+    card = machine.gpus[0] if machine.gpus else None
+    name = torch.cuda.get_device_name()
+    rates = cached(f"{name}, driver {machine.driver}, torch {torch.__version__}", measure_gpu)
+    free, _ = torch.cuda.mem_get_info()
+    link, full = "PCIe", True
+    if card and card.link_generation_most and card.link_width:
+        link = f"pcie{card.link_generation_most}x{card.link_width}"
+        full = card.link_width == card.link_width_most
+    return Hardware(
+        name=name,
+        source="measured on this machine",
+        memory_bytes=free,
+        memory_bytes_per_second=rates.memory_bytes_per_second,
+        flops_per_second=rates.flops_per_second,
+        link=link,
+        link_bytes_per_second=rate or rates.link_bytes_per_second or 0.0,
+        launch_seconds=rates.launch_seconds,
+        link_full=full,
+        host_memory_bytes=machine.host_available_bytes,
+    )
+
+
+def _seconds(run: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> float:
+    """Of one run: the median of as many as fit into its part, after one that warms up."""
+    run()
+    settle()
+    taken: list[float] = []
+    while sum(taken) < _PART_SECONDS:
+        began = time.perf_counter()
+        run()
+        settle()
+        taken.append(time.perf_counter() - began)
+    return sorted(taken)[len(taken) // 2]
+
+
+def _processor() -> str:
+    from offload.machine.hardware import summary
+
+    return summary()["processor"] or platform.processor() or "CPU"

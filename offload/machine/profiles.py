@@ -1,0 +1,151 @@
+"""Hardware as a plan sees it: a card named in `data/gpus.toml`, or rates that were measured."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from offload.errors import UsageError
+
+RESERVED_BYTES = 3 << 29
+"""Of a named card, not lent to a plan: the CUDA context and libraries of a process (about 0.5 GiB),
+a display, and what an allocator loses between blocks. A card of 24 GiB keeps 22.5 GiB.
+"""
+RATE_SHARE = 0.85
+"""Of the peak rates of a card's memory and matrix units, what a whole forward reaches. Memory:
+Llama 3.1 8B decodes in 5.1 ms from a CUDA graph on an H100, .88 of 3350 GB/s. Matrices: a prompt is
+read at 140 of the 165 TFLOP/s of an RTX 4090 (HeadInfer, arXiv 2502.12574), .85.
+"""
+LAUNCH_SECONDS = 10e-6
+"""Of the host, to launch one kernel from PyTorch: the driver takes 4 to 6 us of it."""
+GRAPH_LAUNCH_SECONDS = 0.5e-6
+"""Between two kernels of a CUDA graph: 3.4 us for kernels of 2.9 us ("Getting Started with CUDA
+Graphs", NVIDIA technical blog).
+"""
+ALL_REDUCE_SECONDS = 40e-6
+"""Of an all-reduce of little over two cards without peer-to-peer: two trips through host memory."""
+_LINK = re.compile(r"pcie([345])x(1|2|4|8|16)")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Rates that are reached, not peaks. Per GPU, of which there are `gpus`.
+
+    name: of the card or machine; source: where its figures come from
+    memory_bytes: of the device that a plan may take
+    memory_bytes_per_second, flops_per_second: what computing reads, and its matrix products
+    launch_seconds: of the host per kernel or operation; the device computes meanwhile if
+        `asynchronous`; graph_launch_seconds: per kernel of a recorded graph
+    product_seconds_per_byte: of a matrix, by the rows it is multiplied with, in rising order, where
+        that was measured; attend_bytes_per_second, attend_flops_per_second: of attention, likewise
+    link: as "pcie4x16"; link_full: whether it has all the lanes of the card
+    host_memory_bytes, host_bytes_per_second: None where they are not known
+    """
+
+    name: str
+    source: str
+    memory_bytes: int
+    memory_bytes_per_second: float
+    flops_per_second: float
+    link: str
+    link_bytes_per_second: float
+    product_seconds_per_byte: tuple[tuple[int, float], ...] = ()
+    attend_bytes_per_second: float | None = None
+    attend_flops_per_second: float | None = None
+    launch_seconds: float = LAUNCH_SECONDS
+    graph_launch_seconds: float = GRAPH_LAUNCH_SECONDS
+    asynchronous: bool = True
+    gpus: int = 1
+    all_reduce_seconds: float = ALL_REDUCE_SECONDS
+    link_full: bool = True
+    host_memory_bytes: int | None = None
+    host_bytes_per_second: float | None = None
+
+    @property
+    def stream_bytes_per_second(self) -> float:
+        """Of one GPU's link while all GPUs stream: they share what host memory gives."""
+        if self.host_bytes_per_second is None:
+            return self.link_bytes_per_second
+        return min(self.link_bytes_per_second, self.host_bytes_per_second / self.gpus)
+
+    @property
+    def emulated(self) -> bool:
+        return not self.asynchronous
+
+
+def named(name: str, itemsize: int = 2) -> Hardware:
+    """A card of `data/gpus.toml`. itemsize: bytes of the numbers that are computed with.
+
+    Raises UsageError, with the nearest names, for a name that is not there.
+    """
+    table = _table()
+    cards = gpu_names()
+    if name not in cards:
+        raise UsageError(
+            f"GPU {name!r} is not known; {nearest(name, cards)} (--gpu takes {', '.join(cards)})"
+        )
+    card = table[name]
+    tflops = card["fp16_tflops" if itemsize <= 2 else "fp32_tflops"]
+    return Hardware(
+        name=name,
+        source=card["source"],
+        memory_bytes=(card["memory_mib"] << 20) - RESERVED_BYTES,
+        memory_bytes_per_second=card["memory_gb_per_s"] * 1e9 * RATE_SHARE,
+        flops_per_second=tflops * 1e12 * RATE_SHARE,
+        link=card["link"],
+        link_bytes_per_second=link_rate(card["link"]),
+    )
+
+
+def gpu_names() -> tuple[str, ...]:
+    return tuple(name for name in _table() if name != "link")
+
+
+def with_link(hardware: Hardware, link: str) -> Hardware:
+    """The same card in a slot "pcie4x8": the slower of slot and card, lane by lane.
+
+    Raises UsageError.
+    """
+    generation, lanes = parse_link(link)
+    card_generation, card_lanes = parse_link(hardware.link)
+    reached = f"pcie{min(generation, card_generation)}x{min(lanes, card_lanes)}"
+    return replace(
+        hardware,
+        link=reached,
+        link_bytes_per_second=link_rate(reached),
+        link_full=reached == hardware.link,
+    )
+
+
+def link_rate(link: str) -> float:
+    """Bytes per second of pinned copies to the device over "pcie4x16". Raises UsageError."""
+    generation, lanes = parse_link(link)
+    figures = _table()["link"]
+    return figures["lane_gb_per_s"][str(generation)] * lanes * 1e9 * figures["pinned_share"]
+
+
+def parse_link(link: str) -> tuple[int, int]:
+    """Generation and lanes of "pcie4x16". Raises UsageError."""
+    match = _LINK.fullmatch(link)
+    if match is None:
+        raise UsageError(
+            f"{link!r} is not a link; write it like pcie4x16 (generation 3 to 5, lanes 1 to 16)"
+        )
+    return int(match[1]), int(match[2])
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Which known names a user may have meant, in words."""
+    close = difflib.get_close_matches(name.lower(), list(known), n=3, cutoff=0.4)
+    return f"nearest: {', '.join(close)}" if close else "nothing known is like it"
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("data").joinpath("gpus.toml").read_text("utf-8"))

@@ -1,0 +1,133 @@
+"""Device memory as a budget: everything the runtime keeps on the device is allocated through it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from offload.errors import DoesNotFitError, LinkError, OutOfDeviceMemoryError, UsageError
+from offload.memory.available import available_host_bytes
+from offload.units import format_bytes
+
+_CUDA_CONTEXT_BYTES = 256 << 20
+"""Left free outside the budget when nobody says: kernels are loaded as they are first used."""
+_CUDA_LIBRARY_BYTES = 128 << 20
+"""Of the budget: the libraries' workspaces and the allocator's rounding, which nobody asks for."""
+
+
+@dataclass
+class Allocation:
+    """Some bytes of the budget; `bytes` is the flat uint8 tensor, or None for a reservation."""
+
+    size: int
+    purpose: str
+    bytes: torch.Tensor | None
+
+
+class DeviceMemory:
+    """The device's memory up to a limit, counted by purpose.
+
+    On CUDA the limit also caps PyTorch's allocator and the peak is the allocator's own. On the CPU
+    the budget is accounted: buffers are really allocated, and temporaries are covered by
+    reservations whose sizes the tests hold against the allocator's trace.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int | None) -> None:
+        """Raises UsageError for a device that is not there or a limit above what it has."""
+        self.device = device
+        self._used: dict[str, int] = {}
+        self._used_bytes = 0
+        self._peak_bytes = 0
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info(device)
+            free = max(0, free - _CUDA_CONTEXT_BYTES)
+        else:
+            free, total = available_host_bytes(), psutil.virtual_memory().total
+        if limit_bytes is not None and limit_bytes > total:
+            raise UsageError(
+                f"{device} has {format_bytes(total)}, less than the "
+                f"{format_bytes(limit_bytes)} of device memory asked for"
+            )
+        self.limit_bytes = free if limit_bytes is None else limit_bytes
+        if cuda:
+            # What the process holds already, another engine say, is not this budget's.
+            self._others_bytes = torch.cuda.memory_allocated(device)
+            cap = torch.cuda.memory_reserved(device) + self.limit_bytes
+            torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self.reserve(_CUDA_LIBRARY_BYTES, "CUDA libraries")
+
+    @property
+    def available_bytes(self) -> int:
+        return self.limit_bytes - self._used_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes in use at once: accounted on the CPU, the allocator's on CUDA."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) - self._others_bytes
+        return self._peak_bytes
+
+    def allocate(self, size: int, purpose: str) -> Allocation:
+        """`size` bytes of device memory, 64-byte aligned. Raises DoesNotFitError."""
+        allocation = self.reserve(size, purpose)
+        try:
+            allocation.bytes = torch.empty(size, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            self.free(allocation)
+            raise OutOfDeviceMemoryError(
+                f"allocating {format_bytes(size)} for {purpose}"
+            ) from error
+        return allocation
+
+    def reserve(self, size: int, purpose: str) -> Allocation:
+        """Counts `size` bytes that temporaries will use. Raises DoesNotFitError."""
+        if size > self.available_bytes:
+            raise DoesNotFitError(
+                f"device memory for {purpose}", size, self.available_bytes, _REMEDY
+            )
+        self._used[purpose] = self._used.get(purpose, 0) + size
+        self._used_bytes += size
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+        return Allocation(size, purpose, None)
+
+    def free(self, allocation: Allocation) -> None:
+        """Returns an allocation or reservation; the tensor goes with its last view."""
+        self._used[allocation.purpose] -= allocation.size
+        self._used_bytes -= allocation.size
+        allocation.bytes = None
+        allocation.size = 0
+
+    @contextmanager
+    def typed_errors(self) -> Iterator[None]:
+        """Turns what torch raises for a full or failing device into errors of this package."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise OutOfDeviceMemoryError(str(error).splitlines()[0]) from error
+        except torch.AcceleratorError as error:
+            raise LinkError(f"{self.device} failed: {str(error).splitlines()[0]}") from error
+
+    def close(self) -> None:
+        """Gives the allocator's cache back to the device and lifts the cap."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+    def by_purpose(self) -> dict[str, int]:
+        return {purpose: size for purpose, size in self._used.items() if size}
+
+
+def put(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Whole numbers of the host as int64 on the device, without waiting for what it computes."""
+    here = torch.as_tensor(numbers, dtype=torch.int64)
+    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+
+
+_REMEDY = "use a shorter context or more --device-memory"

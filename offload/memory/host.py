@@ -1,0 +1,240 @@
+"""Host memory that streams: page-aligned, exactly sized, registered with a driver if there is one.
+
+PyTorch's pinned allocator rounds each block up to a power of two (33 GiB would cost 64), so the
+stores never use it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+
+from offload.errors import DoesNotFitError
+from offload.memory.available import available_host_bytes
+from offload.memory.touch import touch
+from offload.units import format_bytes
+
+PIECE_BYTES = 1 << 30
+"""Most bytes registered at once, so that what a driver's cap leaves is used to the last piece."""
+
+
+class Driver(Protocol):
+    """Makes host memory copyable without the processor. Both calls give 0, or an error code."""
+
+    def register(self, address: int, size: int) -> int: ...
+
+    def unregister(self, address: int) -> int: ...
+
+
+class CudaDriver:
+    """cudaHostRegister, for every device of the process."""
+
+    _PORTABLE_AND_MAPPED = 1 | 2  # kernels read it too: see `direct`
+
+    def register(self, address: int, size: int) -> int:
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, self._PORTABLE_AND_MAPPED))
+        if code:
+            # The runtime keeps the error for the next kernel's check: let one have it.
+            with suppress(RuntimeError):
+                torch.empty(1, device="cuda").fill_(1)
+        return code
+
+    def unregister(self, address: int) -> int:
+        return int(torch.cuda.cudart().cudaHostUnregister(address))
+
+
+class HostMemory:
+    """The host memory of one engine, and which of it the link may copy directly.
+
+    Where there is a driver, arenas are registered with it until it refuses (WSL2, Windows and
+    containers cap it); from then on they stay pageable, which is slower and never wrong, and one
+    warning says how much. Where there is none, as with an emulated link, all memory is direct.
+    """
+
+    def __init__(
+        self, driver: Driver | None = None, *, pin: bool = True, cpus: Sequence[int] = ()
+    ) -> None:
+        """pin: whether arenas are registered unless they say otherwise.
+
+        cpus: processors near the device, by which memory is first touched; any if empty
+        """
+        self.pinned_bytes = self.pageable_bytes = 0
+        self._driver = driver
+        self._pin = pin
+        self._cpus = tuple(cpus)
+        self._refused = False
+        self._direct: list[tuple[int, int]] = []  # start and end of registered memory, sorted
+
+    def arena(self, size: int, *, pin: bool | None = None) -> HostArena:
+        """`size` bytes, touched, and registered if `pin`. Raises DoesNotFitError."""
+        available = available_host_bytes()
+        if size > available:
+            raise DoesNotFitError(
+                "host memory for streamed weights and KV",
+                size,
+                available,
+                "use a shorter context, a smaller model or more device memory",
+            )
+        mapping = _Mapping(size)
+        touch(mapping.address, mapping.size, self._cpus)
+        if self._driver and (pin or (pin is None and self._pin and not self._refused)):
+            self._register(mapping)
+        elif self._driver:
+            self.pageable_bytes += size
+        return HostArena(mapping, self)
+
+    def is_direct(self, memory: torch.Tensor) -> bool:
+        """Whether the link may copy this memory of an arena without the processor's help."""
+        if self._driver is None:
+            return True
+        address = memory.data_ptr()
+        place = bisect_right(self._direct, (address, 1 << 64)) - 1
+        return place >= 0 and address + memory.numel() <= self._direct[place][1]
+
+    def _register(self, mapping: _Mapping) -> None:
+        code = mapping.register(self._driver)
+        if code:
+            self.pageable_bytes += mapping.size
+            if not self._refused:
+                self._refused = True
+                warnings.warn(
+                    f"the driver pinned {format_bytes(self.pinned_bytes)} of host memory and would "
+                    f"not pin {format_bytes(mapping.size)} more (error {code}); what follows stays "
+                    "pageable, and copies of it go through a small pinned buffer",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+            return
+        self.pinned_bytes += mapping.size
+        span = (mapping.address, mapping.address + mapping.size)
+        self._direct.insert(bisect_right(self._direct, span), span)
+
+    def _forget(self, mapping: _Mapping) -> None:
+        span = (mapping.address, mapping.address + mapping.size)
+        if span in self._direct:
+            self._direct.remove(span)
+            self.pinned_bytes -= mapping.size
+
+
+class HostArena:
+    """One anonymous mapping as a flat uint8 tensor, `bytes`. Made by HostMemory."""
+
+    def __init__(self, mapping: _Mapping, memory: HostMemory) -> None:
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)[: mapping.size]
+        self.pinned = mapping.registered
+        self._mapping: _Mapping | None = mapping
+        self._memory = memory
+
+    def close(self) -> None:
+        """Lets go of the memory: it is unregistered and unmapped with the last tensor of it."""
+        if self._mapping is not None:
+            self._memory._forget(self._mapping)
+            self._mapping = None
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def __enter__(self) -> HostArena:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Mapping(mmap.mmap):
+    """A mapping that is never unmapped while registered, whoever holds the last view of it.
+
+    Pages that the driver still believes pinned would make it copy from memory that is gone.
+    """
+
+    _pieces: Sequence[int] = ()
+    _driver: Driver | None = None
+
+    def __new__(cls, size: int) -> _Mapping:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapping = super().__new__(cls, -1, max(size, 1), flags=flags)
+        mapping.size = size
+        # The tensor keeps the mapping, so its address is asked of one that does not stay.
+        mapping.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        return mapping
+
+    @property
+    def registered(self) -> bool:
+        return bool(self._pieces)
+
+    def register(self, driver: Driver) -> int:
+        """Registers all of it, piece by piece, or nothing: 0 or the driver's error code."""
+        self._driver = driver
+        done: list[int] = []
+        for offset in range(0, self.size, PIECE_BYTES):
+            address = self.address + offset
+            code = driver.register(address, min(PIECE_BYTES, self.size - offset))
+            if code:
+                for earlier in done:
+                    driver.unregister(earlier)
+                return code
+            done.append(address)
+        self._pieces = done
+        return 0
+
+    def __del__(self) -> None:
+        for address in self._pieces:
+            self._driver.unregister(address)
+
+
+class HostBlocks:
+    """Equal blocks of host memory, taken one at a time from arenas of one piece each.
+
+    Arenas are made as blocks are taken, no more of them than were reserved. A block given back is
+    handed out again, so the requests of one engine share the same memory. No block crosses the edge
+    of a piece, except blocks that are larger than one: these have an arena of their own.
+    """
+
+    def __init__(self, block_bytes: int, memory: HostMemory) -> None:
+        self._block_bytes = block_bytes
+        self._memory = memory
+        self._arenas: list[HostArena] = []
+        self._free: list[torch.Tensor] = []
+        self._reserved = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(arena.bytes.numel() for arena in self._arenas)
+
+    def reserve(self, blocks: int) -> None:
+        """Says that `blocks` blocks will be taken. Raises DoesNotFitError if they will not fit."""
+        missing = max(0, blocks - len(self._free)) * self._block_bytes
+        available = available_host_bytes()
+        if missing > available:
+            raise DoesNotFitError(
+                "host memory for the KV of this request",
+                missing,
+                available,
+                "use a shorter context or more device memory",
+            )
+        self._reserved = blocks
+
+    def take(self) -> torch.Tensor:
+        """A flat uint8 block, its contents unspecified. Raises DoesNotFitError."""
+        if not self._free:
+            most = max(1, PIECE_BYTES // self._block_bytes)
+            count = min(most, max(1, self._reserved))
+            arena = self._memory.arena(count * self._block_bytes)
+            self._arenas.append(arena)
+            # The last one is handed out first: reversed, so that blocks are taken in order.
+            self._free.extend(reversed(arena.bytes.split(self._block_bytes)))
+        self._reserved = max(0, self._reserved - 1)
+        return self._free.pop()
+
+    def give_back(self, block: torch.Tensor) -> None:
+        self._free.append(block)
+
+    def close(self) -> None:
+        self._free.clear()
+        for arena in self._arenas:
+            arena.close()
+        self._arenas.clear()

@@ -1,0 +1,7 @@
+"""`python -m triforce_core.cli`, where the command is not installed."""
+
+import sys
+
+from triforce_core.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,135 @@
+"""`triforce bench`: from arguments to a table or JSON on standard output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from offload.errors import UsageError
+from offload.machine.hardware import provenance
+from offload.units import format_bytes
+from triforce_core.bench.bench import TESTS, Bench, BenchSettings, Row
+from triforce_core.engine import machine_settings
+from triforce_core.model.shapes import for_timing, read_shape
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Runs the tests and prints them, each to stderr as it ends. Returns the exit code."""
+    tests = TESTS if args.tests == "all" else tuple(args.tests.split(","))
+    for test in tests:
+        if test not in TESTS:
+            raise UsageError(f"test {test!r} is not one of {', '.join(TESTS)}")
+    for name, least in (("context", 64), ("repeats", 1), ("draft_tokens", 1)):
+        if getattr(args, name) < least:
+            raise UsageError(
+                f"--{name.replace('_', '-')} must be {least} or more, got {getattr(args, name)}"
+            )
+    settings = BenchSettings(
+        args.shape,
+        args.context,
+        args.draft_shape,
+        tests,
+        args.repeats,
+        args.draft_tokens,
+        args.budget,
+    )
+    config = for_timing(read_shape(args.shape))
+    draft = None if args.draft_shape == "none" else read_shape(args.draft_shape)
+    machine = machine_settings(
+        args.device,
+        args.device_memory,
+        args.link_bandwidth,
+        pin=not args.no_pin,
+        graphs=not args.no_graphs,
+    )
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        running = Bench(settings, config, draft, machine, args.dtype, stack)
+        about = describe(running)
+        try:
+            with running.runtime.memory.typed_errors():
+                for row in running.rows():
+                    print(f"{row.test}: {row.what}: {row.median:.6f} s", file=sys.stderr)
+                    rows.append(row)
+        finally:
+            # A test that fails, or an interrupt, does not take what the others found.
+            about["memory"]["device_peak_bytes"] = running.runtime.memory.peak_bytes
+            if rows:
+                show(about, rows, args.output)
+    return 0
+
+
+def show(about: dict[str, Any], rows: Sequence[Row], output: str) -> None:
+    if output == "json":
+        print(json.dumps(about | {"rows": [row.as_dict() for row in rows]}, indent=2), flush=True)
+    else:
+        print(as_markdown(about, rows), flush=True)
+
+
+def describe(running: Bench) -> dict[str, Any]:
+    """What was run, on what, and where everything lay."""
+    runtime, settings = running.runtime, running.settings
+    demand, placement, link = runtime.demand, runtime.placement, runtime.link
+    slots = placement.kv_slots + placement.staging_slots
+    streaming = slots * demand.kv.block_bytes + placement.weight_slots * demand.layer_bytes
+    return {
+        **provenance(shlex.join(["triforce", *sys.argv[1:]])),
+        "shape": settings.shape,
+        "weights": "random",
+        "dtype": str(running.dtype).removeprefix("torch."),
+        "context": settings.context,
+        "link": {
+            "emulated": link.emulated,
+            "bandwidth_gb_per_s": link.bandwidth and link.bandwidth / 1e9,
+            "copy_bytes": link.copy_bytes,
+        },
+        "memory": {
+            "device_budget_bytes": runtime.memory.limit_bytes,
+            "streaming_bytes": streaming,
+            "host_pinned_bytes": runtime.host.pinned_bytes,
+            "host_pageable_bytes": runtime.host.pageable_bytes,
+        },
+        "placement": {
+            "layers": demand.layers,
+            "streamed_weight_layers": len(placement.streamed_layers),
+            "kv_blocks": demand.kv_blocks,
+            "resident_kv_blocks": min(placement.resident_kv_blocks, demand.kv_blocks),
+            "block_tokens": demand.kv.block_tokens,
+            "block_bytes": demand.kv.block_bytes,
+        },
+    }
+
+
+def as_markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
+    link, placement = about["link"], about["placement"]
+    kind = "EMULATED link" if link["emulated"] else "PCIe"
+    speed = link["bandwidth_gb_per_s"]
+    resident = placement["layers"] - placement["streamed_weight_layers"]
+    lines = [
+        f"{about['shape']}, random {about['dtype']} weights, {about['context']} tokens of context, "
+        f"{about['hardware']['gpu'] or about['hardware']['processor']}, torch "
+        f"{about['versions']['torch']}; {kind}{f' {speed:.2f} GB/s' if speed else ''}; "
+        f"{resident} of {placement['layers']} layers and {placement['resident_kv_blocks']} of "
+        f"{placement['kv_blocks']} KV blocks resident, "
+        f"{format_bytes(about['memory']['streaming_bytes'])} of slots",
+        "",
+        "| test | what | runs | median, s | spread | rate | floor, s | ratio to floor |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        spread = (max(row.seconds) - min(row.seconds)) / row.median
+        floor = f"{row.floor_seconds:.6f}" if row.floor_seconds else ""
+        ratio = f"{row.median / row.floor_seconds:.3f}" if row.floor_seconds else ""
+        lines.append(
+            f"| {row.test} | {row.what} | {len(row.seconds)} | {row.median:.6f} | {spread:.0%} "
+            f"| {row.amount / row.median:.4g} {row.unit} | {floor} | {ratio} |"
+        )
+    floors = {row.test: row.floor for row in rows if row.floor}
+    if floors:
+        lines += ["", "Floors: " + "; ".join(f"{t}: {what}" for t, what in floors.items()) + "."]
+    return "\n".join(lines)

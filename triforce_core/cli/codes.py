@@ -1,0 +1,3 @@
+"""Exit codes that no error carries."""
+
+INTERRUPTED = 130

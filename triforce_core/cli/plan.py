@@ -1,0 +1,223 @@
+"""`triforce plan`: from arguments to a plan, its predicted figures and how they were found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from offload.errors import UsageError
+from offload.files import check_writable
+from offload.formats import DTYPES
+from offload.link.trace import write_spans
+from offload.machine.profiles import Hardware, gpu_names, named, with_link
+from offload.units import parse_bandwidth, parse_bytes
+from triforce_core.cli.plan_report import print_plan, print_sweep
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.shapes import read_shape
+from triforce_core.model.tensors import kv_shape, matrices
+from triforce_core.planner.acceptance_curve import MODEL_ACCEPTANCE, AcceptanceCurve
+from triforce_core.planner.candidates import Candidate, Case
+from triforce_core.planner.plan import Plan
+from triforce_core.planner.prediction import Prediction, case_dict, predict, predict_published
+from triforce_core.planner.published import Published
+from triforce_core.planner.search import choose
+from triforce_core.planner.sweep import plot, sweep
+from triforce_core.planner.trace import trace_of
+from triforce_core.settings import AUTO, DEFAULT_BUDGET, MOST_DRAFT_TOKENS
+from triforce_core.sizing.demand import choose_block_tokens
+
+_PLAN_FIELDS = (
+    "streamed_layers",
+    "embedding_resident",
+    "weight_slots",
+    "kv_slots",
+    "staging_slots",
+)
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Plans and prints. Returns the exit code. Raises UsageError, DoesNotFitError and more."""
+    for path in filter(None, (args.plot, args.trace, args.save)):
+        check_writable(Path(path))
+    case = _case(args)
+    if args.sweep or args.plot:
+        return _sweep(args, case)
+    prediction, chosen = _solve(args, case)
+    compared = None
+    if args.compare:
+        compared = predict(choose(replace(case, fixed={"method": args.compare})))
+    if args.save:
+        if chosen is None:
+            raise UsageError("--save writes a plan of this runtime; leave --as-published away")
+        replace(chosen.plan, predicted=prediction.as_dict()).write(args.save)
+    if args.trace:
+        if chosen is None:
+            raise UsageError("--trace shows this runtime's schedule; leave --as-published away")
+        write_spans(trace_of(chosen), Path(args.trace), {"simulated": True, "model": args.model})
+    if args.json:
+        whole = case_dict(case, args.model) | prediction.as_dict()
+        if chosen:
+            whole["plan"] = chosen.plan.as_dict()
+        if compared:
+            whole["compared"] = compared.as_dict()
+            whole["speed_up"] = compared.seconds_per_token / prediction.seconds_per_token
+        print(json.dumps(whole, indent=2))
+    else:
+        print_plan(case, args.model, prediction, chosen, compared)
+    return 0
+
+
+def _solve(args: argparse.Namespace, case: Case) -> tuple[Prediction, Candidate | None]:
+    if args.as_published:
+        published = _published(args, case)
+        published.check()
+        return predict_published(published), None
+    chosen = _of_file(args, case) if args.plan else choose(case)
+    return predict(chosen), chosen
+
+
+def _case(args: argparse.Namespace) -> Case:
+    """What is planned for, from the arguments and from the plan that was given."""
+    config = read_shape(args.model)
+    dtype = DTYPES[args.dtype]
+    given = Plan.read(args.plan) if args.plan else None
+    context = args.context or (given.context_tokens if given else min(131072, config.positions))
+    draft = args.draft if args.draft is not None else given.draft if given else AUTO
+    draft_config = None
+    if draft not in (AUTO, "ngram", "none"):
+        draft_config = read_shape(draft)
+    case = Case(
+        config=config,
+        hardware=_hardware(args, config, dtype.itemsize),
+        context=context,
+        new_tokens=args.new_tokens,
+        dtype=dtype,
+        curve=_curve(args, draft_config),
+        draft=draft,
+        draft_config=draft_config,
+    )
+    if case.hardware.emulated:
+        case = replace(case, dtype=DTYPES["float32"], block_bytes=8 << 20)
+    case.check()
+    fixed: dict[str, object] = {}
+    for name, least, most in (
+        ("draft_tokens", 1, MOST_DRAFT_TOKENS),
+        ("inner_draft_tokens", 1, MOST_DRAFT_TOKENS),
+        ("budget", 16, 1 << 30),
+    ):
+        value = getattr(args, name)
+        if value is None:
+            continue
+        if not least <= value <= most:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} must be {least} to {most}, got {value}")
+        fixed[name] = value
+    if args.method:
+        fixed["method"] = args.method
+    case = replace(case, fixed=fixed)
+    if args.resident_kv is not None and not args.as_published:
+        fixed["resident_kv_blocks"] = _resident_blocks(args.resident_kv, case)
+    return case
+
+
+def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int) -> Hardware:
+    if args.gpu is None:
+        from offload.machine.probe import this_machine
+
+        hardware = this_machine(args.link_bandwidth, gpu_names(), matrices(config))
+    else:
+        hardware = named(args.gpu, itemsize)
+        if args.link_bandwidth:
+            rate = parse_bandwidth(args.link_bandwidth)
+            hardware = replace(hardware, link_bytes_per_second=rate)
+    if args.link:
+        if args.link_bandwidth:
+            raise UsageError("--link and --link-bandwidth both set the link; give one of them")
+        hardware = with_link(hardware, args.link)
+    changed: dict[str, object] = {"gpus": args.gpus}
+    if args.device_memory:
+        changed["memory_bytes"] = parse_bytes(args.device_memory)
+    if args.host_memory:
+        changed["host_memory_bytes"] = parse_bytes(args.host_memory)
+    if args.host_bandwidth:
+        changed["host_bytes_per_second"] = parse_bandwidth(args.host_bandwidth)
+    return replace(hardware, **changed)
+
+
+def _curve(args: argparse.Namespace, draft_config: ModelConfig | None) -> AcceptanceCurve:
+    """What was given, else what a run measured, else the defaults."""
+    curve = AcceptanceCurve.measured(args.stats) if args.stats else AcceptanceCurve()
+    if draft_config is not None and not args.stats:
+        curve = replace(curve, inner=MODEL_ACCEPTANCE)
+    if args.acceptance is not None:
+        # Of the budget that was named with it; without one, of the engine's default.
+        budget = args.budget if args.budget else DEFAULT_BUDGET
+        curve = replace(curve, outer=args.acceptance, budget=budget)
+    if args.inner_acceptance is not None:
+        curve = replace(curve, inner=args.inner_acceptance)
+    return curve
+
+
+def _resident_blocks(text: str, case: Case) -> int:
+    """`--resident-kv`: a number of blocks, or of whole layers as in 9layers. Raises UsageError."""
+    digits = text.removesuffix("layers")
+    if not digits.isdigit():
+        raise UsageError(f"--resident-kv takes blocks, or layers like 9layers, got {text!r}")
+    if digits == text:
+        return int(digits)
+    shape = kv_shape(case.rank, 1, case.dtype)
+    tokens = choose_block_tokens(shape.token_bytes, case.context, case.block_bytes)
+    return int(digits) * (case.context // tokens)
+
+
+def _published(args: argparse.Namespace, case: Case) -> Published:
+    drafts = args.method != "autoregressive"
+    text = (args.resident_kv or "0").removesuffix("layers")
+    if not text.isdigit():
+        raise UsageError(f"--resident-kv takes layers as published, got {args.resident_kv!r}")
+    curve = case.curve
+    if args.inner_acceptance is None:
+        curve = replace(curve, inner=MODEL_ACCEPTANCE)
+    return Published(
+        replace(case, curve=curve),
+        budget=(args.budget or DEFAULT_BUDGET) if drafts else 0,
+        gamma=(args.draft_tokens or 16) if drafts else 0,
+        resident_layers=int(text),
+    )
+
+
+def _of_file(args: argparse.Namespace, case: Case) -> Candidate:
+    """The plan of a file, with what flags say instead."""
+    given = Plan.read(args.plan)
+    placed = {name: getattr(given, name) for name in _PLAN_FIELDS}
+    fixed: dict[str, object] = {
+        **placed,
+        "method": given.method,
+        "block_tokens": given.block_tokens,
+        "resident_kv_blocks": given.resident_kv_blocks,
+    }
+    if given.budget:
+        fixed["budget"] = given.budget
+    for name in ("draft_tokens", "inner_draft_tokens"):
+        if (length := getattr(given, name)) != AUTO:
+            fixed[name] = length
+    case = replace(case, fixed=fixed | case.fixed)
+    return choose(case)
+
+
+def _sweep(args: argparse.Namespace, case: Case) -> int:
+    kind = args.sweep or "context"
+    if args.as_published:
+        raise UsageError("--sweep plans for this runtime; leave --as-published away")
+    rows = sweep(case, kind)
+    if args.plot:
+        plot(rows, kind, args.model, Path(args.plot))
+        print(f"written to {args.plot}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(case_dict(case, args.model) | {"sweep": kind, "rows": rows}, indent=2))
+    else:
+        print_sweep(case, args.model, kind, rows)
+    return 0

@@ -1,0 +1,70 @@
+"""The arguments of `triforce plan`: every variable of a plan is a flag."""
+
+from __future__ import annotations
+
+import argparse
+
+from offload.formats import DTYPES
+from triforce_core.model.shapes import SHAPES
+from triforce_core.settings import METHODS
+
+SWEEPS = ("context", "gpus", "link")
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help=f"{', '.join(SHAPES)}, a config.json, or a .gguf file")
+    add("--gpu", metavar="NAME", help="a card by its name (default: this machine, measured)")
+    add("--gpus", type=int, default=1, choices=[1, 2], help="how many of them")
+    add("--context", type=int, metavar="N", help="prompt and new tokens (default: 131072 or fewer)")
+    add("--new-tokens", type=int, default=256, metavar="N", help="of these, generated")
+    add(
+        "--acceptance",
+        type=float,
+        metavar="A",
+        help="of drafted tokens by the target, with --budget or 4096 tokens (default: 0.95)",
+    )
+    add(
+        "--inner-acceptance",
+        type=float,
+        metavar="A",
+        help="of the drafter's tokens (default: 0.1 for n-grams, 0.5 for a small model)",
+    )
+    add("--stats", metavar="FILE", help="take acceptance from a run's `generate --stats`")
+    add(
+        "--method",
+        choices=METHODS,
+        help="plan for this one (default: the faster of the first two)",
+    )
+    add("--draft", metavar="ngram|none|MODEL", help="drafter (default: n-grams)")
+    add("--budget", type=int, metavar="TOKENS", help="of the retrieval cache")
+    add("--draft-tokens", type=int, metavar="N", help="drafted for each pass")
+    add("--inner-draft-tokens", type=int, metavar="N", help="for each retrieval step")
+    add("--resident-kv", metavar="N|Nlayers", help="KV blocks that stay on the device, or layers")
+    add("--link", metavar="pcie4x8", help="the slot, if it is less than the card's own")
+    add("--link-bandwidth", metavar="RATE", help="of each link, e.g. 25.4GB/s")
+    add("--host-memory", metavar="SIZE", help="refuse plans that need more (default: no limit)")
+    add("--host-bandwidth", metavar="RATE", help="of host memory, which all links share")
+    add("--device-memory", metavar="SIZE", help="of each GPU (default: all but 1.5 GiB)")
+    add(
+        "--dtype",
+        default="float16",
+        choices=list(DTYPES),
+        help="of weights and KV; float32 on the emulated device",
+    )
+    add(
+        "--as-published",
+        action="store_true",
+        help="the published TriForce's own schedule with these settings",
+    )
+    add(
+        "--compare",
+        choices=METHODS,
+        help="beside the best plan of another method",
+    )
+    add("--sweep", choices=list(SWEEPS), help="one row for each of several values")
+    add("--plot", metavar="FILE.png", help="draw seconds per token of the sweep (of contexts)")
+    add("--trace", metavar="FILE", help="write the simulated timeline of a round, for Perfetto")
+    add("--plan", metavar="FILE", help="take a plan from a file; flags change it")
+    add("--save", metavar="FILE", help="write the plan, for `generate --plan`")
+    add("--json", action="store_true", help="all figures as JSON")

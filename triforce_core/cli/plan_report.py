@@ -1,0 +1,136 @@
+"""What a person sees of a plan: what lives where, where the seconds go, what bounds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from offload.units import format_bytes
+from triforce_core.planner.candidates import Candidate, Case
+from triforce_core.planner.prediction import Prediction, links
+
+
+def print_plan(
+    case: Case,
+    model: str,
+    prediction: Prediction,
+    chosen: Candidate | None,
+    compared: Prediction | None,
+) -> None:
+    """Tables on standard output. chosen: None as published."""
+    console = _console()
+    hardware = case.hardware
+    cards = f"{hardware.gpus} x {hardware.name}" if hardware.gpus > 1 else hardware.name
+    way = "" if chosen else ", AS PUBLISHED"
+    console.print(
+        f"SIMULATED: {model} ({case.dtype.name}), {case.context} tokens of context, on {cards}; "
+        f"{links(hardware)}{way}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_places(prediction, hardware.gpus))
+    console.print(_seconds(prediction))
+    console.print(f"Bottleneck: {prediction.bottleneck}.", highlight=False, soft_wrap=True)
+    if chosen:
+        line = chosen.plan.line(case.config.layers, chosen.demand.kv_blocks)
+        console.print(f"Plan: {line}.", highlight=False, soft_wrap=True)
+    if compared:
+        ratio = compared.seconds_per_token / prediction.seconds_per_token
+        console.print(
+            f"{compared.method}: {compared.seconds_per_token:.3f} s/token, {ratio:.2f} times that "
+            "of this plan.",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def print_sweep(case: Case, model: str, kind: str, rows: list[dict[str, Any]]) -> None:
+    table = Table(
+        "context", "GPUs", "link", "s/token", "s/pass", "tokens/pass", "draft", "budget", "first, s"
+    )
+    for row in rows:
+        where = (str(row["context"]), str(row["gpus"]), row["link"])
+        if "refused" in row:
+            table.add_row(*where, "refused")
+            continue
+        table.add_row(
+            *where,
+            f"{row['seconds_per_token']:.4f}",
+            f"{row['seconds_per_pass']:.3f}",
+            f"{row['tokens_per_pass']:.1f}",
+            str(row["draft_tokens"]),
+            str(row["budget"] or "none"),
+            f"{row['seconds_to_first_token']:.1f}",
+        )
+    console = _console()
+    console.print(
+        f"SIMULATED: {model} ({case.dtype.name}) on {case.hardware.name}, by {kind}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(table)
+    for row in rows:
+        if "refused" in row:
+            what = f"{row['context']} tokens, {row['gpus']} GPU, {row['link']}"
+            console.print(f"{what}: {row['refused']}", highlight=False, soft_wrap=True)
+
+
+def _console() -> Console:
+    """Wide enough for the tables where there is no terminal to fit."""
+    console = Console()
+    return console if console.is_terminal else Console(width=110)
+
+
+def _places(prediction: Prediction, gpus: int) -> Table:
+    memory, placement = prediction.memory, prediction.placement
+    table = Table("what", "where", "size", title_justify="left")
+    each = " of each GPU" if gpus > 1 else ""
+    if "weights_bytes" in memory:
+        layers, resident = placement["layers"], placement["resident_weight_layers"]
+        blocks, kept = placement["kv_blocks"], placement["resident_kv_blocks"]
+        for what, where, size in (
+            (f"weights, {resident} of {layers} layers and ends", "device", "weights_bytes"),
+            (f"weights, {layers - resident} layers", "host, streamed", "streamed_weights_bytes"),
+            (f"KV, {kept} of {blocks} blocks and the tail", "device", "resident_kv_bytes"),
+            (f"KV, {blocks - kept} blocks", "host, streamed", "streamed_kv_bytes"),
+            (f"what drafts, budget {placement['budget']}", "device", "drafting_bytes"),
+            ("slots", "device", "slots_bytes"),
+            ("workspace", "device", "workspace_bytes"),
+        ):
+            if memory[size]:
+                table.add_row(what, where, format_bytes(memory[size]))
+        table.add_section()
+    else:
+        table.add_row(
+            f"KV, {placement['resident_kv_layers']} of {placement['layers']} layers", "device", ""
+        )
+    available = format_bytes(memory["device_available_bytes"])
+    table.add_row(f"device{each}, of {available}", "", format_bytes(memory["device_bytes"]))
+    table.add_row("host", "", format_bytes(memory["host_bytes"]))
+    return table
+
+
+def _seconds(prediction: Prediction) -> Table:
+    p = prediction
+    table = Table("SIMULATED", "seconds", "", title_justify="left")
+    add = table.add_row
+    share = f"{p.floor_share:.0%} of the pass: {format_bytes(p.bytes_per_pass)} over the link"
+    add("pass", f"{p.seconds_per_pass:.4f}", "")
+    add("  its floor on the link", f"{p.floor_seconds_per_pass:.4f}", share)
+    add("  its compute", f"{p.compute_seconds:.4f}", "while the link carries")
+    add("  waiting for the link", f"{p.wait_seconds:.4f}", "")
+    if p.draft_seconds:
+        step = f"retrieval step {p.retrieval_step_seconds * 1e3:.1f} ms"
+        if p.drafter_step_seconds:
+            step += f", drafter {p.drafter_step_seconds * 1e3:.1f} ms a token"
+        add("drafting", f"{p.draft_seconds:.4f}", step)
+    if p.refresh_seconds:
+        add("refresh of the retrieval cache", f"{p.refresh_seconds:.4f}", "")
+    given = f"{p.tokens_per_pass:.2f} tokens a pass"
+    if p.acceptance:
+        given += f" at acceptance {p.acceptance:.3f}"
+    add("a token", f"{p.seconds_per_token:.4f}", given)
+    add("first token", f"{p.seconds_to_first_token:.1f}", "reading the prompt")
+    return table

@@ -1,0 +1,161 @@
+"""What a person sees on stderr: progress bars, the table of a run, the table of a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from offload.machine.hardware import Gpu, probe
+from offload.units import format_bytes
+from triforce_core.stream import Piece
+
+_COLORS = {"accepted": "32", "corrected": "31", "bonus": "36"}
+_RESET = "\x1b[0m"
+
+
+def colored(piece: Piece) -> str:
+    """A piece of text in its level's colour, for a terminal."""
+    color = _COLORS.get(piece.origin)
+    return f"\x1b[{color}m{piece.text}{_RESET}" if color else piece.text
+
+
+LEVEL_LEGEND = " ".join(
+    (
+        colored(Piece("accepted from a draft,", "accepted")),
+        colored(Piece("corrected by the target,", "corrected")),
+        colored(Piece("bonus after a whole draft", "bonus")),
+    )
+)
+
+_LABELS = {"load": "loading", "prefill": "reading the prompt"}
+
+
+class ProgressBars:
+    """Bars for loading and prefill, shown only on a terminal."""
+
+    def __init__(self, *, show: bool) -> None:
+        console = Console(stderr=True)
+        self._tasks: dict[str, Any] = {}
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("layers"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not (show and console.is_terminal),
+        )
+
+    def update(self, what: str, done: int, total: int) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(_LABELS[what], total=total)
+        self._progress.update(self._tasks[what], completed=done)
+
+    def stop(self) -> None:
+        """Takes the bars off the terminal; more than once is no harm."""
+        self._progress.stop()
+
+    def __enter__(self) -> ProgressBars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def print_run(stats: dict[str, Any]) -> None:
+    """A short table: what was resident, what streamed, how long it took, how busy the link was."""
+    link, memory, placement, seconds = (
+        stats[name] for name in ("link", "memory", "placement", "seconds")
+    )
+    table = Table(show_header=False, title_justify="left")
+    add = table.add_row
+    add("model", f"{Path(stats['model']).name} ({stats['dtype']}, {stats['device']})")
+    weights, layers = placement["resident_weight_layers"], placement["layers"]
+    add("weights", f"{weights} of {layers} layers resident, {layers - weights} streamed")
+    blocks, resident = placement["kv_blocks"], placement["resident_kv_blocks"]
+    add(
+        "KV cache",
+        f"{resident} of {blocks} blocks resident, {blocks - resident} streamed "
+        f"({placement['block_tokens']} tokens each; newer tokens on the device)",
+    )
+    add(
+        "memory",
+        f"device {format_bytes(memory['device_peak_bytes'])} at most, of "
+        f"{format_bytes(memory['device_budget_bytes'])}; host {format_bytes(memory['host_bytes'])}",
+    )
+    add(
+        "seconds",
+        f"load {seconds['load']:.2f}, prefill {seconds['prefill']:.2f} "
+        f"({stats['prompt_tokens']} tokens), decode {seconds['decode']:.2f} "
+        f"({stats['new_tokens']} tokens, {stats['finish_reason']})",
+    )
+    if stats["passes"]:
+        per_token = stats["seconds_per_token"]
+        add(
+            "decode",
+            f"{1 / per_token:.2f} tokens/s, {per_token:.4f} s/token, "
+            f"{stats['passes']} passes of {stats['tokens_per_pass']:.2f} tokens",
+        )
+    add("levels", _levels(stats))
+    kind = "EMULATED on this machine's memory" if link["emulated"] else "PCIe"
+    if link["floor_seconds_per_pass"]:
+        share = link["floor_seconds_per_pass"] * stats["passes"] / seconds["decode"]
+        add(
+            "link",
+            f"{kind}: {format_bytes(link['bytes_to_device'])} to the device at "
+            f"{link['bandwidth_gb_per_s']:.2f} GB/s, {share:.0%} of it used while decoding",
+        )
+    else:
+        add("link", f"{kind}: nothing crossed it while decoding")
+    Console(stderr=True).print(table)
+
+
+def _levels(stats: dict[str, Any]) -> str:
+    """Who drafted for whom, how much, and how much of it held."""
+    acceptance, drafted, cache = stats["acceptance"], stats["draft_tokens"], stats["retrieval"]
+    said = " > ".join(stats["levels"])
+    if cache:
+        said += f" ({cache['policy']}, {cache['budget_tokens']} tokens)"
+    for name, share, mean in (
+        ("target", acceptance["target"], drafted["mean"]),
+        ("retrieval", acceptance["retrieval"], drafted["inner_mean"]),
+    ):
+        if share is not None:
+            said += f"; {name} accepts {share:.1%} of drafts of {mean:.1f}"
+    return said
+
+
+def print_machine() -> None:
+    """What `triforce env` found: the report is what was asked for, so it goes to stdout."""
+    machine = probe()
+    table = Table(show_header=False)
+    for index, gpu in enumerate(machine.gpus):
+        table.add_row(f"GPU {index}", _describe(gpu))
+    if not machine.gpus:
+        table.add_row("GPU", "none found; the link will be emulated (--device cpu)")
+    table.add_row("driver", machine.driver or "none")
+    table.add_row(
+        "host memory",
+        f"{format_bytes(machine.host_bytes)}, {format_bytes(machine.host_available_bytes)} free",
+    )
+    limit = machine.pinning_limit_bytes
+    table.add_row("pinning limit", "none" if limit is None else format_bytes(limit))
+    table.add_row("cores", str(machine.cores))
+    table.add_row("system", f"Python {machine.python}, {machine.platform}")
+    for name, found in machine.packages.items():
+        table.add_row(name, found or "not installed")
+    Console().print(table)
+
+
+def _describe(gpu: Gpu) -> str:
+    link = (
+        f"PCIe {gpu.link_generation or '?'}.0 x{gpu.link_width or '?'} now, "
+        f"{gpu.link_generation_most or '?'}.0 x{gpu.link_width_most or '?'} at most"
+    )
+    return f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, {link}"

@@ -1,0 +1,166 @@
+"""Accepting drafts: the rules that keep the output law exactly the verifier's.
+
+One rule serves every level. In the names below `p` is the verifier's law at a position and `q` the
+law from which the proposed token was really drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from triforce_kernels import sampling
+
+from triforce_core.decoding.laws import draw
+
+
+class Draft(NamedTuple):
+    """Proposed tokens, each with the law it was drawn from.
+
+    tokens: [n] int64; laws: [n, vocab] float32
+    confidence: the greatest probability of each law, where the proposer looked
+    """
+
+    tokens: torch.Tensor
+    laws: torch.Tensor
+    confidence: Sequence[float] = ()
+
+
+class Verdict(NamedTuple):
+    """accepted: how many tokens of the draft hold; token: the one that follows them, -1 where the
+    verifier's law is not a number. Both [...] int64.
+    """
+
+    accepted: torch.Tensor
+    token: torch.Tensor
+
+
+class Rule(Protocol):
+    """How tokens are drawn from laws, and when a drawn token is as good as the verifier's own.
+
+    position: index in the text of the first row's token
+    """
+
+    def draw(self, laws: torch.Tensor, position: int) -> torch.Tensor:
+        """One token for each row of laws [rows, vocab]."""
+
+    def accept(self, draft: Draft, laws: torch.Tensor, position: int) -> Verdict:
+        """laws: the verifier's, [n + 1, vocab], one for each token of the draft and one after."""
+
+
+def accept(
+    tokens: torch.Tensor,
+    draft_laws: torch.Tensor,
+    target_laws: torch.Tensor,
+    generator: torch.Generator,
+) -> Verdict:
+    """Speculative sampling (Leviathan et al., 2023; Chen et al., 2023), all positions at once.
+
+    Each token x holds with probability min(1, p[x] / q[x]). At the first that does not, the next
+    token is drawn from norm(max(p - q, 0)); if all hold, from the p that follows. Then every token
+    has law p given those before it, whatever q is, as long as x was drawn from it.
+
+    tokens [..., n], draft_laws [..., n, vocab], target_laws [..., n + 1, vocab]; n may be 0.
+    """
+    many, (n, vocab) = tokens.shape[:-1], draft_laws.shape[-2:]
+    drafts = many.numel()
+    coins = torch.rand(
+        (drafts, n + 1), dtype=torch.float64, device=tokens.device, generator=generator
+    )
+    accepted, token = sampling.accept(
+        tokens.reshape(drafts, n),
+        draft_laws.reshape(drafts, n, vocab),
+        target_laws.reshape(drafts, n + 1, vocab),
+        coins,
+    )
+    return Verdict(accepted.view(many), token.view(many))
+
+
+class Optimal:
+    """Accepts as often as any rule can: with probability 1 - TV(p, q). Coins from one generator."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def draw(self, laws: torch.Tensor, position: int) -> torch.Tensor:
+        return draw(laws, self._generator)
+
+    def accept(self, draft: Draft, laws: torch.Tensor, position: int) -> Verdict:
+        return accept(draft.tokens, draft.laws, laws, self._generator)
+
+
+class Coupled:
+    """Every level draws with the same noise, which depends on (seed, position) alone.
+
+    The token at a position is the arg-max of log-law plus Gumbel noise, and a draft token holds
+    while it is what the verifier draws itself. So a seed's text does not depend on the draft at
+    all: it is plain decoding's, up to rounding. It accepts with probability (1 - TV) / (1 + TV) at
+    least (Daliri et al., 2024: coupling without communication).
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def draw(self, laws: torch.Tensor, position: int) -> torch.Tensor:
+        # arg-max of log p + Gumbel = arg-max of p / Exponential, with no log of zero.
+        rows, vocab = laws.shape
+        race = laws.double() / exponential_noise(self._seed, position, rows, vocab, laws.device)
+        return race.argmax(-1).masked_fill(laws.sum(-1).isnan(), -1)
+
+    def accept(self, draft: Draft, laws: torch.Tensor, position: int) -> Verdict:
+        own = self.draw(laws, position)
+        accepted = (own[:-1] == draft.tokens).cumprod(-1).sum(-1)
+        return Verdict(accepted, own.gather(0, accepted.view(1)).squeeze(0))
+
+
+def exponential_noise(
+    seed: int, position: int, rows: int, vocab: int, device: torch.device
+) -> torch.Tensor:
+    """Exponential(1) noise of positions position, position + 1, ...: [rows, vocab] float64.
+
+    A function of (seed, position, token) alone, the same on every device: splitmix64 (Steele et
+    al., 2014) keyed by seed and position and counted by token.
+    """
+    positions = torch.arange(position + 1, position + 1 + rows, device=device).unsqueeze(1)
+    tokens = torch.arange(1, vocab + 1, device=device)
+    key = _mix(_wrap(_mix_int(seed)) + positions * _GOLDEN)
+    bits = _shift(_mix(key + tokens * _GOLDEN), 12)
+    return ((bits.double() + 0.5) * 2.0**-52).log_().neg_()
+
+
+_MASK = (1 << 64) - 1
+
+
+def _wrap(value: int) -> int:
+    """The signed 64-bit number of the same bits."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN = _wrap(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _wrap(0xBF58476D1CE4E5B9), _wrap(0x94D049BB133111EB)
+
+
+def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
+    """A logical shift to the right, which torch has not."""
+    return (bits >> by) & ((1 << 64 - by) - 1)
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    bits = (bits ^ _shift(bits, 30)) * _FIRST
+    bits = (bits ^ _shift(bits, 27)) * _SECOND
+    return bits ^ _shift(bits, 31)
+
+
+def _mix_int(value: int) -> int:
+    value = (value ^ value >> 30) * (_FIRST & _MASK) & _MASK
+    value = (value ^ value >> 27) * (_SECOND & _MASK) & _MASK
+    return value ^ value >> 31
+
+
+def make_rule(name: str, seed: int, device: torch.device) -> Rule:
+    """The rule of a request: all its randomness comes from `seed`."""
+    if name == "coupled":
+        return Coupled(seed)
+    return Optimal(torch.Generator(device).manual_seed(seed))

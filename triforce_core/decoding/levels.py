@@ -1,0 +1,218 @@
+"""Levels: one idea applied twice.
+
+A level proposes tokens together with the laws they were drawn from; a verifier computes its own
+laws for them in one forward and keeps those that hold. The retrieval model is a verifier for the
+drafter below it and, by that, a proposer for the full model above it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from offload.errors import CheckpointError
+from offload.memory.device import put
+from triforce_core.decoding.acceptance import Draft, Rule
+from triforce_core.decoding.draft_length import DraftLength
+
+
+@dataclass
+class Text:
+    """Tokens of a request, prompt included. Those from `committed` on are proposed and may go."""
+
+    tokens: list[int]
+    committed: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.committed = len(self.tokens)
+
+    def commit(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        self.committed = len(self.tokens)
+
+
+class Proposer(Protocol):
+    def propose(self, text: Text, count: int) -> Draft:
+        """At most `count` tokens to follow the text. Leaves the text as it was."""
+
+
+class Verifier(Protocol):
+    device: torch.device
+
+    def laws(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Feeds tokens [n], which follow what was kept so far, and gives the laws after each:
+        [n, vocab] float32.
+        """
+
+    def keep(self, tokens: int) -> None:
+        """Keeps the first `tokens` of those just fed and forgets the rest."""
+
+
+class Round(NamedTuple):
+    """What one round of proposing and verifying gave.
+
+    tokens: the accepted ones and the one the verifier drew itself; laws: theirs [tokens, vocab]
+    peaks: the greatest probability of each law
+    drafted: how many were proposed; confidence: how surely, if the proposer said
+    """
+
+    tokens: list[int]
+    laws: torch.Tensor
+    peaks: list[float]
+    drafted: int
+    confidence: Sequence[float]
+    draft_seconds: float
+    verify_seconds: float
+
+    @property
+    def accepted(self) -> int:
+        return len(self.tokens) - 1
+
+
+def speculate(proposer: Proposer, verifier: Verifier, rule: Rule, text: Text, count: int) -> Round:
+    """Proposes up to `count` tokens and verifies them: one forward, one wait for the device.
+
+    Raises CheckpointError if a level computes something that is no number.
+    """
+    began = time.perf_counter()
+    draft = proposer.propose(text, count)
+    last = put(text.tokens[-1:], verifier.device)
+    proposed = time.perf_counter()
+    # A damaged drafter's -1 is seen below, with everything else that one wait brings.
+    draft, raw = draft._replace(tokens=draft.tokens.clamp(min=0)), draft.tokens
+    laws = verifier.laws(torch.cat((last, draft.tokens)))
+    verdict = rule.accept(draft, laws, len(text.tokens))
+    # Everything the host needs in one piece; float64 holds token ids exactly.
+    told = (torch.stack((verdict.accepted, verdict.token)), raw, laws.amax(-1))
+    numbers = torch.cat([part.double() for part in told]).tolist()
+    accepted, token, *drafted = map(int, numbers[: -laws.shape[0]])
+    check_token(min((token, *drafted)))
+    verifier.keep(accepted + 1)
+    return Round(
+        [*drafted[:accepted], token],
+        laws[: accepted + 1],
+        numbers[-laws.shape[0] :][: accepted + 1],
+        len(drafted),
+        draft.confidence,
+        proposed - began,
+        time.perf_counter() - proposed,
+    )
+
+
+def check_token(token: int) -> None:
+    """Raises CheckpointError for what is drawn from a law that is not a number."""
+    if token < 0:
+        raise CheckpointError(
+            "the model's logits are not finite: its weights are damaged, or they overflow "
+            "in this dtype (try --dtype float32)"
+        )
+
+
+class Nothing:
+    """Proposes nothing: the verifier above draws token by token."""
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self._draft = Draft(
+            torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, vocab, device=device)
+        )
+
+    def propose(self, text: Text, count: int) -> Draft:
+        return self._draft
+
+
+@dataclass
+class Tally:
+    """Drafts of a level, counted.
+
+    accepted_lengths: how many rounds accepted 0, 1, 2, ... tokens of their draft
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    examined: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accepted_lengths: dict[int, int] = field(default_factory=dict)
+
+    def count(self, turn: Round) -> None:
+        self.rounds += 1
+        self.drafted += turn.drafted
+        self.accepted += turn.accepted
+        self.examined += min(turn.accepted + 1, turn.drafted)
+        self.draft_seconds += turn.draft_seconds
+        self.verify_seconds += turn.verify_seconds
+        if turn.drafted:
+            lengths = self.accepted_lengths
+            lengths[turn.accepted] = lengths.get(turn.accepted, 0) + 1
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted tokens of those that were examined, which a rejection ends."""
+        return self.accepted / self.examined if self.examined else None
+
+
+class Middle:
+    """A verifier that hands its tokens up, each with the verifier's own law: rounds of `speculate`
+    until there are enough tokens.
+    """
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        verifier: Verifier,
+        rule: Rule,
+        length: DraftLength,
+        length_above: DraftLength,
+        nothing: Nothing,
+        stops: Collection[int],
+    ) -> None:
+        """length: of the proposer's drafts; length_above: of this level's own.
+
+        stops: tokens after which there is nothing to propose.
+        """
+        self.tally = Tally()
+        self._proposer = proposer
+        self._verifier = verifier
+        self._rule = rule
+        self._length = length
+        self._length_above = length_above
+        self._nothing = nothing
+        self._stops = stops
+
+    def propose(self, text: Text, count: int) -> Draft:
+        if not count:
+            return self._nothing.propose(text, count)
+        start, laws, confidence = len(text.tokens), [], []
+        ended = False
+        try:
+            while (
+                not ended
+                and (left := start + count - len(text.tokens))
+                and (not confidence or self._length_above.goes_on(confidence))
+            ):
+                turn = speculate(
+                    self._proposer, self._verifier, self._rule, text, self._length.choose(left - 1)
+                )
+                self.tally.count(turn)
+                self._length.observe(turn)
+                text.tokens += turn.tokens
+                laws.append(turn.laws)
+                confidence += turn.peaks
+                ended = any(token in self._stops for token in turn.tokens)
+            tokens = text.tokens[start:]
+        finally:
+            del text.tokens[start:]
+        if ended:
+            # Nothing can follow the end of the text; to stop at what was drawn harms no law.
+            first = next(i for i, token in enumerate(tokens) if token in self._stops)
+            tokens = tokens[: first + 1]
+        return Draft(
+            put(tokens, self._verifier.device),
+            torch.cat(laws)[: len(tokens)],
+            confidence[: len(tokens)],
+        )

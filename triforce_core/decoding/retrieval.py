@@ -1,0 +1,137 @@
+"""The retrieval cache: the chunks of the full KV cache that matter now, on the device."""
+
+from __future__ import annotations
+
+import torch
+from triforce_kernels.selection import choose_chunks
+
+from offload.kv.dense import DenseKV
+from offload.kv.gather import Reader
+from offload.kv.scores import ChunkScores, Score
+from offload.kv.store import KVStore
+from offload.memory.device import DeviceMemory
+from triforce_core.sizing.drafting import own_tokens
+
+POLICIES = {"mass": Score.MASS, "mean": Score.MEAN}
+"""mass: exact attention mass of the passes' queries, chosen anew after every pass.
+mean: query times mean key, chosen once after prefill, as the published TriForce; and again only
+when new tokens have taken a quarter of the budget.
+"""
+
+_NEWEST_TOKENS = 32
+"""Always in, besides the first chunk and the chunk that fills."""
+_MEAN_REFRESH = 4
+
+
+class RetrievalCache:
+    """KV that the retrieval model attends to: for each layer and KV head its own chunks.
+
+    Each head's keys (and values) lie in one row of `kv`: its chunks in any order, then the tokens
+    of the chunk that is not full yet, then the tokens fed since the last pass. The latter two are
+    common to all heads. `refresh` takes over what a pass has committed; nothing is overwritten in
+    between, so a text may grow past any budget.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        reader: Reader,
+        memory: DeviceMemory,
+        scores: ChunkScores,
+        policy: str,
+        budget: int,
+        chunk_tokens: int,
+        max_draft_tokens: int,
+    ) -> None:
+        """reader: brings what is chosen. budget: tokens in chunks, a multiple of chunk_tokens.
+
+        Raises DoesNotFitError.
+        """
+        shape = store.shape
+        self.budget = budget
+        self._chosen = 0
+        self._moved: torch.Tensor | int = 0  # on the device, which it is not asked for in between
+        self._store = store
+        self._scores = scores
+        self._policy = policy
+        self._chunk = chunk_tokens
+        self._slots = budget // chunk_tokens
+        self._newest = min(self._slots - 1, max(1, _NEWEST_TOKENS // chunk_tokens))
+        tokens = budget + own_tokens(chunk_tokens, max_draft_tokens)
+        self._reader = reader
+        self.kv = DenseKV(shape, tokens, memory, "retrieval cache")
+        self._chunk_of = torch.full(
+            (shape.layers, shape.kv_heads, self._slots), -1, device=memory.device
+        )
+        self._filled = 0
+        self._chosen_at = 0
+        self._base_scores: torch.Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text that were fed, at whatever level: the next one's position."""
+        own = self.kv.end - self._filled * self._chunk
+        return self._store.length - self._store.length % self._chunk + own
+
+    @property
+    def churn(self) -> float | None:
+        """Share of the chosen chunks that had to be moved, over all refreshes but the first. Asking
+        waits for the device.
+        """
+        return int(self._moved) / self._chosen if self._chosen else None
+
+    @property
+    def bytes_read_in_place(self) -> int:
+        """Of chunks that the device read from host memory itself."""
+        return self._reader.bytes_read
+
+    def keep(self, tokens: int) -> None:
+        """Keeps the first `tokens` of what was fed last."""
+        self.kv.end += tokens
+
+    def expect(self, tokens: int) -> None:
+        """Says that a pass of `tokens` tokens comes: scores are collected if they will be used."""
+        self._scores.enabled = self._policy == "mass" or self._is_due(tokens)
+
+    def refresh(self, tokens: int) -> None:
+        """Takes over the first `tokens` tokens of the pass, or of the prompt's scored end, that
+        was just committed: chooses chunks, moves those that changed, forgets what was drafted.
+
+        Raises LinkError.
+        """
+        chunks = self._store.length // self._chunk
+        if chunks:
+            first = not self._filled
+            scores = self._current_scores(tokens, chunks)
+            moves = choose_chunks(scores, self._chunk_of, chunks, self._newest)
+            self._filled = min(self._slots, chunks)
+            in_chunks = self.kv.rows[:, :, :, : self.budget].unflatten(3, (-1, self._chunk))
+            self._reader.copy(moves, in_chunks)
+            if not first:
+                self._moved = self._moved + (moves >= 0).sum()
+                self._chosen += self._chunk_of[..., : self._filled].numel()
+        rest = self._store.length % self._chunk
+        start = self._filled * self._chunk
+        self.kv.rows[:, :, :, start : start + rest] = self._store.newest(rest)
+        self.kv.end = start + rest
+
+    def close(self) -> None:
+        self.kv.close()
+
+    def _is_due(self, tokens: int) -> bool:
+        grown = self._store.length + tokens - self._chosen_at
+        return grown * _MEAN_REFRESH > self.budget
+
+    def _current_scores(self, tokens: int, chunks: int) -> torch.Tensor:
+        """[layers, kv_heads, chunks]; chunks that are newer than the scores are worth most."""
+        if self._base_scores is None or self._scores.enabled:
+            scores = self._scores.take(tokens, chunks)
+            self._chosen_at = self._store.length
+            if self._policy == "mean":
+                self._base_scores = scores
+                self._scores.enabled = False
+            return scores
+        base = self._base_scores
+        # Chunks that came later are worth more than any score, the newest most.
+        later = 1e20 * torch.arange(1, 1 + chunks - base.shape[2], device=base.device)
+        return torch.cat((base, later.expand(*base.shape[:2], -1)), -1)

@@ -1,0 +1,129 @@
+"""The drafter that is a small model with a window: attention sinks and the recent tokens."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from offload.kv.dense import DenseKV
+from offload.kv.shape import KVShape
+from offload.memory.device import DeviceMemory, put
+from triforce_core.decoding.acceptance import Draft, Rule
+from triforce_core.decoding.laws import laws
+from triforce_core.decoding.levels import Nothing, Text
+from triforce_core.decoding.resident import Head, ResidentModel
+from triforce_core.model.llama import Model
+from triforce_core.model.rope import Rope
+from triforce_core.params import SamplingParams
+from triforce_core.sizing.drafting import SINKS, WINDOW
+
+
+class WindowCache:
+    """KV of the first tokens of a text and of its recent ones (StreamingLLM, Xiao et al., 2024).
+
+    Positions count inside the cache, so a model may draft for texts far longer than it was trained
+    on. When it is full the oldest tokens after the sinks go, and the keys behind them are turned
+    back to their new positions.
+
+    capacity: tokens that it takes
+    """
+
+    def __init__(self, shape: KVShape, rope: Rope, capacity: int, memory: DeviceMemory) -> None:
+        """Raises DoesNotFitError."""
+        self.kv = DenseKV(shape, capacity, memory, "drafter cache")
+        self.capacity = capacity
+        self.sinks = min(SINKS, capacity // 4)
+        self._rope = rope
+
+    def keep_recent(self, tokens: int) -> None:
+        """Makes room: of the tokens after the sinks only the last `tokens` stay."""
+        length, end, rows = self.kv.end, self.sinks + tokens, self.kv.rows
+        rest = rows[:, :, :, length - tokens : length].clone()
+        rows[:, 0, :, self.sinks : end] = self._rope.turned_back(rest[:, 0], length - end)
+        rows[:, 1, :, self.sinks : end] = rest[:, 1]
+        self.kv.end = end
+
+    def close(self) -> None:
+        self.kv.close()
+
+
+class SmallModelDrafter:
+    """Draws tokens from a small model, one forward each, without waiting for the device.
+
+    What it has fed is kept beside the cache and held against the text at every call, so the cache
+    follows whatever was accepted or rejected above.
+    """
+
+    def __init__(
+        self,
+        model: ResidentModel,
+        cache: WindowCache,
+        vocab: int,
+        rule: Rule,
+        device: torch.device,
+    ) -> None:
+        """model: gives the laws of tokens over the cache, by `drafter_head`. vocab: theirs."""
+        self._model = model
+        self._cache = cache
+        self._vocab = vocab
+        self._rule = rule
+        self._device = device
+        self._fed: list[int] = []
+        self._sure = 0
+        self._drawn: torch.Tensor | None = None
+
+    def propose(self, text: Text, count: int) -> Draft:
+        """At most `count` tokens with the small model's laws; -1 from a law that is no number."""
+        count = min(count, (self._cache.capacity - self._cache.sinks) // 2)
+        tokens: list[torch.Tensor] = []
+        drawn_from: list[torch.Tensor] = []
+        feed = self._catch_up(text, count) if count else None
+        for i in range(count):
+            drawn_from.append(self._model.run(feed, self._cache.kv.end, last=True))
+            self._cache.kv.end += feed.shape[0]
+            tokens.append(self._rule.draw(drawn_from[-1], len(text.tokens) + i))
+            feed = tokens[-1].clamp(min=0)
+        if not tokens:
+            return Nothing(self._vocab, self._device).propose(text, count)
+        drawn = torch.cat(tokens)
+        # All but the last were fed. Read at the next call: the levels above wait for them anyway.
+        self._drawn = drawn[:-1]
+        return Draft(drawn, torch.cat(drawn_from))
+
+    def _catch_up(self, text: Text, count: int) -> torch.Tensor:
+        """Rolls back what does not hold, makes room, and gives what must be fed first."""
+        if self._drawn is not None:
+            self._fed += self._drawn.tolist()
+            self._drawn = None
+        held, limit = self._sure, min(len(self._fed), len(text.tokens) - 1)
+        while held < limit and self._fed[held] == text.tokens[held]:
+            held += 1
+        held = min(held, limit)
+        cache, new = self._cache, text.tokens[held:]
+        cache.kv.end -= len(self._fed) - held
+        room = cache.capacity - cache.sinks - count
+        if not held or cache.kv.end < cache.sinks or len(new) > max(1, room - WINDOW):
+            cache.kv.end = 0
+            recent = max(1, min(WINDOW, room))
+            if len(text.tokens) > cache.sinks + recent:
+                new = text.tokens[: cache.sinks] + text.tokens[-recent:]
+            else:
+                new = text.tokens
+        elif cache.kv.end - cache.sinks + len(new) > room:
+            cache.keep_recent(min(WINDOW, room - len(new)))
+        self._fed[held:] = text.tokens[held:]
+        self._sure = text.committed
+        return put(new, self._device)
+
+
+def drafter_head(model: Model, vocab: int, params: SamplingParams) -> Head:
+    """Laws over the vocabulary of the model above, whose tokens are the same; either may be padded
+    longer.
+    """
+
+    def head(hidden: torch.Tensor) -> torch.Tensor:
+        logits = model.logits(hidden)
+        missing = max(0, vocab - logits.shape[-1])
+        return laws(F.pad(logits, (0, missing), value=float("-inf"))[..., :vocab], params)
+
+    return head

@@ -1,0 +1,270 @@
+"""Opening a model: a directory, a hub id or a .gguf file, as config, tensors and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from offload.checkpoint.header import read_json
+from offload.checkpoint.safetensors import SafetensorsSource
+from offload.checkpoint.source import TensorSource
+from offload.errors import CheckpointError, TriforceError, UnsupportedModelError, UsageError
+from triforce_core.model.config import ModelConfig, from_hf
+from triforce_core.model.gguf_config import gguf_config
+from triforce_core.model.tensors import layer_shapes
+
+_HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
+_HUB_IGNORED = ["consolidated*", "*/*"]
+"""Copies of the same weights that some repositories hold in other layouts."""
+_UNUSED = ("rotary_emb.inv_freq",)
+"""Buffers that old checkpoints carry and that are computed here."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A tensor of the checkpoint that makes up some rows of one of the model's."""
+
+    name: str
+    rows: int
+    heads: int = 0
+    """Nonzero: rows are stored with the halves of each head interleaved, as llama.cpp does."""
+
+
+class Checkpoint:
+    """A model on disk: its config and its tensors under this runtime's names."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: ModelConfig,
+        source: TensorSource,
+        names: Callable[[str], list[_Piece]],
+        rope_factors: str | None = None,
+    ) -> None:
+        self.path = path
+        self.config = config
+        self._source = source
+        self._names = names
+        self._rope_factors = rope_factors
+        try:
+            self._check()
+        except BaseException:
+            source.close()
+            raise
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """The dtype of the layers' matrices, None if they are quantised."""
+        return self._source.dtype(self._names("layers.0.o")[0].name)
+
+    def read_layer(self, layer: int, views: Mapping[str, torch.Tensor]) -> None:
+        """Writes every tensor of a layer, named and shaped as `model.layer_shapes`."""
+        for part, view in views.items():
+            self.read(f"layers.{layer}.{part}", view)
+
+    def rope_factors(self) -> torch.Tensor | None:
+        """Divisors of the inverse frequencies, [head_dim / 2], which GGUF stores for Llama 3."""
+        if self._rope_factors is None:
+            return None
+        factors = torch.empty(self._source.shape(self._rope_factors))
+        self._source.read(self._rope_factors, factors)
+        return factors
+
+    def close(self) -> None:
+        self._source.close()
+
+    def read(self, name: str, into: torch.Tensor) -> None:
+        """Writes `embedding`, `head`, `norm` or `layers.N.PART`."""
+        first = 0
+        for piece in self._names(name):
+            part = into[first : first + piece.rows]
+            if piece.heads:
+                half = piece.rows // piece.heads // 2
+                part = part.unflatten(0, (piece.heads, 2, half)).transpose(1, 2)
+            self._source.read(piece.name, part)
+            first += piece.rows
+
+    def _check(self) -> None:
+        """Every tensor is there in the shape the config says, before anything is allocated."""
+        config = self.config
+        held = self._source.names()
+        if any(piece.name not in held for piece in self._names(f"layers.{config.layers - 1}.o")):
+            raise CheckpointError(
+                f"{self.path} does not hold the last of the {config.layers} layers of its config"
+            )
+        expected = dict(self._expected())
+        missing = sorted(expected.keys() - held)
+        if missing:
+            raise CheckpointError(f"{self.path} lacks {missing[0]} ({len(missing)} missing in all)")
+        unused = sorted(
+            name
+            for name in held - expected.keys()
+            if name.startswith(("model.layers.", "blk.")) and not name.endswith(_UNUSED)
+        )
+        if unused:
+            raise UnsupportedModelError(
+                f"{self.path} holds {unused[0]}, which a {config.family} model does not use "
+                f"({len(unused)} such tensors)"
+            )
+        for name, shape in expected.items():
+            found = self._source.shape(name)
+            if found != shape:
+                raise CheckpointError(
+                    f"{self.path}: {name} has shape {list(found)}, its config says {list(shape)}"
+                )
+
+    def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        config = self.config
+        shapes = {
+            "embedding": (config.vocab, config.hidden),
+            "norm": (config.hidden,),
+        }
+        if not config.tied:
+            shapes["head"] = (config.vocab, config.hidden)
+        per_layer = layer_shapes(config)
+        for layer in range(config.layers):
+            shapes.update({f"layers.{layer}.{part}": s for part, s in per_layer.items()})
+        for name, shape in shapes.items():
+            for piece in self._names(name):
+                yield piece.name, (piece.rows, *shape[1:])
+        if self._rope_factors is not None:
+            yield self._rope_factors, (config.head_dim // 2,)
+
+
+def resolve(model: str | Path) -> Path:
+    """The directory or .gguf file of a model, downloaded if it is a hub id.
+
+    Raises UsageError if it is neither, CheckpointError if the hub does not give it.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    name = str(model)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith(".gguf"):
+        raise UsageError(f"there is no file or directory {name}, and it is no hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        # The config first: a model that is not supported is refused before its weights travel.
+        for files in (_HUB_HEADERS, [*_HUB_HEADERS, "*.safetensors"]):
+            found = snapshot_download(name, allow_patterns=files, ignore_patterns=_HUB_IGNORED)
+            from_hf(read_json(Path(found) / "config.json"), {})
+        return Path(found)
+    except TriforceError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"cannot download {name} from the hub: {reason}") from error
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens and checks a model on disk. Raises CheckpointError or UnsupportedModelError."""
+    if path.is_dir():
+        config = from_hf(
+            read_json(path / "config.json"), _optional_json(path / "generation_config.json")
+        )
+        return Checkpoint(path, config, SafetensorsSource(path), _hf_names(config))
+    if path.suffix != ".gguf":
+        raise UsageError(f"{path} is neither a directory nor a .gguf file")
+    from offload.checkpoint.gguf import GGUFSource  # only who has such a file needs the package
+
+    source = GGUFSource(path)
+    try:
+        config = gguf_config(source)
+    except BaseException:
+        source.close()
+        raise
+    factors = "rope_freqs.weight" if "rope_freqs.weight" in source.names() else None
+    return Checkpoint(path, config, source, _gguf_names(config), factors)
+
+
+def _optional_json(path: Path) -> dict:
+    return read_json(path) if path.exists() else {}
+
+
+def _hf_names(config: ModelConfig) -> Callable[[str], list[_Piece]]:
+    names = {
+        "embedding": "model.embed_tokens.weight",
+        "head": "model.embed_tokens.weight" if config.tied else "lm_head.weight",
+        "norm": "model.norm.weight",
+        "input_norm": "input_layernorm.weight",
+        "q": "self_attn.q_proj",
+        "k": "self_attn.k_proj",
+        "v": "self_attn.v_proj",
+        "o": "self_attn.o_proj",
+        "q_norm": "self_attn.q_norm.weight",
+        "k_norm": "self_attn.k_norm.weight",
+        "post_norm": "post_attention_layernorm.weight",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    }
+    return _names(config, names, "model.layers.{}.", interleaved=False)
+
+
+def _gguf_names(config: ModelConfig) -> Callable[[str], list[_Piece]]:
+    names = {
+        "embedding": "token_embd.weight",
+        "head": "token_embd.weight" if config.tied else "output.weight",
+        "norm": "output_norm.weight",
+        "input_norm": "attn_norm.weight",
+        "q": "attn_q",
+        "k": "attn_k",
+        "v": "attn_v",
+        "o": "attn_output",
+        "q_norm": "attn_q_norm.weight",
+        "k_norm": "attn_k_norm.weight",
+        "post_norm": "ffn_norm.weight",
+        "gate": "ffn_gate",
+        "up": "ffn_up",
+        "down": "ffn_down",
+    }
+    # llama.cpp rotates neighbouring pairs in this architecture and stores q and k to suit.
+    return _names(config, names, "blk.{}.", interleaved=config.family == "llama")
+
+
+def _names(
+    config: ModelConfig, names: Mapping[str, str], prefix: str, *, interleaved: bool
+) -> Callable[[str], list[_Piece]]:
+    """From `embedding`, `layers.3.qkv`, ... to the checkpoint's tensors that make it up."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    q_heads, k_heads = (config.heads, config.kv_heads) if interleaved else (0, 0)
+
+    def projections(suffix: str) -> dict[str, list[_Piece]]:
+        return {
+            "qkv": [
+                _Piece(f"{names['q']}.{suffix}", queries, q_heads),
+                _Piece(f"{names['k']}.{suffix}", keys, k_heads),
+                _Piece(f"{names['v']}.{suffix}", keys),
+            ],
+            "o": [_Piece(f"{names['o']}.{suffix}", config.hidden)],
+            "gate_up": [
+                _Piece(f"{names['gate']}.{suffix}", config.mlp),
+                _Piece(f"{names['up']}.{suffix}", config.mlp),
+            ],
+            "down": [_Piece(f"{names['down']}.{suffix}", config.hidden)],
+        }
+
+    parts = projections("weight")
+    parts |= {f"{part}_bias": pieces for part, pieces in projections("bias").items()}
+    parts |= {part: [_Piece(names[part], config.hidden)] for part in ("input_norm", "post_norm")}
+    parts |= {part: [_Piece(names[part], config.head_dim)] for part in ("q_norm", "k_norm")}
+    whole = {
+        "embedding": [_Piece(names["embedding"], config.vocab)],
+        "head": [_Piece(names["head"], config.vocab)],
+        "norm": [_Piece(names["norm"], config.hidden)],
+    }
+
+    def lookup(name: str) -> list[_Piece]:
+        if name in whole:
+            return whole[name]
+        _, layer, part = name.split(".")
+        return [
+            _Piece(prefix.format(layer) + piece.name, piece.rows, piece.heads)
+            for piece in parts[part]
+        ]
+
+    return lookup

@@ -1,0 +1,178 @@
+"""Shapes of well-known models, as their config.json says them; no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint.header import read_json
+from offload.errors import UsageError
+from offload.machine.profiles import nearest
+from triforce_core.model.config import ModelConfig, from_hf
+from triforce_core.model.gguf_config import gguf_config
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+_LLAMA2_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+_128K = {
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+"""Yarn-Llama-2, as NousResearch published it."""
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "llama2-7b": _LLAMA2_7B,
+    "llama2-7b-128k": _LLAMA2_7B | _128K,
+    "llama2-13b-128k": _LLAMA2_7B
+    | _128K
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    },
+    "llama3.1-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_parameters": _LLAMA3_ROPE,
+    },
+    "llama3.1-70b": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_parameters": _LLAMA3_ROPE,
+    },
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+    },
+    "qwen2.5-32b": {
+        "model_type": "qwen2",
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 152064,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+    },
+    "mistral-7b": {
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32768,
+        "max_position_embeddings": 32768,
+        "sliding_window": None,
+        "rope_theta": 1e6,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 1e5,
+        "tie_word_embeddings": True,
+    },
+    "smollm2-1.7b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 1.3e5,
+        "tie_word_embeddings": True,
+    },
+    "llama-68m": {
+        "model_type": "llama",
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 12,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    },
+}
+"""As config.json says it. mistral-7b is v0.3."""
+
+
+def read_shape(name: str) -> ModelConfig:
+    """A shape by its name, or that of a config.json, of the folder it lies in, or of a .gguf file.
+
+    Raises UsageError, with the names nearest to it, or CheckpointError.
+    """
+    if name in SHAPES:
+        return from_hf(SHAPES[name], {})
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return from_hf(read_json(path / "config.json"), {})
+    if path.suffix == ".gguf" and path.exists():
+        from offload.checkpoint.gguf import GGUFSource  # needs a package of its own
+
+        source = GGUFSource(path)
+        try:
+            return gguf_config(source)
+        finally:
+            source.close()
+    if not path.exists():
+        raise UsageError(
+            f"{name!r} is no file, no directory and none of the known models; "
+            f"{nearest(name, SHAPES)} (known: {', '.join(SHAPES)})"
+        )
+    return from_hf(read_json(path), {})
+
+
+def for_timing(config: ModelConfig) -> ModelConfig:
+    """The same shape for any context: its weights are random, only time counts."""
+    return replace(config, trained_positions=max(config.trained_positions, _ANY_POSITIONS))
+
+
+_ANY_POSITIONS = 1 << 18

@@ -1,0 +1,85 @@
+"""How many drafted tokens hold: what a plan assumes, or what an earlier run measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from offload.errors import UsageError
+from triforce_core.settings import DEFAULT_BUDGET
+
+DEFAULT_ACCEPTANCE = 0.95
+"""Of the retrieval model's tokens by the target, at a budget of 4096. Published for 120K tokens of
+PG-19 with a 4K budget: .965 (TriForce); SmolLM2-135M after 6,000 tokens: .96 to .99 with 1K
+(benchmarks/results/bench_triforce.json).
+"""
+NGRAM_ACCEPTANCE = 0.1
+"""Of n-gram lookup by the model above it, misses included: passes gave 1.0 to 1.3 tokens, and steps
+of the retrieval model 1.0 to 1.1 (the same file).
+"""
+NGRAM_PROPOSED = 0.2
+"""Share of the steps for which n-gram lookup finds something: 0.04 to 0.13 tokens a step (the same
+file), of drafts that are mostly of one token.
+"""
+MODEL_ACCEPTANCE = 0.5
+"""Of a small model: one alone speeds an A100 up by 1.42 to 1.56 (TriForce), about what one accepted
+token in two gives.
+"""
+_EXPONENT = 0.5
+_MOST = 0.995
+
+
+@dataclass(frozen=True)
+class AcceptanceCurve:
+    """outer: of the retrieval model's tokens by the target, at `budget` tokens
+    inner: of the drafter's tokens by the model above it
+    churn: share of the retrieval cache that a refresh moves
+
+    What is rejected falls with the square root of the budget: (1 - a) ~ budget ** -0.5. Between 256
+    and 1024 tokens it fell with powers of 0.64 and 0.76 (SmolLM2-135M, refreshed by mass), between
+    4K and 12K with 0.49 (TriForce's .914 on a chip and .95 offloaded): the least of these.
+    """
+
+    outer: float = DEFAULT_ACCEPTANCE
+    budget: int = DEFAULT_BUDGET
+    inner: float = NGRAM_ACCEPTANCE
+    churn: float = 0.06
+
+    def __post_init__(self) -> None:
+        for name, value in (("acceptance", self.outer), ("inner acceptance", self.inner)):
+            if not 0 <= value < 1:
+                raise UsageError(f"{name} must be at least 0 and less than 1, got {value!r}")
+
+    def at(self, budget: int) -> float:
+        """Acceptance with another budget."""
+        rejected = (1 - self.outer) * (self.budget / budget) ** _EXPONENT
+        return min(max(0.0, 1 - rejected), max(_MOST, self.outer))
+
+    @classmethod
+    def measured(cls, path: str | Path) -> AcceptanceCurve:
+        """From what `triforce generate --stats` wrote. Raises UsageError."""
+        try:
+            stats = json.loads(Path(path).read_text("utf-8"))
+            acceptance, cache = stats["acceptance"], stats["retrieval"]
+            curve = cls()
+            if cache and acceptance["target"] is not None:
+                curve = replace(
+                    curve,
+                    outer=min(float(acceptance["target"]), 0.999),
+                    budget=int(cache["budget_tokens"]),
+                    inner=float(acceptance["retrieval"] or 0.0)
+                    * min(1.0, float(stats["draft_tokens"]["inner_mean"] or 0.0)),
+                )
+                if cache["churn"] is not None:
+                    curve = replace(curve, churn=float(cache["churn"]))
+            elif acceptance["target"] is not None:
+                curve = replace(curve, inner=min(float(acceptance["target"]), 0.999))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} does not hold the stats of a run: {error}") from error
+        return curve
+
+
+def expected_tokens(acceptance: float, drafted: float) -> float:
+    """Tokens of a round that drafts so many: (1 - a^(g+1)) / (1 - a) (Leviathan et al., 2023)."""
+    return (1 - acceptance ** (drafted + 1)) / (1 - acceptance)

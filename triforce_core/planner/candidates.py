@@ -1,0 +1,267 @@
+"""Plans that may be chosen: what is planned for, where a plan puts things, what it would give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from triforce_kernels.limits import MOST_SPLITS
+
+from offload.errors import DoesNotFitError, UsageError
+from offload.formats import DTYPES, Dtype
+from offload.machine.profiles import Hardware
+from offload.placement import (
+    KV_SLOTS,
+    STAGING_SLOTS,
+    Demand,
+    Placement,
+    check_placement,
+    device_bytes,
+    host_bytes,
+    least_bytes,
+)
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.tensors import kv_shape
+from triforce_core.planner.acceptance_curve import NGRAM_PROPOSED, AcceptanceCurve, expected_tokens
+from triforce_core.planner.costs import Costs, prefill_flops, rank_config
+from triforce_core.planner.plan import Plan
+from triforce_core.planner.rounds import Round
+from triforce_core.settings import AUTO, MethodSettings
+from triforce_core.sizing.demand import PREFILL_CHUNK, plan
+from triforce_core.sizing.drafting import WINDOW, fitting_budget
+
+BLOCK_BYTES = 16 << 20
+"""Of a KV block on a GPU: copies of that size come within 3 % of a link's peak (`cuda`)."""
+CHUNK_TOKENS = MethodSettings.chunk_size
+GATHER_BYTES_PER_SECOND = 4e9
+"""Of one thread of the host that puts chunks together before they cross an emulated link
+(`gather`). A GPU reads them where they lie (`direct`).
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is planned for. draft_config: of a small model that drafts, None for n-grams.
+
+    fixed: what the user set of a plan: "method", "budget", "draft_tokens", "inner_draft_tokens",
+        "resident_kv_blocks", "block_tokens", or more of Plan's fields by a plan that was read
+    """
+
+    config: ModelConfig
+    hardware: Hardware
+    context: int
+    new_tokens: int = 256
+    dtype: Dtype = DTYPES["float16"]
+    curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
+    draft: str = AUTO
+    draft_config: ModelConfig | None = None
+    block_bytes: int = BLOCK_BYTES
+    fixed: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> ModelConfig:
+        return rank_config(self.config, self.hardware.gpus)
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(self.rank, self.dtype, self.hardware)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache half way through decoding."""
+        return self.context - self.new_tokens // 2
+
+    def acceptance(self, budget: int) -> float:
+        """Of the retrieval model's tokens; what the context cannot fill adds nothing."""
+        return self.curve.at(fitting_budget(budget, CHUNK_TOKENS, self.context))
+
+    def check(self) -> None:
+        """Raises UsageError for a context that the model cannot have."""
+        positions = self.config.positions
+        if self.context > positions:
+            raise UsageError(
+                f"a context of {self.context} tokens is more than the {positions} positions the "
+                "model has"
+            )
+        if not 0 < self.new_tokens < self.context:
+            raise UsageError(
+                f"new tokens must be 1 to {self.context - 1} in a context of {self.context}, got "
+                f"{self.new_tokens}"
+            )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that fits, and what a round by it is."""
+
+    case: Case
+    plan: Plan
+    demand: Demand
+    tokens_per_pass: float
+    tokens_per_step: float
+    step_seconds: float
+    drafter_seconds: float
+    round: Round
+
+    @property
+    def estimate(self) -> float:
+        """Seconds per token, by `Round.estimate`."""
+        return self.round.estimate() / self.tokens_per_pass
+
+    @property
+    def simulated(self) -> float:
+        """Seconds per token, on the virtual clock."""
+        return self.round.simulate().seconds / self.tokens_per_pass
+
+    @property
+    def device_bytes(self) -> int:
+        """Of one GPU."""
+        return device_bytes(self.demand, self.plan.placement)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all GPUs."""
+        return host_bytes(self.demand, self.plan.placement) * self.case.hardware.gpus
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Of a prompt that leaves room for the new tokens: compute, or what crosses meanwhile."""
+        case, rank = self.case, self.case.rank
+        prompt = case.context - case.new_tokens
+        hardware = case.hardware
+        matrices = len(self.plan.streamed_layers) * self.demand.layer_bytes
+        flops = prefill_flops(rank, prompt)
+        compute = flops / hardware.flops_per_second + case.costs.head(1)
+        if not hardware.asynchronous:
+            chunks = -(-prompt // PREFILL_CHUNK)
+            compute += rank.layers * chunks * case.costs.launches.layer * hardware.launch_seconds
+        rate = hardware.stream_bytes_per_second
+        outwards = max(0, host_bytes(self.demand, self.plan.placement) - matrices)
+        first = self.demand.layer_bytes / rate if self.plan.streamed_layers else 0.0
+        return first + max(compute, matrices / rate, outwards / rate)
+
+
+def candidate(case: Case, budget: int, draft_tokens: int, inner: int) -> Candidate:
+    """The plan of one choice of variables, placed by the rule that the engine places by.
+
+    budget: 0 for no retrieval model, draft_tokens: 0 for no drafts. Raises DoesNotFitError or
+    UsageError.
+    """
+    method = "triforce" if budget else "speculative" if draft_tokens else "autoregressive"
+    settings = MethodSettings(
+        method=method,
+        draft=case.draft,
+        draft_tokens=draft_tokens or AUTO,
+        inner_draft_tokens=inner or AUTO,
+        budget=budget or None,
+    )
+    demand, placement, found = _place(case, settings)
+    if found != budget:
+        raise DoesNotFitError(
+            "device memory for all weights and a retrieval cache",
+            least_bytes(demand, streamed_layers=0),
+            case.hardware.memory_bytes,
+            "use --method speculative",
+        )
+    _check_host(case, demand, placement)
+    chosen = replace(Plan.of(settings, demand, placement, found), gpus=case.hardware.gpus)
+    return evaluate(case, chosen, demand)
+
+
+def evaluate(case: Case, chosen: Plan, demand: Demand) -> Candidate:
+    """What a plan gives: its round, and the tokens of one."""
+    costs, curve, placement = case.costs, case.curve, chosen.placement
+    drafted = 0 if chosen.method == "autoregressive" else int(chosen.draft_tokens)
+    drafter = _drafter_seconds(case)
+    step = per_step = refresh = 0.0
+    if chosen.budget:
+        inner = 1 if chosen.inner_draft_tokens == AUTO else int(chosen.inner_draft_tokens)
+        if chosen.draft == "none":
+            inner = 0
+        cached = fitting_budget(chosen.budget, CHUNK_TOKENS, case.context) + drafted // 2
+        # N-gram lookup mostly finds nothing, and the step is then over one token.
+        proposed = 1.0 if case.draft_config else NGRAM_PROPOSED
+        step = proposed * costs.resident_forward(1 + inner, cached) + costs.round
+        step += (1 - proposed) * costs.resident_forward(1, cached)
+        per_step = expected_tokens(curve.inner, inner)
+        drafting = drafted / per_step * (step + inner * drafter)
+        tokens = expected_tokens(case.acceptance(chosen.budget), drafted)
+        refresh = _refresh_seconds(case, chosen, demand)
+    else:
+        drafting = drafted * drafter
+        tokens = expected_tokens(curve.inner, drafted)
+    turn = Round(
+        costs,
+        demand,
+        placement,
+        case.length,
+        drafted + 1,
+        scored=bool(chosen.budget),
+        draft_seconds=drafting,
+        refresh_seconds=refresh,
+        early_head=chosen.method == "autoregressive",
+    )
+    return Candidate(case, chosen, demand, tokens, per_step, step, drafter, turn)
+
+
+def _place(case: Case, settings: MethodSettings) -> tuple[Demand, Placement, int]:
+    """Where everything goes, by `demand.plan`, or as the user fixed it."""
+    hardware = case.hardware
+    demand, placement, found = plan(
+        case.rank,
+        case.dtype,
+        case.context,
+        settings,
+        case.fixed.get("block_tokens"),
+        case.draft_config,
+        None,
+        hardware.memory_bytes,
+        block_bytes=case.block_bytes,
+        graphs=hardware.asynchronous,
+        splits=MOST_SPLITS if hardware.asynchronous else 1,
+    )
+    fixed = {n: case.fixed[n] for n in Placement.__dataclass_fields__ if n in case.fixed}
+    if fixed:
+        if "resident_kv_blocks" in fixed:
+            fixed["resident_kv_blocks"] = min(fixed["resident_kv_blocks"], demand.kv_blocks)
+            if fixed["resident_kv_blocks"] < demand.kv_blocks and not placement.kv_slots:
+                placement = replace(placement, kv_slots=KV_SLOTS, staging_slots=STAGING_SLOTS)
+        placement = replace(placement, **fixed)
+        check_placement(demand, placement, hardware.memory_bytes)
+    return demand, placement, found
+
+
+def _check_host(case: Case, demand: Demand, placement: Placement) -> None:
+    have = case.hardware.host_memory_bytes
+    if have is None:
+        return
+    needed = host_bytes(demand, placement) * case.hardware.gpus
+    if case.hardware.emulated:
+        needed += device_bytes(demand, placement)
+    if needed > have:
+        raise DoesNotFitError(
+            f"host memory for {case.context} tokens of context", needed, have, "use more of it"
+        )
+
+
+def _drafter_seconds(case: Case) -> float:
+    """Of one token of the lowest level. N-gram lookup takes none to speak of."""
+    if case.draft_config is None:
+        return 0.0
+    costs = Costs(case.draft_config, case.dtype, replace(case.hardware, gpus=1))
+    return costs.resident_forward(1, WINDOW)
+
+
+def _refresh_seconds(case: Case, chosen: Plan, demand: Demand) -> float:
+    """Choosing chunks anew, and bringing those that changed."""
+    costs, hardware = case.costs, case.hardware
+    shape = kv_shape(case.rank, 1, case.dtype)
+    cache = (
+        fitting_budget(chosen.budget, CHUNK_TOKENS, case.context) * shape.token_bytes * shape.layers
+    )
+    away = 1 - min(1.0, chosen.resident_kv_blocks / max(1, demand.kv_blocks))
+    moved = case.curve.churn * cache * away
+    launches = 20 if hardware.asynchronous else 40 + 20 * shape.layers
+    chunks = case.length // CHUNK_TOKENS * shape.layers * shape.kv_heads
+    seconds = costs.piece(chunks * 40.0 + moved, 0, launches)
+    seconds += moved / hardware.stream_bytes_per_second
+    return seconds if hardware.asynchronous else seconds + moved / GATHER_BYTES_PER_SECOND

@@ -1,0 +1,215 @@
+"""What the forwards of one GPU cost in seconds, by the rates of its hardware.
+
+A piece takes max(bytes / memory rate, flops / matrix rate), and launching its kernels: on a GPU the
+host launches ahead, so an eager piece takes the longer of the two, and a recorded one adds the gap
+between kernels; on a CPU what is launched is computed in between, so they add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+
+from offload.errors import UsageError
+from offload.formats import ElementType
+from offload.machine.profiles import Hardware
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.tensors import kv_shape, layer_shapes
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Kernels that are launched, counted in the code.
+
+    before, after: of a layer, up to its attention and from it on (`model`)
+    attend, score: of each piece of keys, and besides if its chunks are scored; merge: of a layer
+        when its keys have been seen (`attend`)
+    law: from logits to laws (`sampling`)
+    """
+
+    before: int
+    attend: int
+    score: int
+    merge: int
+    after: int
+    law: int
+
+    @property
+    def layer(self) -> int:
+        """Of a layer over one piece of keys."""
+        return self.before + self.attend + self.merge + self.after
+
+
+PLAIN = Launches(before=21, attend=12, score=8, merge=12, after=15, law=20)
+"""PyTorch's operations, views among them: what computes on a CPU."""
+FUSED = Launches(before=3, attend=1, score=0, merge=2, after=6, law=1)
+"""Triton's: norm, product, rotation; one for blocks, one for the tail and one for scores; product,
+norm with residual, product, SwiGLU, product and sum.
+"""
+LAW_BYTES = 120.0
+"""Read and written for each token of the vocabulary: about 70 by a law (its scores, softmax,
+shortlist, mask and sums) and 50 by the rule (the residual, and sums of it in float64).
+"""
+NORM_TOUCHES, ROTATE_TOUCHES, MLP_TOUCHES = 18, 12, 5
+"""How often a norm reads or writes its token, a rotation its heads, silu and product their row."""
+ROUND_LAUNCHES = 30
+"""Of a round of `levels.speculate` outside its forward: the rule, one wait, what is put back."""
+NORM_PARTS = ("input_norm", "qkv")
+
+
+def rank_config(config: ModelConfig, gpus: int) -> ModelConfig:
+    """One GPU's share of a model: tensor parallel by heads, ends on every GPU.
+
+    Raises UsageError if heads do not divide.
+    """
+    if gpus == 1:
+        return config
+    for name in ("heads", "kv_heads", "mlp"):
+        if getattr(config, name) % gpus:
+            raise UsageError(
+                f"{getattr(config, name)} {name} of the model do not divide over {gpus} GPUs"
+            )
+    return replace(
+        config,
+        heads=config.heads // gpus,
+        kv_heads=config.kv_heads // gpus,
+        mlp=config.mlp // gpus,
+    )
+
+
+def prefill_flops(config: ModelConfig, tokens: int) -> float:
+    """Of the matrix products of the layers, and of causal attention, which sees half on average."""
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    matrices = config.hidden * (2 * queries + 2 * keys + 3 * config.mlp)
+    attention = 2 * queries * (tokens / 2)
+    return 2.0 * tokens * config.layers * (matrices + attention)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the parts of a forward. config: one GPU's share, as `rank_config` gives it."""
+
+    config: ModelConfig
+    dtype: ElementType
+    hardware: Hardware
+
+    @property
+    def launches(self) -> Launches:
+        return FUSED if self.hardware.asynchronous else PLAIN
+
+    def piece(self, nbytes: float, flops: float, launches: int, *, recorded: bool = False) -> float:
+        """Seconds of one piece of compute."""
+        hardware = self.hardware
+        work = max(nbytes / hardware.memory_bytes_per_second, flops / hardware.flops_per_second)
+        return self._launched(work, launches, recorded)
+
+    def before(self, tokens: int, *, recorded: bool = False) -> float:
+        """A layer up to its attention."""
+        config = self.config
+        heads = (config.heads + config.kv_heads) * config.head_dim
+        touched = NORM_TOUCHES * config.hidden + ROTATE_TOUCHES * heads
+        return self._products(tokens, NORM_PARTS, touched, self.launches.before, recorded)
+
+    def after(self, tokens: int, *, recorded: bool = False) -> float:
+        """A layer from its attention on, with what two GPUs tell each other."""
+        parts = [part for part in layer_shapes(self.config) if part not in NORM_PARTS]
+        touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self.config.mlp
+        layer = self._products(tokens, parts, touched, self.launches.after, recorded)
+        return layer + self._all_reduces(tokens)
+
+    def attend(
+        self, tokens: int, keys: int, *, scored: bool = False, recorded: bool = False
+    ) -> float:
+        """Attention of `tokens` queries to one piece of keys. scored: chunks get their mass."""
+        config = self.config
+        shape = kv_shape(config, 1, self.dtype)
+        hardware = self.hardware
+        flops = 4.0 * tokens * config.heads * config.head_dim * keys
+        nbytes = keys * shape.token_bytes
+        if scored and not hardware.asynchronous:
+            # Scores of every row in float32: written, turned to weights, read and averaged.
+            nbytes += 4 * 4 * tokens * config.heads * keys
+        launches = self.launches.attend + (self.launches.score if scored else 0)
+        if not hardware.attend_bytes_per_second:
+            return self.piece(nbytes, flops, launches, recorded=recorded)
+        products = max(
+            keys * shape.token_bytes / hardware.attend_bytes_per_second,
+            flops / (hardware.attend_flops_per_second or hardware.flops_per_second),
+        )
+        scores = (nbytes - keys * shape.token_bytes) / hardware.memory_bytes_per_second
+        return self._launched(products + scores, launches, recorded)
+
+    def merge(self, tokens: int, parts: int) -> float:
+        rows = tokens * self.config.heads * self.config.head_dim
+        return self.piece(3.0 * parts * rows * self.dtype.itemsize, 0, self.launches.merge)
+
+    def head(self, tokens: int, *, recorded: bool = False) -> float:
+        """Final norm, output matrix and laws."""
+        config = self.config
+        matrix = config.vocab * config.hidden
+        laws = self.piece(
+            LAW_BYTES * tokens * config.vocab, 0, self.launches.law, recorded=recorded
+        )
+        return self._launched(self._product(tokens, matrix), 9, recorded) + laws
+
+    def resident_forward(self, tokens: int, keys: int, *, recorded: bool = True) -> float:
+        """A forward over weights and KV that are all on the device, laws included."""
+        layer = (
+            self.before(tokens, recorded=recorded)
+            + self.attend(tokens, keys, recorded=recorded)
+            + self.after(tokens, recorded=recorded)
+        )
+        return self.config.layers * layer + self.head(tokens, recorded=recorded)
+
+    @property
+    def round(self) -> float:
+        """Of a round of proposing and verifying, besides its forward."""
+        return ROUND_LAUNCHES * self.hardware.launch_seconds
+
+    def _products(
+        self, tokens: int, parts: Iterable[str], touched: int, launches: int, recorded: bool
+    ) -> float:
+        """Of matrices, and of what is done to each token besides, `touched` elements in all."""
+        shapes = layer_shapes(self.config)
+        work = self._product(tokens, sum(prod(shapes[part]) for part in parts))
+        besides = tokens * touched * self.dtype.itemsize
+        work += besides / self.hardware.memory_bytes_per_second
+        return self._launched(work, launches, recorded)
+
+    def _product(self, tokens: int, elements: int) -> float:
+        """Of a matrix of so many elements with `tokens` rows."""
+        nbytes, hardware = elements * self.dtype.itemsize, self.hardware
+        if hardware.product_seconds_per_byte:
+            return nbytes * _between(hardware.product_seconds_per_byte, tokens)
+        return max(
+            nbytes / hardware.memory_bytes_per_second,
+            2.0 * tokens * elements / hardware.flops_per_second,
+        )
+
+    def _launched(self, work: float, launches: int, recorded: bool) -> float:
+        hardware = self.hardware
+        if not hardware.asynchronous:
+            return work + launches * hardware.launch_seconds
+        if recorded:
+            return work + launches * hardware.graph_launch_seconds
+        return max(work, launches * hardware.launch_seconds)
+
+    def _all_reduces(self, tokens: int) -> float:
+        hardware = self.hardware
+        if hardware.gpus == 1:
+            return 0.0
+        # Through host memory, there and back: half the link's rate.
+        crossing = tokens * self.config.hidden * self.dtype.itemsize
+        seconds = hardware.all_reduce_seconds + 2 * crossing / hardware.link_bytes_per_second
+        return 2 * seconds
+
+
+def _between(measured: Sequence[tuple[int, float]], rows: int) -> float:
+    """Linear between what was measured, and in proportion beyond it."""
+    for (low, before), (high, after) in pairwise(measured):
+        if rows <= high:
+            return before + (after - before) * (max(rows, low) - low) / (high - low)
+    most, last = measured[-1]
+    return last * rows / most

@@ -1,0 +1,165 @@
+"""The published TriForce's own cost, so that its settings can be held against ours.
+
+Its offloading path (Infini-AI-Lab/TriForce, models/TP_llama.py, models/tensor_op.py and
+utils/decoding.py) streams whole layers of KV through two buffers. For each streamed layer it
+synchronises the device, launches the layer's kernels, then the copy of the next layer, and
+synchronises again. Forwards are launched kernel by kernel (its README: no CUDA graphs with tensor
+parallelism on RTX 4090s). A step of the retrieval model verifies one token of llama-68m, over
+gamma + 1 positions. Prompts are read 128 tokens at a time, and every time all KV streams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from offload.errors import DoesNotFitError, UsageError
+from triforce_core.model.shapes import read_shape
+from triforce_core.model.tensors import embedding_layout, head_layout, kv_shape, layer_layout
+from triforce_core.planner.acceptance_curve import MODEL_ACCEPTANCE, expected_tokens
+from triforce_core.planner.candidates import Case
+from triforce_core.planner.costs import PLAIN, Costs
+from triforce_core.sizing.drafting import SINKS, WINDOW
+
+DRAFTER = "llama-68m"
+LAYER_LAUNCHES = 47
+"""Kernels of its layer: 16 of two norms, 3 + 1 + 3 products, 12 of the rotation, 4 of the cache, 2
+of attention, 2 all-reduces, 2 sums, 2 of the MLP (models/tensor_op.py).
+"""
+PREFILL_TOKENS = 128
+KV_BUFFERS = 2
+SPARE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Published:
+    """resident_layers: whose KV stays on the device; the first ones. gamma: 0 for no drafts."""
+
+    case: Case
+    budget: int
+    gamma: int
+    resident_layers: int
+
+    def __post_init__(self) -> None:
+        layers = self.case.config.layers
+        if not 0 <= self.resident_layers <= layers:
+            raise UsageError(f"resident layers must be 0 to {layers}, got {self.resident_layers}")
+
+    def check(self) -> None:
+        """Raises UsageError, or DoesNotFitError."""
+        self.case.check()
+        available = self.case.hardware.memory_bytes
+        if self.device_bytes > available:
+            raise DoesNotFitError(
+                "device memory as published",
+                self.device_bytes,
+                available,
+                "use fewer --resident-kv layers or a smaller --budget",
+            )
+
+    @property
+    def device_bytes(self) -> int:
+        """Of one GPU: weights, buffers and resident layers of KV, retrieval cache, drafter."""
+        case, rank = self.case, self.case.rank
+        weights = rank.layers * layer_layout(rank, case.dtype).nbytes
+        weights += head_layout(rank, case.dtype).nbytes + embedding_layout(rank, case.dtype).nbytes
+        kv = (KV_BUFFERS + self.resident_layers) * self._layer_kv(case.context + SPARE_TOKENS)
+        if not self.gamma:
+            return weights + kv
+        cache = rank.layers * self._layer_kv(self.budget + self.gamma + 1)
+        small = read_shape(DRAFTER)
+        drafter = small.layers * layer_layout(small, case.dtype).nbytes
+        drafter += 2 * head_layout(small, case.dtype).nbytes
+        return weights + kv + cache + drafter
+
+    @property
+    def host_bytes(self) -> int:
+        """Of all GPUs: the KV of layers that stream."""
+        layers = self.case.config.layers - self.resident_layers
+        return layers * self._layer_kv(self.case.context + SPARE_TOKENS) * self.case.hardware.gpus
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return expected_tokens(self.case.curve.outer, self.gamma)
+
+    @property
+    def link_bytes(self) -> int:
+        return (self.case.config.layers - self.resident_layers) * self._layer_kv(self.case.length)
+
+    @property
+    def link_seconds(self) -> float:
+        return self.link_bytes / self.case.hardware.stream_bytes_per_second
+
+    @cached_property
+    def compute_seconds(self) -> float:
+        tokens, layers = self.gamma + 1, self.case.config.layers
+        return layers * self._layer(tokens, self.case.length) + self._costs.head(tokens)
+
+    @cached_property
+    def pass_seconds(self) -> float:
+        tokens, streamed = self.gamma + 1, self.case.config.layers - self.resident_layers
+        compute = self._layer(tokens, self.case.length)
+        # The first streamed layer's copy and the resident layers are on one stream, one by one.
+        seconds = self.resident_layers * compute + self._costs.head(tokens)
+        if streamed:
+            copy = self.link_seconds / streamed
+            synchronise = 2 * self._launches(1)
+            seconds += copy + (streamed - 1) * max(self._launches(LAYER_LAUNCHES) + copy, compute)
+            seconds += compute + streamed * synchronise
+        return seconds + self._costs.round
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """A step of the retrieval model, over gamma + 1 positions."""
+        tokens = self.gamma + 1
+        layers = self.case.config.layers * self._layer(tokens, self.budget + tokens)
+        return layers + self._costs.head(tokens) + self._costs.round
+
+    @cached_property
+    def drafter_seconds(self) -> float:
+        """A token of llama-68m over its window, kernel by kernel."""
+        small = Costs(read_shape(DRAFTER), self.case.dtype, self.case.hardware)
+        launches = small.config.layers * LAYER_LAUNCHES + PLAIN.law
+        work = small.resident_forward(1, SINKS + WINDOW)
+        return max(work, self._launches(launches))
+
+    @property
+    def draft_seconds(self) -> float:
+        """Each step gives its own token and the one before it if that held."""
+        if not self.gamma:
+            return 0.0
+        steps = self.gamma / (1 + self._inner)
+        return steps * (self.step_seconds + self.drafter_seconds)
+
+    @property
+    def seconds_per_token(self) -> float:
+        return (self.pass_seconds + self.draft_seconds) / self.tokens_per_pass
+
+    @property
+    def prefill_seconds(self) -> float:
+        """On average half of the KV streams for every piece of the prompt."""
+        pieces = -(-(self.case.context - self.case.new_tokens) // PREFILL_TOKENS)
+        tokens = PREFILL_TOKENS
+        compute = self.case.config.layers * self._layer(tokens, self.case.length // 2)
+        return pieces * max(self.link_seconds / 2, compute)
+
+    @property
+    def _inner(self) -> float:
+        return self.case.curve.inner or MODEL_ACCEPTANCE
+
+    @property
+    def _costs(self) -> Costs:
+        return self.case.costs
+
+    def _layer(self, tokens: int, keys: int) -> float:
+        """A layer's compute with all-reduces; the host's launching, if that takes longer."""
+        costs = self._costs
+        work = costs.before(tokens, recorded=True) + costs.after(tokens, recorded=True)
+        work += costs.attend(tokens, keys, recorded=True)
+        return max(work, self._launches(LAYER_LAUNCHES))
+
+    def _launches(self, count: int) -> float:
+        return count * self.case.hardware.launch_seconds
+
+    def _layer_kv(self, tokens: int) -> int:
+        return tokens * kv_shape(self.case.rank, 1, self.case.dtype).token_bytes

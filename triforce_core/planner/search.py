@@ -1,0 +1,110 @@
+"""The planner: of all plans that fit, the one whose simulated seconds per token are least."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from offload.errors import DoesNotFitError, TriforceError, UsageError
+from offload.units import format_bytes
+from triforce_core.planner.candidates import Candidate, Case, candidate
+
+BUDGETS = tuple(256 << i for i in range(8))
+DRAFTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 224, 256)
+INNER_DRAFTS = (1, 2, 3, 4, 6, 8)
+_SIMULATED = 3
+"""How many of the best estimates are simulated."""
+
+
+def choose(case: Case) -> Candidate:
+    """The best plan. Raises UsageError, or DoesNotFitError that names the shortest way to fit."""
+    case.check()
+    found: list[Candidate] = []
+    refused = None
+    for budget in _budgets(case):
+        for drafted, inner in _lengths(case, budget):
+            try:
+                found.append(candidate(case, budget, drafted, inner))
+            except DoesNotFitError as error:
+                refused = refused or error
+                break  # a longer draft asks for more
+    if not found:
+        raise shortest_change(case, refused) from refused
+    found.sort(key=lambda one: one.estimate)
+    return min(found[:_SIMULATED], key=lambda one: one.simulated)
+
+
+def _budgets(case: Case) -> tuple[int, ...]:
+    """Retrieval budgets that are looked at, 0 for no such level."""
+    method = case.fixed.get("method", "triforce")
+    if method == "speculative" and case.draft == "none":
+        raise UsageError("--method speculative needs a drafter, and --draft is none")
+    if method != "triforce":
+        return (0,)
+    if "budget" in case.fixed:
+        return (int(case.fixed["budget"]),)
+    budgets = tuple(budget for budget in BUDGETS if budget < 2 * case.context)
+    # Where weights must stream there is no retrieval model; without a drafter nothing drafts then.
+    return budgets if case.draft == "none" else (*budgets, 0)
+
+
+def _lengths(case: Case, budget: int) -> Iterator[tuple[int, int]]:
+    """Draft tokens and inner draft tokens that are looked at, shorter drafts first."""
+    fixed = case.fixed
+    if fixed.get("method") == "autoregressive":
+        yield 0, 0
+        return
+    drafts = (fixed["draft_tokens"],) if "draft_tokens" in fixed else DRAFTS
+    inners = (fixed["inner_draft_tokens"],) if "inner_draft_tokens" in fixed else INNER_DRAFTS
+    if case.draft == "none":
+        inners = (0,)
+    for drafted in drafts:
+        for inner in inners if budget else (0,):
+            if inner <= drafted or "inner_draft_tokens" in fixed:
+                yield drafted, inner
+
+
+def shortest_change(case: Case, refused: DoesNotFitError) -> DoesNotFitError:
+    """The refusal, with what would have to change the least for the case to fit."""
+    remedies = []
+    best = _largest_context(case)
+    if best:
+        remedies.append(f"--context {best} fits")
+    for name in ("budget", "resident_kv_blocks"):
+        if case.fixed.get(name) and _fits(
+            replace(case, fixed={k: v for k, v in case.fixed.items() if k != name})
+        ):
+            flag = "--budget" if name == "budget" else "--resident-kv"
+            remedies.insert(0, f"it fits without {flag} {case.fixed[name]}")
+    missing = refused.needed_bytes - refused.available_bytes
+    which = "host" if "host memory" in str(refused) else "device"
+    remedies.append(f"so does {format_bytes(missing)} more {which} memory")
+    if not best:
+        remedies[-1] = f"{format_bytes(missing)} more {which} memory would do"
+    what = str(refused).split(" needs ")[0]
+    return DoesNotFitError(what, refused.needed_bytes, refused.available_bytes, "; ".join(remedies))
+
+
+def _largest_context(case: Case) -> int:
+    """The longest context that fits, in steps of 256 tokens; 0 if none does."""
+    low, high = 0, case.context // 256
+    while low < high:
+        middle = (low + high + 1) // 2
+        tokens = middle * 256
+        if tokens > 1 and _fits(
+            replace(case, context=tokens, new_tokens=min(case.new_tokens, tokens - 1))
+        ):
+            low = middle
+        else:
+            high = middle - 1
+    return low * 256
+
+
+def _fits(case: Case) -> bool:
+    """Whether any plan of the case does: the smallest of each method asks for the least."""
+    for budget in {_budgets(case)[0], _budgets(case)[-1]}:
+        with suppress(TriforceError):
+            candidate(case, budget, *next(_lengths(case, budget)))
+            return True
+    return False

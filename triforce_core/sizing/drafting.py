@@ -1,0 +1,59 @@
+"""How many tokens and bytes the levels below the target take. No tensors are made here."""
+
+from __future__ import annotations
+
+from offload.kv.shape import KVShape
+from offload.kv.sizes import dense_bytes, reader_bytes, scores_bytes
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.tensors import embedding_layout, head_layout, kv_shape, layer_layout
+
+LAW_ROWS = 16
+"""Rows of logits that `laws` turns into laws at a time."""
+LONGEST_RECORDED = 32
+"""Tokens of the longest forward that is recorded as a graph."""
+SINKS = 16
+WINDOW = 256
+"""Tokens that a small model which drafts attends to: the first of a text, and the recent ones."""
+
+
+def window_tokens(config: ModelConfig, max_draft_tokens: int) -> int:
+    """Capacity of a small model's cache: sinks, window, and room to draft and to slide rarely."""
+    return min(config.trained_positions, SINKS + WINDOW + 2 * (max_draft_tokens + 1))
+
+
+def small_model_shape(config: ModelConfig, like: KVShape) -> KVShape:
+    return kv_shape(config, 1, like.dtype)
+
+
+def small_model_parts_bytes(config: ModelConfig, like: KVShape, max_draft_tokens: int) -> int:
+    """Device bytes of a small model that drafts and of its window, without its temporaries."""
+    ends = head_layout(config, like.dtype).nbytes
+    if not config.tied:
+        ends += embedding_layout(config, like.dtype).nbytes
+    window = dense_bytes(small_model_shape(config, like), window_tokens(config, max_draft_tokens))
+    return ends + config.layers * layer_layout(config, like.dtype).nbytes + window
+
+
+def own_tokens(chunk_tokens: int, max_draft_tokens: int) -> int:
+    """Tokens of a retrieval cache besides its budget: a chunk that fills, the last token and a
+    draft.
+    """
+    return chunk_tokens + max_draft_tokens
+
+
+def fitting_budget(budget: int, chunk_tokens: int, context_tokens: int) -> int:
+    """A budget without the part that the context could never fill."""
+    return min(budget, max(2, -(-context_tokens // chunk_tokens)) * chunk_tokens)
+
+
+def retrieval_bytes(
+    shape: KVShape, budget: int, chunk_tokens: int, max_draft_tokens: int, context_tokens: int
+) -> int:
+    """Device bytes of a retrieval cache, of what fills it and of what it is chosen by."""
+    budget = fitting_budget(budget, chunk_tokens, context_tokens)
+    tokens = budget + own_tokens(chunk_tokens, max_draft_tokens)
+    return (
+        dense_bytes(shape, tokens)
+        + reader_bytes(shape, budget)
+        + scores_bytes(shape, chunk_tokens, context_tokens)
+    )

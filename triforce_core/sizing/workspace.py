@@ -1,0 +1,97 @@
+"""How many bytes of temporaries a forward makes on the device, at most."""
+
+from __future__ import annotations
+
+from offload.kv.sizes import SCORED_TOKENS
+from triforce_core.model.config import ModelConfig
+from triforce_core.sizing.drafting import LAW_ROWS
+
+_LAW_BYTES_PER_TOKEN_OF_VOCABULARY = 40
+"""Scores, sorted values and order, softmax, cumulative sum, masks: see laws.law."""
+
+
+_GRAPH_LIBRARY_BYTES = 64 << 20
+"""A matrix library's workspace, which recording allocates anew, and the allocator's rounding."""
+
+
+def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -> int:
+    """The prompt's hidden states, one layer's KV, and the temporaries of one chunk."""
+    chunk = min(chunk, tokens)
+    keys = 2 * config.kv_heads * config.head_dim
+    whole = tokens * (config.hidden + keys + 2 * config.head_dim) * itemsize
+    rope = tokens * config.head_dim * 4 * 4  # angles and their cosines, in float32
+    return whole + max(rope, pass_bytes(config, chunk, itemsize))
+
+
+def pass_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
+    """The temporaries of a forward over `tokens` tokens at once: the larger of attention and MLP,
+    without what attention keeps between blocks.
+    """
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention = tokens * (
+        (config.hidden + queries + 2 * keys + queries * 7) * itemsize + queries * 4 * 2
+    )
+    mlp = tokens * (config.hidden * 2 + config.mlp * 3) * itemsize
+    return max(attention, mlp)
+
+
+def running_bytes(config: ModelConfig, tokens: int, splits: int) -> int:
+    """What attention keeps between blocks, in float32, and what adding one to it takes."""
+    return tokens * config.heads * (config.head_dim + 4) * 4 * (splits + 2)
+
+
+def score_bytes(config: ModelConfig, tokens: int, chunks: int) -> int:
+    """Scores of all chunks of one layer for each query, in float32: as attention writes them, as
+    shares, and as averages.
+    """
+    return tokens * config.heads * chunks * 4 * 3
+
+
+def refresh_bytes(config: ModelConfig, chunks: int) -> int:
+    """Choosing the chunks of all layers: scores, their order, and masks."""
+    return config.layers * config.kv_heads * chunks * (4 * 2 + 8 * 2 + 4)
+
+
+def law_bytes(config: ModelConfig, rows: int) -> int:
+    """Logits and laws of `rows` positions, the laws they were drafted by, and what it takes to
+    make a few laws at a time and to accept.
+    """
+    at_once = min(rows, LAW_ROWS)
+    whole = rows * (config.vocab * 4 * (2 if rows == 1 else 5) + config.hidden * 4 * 2)
+    return whole + at_once * config.vocab * _LAW_BYTES_PER_TOKEN_OF_VOCABULARY
+
+
+def graph_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
+    """What recorded forwards of up to `tokens` tokens keep: the temporaries of the largest, whose
+    memory the others share, and the outputs of all sizes.
+    """
+    temporaries = pass_bytes(config, tokens, itemsize) + law_bytes(config, tokens)
+    return temporaries + 2 * tokens * config.vocab * 4 + _GRAPH_LIBRARY_BYTES
+
+
+def workspace_bytes(
+    config: ModelConfig,
+    prompt_tokens: int,
+    chunk: int,
+    pass_tokens: int,
+    block_tokens: int,
+    scored_chunk: int,
+    itemsize: int,
+    splits: int,
+) -> int:
+    """Most temporaries alive at once in a request: in prefill, in a pass, or in sampling.
+
+    scored_chunk: tokens of a chunk that is scored for retrieval, 0 if none is
+    splits: parts into which the attention of a pass divides its keys, at most
+    """
+    decode = pass_bytes(config, pass_tokens, itemsize)
+    decode += running_bytes(config, pass_tokens, splits)
+    prefill = prefill_bytes(config, prompt_tokens, chunk, itemsize)
+    if not scored_chunk:
+        return max(prefill, decode, law_bytes(config, pass_tokens))
+    chunks = -(-prompt_tokens // scored_chunk)
+    piece = config.heads * (block_tokens + pass_tokens) * 4 * 2
+    decode += score_bytes(config, pass_tokens, chunks) + pass_tokens * piece
+    scored = min(SCORED_TOKENS, chunk, prompt_tokens)
+    prefill += score_bytes(config, scored, chunks) + scored * piece
+    return max(prefill, decode, law_bytes(config, pass_tokens), refresh_bytes(config, chunks))
