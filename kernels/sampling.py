@@ -40,12 +40,16 @@ def law(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> t
 
 
 def accept(
-    tokens: torch.Tensor, draft_laws: torch.Tensor, target_laws: torch.Tensor, coins: torch.Tensor
+    tokens: torch.Tensor,
+    draft_laws: torch.Tensor | None,
+    target_laws: torch.Tensor,
+    coins: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Speculative sampling of whole drafts: how many of a draft's tokens hold, and what follows.
 
-    tokens: [drafts, n] int64; draft_laws: [drafts, n, vocab]; target_laws: [drafts, n + 1, vocab],
-        float32; n may be 0
+    tokens: [drafts, n] int64; n may be 0
+    draft_laws: [drafts, n, vocab] float32, or None where each is one-hot: its token was sure
+    target_laws: [drafts, n + 1, vocab] float32
     coins: [drafts, n + 1] float64 in [0, 1): one for each token, the last for the one that follows
 
     Each token x holds while coin * q[x] < p[x], for the law q it was drawn from and the verifier's
@@ -57,14 +61,21 @@ def accept(
     vocab = target_laws.shape[-1]
     require(
         "accept",
-        draft_laws.shape == (drafts, n, vocab)
-        and target_laws.shape == (drafts, n + 1, vocab)
+        target_laws.shape == (drafts, n + 1, vocab)
         and coins.shape == (drafts, n + 1)
         and (tokens.dtype, coins.dtype) == (torch.int64, torch.float64)
-        and draft_laws.dtype == target_laws.dtype == torch.float32
-        and tokens.device == draft_laws.device == target_laws.device == coins.device
+        and target_laws.dtype == torch.float32
+        and tokens.device == target_laws.device == coins.device
         and target_laws.stride(2) == 1
-        and (n == 0 or draft_laws.stride(2) == 1),
+        and (
+            draft_laws is None
+            or (
+                draft_laws.shape == (drafts, n, vocab)
+                and draft_laws.dtype == torch.float32
+                and draft_laws.device == tokens.device
+                and (n == 0 or draft_laws.stride(2) == 1)
+            )
+        ),
         tokens=tokens,
         draft_laws=draft_laws,
         target_laws=target_laws,
@@ -107,9 +118,14 @@ def reference_law(
 
 
 def reference_accept(
-    tokens: torch.Tensor, draft_laws: torch.Tensor, target_laws: torch.Tensor, coins: torch.Tensor
+    tokens: torch.Tensor,
+    draft_laws: torch.Tensor | None,
+    target_laws: torch.Tensor,
+    coins: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     n = tokens.shape[-1]
+    if draft_laws is None:
+        draft_laws = F.one_hot(tokens, target_laws.shape[-1]).float()
     x = tokens.unsqueeze(-1)
     q = draft_laws.gather(-1, x).squeeze(-1).double()
     p = target_laws[:, :n].gather(-1, x).squeeze(-1).double()

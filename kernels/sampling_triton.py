@@ -197,8 +197,13 @@ def law(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> t
 
 
 def accept(
-    tokens: torch.Tensor, draft_laws: torch.Tensor, target_laws: torch.Tensor, coins: torch.Tensor
+    tokens: torch.Tensor,
+    draft_laws: torch.Tensor | None,
+    target_laws: torch.Tensor,
+    coins: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if draft_laws is None:
+        draft_laws = torch.nn.functional.one_hot(tokens, target_laws.shape[-1]).float()
     drafts, n = tokens.shape
     vocab = target_laws.shape[-1]
     accepted, chosen = torch.empty((2, drafts), dtype=torch.int64, device=tokens.device)

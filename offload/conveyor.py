@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
 from offload.errors import LinkError
+from offload.homes import Home, Source
 from offload.link.link import Event, Link
 
 
@@ -18,15 +19,12 @@ class Transfer:
     """One contiguous copy of a pass's schedule.
 
     key: by which compute asks for it, unique in a schedule
-    ring: the name of the slots it goes through
-    source: flat uint8 host buffer, no larger than a slot of its ring
-    after: events before which the source does not hold its bytes yet
+    ring: the name of the slots it goes through, none of which is smaller than the source
     """
 
     key: Hashable
     ring: str
-    source: torch.Tensor
-    after: tuple[Event, ...] = ()
+    source: Source
 
 
 @dataclass(eq=False)
@@ -87,7 +85,20 @@ class Conveyor:
         held = self._issued.popleft()
         self._acquired[key] = held
         self._link.wait(held.ready)
-        return held.slot.buffer[: held.transfer.source.numel()]
+        return held.slot.buffer[: held.transfer.source.bytes.numel()]
+
+    @contextmanager
+    def bring(self, key: Hashable, home: Home) -> Iterator[torch.Tensor]:
+        """The bytes of a home on the device, valid inside the block: of one with a source, the next
+        transfer, which must be `key`.
+
+        Raises LinkError.
+        """
+        if home.source is None:
+            yield home.read(None)
+            return
+        yield home.read(self.acquire(key))
+        self.release(key)
 
     def release(self, key: Hashable) -> None:
         """Ends the use of `key`'s bytes: its slot takes the next transfer of its ring."""
@@ -123,7 +134,8 @@ class Conveyor:
         while self._waiting and self._free[self._waiting[0].ring]:
             transfer = self._waiting.popleft()
             slot = self._free[transfer.ring].popleft()
-            target = slot.buffer[: transfer.source.numel()]
-            after = (slot.released, *transfer.after)
-            ready = self._link.to_device(target, transfer.source, after, transfer.key)
+            source = transfer.source
+            target = slot.buffer[: source.bytes.numel()]
+            after = (slot.released, *source.after)
+            ready = self._link.to_device(target, source.bytes, after, transfer.key)
             self._issued.append(_Held(transfer, slot, ready))

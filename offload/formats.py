@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
 
 # Bytes. Equal alignment everywhere keeps vectorised kernels bitwise equal at any placement.
 ALIGNMENT = 256
@@ -25,3 +29,33 @@ class Dtype:
 
 
 DTYPES = {t.name: t for t in (Dtype("float32", 4), Dtype("bfloat16", 2), Dtype("float16", 2))}
+
+
+class Format(Protocol):
+    """How one tensor is stored in a flat buffer."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor in a flat uint8 buffer of `nbytes` bytes."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Every element as it is, row by row."""
+
+    shape: tuple[int, ...]
+    dtype: ElementType
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer.view(self.dtype).view(self.shape)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from offload.formats import ALIGNMENT, ElementType
+from offload.formats import Format, aligned
 
 if TYPE_CHECKING:
     import torch
@@ -16,26 +15,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each named tensor lies in a flat buffer of `nbytes` bytes."""
+    """Where each named tensor, in a format of its own, lies in a flat buffer of `nbytes` bytes."""
 
-    shapes: Mapping[str, tuple[int, ...]]
+    formats: Mapping[str, Format]
     offsets: Mapping[str, int]
-    dtype: ElementType
     nbytes: int
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: ElementType) -> FlatLayout:
+    def of(cls, formats: Mapping[str, Format]) -> FlatLayout:
         offsets, end = {}, 0
-        for name, shape in shapes.items():
+        for name, stored in formats.items():
             offsets[name] = end
-            end += -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        return cls(MappingProxyType(dict(shapes)), MappingProxyType(offsets), dtype, end)
+            end += aligned(stored.nbytes)
+        return cls(MappingProxyType(dict(formats)), MappingProxyType(offsets), end)
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """The named tensors as views of a flat uint8 buffer of at least `nbytes` bytes."""
         return {
-            name: buffer[start : start + math.prod(shape) * self.dtype.itemsize]
-            .view(self.dtype)
-            .view(shape)
-            for (name, shape), start in zip(self.shapes.items(), self.offsets.values(), strict=True)
+            name: stored.view(buffer[start : start + stored.nbytes])
+            for (name, stored), start in zip(
+                self.formats.items(), self.offsets.values(), strict=True
+            )
         }

@@ -19,21 +19,23 @@ class Demand:
 
     head_bytes: final norm and output matrix, always on the device
     embedding_bytes: the input embedding if it is a matrix of its own, 0 when tied to the head
-    workspace_bytes: temporaries of the largest forward, prefill of the whole context included
+    reading_bytes: temporaries of reading a prompt that fills the context
+    pass_bytes: temporaries of a pass, and of drafting and drawing
     drafting_bytes: everything that drafts, such as a retrieval cache, always on the device
-    drafting_host_bytes: host memory through which that is filled
+    gather_bytes: of buffers through which chunks of streamed KV are retrieved; as many on the host
     """
 
     layers: int
     layer_bytes: int
     head_bytes: int
     embedding_bytes: int
-    workspace_bytes: int
+    reading_bytes: int
+    pass_bytes: int
     kv: KVShape
     context_tokens: int
     max_pass_tokens: int
     drafting_bytes: int = 0
-    drafting_host_bytes: int = 0
+    gather_bytes: int = 0
 
     @property
     def kv_blocks(self) -> int:
@@ -42,12 +44,8 @@ class Demand:
 
     @property
     def fixed_bytes(self) -> int:
-        return (
-            self.head_bytes
-            + self.workspace_bytes
-            + self.drafting_bytes
-            + self.kv.tail_bytes(self.max_pass_tokens)
-        )
+        """Always on the device, without temporaries."""
+        return self.head_bytes + self.drafting_bytes + self.kv.tail_bytes(self.max_pass_tokens)
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,8 @@ class Placement:
 
     resident_kv_blocks: of all layers together, over which they are spread evenly; more than
         there are means all
+    lent_kv_blocks: how many more are on the device between texts that are read, in memory that
+        only reading needs
     """
 
     streamed_layers: tuple[int, ...]
@@ -64,6 +64,25 @@ class Placement:
     weight_slots: int
     kv_slots: int
     staging_slots: int
+    lent_kv_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for what no placement can hold."""
+        layers = self.streamed_layers
+        if not isinstance(layers, tuple) or not all(map(_is_count, layers)):
+            raise UsageError(f"streamed_layers of a placement cannot be {layers!r}")
+        if not isinstance(self.embedding_resident, bool):
+            raise UsageError(f"embedding_resident cannot be {self.embedding_resident!r}")
+        for name in _COUNTS:
+            if not _is_count(getattr(self, name)):
+                raise UsageError(f"{name} of a placement cannot be {getattr(self, name)!r}")
+
+
+_COUNTS = ("resident_kv_blocks", "weight_slots", "kv_slots", "staging_slots", "lent_kv_blocks")
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def place(demand: Demand, limit_bytes: int) -> Placement:
@@ -89,10 +108,14 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
     embedding_resident = demand.embedding_bytes <= spare
     if embedding_resident:
         spare -= demand.embedding_bytes
+    block = demand.kv.block_bytes
+    resident = min(spare // block, demand.kv_blocks)
+    lendable = spare - resident * block + max(0, demand.reading_bytes - demand.pass_bytes)
     return replace(
         least,
         embedding_resident=embedding_resident,
-        resident_kv_blocks=min(spare // demand.kv.block_bytes, demand.kv_blocks),
+        resident_kv_blocks=resident,
+        lent_kv_blocks=min(lendable // block, demand.kv_blocks - resident),
     )
 
 
@@ -112,12 +135,17 @@ def _least(demand: Demand, streamed: int) -> Placement:
 
 
 def device_bytes(demand: Demand, placement: Placement) -> int:
-    """Device memory that a placement takes when its context is full."""
+    """Device memory that a placement takes when its context is full: while the prompt is read, or
+    in passes if that is more.
+    """
     resident_layers = demand.layers - len(placement.streamed_layers)
     resident_blocks = min(placement.resident_kv_blocks, demand.kv_blocks)
     blocks = resident_blocks + placement.kv_slots + placement.staging_slots
+    lent = placement.lent_kv_blocks * demand.kv.block_bytes
     return (
         demand.fixed_bytes
+        + (demand.gather_bytes if resident_blocks < demand.kv_blocks else 0)
+        + max(demand.reading_bytes, demand.pass_bytes + lent)
         + (demand.embedding_bytes if placement.embedding_resident else 0)
         + (resident_layers + placement.weight_slots) * demand.layer_bytes
         + blocks * demand.kv.block_bytes
@@ -126,11 +154,12 @@ def device_bytes(demand: Demand, placement: Placement) -> int:
 
 def host_bytes(demand: Demand, placement: Placement) -> int:
     """Host memory that a placement takes when its context is full."""
+    streamed_blocks = max(0, demand.kv_blocks - placement.resident_kv_blocks)
     return (
         len(placement.streamed_layers) * demand.layer_bytes
-        + max(0, demand.kv_blocks - placement.resident_kv_blocks) * demand.kv.block_bytes
+        + streamed_blocks * demand.kv.block_bytes
         + (0 if placement.embedding_resident else demand.embedding_bytes)
-        + demand.drafting_host_bytes
+        + (demand.gather_bytes if streamed_blocks else 0)
     )
 
 

@@ -1,4 +1,4 @@
-"""The third executor of a schedule: a virtual clock. No tensors, no waiting.
+"""A schedule on a virtual clock. No tensors, no waiting.
 
 The rules are those of `conveyor` and the links: copies of one direction happen in the order of the
 schedule, one at a time; a copy starts when a slot of its ring is free, which is after the last
@@ -11,21 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from offload.link.trace import COMPUTE, COPY_IN, Span
-
-
-class Copy(NamedTuple):
-    """A transfer of the schedule. ring: the name of the slots it goes through."""
-
-    ring: str
-    layer: int
-    nbytes: int
-    block: int = -1
+from offload.schedule import Crossing
 
 
 class Work(NamedTuple):
-    """What computes next. needs: how many copies, from the first, must have come.
+    """A piece of compute and its seconds.
 
-    releases: indices of copies whose slots are free afterwards
+    needs: how many crossings, from the first, must have come
+    releases: indices of crossings whose slots are free afterwards
+    layer: -1 for what belongs to none
     """
 
     name: str
@@ -38,10 +32,10 @@ class Work(NamedTuple):
 class Timeline(NamedTuple):
     """When everything of a schedule happened, in seconds from its beginning.
 
-    copies, works: began and ended of each, in the order of the schedule
+    crossings, works: began and ended of each, in the order of the schedule
     """
 
-    copies: list[tuple[float, float]]
+    crossings: list[tuple[float, float]]
     works: list[tuple[float, float]]
 
     @property
@@ -50,7 +44,7 @@ class Timeline(NamedTuple):
 
 
 def simulate(
-    copies: Sequence[Copy],
+    crossings: Sequence[Crossing],
     works: Sequence[Work],
     slots: Mapping[str, int],
     bytes_per_second: float,
@@ -60,50 +54,50 @@ def simulate(
 
     Raises ValueError for a schedule that could never end: one that needs more slots than there are.
     """
-    copied: list[tuple[float, float]] = []
+    crossed: list[tuple[float, float]] = []
     worked: list[tuple[float, float]] = []
-    released: list[float | None] = [None] * len(copies)
+    released: list[float | None] = [None] * len(crossings)
     members: dict[str, list[int]] = {ring: [] for ring in slots}
     link_free = copies_begin
     clock = 0.0
-    for work in works:
-        while len(copied) < work.needs:
-            index = len(copied)
-            copy = copies[index]
-            ring = members[copy.ring]
+    for _, seconds, needs, releases, _ in works:
+        while len(crossed) < needs:
+            index = len(crossed)
+            ring, _, _, nbytes = crossings[index]
+            earlier = members[ring]
             start = link_free
-            if len(ring) >= slots[copy.ring]:
-                free = released[ring[-slots[copy.ring]]]
+            if len(earlier) >= slots[ring]:
+                free = released[earlier[-slots[ring]]]
                 if free is None:
-                    raise ValueError(f"copy {index} waits for a slot of {copy.ring} for ever")
+                    raise ValueError(f"crossing {index} waits for a slot of {ring} for ever")
                 start = max(start, free)
-            ring.append(index)
-            link_free = start + copy.nbytes / bytes_per_second
-            copied.append((start, link_free))
-        began = max(clock, copied[work.needs - 1][1]) if work.needs else clock
-        clock = began + work.seconds
+            earlier.append(index)
+            link_free = start + nbytes / bytes_per_second
+            crossed.append((start, link_free))
+        began = max(clock, crossed[needs - 1][1]) if needs else clock
+        clock = began + seconds
         worked.append((began, clock))
-        for index in work.releases:
+        for index in releases:
             released[index] = clock
-    return Timeline(copied, worked)
+    return Timeline(crossed, worked)
 
 
 def spans(
-    copies: Sequence[Copy], works: Sequence[Work], timeline: Timeline, start: float
+    crossings: Sequence[Crossing], works: Sequence[Work], timeline: Timeline, start: float
 ) -> list[Span]:
     """A timeline as a trace has it, from `start` on; everything says that it is simulated."""
-    told = [
-        Span(COPY_IN, copy.ring, start + began, start + ended, _described(copy))
-        for copy, (began, ended) in zip(copies, timeline.copies, strict=False)
+    shown = [
+        Span(COPY_IN, crossing.ring, start + began, start + ended, _described(crossing))
+        for crossing, (began, ended) in zip(crossings, timeline.crossings, strict=False)
     ]
     for work, (began, ended) in zip(works, timeline.works, strict=True):
         args: dict[str, Any] = {"simulated": True}
         if work.layer >= 0:
             args["layer"] = work.layer
-        told.append(Span(COMPUTE, work.name, start + began, start + ended, args))
-    return told
+        shown.append(Span(COMPUTE, work.name, start + began, start + ended, args))
+    return shown
 
 
-def _described(copy: Copy) -> dict[str, Any]:
-    args: dict[str, Any] = {"simulated": True, "layer": copy.layer, "bytes": copy.nbytes}
-    return args | ({"block": copy.block} if copy.block >= 0 else {})
+def _described(crossing: Crossing) -> dict[str, Any]:
+    args: dict[str, Any] = {"simulated": True, "layer": crossing.layer, "bytes": crossing.nbytes}
+    return args if crossing.block is None else args | {"block": crossing.block}

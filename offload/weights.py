@@ -1,31 +1,41 @@
-"""The weights of a model's layers: resident in device memory, or streamed through slots."""
+"""The weights of a model's layers: on the device, or streamed through slots."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 
-from offload.conveyor import Conveyor, Transfer
+from offload.conveyor import Conveyor
+from offload.homes import DeviceHome, Home, HostHome
 from offload.layouts import FlatLayout
 from offload.link.trace import Tracer
 from offload.memory.device import Allocation, DeviceMemory
-from offload.memory.host import HostBlocks, HostMemory
-
-RING = "weights"
+from offload.memory.host import HostBuffers, HostMemory
+from offload.schedule import WEIGHTS
 
 Views = Mapping[str, torch.Tensor]
 Fill = Callable[[int, Views], None]
 
 
+class Weights(Protocol):
+    """Where a forward gets its layers from: resident, or streamed just in time."""
+
+    def layer(self, index: int) -> AbstractContextManager[Views]:
+        """The tensors of a layer, valid inside the block. Asked for in order."""
+
+
 class WeightStore:
-    """Every layer as one flat buffer of the same layout, on the device or in host memory."""
+    """Every layer as one flat buffer with a home.
+
+    homes, layouts: of each layer
+    """
 
     def __init__(
         self,
-        layout: FlatLayout,
-        layers: int,
+        layouts: Sequence[FlatLayout],
         streamed: Collection[int],
         memory: DeviceMemory,
         host: HostMemory,
@@ -35,82 +45,70 @@ class WeightStore:
 
         Raises DoesNotFitError before anything is read.
         """
-        self.layout = layout
+        self.layouts = layouts
         self._memory = memory
-        self._streamed = frozenset(streamed)
-        self._host = HostBlocks(layout.nbytes, host)
-        self._host.reserve(len(self._streamed))
-        self._device: Allocation = memory.allocate(
-            layout.nbytes * (layers - len(self._streamed)), "resident weights"
-        )
-        resident = iter(self._device.bytes.split(layout.nbytes))
-        self._host_buffers: dict[int, torch.Tensor] = {}
-        self._resident_views: dict[int, Views] = {}
-        for layer in range(layers):
-            if layer in self._streamed:
-                self._host_buffers[layer] = self._host.take()
-                fill(layer, layout.views(self._host_buffers[layer]))
-            else:
-                self._resident_views[layer] = layout.views(next(resident))
-                fill(layer, self._resident_views[layer])
+        sizes = [layout.nbytes for layout in layouts]
+        resident = [i for i in range(len(layouts)) if i not in streamed]
+        self._host = HostBuffers([sizes[i] for i in range(len(layouts)) if i in streamed], host)
+        try:
+            self._device: Allocation = memory.allocate(
+                sum(sizes[i] for i in resident), "resident weights"
+            )
+        except BaseException:
+            self._host.close()
+            raise
+        on_device = iter(self._device.bytes.split([sizes[i] for i in resident]))
+        on_host = iter(self._host.buffers)
+        self.homes: list[Home] = []
+        for layer, layout in enumerate(layouts):
+            buffer = next(on_host if layer in streamed else on_device)
+            self.homes.append((HostHome if layer in streamed else DeviceHome)(buffer))
+            fill(layer, layout.views(buffer))
 
     @property
     def resident_layers(self) -> int:
-        return len(self._resident_views)
+        return sum(home.source is None for home in self.homes)
 
     @property
-    def host_bytes(self) -> int:
-        return self._host.nbytes
-
-    def transfers(self, layer: int) -> tuple[Transfer, ...]:
-        """What must be copied in before `layer` can be computed: one transfer, or none."""
-        if layer not in self._host_buffers:
-            return ()
-        return (Transfer((RING, layer), RING, self._host_buffers[layer]),)
-
-    def resident(self, layer: int) -> Views | None:
-        return self._resident_views.get(layer)
+    def layer_bytes(self) -> list[int]:
+        return [layout.nbytes for layout in self.layouts]
 
     def close(self) -> None:
-        self._resident_views.clear()
-        self._host_buffers.clear()
+        self.homes.clear()
         self._memory.free(self._device)
         self._host.close()
 
 
-class WeightPass:
-    """A pass's view of the weights: the model asks for a layer and cannot tell where it was."""
+class StreamedWeights:
+    """The weights as a pass gets them: the model asks for a layer and cannot tell where it was."""
 
     def __init__(self, store: WeightStore, conveyor: Conveyor, trace: Tracer) -> None:
         self._store = store
         self._conveyor = conveyor
         self._trace = trace
-        self._slot_views: dict[int, Views] = {}
+        self._views: dict[tuple[int, int], Views] = {}
 
     @contextmanager
     def layer(self, index: int) -> Iterator[Views]:
-        """The tensors of layer `index`, valid inside the block. Layers are asked for in order."""
-        views = self._store.resident(index)
-        if views is not None:
+        """Weights.layer. Raises LinkError."""
+        home = self._store.homes[index]
+        with self._conveyor.bring((WEIGHTS, index), home) as buffer:
+            key = (index, buffer.data_ptr())
+            if key not in self._views:
+                self._views[key] = self._store.layouts[index].views(buffer)
             with self._trace.compute("layer", layer=index):
-                yield views
-            return
-        key = (RING, index)
-        buffer = self._conveyor.acquire(key)
-        views = self._slot_views.get(buffer.data_ptr())
-        if views is None:
-            views = self._slot_views[buffer.data_ptr()] = self._store.layout.views(buffer)
-        with self._trace.compute("layer", layer=index):
-            yield views
-        self._conveyor.release(key)
+                yield self._views[key]
 
 
 class ResidentWeights:
     """The layers of a store that streams none: what a level on the device computes with."""
 
     def __init__(self, store: WeightStore) -> None:
-        self._store = store
+        self._views = [
+            layout.views(home.read(None))
+            for layout, home in zip(store.layouts, store.homes, strict=True)
+        ]
 
     def layer(self, index: int) -> AbstractContextManager[Views]:
-        """The tensors of layer `index`."""
-        return nullcontext(self._store.resident(index))
+        """Weights.layer."""
+        return nullcontext(self._views[index])

@@ -108,7 +108,7 @@ def generate_fully(engine: Engine, prompt: list[int], new_tokens: int, seed: int
     """Stats of the first seed from `seed` on whose text does not end before its length."""
     while True:
         params = SamplingParams(new_tokens, temperature=0.6, top_p=0.9, seed=seed)
-        stats = engine.generate(prompt, params).stats
+        stats = engine.generate(prompt, params, reuse=False).stats
         if stats["finish_reason"] == "length":
             return stats
         seed += 1000

@@ -41,10 +41,11 @@ from trace_file import Event, read_trace
 
 from offload.placement import Placement, place
 from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.context import Context
 from triforce_core.decoding.hierarchy import Target
 from triforce_core.model.shapes import read_shape
 from triforce_core.settings import MethodSettings
-from triforce_core.sizing.demand import demand_of
+from triforce_core.sizing.demand import Wanted
 
 RESIDENT = Placement((), True, ALL, 0, 0, 0)
 STREAMED = {name: placement for name, (placement, _) in bench_decode.STREAMED.items()}
@@ -160,7 +161,7 @@ class Bench:
             params = SamplingParams(new_tokens, temperature=0.6, top_p=0.9, seed=0)
             stats = engine.generate(self._prompt, params).stats
             tracks = read_trace(file)
-            slots = placement.kv_slots * engine._runtime.demand.kv.block_bytes
+            slots = placement.kv_slots * engine.runtime.demand.kv.block_bytes
             verifies = [e for e in tracks["host"] if e.name == "verify"]
             last = verifies[-1].ended
             begin = verifies[-2].began - 2.5 if len(verifies) > 1 else 0.0
@@ -210,34 +211,34 @@ class Passes:
     """Passes over one prompt's KV, each timed from the end of the one before to its own end."""
 
     def __init__(self, engine: Engine, prompt: list[int], stack: ExitStack) -> None:
-        runtime = engine._runtime
+        context = Context(engine.models)
+        stack.callback(context.close)
         stack.enter_context(torch.inference_mode())
-        self._session = stack.enter_context(runtime.session(len(prompt), 100))
-        self._link = runtime.link
-        with self._session.prefill() as cache:
-            engine._model.forward(torch.tensor(prompt), 0, self._session.weights, cache, chunk=1024)
+        self._passes = context.passes
+        self._link = engine.runtime.link
+        context.read(prompt, 100, lambda _: None)
         self._link.synchronize()
-        self._target = Target(engine._model, self._session, PARAMS, torch.device("cpu"))
+        self._target = Target(context, PARAMS)
         self._tokens = torch.tensor(prompt[:VERIFIED])
         self.run(1, 1)
 
     def run(self, tokens: int, passes: int) -> tuple[list[float], float]:
         """Seconds of each pass, of which one token is kept, and the link's floor for one."""
-        session, seconds = self._session, []
+        seconds = []
         # The copies that ran ahead since the last call are not of these passes.
         self._pass(tokens)
-        before = session.pass_bytes
+        before = self._passes.counters
         for _ in range(passes):
             began = time.perf_counter()
             self._pass(tokens)
             seconds.append(time.perf_counter() - began)
-        moved = (session.pass_bytes - before) / passes
+        moved = (self._passes.counters - before).bytes_to_device / passes
         return seconds, moved / self._link.bandwidth if self._link.bandwidth else 0.0
 
     def _pass(self, tokens: int) -> None:
         self._target.laws(self._tokens[:tokens])
-        self._target.keep(1)
-        self._session.begin_pass()
+        self._target.keep([0])
+        self._passes.begin()
 
 
 def copy_seconds(size: int) -> float:
@@ -279,9 +280,10 @@ def streaming_memory(tokens: int) -> dict[str, Any]:
         ("smollm2-135m", tokens + 128, torch.float32, 400 << 20, 8 << 20),
         ("llama2-7b", 131072, torch.float16, 24_000_000_000, 32 << 20),
     ):
-        demand = demand_of(
+        wanted = Wanted(
             read_shape(shape), dtype, context, MethodSettings(), block_bytes=block_bytes
         )
+        demand = wanted.demand(0)
         placement = place(demand, limit)
         slots = (placement.kv_slots + placement.staging_slots) * demand.kv.block_bytes
         figures[shape] = {

@@ -86,7 +86,7 @@ def compare_resident(args: argparse.Namespace) -> tuple[dict[str, Any], list[int
             tokens, prefill, per_token = time_transformers(theirs, prompt, args.new_tokens)
             record(seconds["transformers"], prefill, per_token)
             texts.add(tuple(tokens))
-            result = ours.generate(prompt, greedy(args.new_tokens))
+            result = ours.generate(prompt, greedy(args.new_tokens), reuse=False)
             stats = result.stats
             record(seconds["ours"], stats["seconds"]["prefill"], stats["seconds_per_token"])
             texts.add(tuple(result.token_ids))

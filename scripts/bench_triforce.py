@@ -115,9 +115,10 @@ class Bench:
         """Seconds of one step of the retrieval model over one token, and bytes of one pass."""
         with self._engine(None, 66, draft="none", draft_tokens=32) as engine:
             params = SamplingParams(66, temperature=0.6, top_p=0.9, seed=0)
-            engine.generate(self._prompts[0], params)  # warms up
+            # Warms up.
+            engine.generate(self._prompts[0], params, reuse=False)
             with stopwatch(engine) as watch:
-                stats = engine.generate(self._prompts[0], params).stats
+                stats = engine.generate(self._prompts[0], params, reuse=False).stats
         # With nothing to verify, every forward of one token is a step of the retrieval model.
         link = stats["link"]
         moved = link["floor_seconds_per_pass"] * link["bandwidth_gb_per_s"] * 1e9
@@ -151,7 +152,7 @@ class Bench:
         while True:
             params = SamplingParams(new_tokens, temperature=0.6, top_p=0.9, seed=seed)
             with stopwatch(engine) as watch:
-                stats = engine.generate(prompt, params).stats
+                stats = engine.generate(prompt, params, reuse=False).stats
             if stats["finish_reason"] == "length":
                 break
             seed += 1000  # a text that ends fills no passes
@@ -214,7 +215,7 @@ class Stopwatch:
     def _count(self, name: str, args: tuple, kwargs: dict, seconds: float) -> None:
         if name == "forward":
             self._decoding = not kwargs.get("chunk")
-            self._single = self._decoding and args[0].shape == (1,)
+            self._single = self._decoding and args[0].rows == 1
             if self._single:
                 self.single_token_seconds.append(0.0)
         if self._decoding:
@@ -227,7 +228,7 @@ class Stopwatch:
 def stopwatch(engine: Engine) -> Iterator[Stopwatch]:
     """Times one request of an engine from outside."""
     watch = Stopwatch()
-    model, link = engine._model, engine._runtime.link
+    model, link = engine.model, engine.runtime.link
     wrapped = [(model, "forward"), (model, "logits"), (link, "wait"), (link, "wait_on_host")]
     for owner, name in wrapped:
         setattr(owner, name, watch.timed(getattr(owner, name)))

@@ -243,7 +243,7 @@ class Bench:
         yield self._gathering("gather_chunks, device blocks", inputs, moves, some, blocks, block,
                               target, 2 * nbytes, None)  # fmt: skip
         if self.device.type == "cuda":
-            memory = HostMemory(CudaDriver())
+            memory = HostMemory(CudaDriver(self.device))
             with memory.arena(4 * size) as arena:
                 name = "gather_chunks, host blocks" + ("" if arena.pinned else " NOT PINNED")
                 link = self.rates.link_bytes_per_second

@@ -17,7 +17,7 @@ from triforce_core.model.shapes import read_shape
 from triforce_core.model.tensors import matrices
 from triforce_core.planner.acceptance_curve import AcceptanceCurve
 from triforce_core.planner.candidates import Case, evaluate
-from triforce_core.planner.rounds import Round
+from triforce_core.planner.round_cost import RoundCost
 
 
 @dataclass(frozen=True)
@@ -34,39 +34,38 @@ class Predicted:
     def a_pass(self, engine: Engine, bandwidth: float, length: int, tokens: int) -> float:
         """Seconds of a pass of so many tokens after `length`, one following the other."""
         case = self._case(engine, bandwidth)
-        runtime = engine._runtime
-        turn = Round(case.costs, runtime.demand, runtime.placement, length, tokens)
-        return turn.simulate().seconds
+        runtime = engine.runtime
+        return RoundCost(case.costs, runtime.demand, runtime.placement, length, tokens).seconds
 
     def run(self, engine: Engine, bandwidth: float, stats: dict[str, Any]) -> dict[str, float]:
         """Seconds per pass and per token of a run, from its stats."""
         case = self._case(engine, bandwidth)
         drafted = stats["draft_tokens"]["mean"] or 0.0
-        plan = replace(engine.plan, draft_tokens=max(1, round(drafted)))
+        plan = engine.plan
+        plan = replace(plan, method=replace(plan.method, draft_tokens=max(1, round(drafted))))
         cache = stats["retrieval"]
         if cache:
             case = replace(case, curve=AcceptanceCurve(churn=cache["churn"] or 0.0))
-        one = evaluate(case, plan, engine._runtime.demand)
+        evaluated = evaluate(case, plan, engine.runtime.demand)
         drafting = 0.0
         if cache:
             fed = 1 + (stats["draft_tokens"]["inner_mean"] or 0.0)
             keys = cache["budget_tokens"] + round(drafted) // 2
             step = case.costs.resident_forward(fed, keys, recorded=False) + case.costs.round
             drafting = cache["steps"] / stats["passes"] * step
-        turn = replace(
-            one.round,
+        cost = replace(
+            evaluated.round,
             length=stats["prompt_tokens"] + stats["new_tokens"] // 2,
             draft_seconds=drafting,
         )
-        whole = turn.simulate().seconds
         return {
-            "seconds_per_pass": whole - turn.draft_seconds - turn.refresh_seconds,
-            "seconds_per_token": whole / stats["tokens_per_pass"],
+            "seconds_per_pass": cost.pass_seconds,
+            "seconds_per_token": cost.seconds / stats["tokens_per_pass"],
         }
 
     def _case(self, engine: Engine, bandwidth: float) -> Case:
         hardware = emulated(self.rates, bandwidth)
-        demand = engine._runtime.demand
+        demand = engine.runtime.demand
         return Case(engine.config, hardware, demand.context_tokens, 1, dtype=DTYPES["float32"])
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from triforce_kernels.dispatch import TRITON, KernelsError, backend
@@ -12,6 +16,7 @@ from triforce_kernels.limits import MOST_SPLITS
 from offload.errors import UsageError
 from offload.graphs import CudaRecorder
 from offload.kv.shape import KVShape
+from offload.layouts import FlatLayout
 from offload.link.cuda import CudaLink
 from offload.link.emulated import EmulatedLink
 from offload.link.link import Link
@@ -20,25 +25,91 @@ from offload.link.trace import NoTrace, Trace, TracedLink, Tracer
 from offload.memory.device import DeviceMemory
 from offload.memory.host import CudaDriver, HostMemory
 from offload.memory.numa import cpus_near
-from offload.placement import Placement, check_host, check_placement
+from offload.placement import check_host, check_placement
 from offload.runtime import Runtime
-from offload.weights import WeightStore
-from triforce_core.decoding.drafting import Drafting, SmallModel
-from triforce_core.model.checkpoint import Checkpoint
+from offload.weights import Views, WeightStore
+from triforce_core.decoding.models import Models, SmallModel
+from triforce_core.model.checkpoint import Checkpoint, open_checkpoint, resolve
+from triforce_core.model.config import ModelConfig
 from triforce_core.model.llama import Ends, Model
 from triforce_core.model.rope import Rope
 from triforce_core.model.tensors import embedding_layout, head_layout, layer_layout
-from triforce_core.settings import MachineSettings, MethodSettings
-from triforce_core.sizing.demand import plan
+from triforce_core.model.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from triforce_core.settings import AUTO, EngineConfig, MachineSettings
+from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.drafting import small_model_shape, window_tokens
+from triforce_core.sizing.fitting import fit
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+# Called with what is under way, how much of it is done, and how much there is.
 Progress = Callable[[str, int, int], None]
-"""Called with what is under way, how much of it is done, and how much there is."""
 
 
-def open_device(name: str | torch.device | None) -> torch.device:
+class Readable(Protocol):
+    """What weights are read from: a Checkpoint, or random numbers."""
+
+    config: ModelConfig
+
+    @property
+    def stored_dtype(self) -> str | None: ...
+
+    def read_layer(self, layer: int, views: Views) -> None: ...
+
+    def read(self, name: str, into: torch.Tensor) -> None: ...
+
+    def rope_factors(self) -> torch.Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model on disk of which all but the weights was read. Closed by `close` or `with`.
+
+    seconds: that it took
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+    seconds: float = 0.0
+
+    @classmethod
+    def at(cls, model: str | Path, tokenizer: Tokenizer | None = None) -> OpenModel:
+        """model: a directory with safetensors, a .gguf file or a hub id. tokenizer: one that is
+        loaded already.
+
+        Raises UsageError or CheckpointError.
+        """
+        began = time.perf_counter()
+        checkpoint = open_checkpoint(resolve(model))
+        try:
+            tokenizer = tokenizer or load_tokenizer(checkpoint.path)
+        except BaseException:
+            checkpoint.close()
+            raise
+        return cls(str(model), checkpoint, tokenizer, time.perf_counter() - began)
+
+    def check_drafter(self, drafter: OpenModel) -> None:
+        """Raises UsageError if a drafter's tokens are not the model's."""
+        check_same_vocabulary(
+            str(drafter.checkpoint.path),
+            drafter.tokenizer,
+            drafter.checkpoint.config.vocab,
+            self.tokenizer,
+            self.checkpoint.config.vocab,
+        )
+
+    def close(self) -> None:
+        self.checkpoint.close()
+
+    def __enter__(self) -> OpenModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_device(name: str | None) -> torch.device:
     """The device asked for, or the first GPU, or the CPU. Raises UsageError."""
     if name is None:
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -47,7 +118,7 @@ def open_device(name: str | torch.device | None) -> torch.device:
     except RuntimeError:
         raise UsageError(f"device {name!r} is not known; use cuda:0 or cpu") from None
     if device.type == "cpu":
-        _check_kernels("cpu")
+        _check_kernels(device)
         return torch.device("cpu")
     if device.type != "cuda":
         raise UsageError(f"device {name!r} is not supported; use cuda:0 or cpu")
@@ -55,41 +126,36 @@ def open_device(name: str | torch.device | None) -> torch.device:
     device = torch.device("cuda", device.index or 0)
     if device.index >= count:
         raise UsageError(f"device {name!r} is not there; CUDA finds {count} GPUs")
-    torch.cuda.set_device(device)  # memory is registered, and streams made, for the current one
-    _check_kernels("cuda")
+    _check_kernels(device)
     return device
 
 
-def _check_kernels(device_type: str) -> None:
+def _check_kernels(device: torch.device) -> None:
     try:
-        backend(device_type)
+        backend(device.type)
     except KernelsError as error:
         raise UsageError(str(error)) from error
 
 
-def open_link(machine: MachineSettings) -> tuple[Link, HostMemory]:
+def open_link(machine: MachineSettings, device: torch.device) -> tuple[Link, HostMemory]:
     """PCIe on a GPU, an emulated link on the CPU, and the host memory that it copies from.
 
     Raises UsageError.
     """
-    if machine.device.type == "cpu":
+    if device.type == "cpu":
         return EmulatedLink(machine.link_bandwidth), HostMemory()
     if machine.link_bandwidth is not None:
         raise UsageError("--link-bandwidth sets the emulated link; on a GPU the link is real")
-    host = HostMemory(CudaDriver(), pin=machine.pin, cpus=cpus_near(machine.device))
-    return StagedLink(CudaLink(machine.device, host), host), host
+    host = HostMemory(CudaDriver(device), pin=machine.pin, cpus=cpus_near(device))
+    return StagedLink(CudaLink(device, host), host), host
 
 
 def choose_dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
     """`auto`: float32 on the CPU; on a GPU what is stored, bfloat16 where that is quantised.
 
     stored: the checkpoint's own dtype, None if it is quantised.
-
-    Raises UsageError.
     """
-    if name != "auto":
-        if name not in _DTYPES:
-            raise UsageError(f"dtype {name!r} is not one of auto, {', '.join(_DTYPES)}")
+    if name != AUTO:
         return _DTYPES[name]
     if device.type == "cpu":
         return torch.float32
@@ -97,69 +163,77 @@ def choose_dtype(name: str, stored: str | None, device: torch.device) -> torch.d
 
 
 def load(
-    checkpoint: Checkpoint,
-    machine: MachineSettings,
-    dtype: torch.dtype,
+    checkpoint: Readable,
+    config: EngineConfig,
     max_context: int,
-    settings: MethodSettings,
-    drafter: Checkpoint | None,
-    block_tokens: int | None,
-    placement: Placement | None,
+    drafter: Readable | None,
     progress: Progress,
-) -> tuple[Model, Runtime, Drafting, ExitStack]:
-    """Places and reads the models. The stack closes everything that was opened.
+) -> Models:
+    """Places and reads the models. max_context: tokens of the longest text.
 
-    placement: where everything goes; chosen by `plan` if None.
-    Raises DoesNotFitError before anything is read, CheckpointError.
+    Raises UsageError, DoesNotFitError before anything is read, or CheckpointError.
     """
-    config, device = checkpoint.config, machine.device
+    machine = config.machine
+    device = open_device(machine.device)
+    dtype = choose_dtype(config.dtype, checkpoint.stored_dtype, device)
     with ExitStack() as stack:
-        link, host = open_link(machine)  # measures a GPU's link, so before the cap is set
+        # Measures a GPU's link, so before the cap is set.
+        link, host = open_link(machine, device)
         stack.callback(link.close)
         tracer: Tracer = NoTrace()
-        if machine.trace:
+        if config.trace:
             tracer = Trace(link)
             link = TracedLink(link, tracer)
         memory = DeviceMemory(device, machine.device_memory)
         stack.callback(memory.close)
-        recorder = CudaRecorder(device) if machine.graphs and device.type == "cuda" else None
-        demand, placement, budget = plan(
-            config,
+        on_gpu = device.type == "cuda"
+        recorder = CudaRecorder(device) if machine.cuda_graphs and on_gpu else None
+        wanted = Wanted(
+            checkpoint.config,
             dtype,
             max_context,
-            settings,
-            block_tokens,
+            config.method,
+            config.block_tokens,
             drafter and drafter.config,
-            placement,
-            memory.available_bytes,
             block_bytes=link.copy_bytes,
             graphs=recorder is not None,
             splits=MOST_SPLITS if backend(device.type) == TRITON else 1,
+            gathers_through_host=not (on_gpu and machine.pin),
         )
+        fitted = fit(wanted, memory.available_bytes, config.placement)
+        demand, placement = fitted.demand, fitted.placement
         check_placement(demand, placement, memory.available_bytes)
-        check_host(demand, placement, device_is_host=device.type == "cpu")
-        rope = Rope(config, device, checkpoint.rope_factors())
+        check_host(demand, placement, device_is_host=not on_gpu)
+        rope = Rope(checkpoint.config, device, checkpoint.rope_factors())
+        layers = checkpoint.config.layers
 
-        def fill(layer: int, views: dict[str, torch.Tensor]) -> None:
+        def fill(layer: int, views: Views) -> None:
             checkpoint.read_layer(layer, views)
-            progress("load", layer + 1, config.layers)
+            progress("load", layer + 1, layers)
 
-        layout = layer_layout(config, dtype)
-        with memory.typed_errors():
+        layouts = _layouts(checkpoint.config, dtype)
+        with memory.typed_errors(), memory.current():
             small = None
             if drafter:
-                small = _load_small_model(drafter, demand.kv, settings, memory, host, stack)
+                most = config.method.max_draft_tokens
+                small = _load_small_model(drafter, demand.kv, most, memory, host, stack)
             ends = _load_ends(checkpoint, dtype, memory, host, placement.embedding_resident, stack)
-            runtime = Runtime(memory, host, link, demand, placement, layout, fill, tracer)
+            runtime = Runtime(memory, host, link, demand, placement, layouts, fill, tracer)
         stack.callback(runtime.close)
-        drafting = Drafting(settings, budget, small, recorder)
-        return Model(config, ends, rope, device), runtime, drafting, stack.pop_all()
+        target = Model(checkpoint.config, ends, rope, device)
+        return Models(
+            target, runtime, config.method, fitted.budget, small, recorder, stack.pop_all()
+        )
+
+
+def _layouts(config: ModelConfig, dtype: torch.dtype) -> list[FlatLayout]:
+    return [layer_layout(config, dtype)] * config.layers
 
 
 def _load_small_model(
-    checkpoint: Checkpoint,
+    checkpoint: Readable,
     like: KVShape,
-    settings: MethodSettings,
+    max_draft_tokens: int,
     memory: DeviceMemory,
     host: HostMemory,
     stack: ExitStack,
@@ -167,19 +241,18 @@ def _load_small_model(
     config, dtype = checkpoint.config, like.dtype
     rope = Rope(config, memory.device, checkpoint.rope_factors())
     ends = _load_ends(checkpoint, dtype, memory, host, True, stack)
-    layout = layer_layout(config, dtype)
-    store = WeightStore(layout, config.layers, (), memory, host, checkpoint.read_layer)
+    store = WeightStore(_layouts(config, dtype), (), memory, host, checkpoint.read_layer)
     stack.callback(store.close)
     return SmallModel(
         Model(config, ends, rope, memory.device),
         store,
         small_model_shape(config, like),
-        window_tokens(config, settings.max_draft_tokens),
+        window_tokens(config, max_draft_tokens),
     )
 
 
 def _load_ends(
-    checkpoint: Checkpoint,
+    checkpoint: Readable,
     dtype: torch.dtype,
     memory: DeviceMemory,
     host: HostMemory,
@@ -196,9 +269,9 @@ def _load_ends(
     if not config.tied:
         layout = embedding_layout(config, dtype)
         if embedding_resident:
-            place_ = memory.allocate(layout.nbytes, "embedding")
-            stack.callback(memory.free, place_)
-            buffer = place_.bytes
+            resident = memory.allocate(layout.nbytes, "embedding")
+            stack.callback(memory.free, resident)
+            buffer = resident.bytes
         else:
             arena = host.arena(layout.nbytes, pin=False)
             stack.callback(arena.close)

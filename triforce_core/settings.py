@@ -1,55 +1,76 @@
-"""What a user may set of an engine: the machine it runs on, and how it decodes."""
+"""What a user may set of an engine: the machine it runs on, how it decodes, what lives where.
+
+Each default is written here and nowhere else: the command line takes its own from these classes.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from offload.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
+from offload.placement import Placement
+from offload.units import parse_bandwidth, parse_bytes
 
 METHODS = ("triforce", "speculative", "autoregressive")
 RETRIEVAL = ("mass", "mean")
 ACCEPT = ("optimal", "coupled")
+DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 AUTO = "auto"
+NGRAM, NO_DRAFTER = "ngram", "none"
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
 MOST_DRAFT_TOKENS = 256
+# Longest draft that `auto` chooses.
 AUTO_DRAFT_TOKENS = 64
-"""Longest draft that `auto` chooses."""
+
+
+class UnknownFieldError(UsageError, TypeError):
+    """A setting that there is not."""
 
 
 @dataclass(frozen=True)
 class MachineSettings:
-    """device_memory: budget in bytes, None for all that is free
-    link_bandwidth: of an emulated link, bytes per second; None for as fast as memory
-    pin: whether host memory that streams is registered with the driver
-    graphs: whether forwards that draft are recorded as CUDA graphs
-    trace: whether a timeline is kept
+    """The device, and the link to it. Raises UsageError for values that cannot be used.
+
+    device: "cuda:0" or "cpu"; the first GPU, or else the CPU, if None
+    device_memory: budget, in bytes or as "22GiB"; all that is free if None
+    link_bandwidth: of the emulated link (CPU only), in bytes per second or as "25GB/s"; as fast as
+        memory if None
+    pin: whether host memory that streams is registered with the CUDA driver, for direct copies
+    cuda_graphs: whether forwards that draft are recorded as CUDA graphs
     """
 
-    device: torch.device
+    device: str | None = None
     device_memory: int | None = None
     link_bandwidth: float | None = None
     pin: bool = True
-    graphs: bool = True
-    trace: bool = False
+    cuda_graphs: bool = True
+
+    def __post_init__(self) -> None:
+        if self.device is not None:
+            object.__setattr__(self, "device", str(self.device))
+        if self.device_memory is not None:
+            object.__setattr__(self, "device_memory", parse_bytes(self.device_memory))
+        if self.link_bandwidth is not None:
+            object.__setattr__(self, "link_bandwidth", parse_bandwidth(self.link_bandwidth))
 
 
 @dataclass(frozen=True)
 class MethodSettings:
-    """Raises UsageError for values out of range.
+    """How an engine decodes. Raises UsageError for values out of range.
 
-    draft: "auto" (n-grams), "ngram", "none", or the path or hub id of a small model
+    method: "triforce", "speculative" (the drafter straight to the target) or "autoregressive"
+    draft: "auto" (n-grams), "ngram", "none", or the path or hub id of a small model with the same
+        vocabulary
     draft_tokens: verified by a pass at most; "auto" chooses while running
     inner_draft_tokens: of the drafter, verified by a step of the retrieval model
     budget: tokens of the retrieval cache; None takes 4096, or less where those do not fit
-    chunk_size: tokens that are retrieved together
-    retrieval: "mass" or "mean", see `retrieval`
-    accept: "optimal" or "coupled", see `acceptance`
+    chunk_size: tokens that are retrieved together, a power of two
+    retrieval: "mass" or "mean", see `decoding/retrieval`
+    accept: "optimal", or "coupled" for a seed's text that depends on nothing but the seed
     """
 
     method: str = "triforce"
@@ -92,9 +113,14 @@ class MethodSettings:
         return self.method != "autoregressive"
 
     @property
+    def has_drafter(self) -> bool:
+        """Whether something proposes below the retrieval model, or straight to the target."""
+        return str(self.draft) != NO_DRAFTER
+
+    @property
     def draft_model(self) -> str | Path | None:
         """The small model that drafts, if one does."""
-        return None if str(self.draft) in (AUTO, "ngram", "none") else self.draft
+        return None if str(self.draft) in (AUTO, NGRAM, NO_DRAFTER) else self.draft
 
     @property
     def max_draft_tokens(self) -> int:
@@ -110,6 +136,74 @@ class MethodSettings:
             return (self.budget,)
         least = max(LEAST_BUDGET, 2 * self.chunk_size)
         return tuple(DEFAULT_BUDGET >> i for i in range(8) if DEFAULT_BUDGET >> i >= least)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that may be set of an engine. Raises UsageError for values that cannot be used.
+
+    machine, method: as their classes say
+    dtype: of weights and KV: "auto", "float32", "bfloat16" or "float16"
+    max_context: prompt and new tokens that will be needed at most; the model's positions if None.
+        What a longer context would take is used to keep weights and KV on the device
+    block_tokens: tokens of a KV block, a power of two; chosen from the sizes if None
+    placement: what is resident and what streams; weights first, then KV blocks, if None
+    trace: a file for a timeline of each request, written when it ends, over the one before
+    """
+
+    machine: MachineSettings = field(default_factory=MachineSettings)
+    method: MethodSettings = field(default_factory=MethodSettings)
+    dtype: str = "auto"
+    max_context: int | None = None
+    block_tokens: int | None = None
+    placement: Placement | None = None
+    trace: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_context", "block_tokens"):
+            value = getattr(self, name)
+            if value is not None and not _whole(value, 1):
+                raise UsageError(f"{name} must be a positive whole number, got {value!r}")
+        if self.block_tokens is not None and self.block_tokens & (self.block_tokens - 1):
+            raise UsageError(f"block_tokens must be a power of two, got {self.block_tokens}")
+        if self.dtype not in DTYPE_NAMES:
+            raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_NAMES)}")
+        if self.trace is not None:
+            object.__setattr__(self, "trace", Path(self.trace))
+
+    def changed(self, **values: Any) -> EngineConfig:
+        """With other values of its fields, or of the machine's and the method's.
+
+        Raises UnknownFieldError, which names the nearest field, or UsageError.
+        """
+        own, machine, method = {}, {}, {}
+        for name, value in values.items():
+            if name == "method" and not isinstance(value, MethodSettings):
+                method[name] = value
+            elif name in _names(EngineConfig):
+                own[name] = value
+            elif name in _names(MachineSettings):
+                machine[name] = value
+            elif name in _names(MethodSettings):
+                method[name] = value
+            else:
+                raise UnknownFieldError(_unknown(name))
+        config = replace(self, **own)
+        return replace(
+            config,
+            machine=replace(config.machine, **machine),
+            method=replace(config.method, **method),
+        )
+
+
+def _names(settings: type) -> list[str]:
+    return [field.name for field in fields(settings)]
+
+
+def _unknown(name: str) -> str:
+    known = {n for c in (EngineConfig, MachineSettings, MethodSettings) for n in _names(c)}
+    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)
+    return f"an engine has no setting {name!r}; the nearest is {close[0]!r}"
 
 
 def _whole(value: object, least: int, most: int | None = None) -> bool:

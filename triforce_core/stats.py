@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
 from typing import Any
 
-from offload.link.link import LinkCounters
-from offload.runtime import Runtime, Session
+from offload.link.link import Link, LinkCounters
+from offload.passes import PassCounters, Passes
+from offload.runtime import Runtime
 from triforce_core.decoding.autoregressive import Decoder
-from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.levels import Tally
+from triforce_core.decoding.models import Models
+from triforce_core.decoding.retrieval import RetrievalCache
 
 
-@dataclass
 class Clock:
-    """Seconds of a request's phases, and what crossed the link in them."""
+    """Seconds of a request's phases, and what crossed the link in them. The first phase, prefill,
+    begins when it is made; it lasts until the first new token.
+    """
 
-    load: float
-    prefill: float = 0.0
-    decode: float = 0.0
-    prefill_link: LinkCounters = field(default_factory=LinkCounters)
-    decode_link: LinkCounters = field(default_factory=LinkCounters)
+    def __init__(self, link: Link, load: float) -> None:
+        """load: seconds that loading took."""
+        self.load = load
+        self.prefill = self.decode = 0.0
+        self.prefill_link = self.decode_link = LinkCounters()
+        self._link = link
+        self._began, self._before = time.perf_counter(), link.counters()
+
+    def end_prefill(self) -> None:
+        self.prefill, self.prefill_link = self._phase()
+
+    def end_decode(self) -> None:
+        self.decode, self.decode_link = self._phase()
+
+    def _phase(self) -> tuple[float, LinkCounters]:
+        """Of the phase that ends here. The next begins."""
+        seconds = time.perf_counter() - self._began
+        carried = self._link.counters() - self._before
+        self._began, self._before = time.perf_counter(), self._link.counters()
+        return seconds, carried
 
 
 def request_stats(
-    runtime: Runtime, session: Session, clock: Clock, new_tokens: int
+    runtime: Runtime,
+    passes: Passes,
+    counted: PassCounters,
+    clock: Clock,
+    tally: Tally,
+    new_tokens: int,
 ) -> dict[str, Any]:
     """Seconds, link, memory and placement. Decode figures cover decoding alone: the first new token
     comes from prefill, the others from passes. Rates are None when no pass was made, or nothing
-    crossed the link, to tell them from. The session must still be open.
+    crossed the link, to tell them from.
+
+    counted: passes of the request alone; tally: of the drafts that they verified
 
     What crossed the link is what really did, so it holds the head of a pass that was begun and not
     needed after an end of text; floor_seconds_per_pass is of the passes that were made.
     """
-    passes, kv = session.passes, session.kv
+    made, kv = counted.passes, passes.kv
+    layers = range(kv.shape.layers)
+    blocks = [(kv.on_device(layer), len(kv.homes(layer))) for layer in layers]
     link, placement, demand = runtime.link, runtime.placement, runtime.demand
     carried = clock.decode_link
     bandwidth = link.bandwidth
@@ -41,18 +68,24 @@ def request_stats(
         bandwidth = carried.bytes_to_device / carried.busy_seconds
     passed = new_tokens - 1
     return {
-        "seconds": {"load": clock.load, "prefill": clock.prefill, "decode": clock.decode},
-        "seconds_per_token": clock.decode / passed if passes else None,
-        "passes": passes,
-        "tokens_per_pass": passed / passes if passes else None,
+        "seconds": {
+            "load": clock.load,
+            "prefill": clock.prefill,
+            "decode": clock.decode,
+            "draft": tally.draft_seconds,
+            "verify": tally.verify_seconds,
+        },
+        "seconds_per_token": clock.decode / passed if made else None,
+        "passes": made,
+        "tokens_per_pass": passed / made if made else None,
         "link": {
             "emulated": link.emulated,
             "bytes_to_device": carried.bytes_to_device,
             "bytes_to_host": carried.bytes_to_host,
             "busy_seconds": carried.busy_seconds,
             "bandwidth_gb_per_s": bandwidth and bandwidth / 1e9,
-            "floor_seconds_per_pass": session.pass_bytes / passes / bandwidth
-            if passes and bandwidth
+            "floor_seconds_per_pass": counted.bytes_to_device / made / bandwidth
+            if made and bandwidth
             else None,
             "prefill_bytes_to_device": clock.prefill_link.bytes_to_device,
             "prefill_bytes_to_host": clock.prefill_link.bytes_to_host,
@@ -60,7 +93,7 @@ def request_stats(
         "memory": {
             "device_budget_bytes": runtime.memory.limit_bytes,
             "device_peak_bytes": runtime.memory.peak_bytes,
-            "host_bytes": runtime.host_bytes,
+            "host_bytes": runtime.host.nbytes,
             "host_pageable_bytes": runtime.host.pageable_bytes,
         },
         "placement": {
@@ -68,20 +101,21 @@ def request_stats(
             "resident_weight_layers": runtime.weights.resident_layers,
             "embedding_resident": placement.embedding_resident,
             "block_tokens": demand.kv.block_tokens,
-            "resident_kv_layers": kv.resident_layers(),
-            "resident_kv_blocks": kv.resident_blocks(),
-            "kv_blocks": kv.blocks(),
+            "resident_kv_layers": sum(resident == whole for resident, whole in blocks),
+            "resident_kv_blocks": sum(resident for resident, _ in blocks),
+            "kv_blocks": sum(whole for _, whole in blocks),
         },
     }
 
 
-def drafting_stats(drafting: Drafting, decoder: Decoder) -> dict[str, Any]:
+def drafting_stats(
+    models: Models, decoder: Decoder, cache: RetrievalCache | None
+) -> dict[str, Any]:
     """What was drafted and how much of it held. Shares are None where nothing was drafted."""
-    outer, inner, cache = decoder.tally, decoder.inner_tally, decoder.retrieval
-    settings = drafting.settings
+    outer, inner, method = decoder.tally, decoder.inner_tally, models.method
     return {
-        "levels": drafting.levels,
-        "accept": settings.accept,
+        "levels": models.levels,
+        "accept": method.accept,
         "acceptance": {
             "target": outer.acceptance,
             "retrieval": inner.acceptance,
@@ -94,8 +128,8 @@ def drafting_stats(drafting: Drafting, decoder: Decoder) -> dict[str, Any]:
         },
         "retrieval": {
             "budget_tokens": cache.budget,
-            "chunk_size": settings.chunk_size,
-            "policy": settings.retrieval,
+            "chunk_size": method.chunk_size,
+            "policy": method.retrieval,
             "churn": cache.churn,
             "bytes_read_in_place": cache.bytes_read_in_place,
             "steps": inner.rounds,

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import torch
-from triforce_kernels.streaming import attend_cache
+from collections.abc import Sequence
 
+import torch
+from triforce_kernels.layer import rope_into
+from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
+
+from offload.feed import Feed
 from offload.kv.shape import KVShape
 from offload.kv.sizes import dense_bytes, dense_capacity
-from offload.kv.store import Room
-from offload.memory.device import DeviceMemory
+from offload.memory.device import DeviceMemory, put
 
 
 class DenseKV:
     """Keys and values of `end` tokens, one row a head, and room behind them.
 
-    A forward attends to all of them and to itself causally; its own keys and values land behind
-    `end`, which the owner moves when it keeps them. `fixed` does the same at addresses and shapes
-    that never change, which is what a recorded graph needs.
+    A forward attends to all of them and to its own rows; these land behind `end`, which moves when
+    some are kept. `fixed` does the same at addresses and shapes that never change, which is what a
+    recorded graph needs.
 
     rows: [layers, 2, kv_heads, capacity, head_dim]
     """
@@ -31,19 +34,28 @@ class DenseKV:
         self.rows = self._allocation.bytes.zero_().view(shape.dtype)
         self.rows = self.rows.view(shape.layers, 2, shape.kv_heads, self.capacity, shape.head_dim)
 
-    def room(self, layer: int, tokens: int) -> Room:
-        """model.Cache.room. Raises RuntimeError if there is none."""
-        if self.end + tokens > self.capacity:
-            raise RuntimeError(f"{self.end + tokens} tokens in a cache of {self.capacity}")
-        return Room(*self.rows[layer], self.end)
+    def attend(self, layer: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
+        """Cache.attend."""
+        if self.end + feed.end > self.capacity:
+            raise RuntimeError(f"{self.end + feed.end} tokens in a cache of {self.capacity}")
+        start = self.end + feed.first
+        return _attend(qkv, self.rows[layer], start, feed)
 
-    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """model.Cache.attend."""
-        return _attend(query, self.rows[layer], self.end)
+    def keep(self, rows: Sequence[int]) -> None:
+        """Cache.keep. That the rows are a path is the caller's to see to: a recorded forward has no
+        feed to ask.
+        """
+        count = len(rows)
+        if self.end + max(rows, default=-1) >= self.capacity:
+            raise RuntimeError(f"keep of rows {list(rows)} behind {self.end} of {self.capacity}")
+        if list(rows) != list(range(count)):
+            kept = self.rows[:, :, :, self.end + put(list(rows), self.rows.device)]
+            self.rows[:, :, :, self.end : self.end + count] = kept
+        self.end += count
 
     def fixed(self, end: torch.Tensor) -> FixedDense:
         """The same for a forward behind `end`, [1] int64 on the device."""
-        return FixedDense(self, end)
+        return FixedDense(self.rows, end)
 
     def close(self) -> None:
         self._memory.free(self._allocation)
@@ -52,26 +64,29 @@ class DenseKV:
 
 class FixedDense:
     """One forward over a DenseKV whose end is known to the device alone: no address, shape or
-    launch depends on it.
+    launch depends on it. The caller has seen to it that there is room.
     """
 
-    def __init__(self, kv: DenseKV, end: torch.Tensor) -> None:
-        self._kv = kv
+    def __init__(self, rows: torch.Tensor, end: torch.Tensor) -> None:
+        self._rows = rows
         self._end = end
 
-    def room(self, layer: int, tokens: int) -> Room:
-        """model.Cache.room; the caller has seen to it that there is some."""
-        return Room(*self._kv.rows[layer], self._end)
-
-    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """model.Cache.attend."""
-        return _attend(query, self._kv.rows[layer], self._end)
+    def attend(self, layer: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
+        """Cache.attend."""
+        return _attend(qkv, self._rows[layer], self._end, feed)
 
 
 def _attend(
-    query: torch.Tensor, keys_values: torch.Tensor, end: int | torch.Tensor
+    qkv: torch.Tensor, keys_values: torch.Tensor, start: int | torch.Tensor, feed: Feed
 ) -> torch.Tensor:
+    """Rotates, stores at `start` and attends: keys_values [2, kv_heads, capacity, head_dim]."""
+    keys, values = keys_values
+    query = rope_into(qkv, *feed.rotation, keys, values, start)
     heads, tokens, head_dim = query.shape
-    kv_heads = keys_values.shape[1]
-    rows = query.reshape(kv_heads, heads // kv_heads * tokens, head_dim)
-    return attend_cache(rows, *keys_values, tokens, end).view(heads, tokens, head_dim)
+    rows = query.reshape(keys.shape[0], heads // keys.shape[0] * tokens, head_dim)
+    if feed.visible is None:
+        return attend_cache(rows, keys, values, tokens, start).view(query.shape)
+    running, own = Running.of(rows), slice(start, start + tokens)
+    attend_blocks(running, rows, keys[None, :, :start], values[None, :, :start])
+    out = attend_tail(running, rows, keys[:, own], values[:, own], tokens, visible=feed.visible)
+    return out.out.view(query.shape)

@@ -9,7 +9,7 @@ from triforce_kernels.dispatch import TRITON, backend
 from triforce_kernels.gather import ChunkSource, gather_chunks
 
 from offload.errors import LinkError
-from offload.kv.gather import ChunkReader
+from offload.kv.gather import ChunkReader, Reader
 from offload.kv.store import KVStore
 from offload.link.cuda import reads_host_memory
 from offload.link.link import Link
@@ -24,8 +24,8 @@ class DirectReader:
     Where some block lies in memory that the driver would not register, a ChunkReader does it all.
 
     Invariants, and why they hold:
-    - A host block is read only after its own bytes have come: the device waits for `written` of
-      each block once, when it is first among the addresses.
+    - A host block is read only after its own bytes have come: whenever homes have changed, the
+      device waits for the events of each source before it reads by their addresses.
     - A block's host memory is reused behind an event that is recorded after this read, as every
       copy to the host is, and unregistered after `close`, which waits.
     - Nothing crosses the link's copy queue, so the copies of the next pass begin behind nothing.
@@ -41,7 +41,7 @@ class DirectReader:
         self._link = link
         self._host = host
         self._collected = collected
-        self._addresses: torch.Tensor | None = None
+        self._version = -1
         self._direct = True
         self._read: torch.Tensor | int = 0
 
@@ -50,10 +50,9 @@ class DirectReader:
         return int(self._read)
 
     def copy(self, moves: torch.Tensor, target: torch.Tensor) -> None:
-        """As ChunkReader.copy. Raises LinkError."""
+        """Reader.copy."""
         store, shape = self._store, self._store.shape
-        blocks = len(store.layer_blocks(0))
-        if self._addresses is None or self._addresses.shape[1] != blocks + 1:
+        if self._version != store.version:
             self._look(moves.device)
         if not self._direct:
             self._collected.copy(moves, target)
@@ -63,7 +62,7 @@ class DirectReader:
         )
         chunk = target.shape[4]
         block = moves // (shape.block_tokens // chunk)
-        crossing = (block >= self._resident) & (block < blocks)
+        crossing = (block >= self._on_device) & (block < len(store.homes(0)))
         self._read = self._read + crossing.sum() * (2 * chunk * shape.head_dim * target.itemsize)
 
     def close(self) -> None:
@@ -73,25 +72,23 @@ class DirectReader:
         self._collected.close()
 
     def _look(self, device: torch.device) -> None:
-        """Takes over the addresses of blocks that came since, and waits for their bytes."""
+        """Takes over the addresses of all blocks, and waits for their bytes."""
         store = self._store
-        known = self._addresses.shape[1] - 1 if self._addresses is not None else 0
-        resident = []
+        self._direct = True
         for layer in range(store.shape.layers):
-            blocks = store.layer_blocks(layer)
-            resident.append(sum(block.resident is not None for block in blocks))
-            for block in blocks[known:]:
-                if block.resident is None:
-                    self._link.wait(block.written)
-                    self._direct &= self._host.is_direct(block.buffer)
+            for home in store.homes(layer):
+                if home.source is not None:
+                    for event in home.source.after:
+                        self._link.wait(event)
+                    self._direct &= self._host.is_direct(home.memory)
         table = store.addresses()
         self._addresses = put(table.flatten(), device).view(table.shape)
-        self._resident = put(resident, device).view(-1, 1, 1)
+        on_device = [store.on_device(layer) for layer in range(store.shape.layers)]
+        self._on_device = put(on_device, device).view(-1, 1, 1)
+        self._version = store.version
 
 
-def reader(
-    store: KVStore, link: Link, host: HostMemory, collected: ChunkReader
-) -> DirectReader | ChunkReader:
+def reader(store: KVStore, link: Link, host: HostMemory, collected: ChunkReader) -> Reader:
     """The one that suits the device of a store's memory."""
     device = store.tail(0).device
     if device.type == "cuda" and backend("cuda") == TRITON and reads_host_memory(device):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from offload.errors import LinkError
-from offload.kv.store import Block, KVStore
+from offload.formats import ALIGNMENT
+from offload.homes import Home
+from offload.kv.sizes import GATHER_BUFFERS
+from offload.kv.store import KVStore
 from offload.link.link import Event, Link
-from offload.memory.device import DeviceMemory, put
+from offload.memory.device import Allocation, DeviceMemory, put
+from offload.memory.host import HostArena, HostMemory
 
 
 def as_chunks(keys_values: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
@@ -29,7 +33,7 @@ class Reader(Protocol):
     bytes_read: int
 
     def copy(self, moves: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies committed chunks: those that `moves` names, as `gather_chunks` does.
+        """Copies kept chunks: those that `moves` names, as `gather_chunks` does.
 
         moves: [layers, kv_heads, slots] int64 on the device, -1 for none
         target: [layers, 2, kv_heads, slots, chunk, head_dim]. Raises LinkError.
@@ -39,14 +43,23 @@ class Reader(Protocol):
         """Frees what it holds, once nothing is on its way any more."""
 
 
+class _Buffer(NamedTuple):
+    """A host buffer in which chunks are put together, and where they come to on the device."""
+
+    arena: HostArena
+    device: torch.Tensor
+
+
 class ChunkReader:
     """Copies chunks of a layer, each of one KV head.
 
-    Chunks in resident blocks and in the hot tail are copied on the device. Chunks in host blocks
-    are first put together in a host buffer, which crosses the link in one copy.
+    Chunks in blocks on the device and in the hot tail are copied there. Chunks in host blocks are
+    first put together in a host buffer, which crosses the link in one copy; in several where they
+    are more than it takes. The buffers are made when they are first needed.
 
     Invariants, and why they hold:
-    - A host block is read only after its own bytes have come: the host waits for `written`.
+    - A host block is read only after its own bytes have come: the host waits for the events of its
+      source.
     - A host buffer is refilled only after the copy out of it: the host waits for its event.
     - A device buffer is overwritten only after what was copied from it: `to_device` comes behind an
       event recorded when it is asked for, which is after those copies were.
@@ -59,26 +72,31 @@ class ChunkReader:
         store: KVStore,
         link: Link,
         memory: DeviceMemory,
+        host: HostMemory,
         chunk_tokens: int,
-        host: Sequence[torch.Tensor],
+        most_bytes: int,
     ) -> None:
-        """host: GATHER_BUFFERS flat uint8 buffers, together `reader_bytes` of the tokens of one
-        layer, all KV heads, that are copied at once at most.
-
-        Raises DoesNotFitError.
+        """most_bytes: of a buffer on the device and of one on the host, of which there are
+        GATHER_BUFFERS each; less if less device memory is left when they are made.
         """
         self._store = store
         self._link = link
         self._memory = memory
+        self._host = host
         self._chunk = chunk_tokens
-        size = host[0].numel()
-        self._allocation = memory.allocate(len(host) * size, "retrieval gather")
-        self._buffers = list(zip(host, self._allocation.bytes.split(size), strict=True))
-        self._copied: list[Event | None] = [None] * len(host)
+        shape = store.shape
+        self._chunk_bytes = 2 * chunk_tokens * shape.head_dim * shape.dtype.itemsize
+        self._most_bytes = most_bytes
+        self._allocation: Allocation | None = None
+        self._buffers: list[_Buffer] = []
+        self._copied: list[Event | None] = [None] * GATHER_BUFFERS
         self._next = 0
 
     def copy(self, moves: torch.Tensor, target: torch.Tensor) -> None:
-        """As Reader.copy; the host waits for what the moves are computed from."""
+        """Reader.copy; the host waits for what the moves are computed from.
+
+        Raises DoesNotFitError too, if there is no memory for a buffer of one chunk.
+        """
         moves = moves.cpu()
         places = (moves >= 0).nonzero(as_tuple=True)
         (layers, heads, slots), chunks = places, moves[places]
@@ -100,60 +118,99 @@ class ChunkReader:
         ):
             part = slice(start, start + count)
             start += count
-            whole = store.layer_blocks(layer)
-            if index < len(whole) and whole[index].resident is None:
-                crossing.append((whole[index], part))
+            homes = store.homes(layer)
+            if index < len(homes) and homes[index].source is not None:
+                crossing.append((homes[index], part))
             else:
-                source = (
-                    store.shape.view(whole[index].buffer)
-                    if index < len(whole)
-                    else store.tail(layer)
-                )
+                block = store.tail(layer)
+                if index < len(homes):
+                    block = store.shape.view(homes[index].memory)
                 head, slot, inside = there[:, part]
-                chosen = as_chunks(source, self._chunk)[:, head, inside]
-                target[layer][:, head, slot] = chosen
+                target[layer][:, head, slot] = as_chunks(block, self._chunk)[:, head, inside]
             if crossing and following != layer:
-                # Blocks in host memory are neighbours: the resident come before, the tail after.
-                part = slice(crossing[0][1].start, crossing[-1][1].stop)
-                arrived = self._carry(layer, crossing, places)
-                head, slot, _ = there[:, part]
-                target[layer][:, head, slot] = arrived
+                # Blocks in host memory are neighbours: those on the device come before, the tail
+                # after.
+                for piece in _pieces(crossing, self._chunks_at_once()):
+                    head, slot, _ = there[:, piece[0][1].start : piece[-1][1].stop]
+                    target[layer][:, head, slot] = self._carry(layer, piece, places)
                 crossing = []
 
     def close(self) -> None:
         """Frees the buffers, once nothing is on its way through them."""
         with suppress(LinkError):
             self._link.synchronize()
-        self._memory.free(self._allocation)
+        for buffer in self._buffers:
+            buffer.arena.close()
         self._buffers = []
+        if self._allocation:
+            self._memory.free(self._allocation)
+            self._allocation = None
 
-    def _carry(
-        self, layer: int, crossing: Sequence[tuple[Block, slice]], places: torch.Tensor
-    ) -> torch.Tensor:
+    def _chunks_at_once(self) -> int:
+        """How many chunks a buffer takes. Makes the buffers."""
+        if self._allocation is None:
+            left = self._memory.available_bytes // GATHER_BUFFERS // ALIGNMENT * ALIGNMENT
+            size = max(self._chunk_bytes, min(self._most_bytes, left))
+            self._allocation = self._memory.allocate(GATHER_BUFFERS * size, "retrieval gather")
+            # Each its own arena, so that none begins in the middle of a registered piece.
+            self._buffers = [
+                _Buffer(self._host.arena(size), device)
+                for device in self._allocation.bytes.split(size)
+            ]
+        return self._buffers[0].device.numel() // self._chunk_bytes
+
+    def _carry(self, layer: int, piece: Piece, places: torch.Tensor) -> torch.Tensor:
         """Brings chunks of host blocks, in their order: [2, n, chunk, head_dim] on the device.
 
-        crossing: each block with its part of places, [3, n]: head, slot, chunk within the block
+        places: [3, all]: head, slot, chunk within the block
         """
         shape = self._store.shape
-        host, device = self._buffers[self._next]
+        buffer = self._buffers[self._next]
         if self._copied[self._next] is not None:
             self._link.wait_on_host(self._copied[self._next])
-        count = crossing[-1][1].stop - crossing[0][1].start
+        count = piece[-1][1].stop - piece[0][1].start
+        nbytes = count * self._chunk_bytes
         size = (2, count, self._chunk, shape.head_dim)
-        nbytes = 2 * count * self._chunk * shape.head_dim * shape.dtype.itemsize
-        collected = host[:nbytes].view(shape.dtype).view(size)
+        collected = buffer.arena.bytes[:nbytes].view(shape.dtype).view(size)
         filled = 0
-        for block, part in crossing:
-            self._link.wait_on_host(block.written)
+        for home, part in piece:
+            for event in home.source.after:
+                self._link.wait_on_host(event)
             heads, _, inside = places[:, part]
-            found = as_chunks(shape.view(block.buffer), self._chunk)
+            found = as_chunks(shape.view(home.memory), self._chunk)
             end = filled + len(heads)
             for half in range(2):
                 collected[half, filled:end] = found[half, heads, inside]
             filled = end
-        after = (self._link.record(),)
-        event = self._link.to_device(device[:nbytes], host[:nbytes], after, ("retrieval", layer))
+        event = self._link.to_device(
+            buffer.device[:nbytes],
+            buffer.arena.bytes[:nbytes],
+            (self._link.record(),),
+            ("retrieval", layer),
+        )
         self._copied[self._next] = event
-        self._next = (self._next + 1) % len(self._buffers)
+        self._next = (self._next + 1) % GATHER_BUFFERS
         self._link.wait(event)
-        return device[:nbytes].view(shape.dtype).view(size)
+        return buffer.device[:nbytes].view(shape.dtype).view(size)
+
+
+# Host blocks and the chunks that are wanted of each: which of all that move.
+Piece = list[tuple[Home, slice]]
+
+
+def _pieces(crossing: Piece, most: int) -> Iterator[Piece]:
+    """Chunks of some blocks, at most so many at a time."""
+    piece: Piece = []
+    count = 0
+    for home, part in crossing:
+        start = part.start
+        while start < part.stop:
+            end = min(part.stop, start + most - count)
+            piece.append((home, slice(start, end)))
+            count += end - start
+            start = end
+            if count == most:
+                yield piece
+                piece, count = [], 0
+    if piece:
+        yield piece

@@ -11,7 +11,10 @@ from offload.kv.shape import KVShape
 from offload.kv.sizes import SCORE_GROUPS, scores_bytes
 from offload.memory.device import DeviceMemory
 
-_DTYPE = torch.bfloat16  # of SCORE_ITEMSIZE bytes
+# What a pass's mass counts for when the next one has been added.
+_MEMORY = 0.9
+# A score is SCORE_ITEMSIZE bytes.
+_DTYPE = torch.bfloat16
 
 
 class Score(Enum):
@@ -101,10 +104,10 @@ class ChunkScores:
         sums = self._sums[..., :chunks]
         return sums.mul_(_MEMORY).add_(latest)
 
+    def roll_back(self, tokens: int) -> None:
+        """Forgets what was added up for chunks that are not among the first `tokens` tokens."""
+        self._sums[..., tokens // self._chunk :] = 0
+
     def close(self) -> None:
         self._memory.free(self._allocation)
         del self._sums, self._last
-
-
-_MEMORY = 0.9
-"""What a pass's mass counts for when the next one has been added."""

@@ -1,60 +1,38 @@
-"""The KV cache: blocks on the host or the device, a hot tail, and one owner of the length."""
+"""The KV cache of one text: blocks with homes, a hot tail, and one owner of the length."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from offload.conveyor import Transfer
-from offload.errors import DoesNotFitError, LinkError
+from offload.errors import LinkError
+from offload.homes import DeviceHome, Home, HostHome, MirroredHome
+from offload.kv.blocks import DeviceBlocks
 from offload.kv.shape import KVShape
 from offload.link.link import Event, Link
-from offload.memory.device import DeviceMemory
+from offload.memory.device import DeviceMemory, put
 from offload.memory.host import HostBlocks
-
-RING = "kv"
-
+from offload.schedule import KV
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
-class Room(NamedTuple):
-    """Where keys and values of some tokens go: [kv_heads, capacity, head_dim] each, from `start`
-    on, a number, or [1] int64 on the device.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    start: int | torch.Tensor
-
-
-@dataclass(frozen=True)
-class Block:
-    """A block of one layer: on the device as `resident`, or on the host once `written` happened.
-
-    key: the name of its transfer, if it streams
-    """
-
-    key: tuple[str, int, int]
-    buffer: torch.Tensor
-    written: Event | None
-    resident: KeysValues | None
-
-
 class KVStore:
-    """KV of one request.
+    """KV of one text.
 
     Tokens [0, tail_start) of every layer lie in blocks of block_tokens; the rest lie in the hot
-    tail, which also takes the tokens of a pass before they are committed. `commit` is the one place
-    where the length changes. A full tail block moves out at commit: it is first copied to a staging
-    slot on the device, so the tail is free at once while the link carries the block out behind it.
+    tail, which also takes the rows of a pass before any of them is kept. The length changes in
+    `keep`, `commit_fill` and `roll_back` alone. A full tail block moves out when its last row is
+    kept: it is first copied to a staging slot on the device, so the tail is free at once while the
+    link carries the block out behind it.
 
     The first `resident_blocks[layer]` blocks of a layer stay on the device, spread evenly over the
-    layers, so that the link never rests for the length of a resident layer.
+    layers, so that the link never rests for the length of a resident layer. Some that follow them
+    may have a copy there (`lend`); the others stream.
+
+    length: tokens that are kept; version: changes whenever a block's home does
     """
 
     def __init__(
@@ -74,17 +52,23 @@ class KVStore:
         """
         self.shape = shape
         self.length = 0
+        self.version = 0
+        self.max_pass_tokens = max_pass_tokens
         self._tail_start = 0
-        self._max_pass_tokens = max_pass_tokens
         self._memory = memory
         self._host_blocks = host_blocks
         self._link = link
         self._staging = list(staging)
         self._staged: list[Event | None] = [None] * len(self._staging)
         self._next_staging = 0
-        self._pending = [0] * shape.layers
-        self._blocks: list[list[Block]] = [[] for _ in range(shape.layers)]
+        self._homes: list[list[Home]] = [[] for _ in range(shape.layers)]
+        self._mirror: DeviceBlocks | None = None
         self._tail_allocation = memory.allocate(shape.tail_bytes(max_pass_tokens), "KV tail")
+        try:
+            self._resident = DeviceBlocks(shape, resident_blocks, memory, "resident KV")
+        except BaseException:
+            memory.free(self._tail_allocation)
+            raise
         self._tail = self._tail_allocation.bytes.view(shape.dtype).view(
             shape.layers,
             2,
@@ -92,119 +76,61 @@ class KVStore:
             shape.block_tokens + max_pass_tokens,
             shape.head_dim,
         )
-        try:
-            self._resident_allocation = memory.allocate(
-                shape.block_bytes * sum(resident_blocks), "resident KV"
-            )
-        except DoesNotFitError:
-            memory.free(self._tail_allocation)
-            raise
-        pool = iter(self._resident_allocation.bytes.split(shape.block_bytes))
-        self._device_blocks = [[next(pool) for _ in range(count)] for count in resident_blocks]
-        self._first_resident = [sum(resident_blocks[:i]) for i in range(shape.layers)]
 
     @property
     def tail_length(self) -> int:
-        """Committed tokens that lie in the hot tail."""
+        """Kept tokens that lie in the hot tail."""
         return self.length - self._tail_start
 
-    def resident_blocks(self) -> int:
-        return sum(block.resident is not None for blocks in self._blocks for block in blocks)
+    @property
+    def tail_capacity(self) -> int:
+        """Tokens that the hot tail of a layer has room for."""
+        return self._tail.shape[3]
 
-    def resident_layers(self) -> int:
-        """Layers whose whole KV is on the device."""
-        return sum(all(block.resident is not None for block in blocks) for blocks in self._blocks)
+    def homes(self, layer: int) -> Sequence[Home]:
+        """Homes of the layer's blocks, in token order."""
+        return self._homes[layer]
 
-    def blocks(self) -> int:
-        return sum(map(len, self._blocks))
+    def on_device(self, layer: int) -> int:
+        """How many of the layer's blocks are on the device: its first ones."""
+        homes = self._homes[layer]
+        least = min(len(homes), self._resident.counts[layer])
+        streamed = (i for i in range(least, len(homes)) if homes[i].source is not None)
+        return next(streamed, len(homes))
 
-    def room(self, layer: int, tokens: int) -> Room:
-        """Where the KV of a pass's next tokens goes, which is uncommitted then.
-
-        Raises RuntimeError if the pass exceeds what the tail can take.
+    def runs(self, layer: int) -> list[KeysValues]:
+        """The layer's blocks on the device, keys and values [blocks, kv_heads, block_tokens,
+        head_dim] each, those that lie side by side together; in token order.
         """
-        start = self.tail_length + self._pending[layer]
-        if self._pending[layer] + tokens > self._max_pass_tokens:
-            raise RuntimeError(
-                f"a pass of {self._pending[layer] + tokens} tokens, the tail takes "
-                f"{self._max_pass_tokens}"
-            )
-        self._pending[layer] += tokens
-        return Room(*self._tail[layer], start)
+        count = self.on_device(layer)
+        resident = min(count, self._resident.counts[layer])
+        runs = [self._resident.run(layer, resident)] if resident else []
+        if count > resident:
+            runs.append(self._mirror.run(layer, count - resident))
+        return [(keys, values) for keys, values in runs]
 
-    def tail(self, layer: int) -> torch.Tensor:
-        """[2, kv_heads, tokens, head_dim]: the committed tail and the pass's tokens so far."""
-        return self._tail[layer, :, :, : self.tail_length + self._pending[layer]]
+    def tail(self, layer: int, rows: int = 0) -> torch.Tensor:
+        """[2, kv_heads, tokens, head_dim]: what is kept in the tail, and so many rows behind it."""
+        return self._tail[layer, :, :, : self.tail_length + rows]
 
-    def commit(self, tokens: int) -> None:
-        """Ends a pass: keeps the first `tokens` of what it appended and drops the rest.
+    def room(self, layer: int, end: int) -> KeysValues:
+        """The layer's whole tail, keys and values [kv_heads, tail_capacity, head_dim] each, where
+        rows of a pass go behind `tail_length`.
 
-        Raises RuntimeError if the pass did not append that many in every layer.
+        Raises RuntimeError if the pass, up to row `end`, exceeds what the tail takes.
         """
-        if not 0 <= tokens <= min(self._pending):
-            raise RuntimeError(f"commit of {tokens} tokens, the pass holds {min(self._pending)}")
-        self._pending = [0] * self.shape.layers
-        self.length += tokens
-        while self.tail_length >= self.shape.block_tokens:
-            self._move_out_tail_block()
-
-    def fill(self, layer: int, keys_values: torch.Tensor, so_far: int | None = None) -> None:
-        """Stores a layer's KV of a whole prompt, [2, kv_heads, tokens, head_dim].
-
-        so_far: only the blocks that the first so many tokens complete; they leave while the rest is
-        computed. The layers of a prompt are filled one by one; `commit_fill` then sets the length.
-        Raises RuntimeError if the layer is full already.
-        """
-        block_tokens, filled = self.shape.block_tokens, len(self._blocks[layer])
-        tokens = keys_values.shape[2] if so_far is None else so_far
-        if self.length or filled * block_tokens > tokens:
-            raise RuntimeError(f"fill of layer {layer}, which is full")
-        for start in range(filled * block_tokens, tokens - block_tokens + 1, block_tokens):
-            self._add_block(layer, keys_values[:, :, start : start + block_tokens])
-        if so_far is None:
-            rest = tokens % block_tokens
-            self._tail[layer, :, :, :rest] = keys_values[:, :, tokens - rest :]
-
-    def commit_fill(self, tokens: int) -> None:
-        """Sets the length after `fill` of every layer."""
-        if any(len(b) != tokens // self.shape.block_tokens for b in self._blocks):
-            raise RuntimeError("commit_fill before every layer was filled")
-        self.length = tokens
-        self._tail_start = len(self._blocks[0]) * self.shape.block_tokens
-
-    def transfers(self, layer: int) -> list[Transfer]:
-        """The copies that bring the layer's streamed blocks in, in the order they are attended."""
-        return [
-            Transfer(block.key, RING, block.buffer, (block.written,))
-            for block in self._blocks[layer]
-            if block.resident is None
-        ]
+        if end > self.max_pass_tokens:
+            raise RuntimeError(f"a pass of {end} tokens, the tail takes {self.max_pass_tokens}")
+        keys, values = self._tail[layer]
+        return keys, values
 
     def newest(self, tokens: int) -> torch.Tensor:
-        """The last committed tokens of all layers, [layers, 2, kv_heads, tokens, head_dim]; they
-        must lie in the hot tail.
+        """The last kept tokens of all layers, [layers, 2, kv_heads, tokens, head_dim]; they must
+        lie in the hot tail.
         """
         if not 0 <= tokens <= self.tail_length:
             raise RuntimeError(f"{tokens} newest tokens, the tail holds {self.tail_length}")
         return self._tail[:, :, :, self.tail_length - tokens : self.tail_length]
-
-    def layer_blocks(self, layer: int) -> Sequence[Block]:
-        """The layer's blocks in token order."""
-        return self._blocks[layer]
-
-    def resident(self, layer: int) -> torch.Tensor:
-        """The layer's resident blocks, [2, blocks, kv_heads, block_tokens, head_dim], which come
-        before those that stream and lie side by side.
-        """
-        shape, first = self.shape, self._first_resident[layer]
-        count = min(len(self._blocks[layer]), len(self._device_blocks[layer]))
-        size = shape.block_bytes
-        run = self._resident_allocation.bytes[first * size : (first + count) * size]
-        exact = run.view(count, size)[:, : shape.token_bytes * shape.block_tokens]
-        exact = exact.view(shape.dtype) if count else exact.new_empty(0, dtype=shape.dtype)
-        return exact.view(count, 2, shape.kv_heads, shape.block_tokens, shape.head_dim).transpose(
-            0, 1
-        )
 
     def addresses(self) -> torch.Tensor:
         """Of each layer's blocks and, behind them, its tail: [layers, blocks + 1] int64 on the
@@ -212,15 +138,108 @@ class KVStore:
         """
         return torch.tensor(
             [
-                [*(block.buffer.data_ptr() for block in blocks), tail.data_ptr()]
-                for blocks, tail in zip(self._blocks, self._tail, strict=True)
+                [*(home.memory.data_ptr() for home in homes), tail.data_ptr()]
+                for homes, tail in zip(self._homes, self._tail, strict=True)
             ]
         )
 
-    @property
-    def tail_capacity(self) -> int:
-        """Tokens that the hot tail of a layer has room for."""
-        return self._tail.shape[3]
+    def expect(self, tokens: int) -> None:
+        """Says that the text will be so many tokens long.
+
+        Raises DoesNotFitError if host memory does not hold what will stream of its KV.
+        """
+        blocks = tokens // self.shape.block_tokens
+        self._host_blocks.reserve(
+            sum(
+                max(0, blocks - max(len(homes), resident))
+                for homes, resident in zip(self._homes, self._resident.counts, strict=True)
+            )
+        )
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Ends a pass: of the rows it put behind the tail these stay, in this order.
+
+        Raises RuntimeError, before any change, for rows that the tail cannot hold.
+        """
+        if any(not 0 <= row < self.max_pass_tokens for row in rows):
+            raise RuntimeError(f"keep of rows {list(rows)}, a pass has {self.max_pass_tokens}")
+        count, start = len(rows), self.tail_length
+        if list(rows) != list(range(count)):
+            kept = self._tail[:, :, :, start + put(list(rows), self._tail.device)]
+            self._tail[:, :, :, start : start + count] = kept
+        self.length += count
+        while self.tail_length >= self.shape.block_tokens:
+            self._move_out_tail_block()
+
+    def fill(self, layer: int, keys_values: torch.Tensor, tokens: int, *, last: bool) -> None:
+        """Stores a layer's KV of a text that begins with what is kept.
+
+        keys_values: [2, kv_heads, whole text, head_dim], of which the first `tokens` are there:
+            the blocks that they complete leave while the rest is computed. last: they are all
+        The layers of a text are filled one by one; `commit_fill` then sets the length. Raises
+        RuntimeError for a text that is shorter than what was filled.
+        """
+        block_tokens, filled = self.shape.block_tokens, len(self._homes[layer])
+        if tokens < max(self.length, filled * block_tokens):
+            raise RuntimeError(f"fill of layer {layer} with {tokens} tokens, it holds more")
+        for start in range(filled * block_tokens, tokens - block_tokens + 1, block_tokens):
+            self._add_block(layer, keys_values[:, :, start : start + block_tokens])
+        if last:
+            rest = tokens % block_tokens
+            self._tail[layer, :, :, :rest] = keys_values[:, :, tokens - rest : tokens]
+
+    def commit_fill(self, tokens: int) -> None:
+        """Sets the length after `fill` of every layer."""
+        if any(len(homes) != tokens // self.shape.block_tokens for homes in self._homes):
+            raise RuntimeError("commit_fill before every layer was filled")
+        self.length = tokens
+        self._tail_start = len(self._homes[0]) * self.shape.block_tokens
+
+    def roll_back(self, length: int) -> None:
+        """Forgets all but the first `length` tokens, and a fill that was not committed. The block
+        in which they end is the tail again.
+
+        Raises RuntimeError if fewer are kept, or LinkError.
+        """
+        if not 0 <= length <= self.length:
+            raise RuntimeError(f"roll back to {length} tokens of {self.length}")
+        blocks, rest = divmod(length, self.shape.block_tokens)
+        for layer, homes in enumerate(self._homes):
+            if len(homes) > blocks:
+                if rest:
+                    self._recall(layer, homes[blocks], rest)
+                for home in homes[blocks:]:
+                    self._give_back(home)
+                del homes[blocks:]
+        self.length = length
+        self._tail_start = blocks * self.shape.block_tokens
+        self.version += 1
+
+    def lend(self, counts: Sequence[int]) -> None:
+        """Takes device memory for copies of so many blocks of each layer, behind those that stay
+        there. A block has its copy once it has been brought (`settle`), a new one at once.
+
+        Raises DoesNotFitError.
+        """
+        self._mirror = DeviceBlocks(self.shape, counts, self._memory, "KV in lent memory")
+
+    def settle(self, layer: int, index: int, block: torch.Tensor) -> None:
+        """Keeps a copy of a block that was brought, if there is memory for it. block: its bytes."""
+        home = self._homes[layer][index]
+        if isinstance(home, HostHome) and (copy := self._lent_for(layer, index)) is not None:
+            copy.copy_(block)
+            self._homes[layer][index] = MirroredHome(home, copy)
+            self.version += 1
+
+    def reclaim(self) -> None:
+        """Gives lent memory back: its blocks stream again."""
+        if self._mirror is None:
+            return
+        for homes in self._homes:
+            homes[:] = [h.host if isinstance(h, MirroredHome) else h for h in homes]
+        self._mirror.close()
+        self._mirror = None
+        self.version += 1
 
     def close(self) -> None:
         """Gives back all memory, once the link has carried out what was on its way.
@@ -229,13 +248,12 @@ class KVStore:
         """
         with suppress(LinkError):
             self._link.synchronize()
-        for block in (block for blocks in self._blocks for block in blocks):
-            if block.resident is None:
-                self._host_blocks.give_back(block.buffer)
-        self._blocks = []
-        self._device_blocks = []
+        for home in (home for homes in self._homes for home in homes):
+            self._give_back(home)
+        self._homes = []
+        self.reclaim()
         self._memory.free(self._tail_allocation)
-        self._memory.free(self._resident_allocation)
+        self._resident.close()
         del self._tail
 
     def _move_out_tail_block(self) -> None:
@@ -249,19 +267,51 @@ class KVStore:
         self._tail_start += block_tokens
 
     def _add_block(self, layer: int, keys_values: torch.Tensor) -> None:
-        blocks = self._blocks[layer]
-        key = (RING, layer, len(blocks))
-        if len(blocks) < len(self._device_blocks[layer]):
-            buffer = self._device_blocks[layer][len(blocks)]
+        homes = self._homes[layer]
+        index = len(homes)
+        self.version += 1
+        if index < self._resident.counts[layer]:
+            buffer = self._resident.buffer(layer, index)
             self.shape.view(buffer).copy_(keys_values)
-            blocks.append(Block(key, buffer, None, self.shape.keys_values(buffer)))
+            homes.append(DeviceHome(buffer))
             return
+        slot = self._take_staging()
+        self.shape.view(self._staging[slot]).copy_(keys_values)
+        host = self._host_blocks.take()
+        after = (self._link.record(),)
+        written = self._link.to_host(host, self._staging[slot], after, (KV, layer, index))
+        self._staged[slot] = written
+        homes.append(HostHome(host, written))
+        self.settle(layer, index, self._staging[slot])
+
+    def _recall(self, layer: int, home: Home, tokens: int) -> None:
+        """Puts the first tokens of a block at the beginning of the tail."""
+        if home.source is None:
+            block = home.memory
+        else:
+            slot = self._take_staging()
+            block = self._staging[slot]
+            after = (*home.source.after, self._link.record())
+            self._link.wait(self._link.to_device(block, home.memory, after, (KV, layer)))
+            self._staged[slot] = None
+        self._tail[layer, :, :, :tokens] = self.shape.view(block)[:, :, :tokens]
+
+    def _take_staging(self) -> int:
+        """The next staging slot, once what it held has left."""
         slot = self._next_staging
         self._next_staging = (slot + 1) % len(self._staging)
         if self._staged[slot] is not None:
             self._link.wait(self._staged[slot])
-        self.shape.view(self._staging[slot]).copy_(keys_values)
-        host = self._host_blocks.take()
-        written = self._link.to_host(host, self._staging[slot], (self._link.record(),), key)
-        self._staged[slot] = written
-        blocks.append(Block(key, host, written, None))
+        return slot
+
+    def _lent_for(self, layer: int, index: int) -> torch.Tensor | None:
+        place = index - self._resident.counts[layer]
+        if self._mirror is None or not 0 <= place < self._mirror.counts[layer]:
+            return None
+        return self._mirror.buffer(layer, place)
+
+    def _give_back(self, home: Home) -> None:
+        if isinstance(home, MirroredHome):
+            home = home.host
+        if isinstance(home, HostHome):
+            self._host_blocks.give_back(home.memory)

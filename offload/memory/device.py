@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import psutil
@@ -103,6 +103,12 @@ class DeviceMemory:
         self._used_bytes -= allocation.size
         allocation.bytes = None
         allocation.size = 0
+
+    def current(self) -> AbstractContextManager:
+        """Inside, the device is this thread's current one: Triton launches on that, and events are
+        recorded on its streams.
+        """
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @contextmanager
     def typed_errors(self) -> Iterator[None]:

@@ -33,20 +33,40 @@ class Driver(Protocol):
 
 
 class CudaDriver:
-    """cudaHostRegister, for every device of the process."""
+    """cudaHostRegister, called on one device, for every device of the process."""
 
-    _PORTABLE_AND_MAPPED = 1 | 2  # kernels read it too: see `direct`
+    # Kernels read it too: see `kv/direct`.
+    _PORTABLE_AND_MAPPED = 1 | 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
     def register(self, address: int, size: int) -> int:
-        code = int(torch.cuda.cudart().cudaHostRegister(address, size, self._PORTABLE_AND_MAPPED))
+        with torch.cuda.device(self._device):
+            runtime = torch.cuda.cudart()
+            code = int(runtime.cudaHostRegister(address, size, self._PORTABLE_AND_MAPPED))
         if code:
             # The runtime keeps the error for the next kernel's check: let one have it.
             with suppress(RuntimeError):
-                torch.empty(1, device="cuda").fill_(1)
+                torch.empty(1, device=self._device).fill_(1)
         return code
 
     def unregister(self, address: int) -> int:
-        return int(torch.cuda.cudart().cudaHostUnregister(address))
+        # Called when the last tensor goes, from whichever thread that is.
+        with torch.cuda.device(self._device):
+            return int(torch.cuda.cudart().cudaHostUnregister(address))
+
+
+def check_available(size: int, what: str) -> None:
+    """Raises DoesNotFitError if so much host memory is not there."""
+    available = available_host_bytes()
+    if size > available:
+        raise DoesNotFitError(
+            what,
+            size,
+            available,
+            "use a shorter context, a smaller model or more device memory",
+        )
 
 
 class HostMemory:
@@ -55,6 +75,9 @@ class HostMemory:
     Where there is a driver, arenas are registered with it until it refuses (WSL2, Windows and
     containers cap it); from then on they stay pageable, which is slower and never wrong, and one
     warning says how much. Where there is none, as with an emulated link, all memory is direct.
+
+    nbytes: of all arenas that are open; pinned_bytes, pageable_bytes: of them, where there is a
+        driver
     """
 
     def __init__(
@@ -64,7 +87,7 @@ class HostMemory:
 
         cpus: processors near the device, by which memory is first touched; any if empty
         """
-        self.pinned_bytes = self.pageable_bytes = 0
+        self.nbytes = self.pinned_bytes = self.pageable_bytes = 0
         self._driver = driver
         self._pin = pin
         self._cpus = tuple(cpus)
@@ -73,15 +96,9 @@ class HostMemory:
 
     def arena(self, size: int, *, pin: bool | None = None) -> HostArena:
         """`size` bytes, touched, and registered if `pin`. Raises DoesNotFitError."""
-        available = available_host_bytes()
-        if size > available:
-            raise DoesNotFitError(
-                "host memory for streamed weights and KV",
-                size,
-                available,
-                "use a shorter context, a smaller model or more device memory",
-            )
+        check_available(size, "host memory for streamed weights and KV")
         mapping = _Mapping(size)
+        self.nbytes += size
         touch(mapping.address, mapping.size, self._cpus)
         if self._driver and (pin or (pin is None and self._pin and not self._refused)):
             self._register(mapping)
@@ -116,10 +133,13 @@ class HostMemory:
         self._direct.insert(bisect_right(self._direct, span), span)
 
     def _forget(self, mapping: _Mapping) -> None:
+        self.nbytes -= mapping.size
         span = (mapping.address, mapping.address + mapping.size)
         if span in self._direct:
             self._direct.remove(span)
             self.pinned_bytes -= mapping.size
+        elif self._driver:
+            self.pageable_bytes -= mapping.size
 
 
 class HostArena:
@@ -186,6 +206,31 @@ class _Mapping(mmap.mmap):
             self._driver.unregister(address)
 
 
+class HostBuffers:
+    """Buffers of given sizes, side by side in arenas of one piece; a larger one has its own."""
+
+    def __init__(self, sizes: Sequence[int], memory: HostMemory) -> None:
+        """Raises DoesNotFitError before any is made, if they will not fit."""
+        check_available(sum(sizes), "host memory for streamed weights")
+        groups: list[list[int]] = []
+        for size in sizes:
+            if not groups or sum(groups[-1]) + size > PIECE_BYTES:
+                groups.append([])
+            groups[-1].append(size)
+        self.buffers: list[torch.Tensor] = []
+        self._arenas: list[HostArena] = []
+        for group in groups:
+            arena = memory.arena(sum(group))
+            self._arenas.append(arena)
+            self.buffers.extend(arena.bytes.split(group))
+
+    def close(self) -> None:
+        self.buffers.clear()
+        for arena in self._arenas:
+            arena.close()
+        self._arenas.clear()
+
+
 class HostBlocks:
     """Equal blocks of host memory, taken one at a time from arenas of one piece each.
 
@@ -208,14 +253,7 @@ class HostBlocks:
     def reserve(self, blocks: int) -> None:
         """Says that `blocks` blocks will be taken. Raises DoesNotFitError if they will not fit."""
         missing = max(0, blocks - len(self._free)) * self._block_bytes
-        available = available_host_bytes()
-        if missing > available:
-            raise DoesNotFitError(
-                "host memory for the KV of this request",
-                missing,
-                available,
-                "use a shorter context or more device memory",
-            )
+        check_available(missing, "host memory for the KV of this request")
         self._reserved = blocks
 
     def take(self) -> torch.Tensor:

@@ -57,7 +57,7 @@ def test_equal_laws_accept_everything_and_one_hot_laws_decide_alone() -> None:
 def test_an_empty_draft_is_a_plain_draw() -> None:
     p = torch.eye(8)[[5]]
     for rule in (Optimal(torch.Generator()), Coupled(0)):
-        empty = Draft(torch.empty(0, dtype=torch.int64), torch.empty(0, 8))
+        empty = Draft(torch.empty(0, dtype=torch.int64))
         verdict = rule.accept(empty, p, 7)
         assert (int(verdict.accepted), int(verdict.token)) == (0, 5)
 

@@ -16,10 +16,10 @@ from offload.memory.device import DeviceMemory
 from offload.weights import ResidentWeights
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.acceptance import Optimal
-from triforce_core.decoding.levels import Text
+from triforce_core.decoding.levels import Proposer, Text
 from triforce_core.decoding.ngram import NGramDrafter
 from triforce_core.decoding.resident import ResidentModel
-from triforce_core.decoding.small_model import SINKS, SmallModelDrafter, WindowCache, drafter_head
+from triforce_core.decoding.small_model import SINKS, SmallModelDrafter, WindowCache
 from triforce_core.model.rope import rotate
 
 CPU = torch.device("cpu")
@@ -29,10 +29,8 @@ def ngram(tokens: list[int], count: int, committed: int | None = None) -> list[i
     text = Text(tokens)
     if committed is not None:
         text.committed = committed
-    draft = NGramDrafter(VOCAB, CPU).propose(text, count)
-    assert torch.equal(draft.laws.argmax(-1), draft.tokens)
-    assert (draft.laws.sum(-1) == 1).all()
-    assert draft.laws.shape == (len(draft.tokens), VOCAB)
+    draft = NGramDrafter(CPU).propose(text, count)
+    assert draft.laws is None, "one-hot"
     return draft.tokens.tolist()
 
 
@@ -52,7 +50,7 @@ def test_ngram_goes_on_with_a_text_that_repeats() -> None:
 
 
 def test_ngram_follows_tokens_that_are_only_proposed_and_forgets_them() -> None:
-    drafter = NGramDrafter(VOCAB, CPU)
+    drafter = NGramDrafter(CPU)
     text = Text([1, 2, 3, 4, 5, 6])
     text.tokens += [2, 3]  # proposed by the level above
     assert drafter.propose(text, 2).tokens.tolist() == [4, 5]
@@ -62,9 +60,14 @@ def test_ngram_follows_tokens_that_are_only_proposed_and_forgets_them() -> None:
 
 
 def test_ngram_kept_incrementally_equals_one_made_anew() -> None:
+    """And rolled back to any length, behind which another text follows."""
     generator = torch.Generator().manual_seed(0)
-    drafter, text = NGramDrafter(VOCAB, CPU), Text([0])
-    for _ in range(300):
+    drafter, text = NGramDrafter(CPU), Text([0])
+    for turn in range(300):
+        if turn % 10 == 9:
+            kept = int(torch.randint(1, len(text.tokens), (), generator=generator))
+            drafter.roll_back(kept)
+            text = Text(text.tokens[:kept])
         count = int(torch.randint(1, 6, (), generator=generator))
         tokens = torch.randint(4, (count,), generator=generator).tolist()
         found = drafter.propose(text, 7).tokens.tolist()
@@ -77,7 +80,7 @@ def test_ngram_costs_little_in_a_long_context() -> None:
     seconds = []
     for length in (200, 100_000):
         text = Text(random_ids(length, 1, 50))
-        drafter = NGramDrafter(VOCAB, CPU)
+        drafter = NGramDrafter(CPU)
         drafter.propose(text, 4)
         began = time.perf_counter()
         for token in random_ids(300, 2, 50):
@@ -92,23 +95,22 @@ def small(tiny):
     """A drafter over tiny Llama, its model, cache and text."""
     path, twin = tiny("llama")
     with Engine.from_pretrained(path, device="cpu", draft=path, max_context=200) as engine:
-        small_model = engine._drafting._small
+        small_model = engine.models.small
         memory = DeviceMemory(CPU, None)
 
-        def make(capacity: int, temperature: float = 0.0) -> SmallModelDrafter:
+        def make(capacity: int) -> tuple[SmallModelDrafter, Proposer]:
             cache = WindowCache(small_model.shape, small_model.model.rope, capacity, memory)
-            params = SamplingParams(temperature=temperature)
             resident = ResidentModel(
                 small_model.model,
                 ResidentWeights(small_model.store),
                 cache.kv,
-                drafter_head(small_model.model, VOCAB, params),
                 None,
                 NoTrace(),
                 "drafter",
             )
+            drafter = SmallModelDrafter(resident, cache, VOCAB)
             rule = Optimal(torch.Generator().manual_seed(0))
-            return SmallModelDrafter(resident, cache, VOCAB, rule, CPU)
+            return drafter, drafter.proposer(SamplingParams(temperature=0), rule)
 
         yield make, twin
 
@@ -120,7 +122,7 @@ def greedy_from(twin, tokens: list[int], count: int) -> list[int]:
 
 def test_inside_its_window_it_is_the_model(small) -> None:
     make, twin = small
-    drafter = make(200)
+    _, drafter = make(200)
     text = Text(random_ids(50))
     for seed, keep in enumerate([3, 0, 5, 1, 5, 5]):
         draft = drafter.propose(text, 5)
@@ -132,7 +134,7 @@ def test_inside_its_window_it_is_the_model(small) -> None:
 
 def test_rolled_back_tokens_of_the_level_above_are_forgotten(small) -> None:
     make, twin = small
-    drafter = make(200)
+    _, drafter = make(200)
     text = Text(random_ids(30))
     text.tokens += [5, 6, 7, 8]
     drafter.propose(text, 4)
@@ -143,13 +145,25 @@ def test_rolled_back_tokens_of_the_level_above_are_forgotten(small) -> None:
     assert drafter.propose(text, 4).tokens.tolist() == greedy_from(twin, text.tokens, 4)
 
 
+def test_another_text_is_followed_from_where_it_begins_to_differ(small) -> None:
+    """What the window holds of the text before serves as far as the two are the same."""
+    make, twin = small
+    drafter, proposer = make(200)
+    text = Text(random_ids(60))
+    proposer.propose(text, 4)
+    for kept in (40, 0, 59, 17):
+        drafter.roll_back(kept)
+        text = Text(text.tokens[:kept] + random_ids(60 - kept, kept))
+        assert proposer.propose(text, 4).tokens.tolist() == greedy_from(twin, text.tokens, 4)
+
+
 def test_the_window_slides_and_positions_stay_inside(small) -> None:
     make, _ = small
-    drafter = make(64)
+    drafter, proposer = make(64)
     cache = drafter._cache
     text = Text(random_ids(300))
     for step in range(60):
-        draft = drafter.propose(text, 4)
+        draft = proposer.propose(text, 4)
         assert len(draft.tokens) == 4
         assert cache.kv.end <= cache.capacity
         assert cache.kv.end >= min(SINKS, cache.sinks)
@@ -160,21 +174,21 @@ def test_keys_turned_back_are_keys_of_the_new_positions(tiny) -> None:
     """After sliding, the first layer's cache equals one that was fed at the new positions."""
     path, _ = tiny("llama3-rope")
     with Engine.from_pretrained(path, device="cpu", draft=path, max_context=200) as engine:
-        small = engine._drafting._small
+        small = engine.models.small
         memory = DeviceMemory(CPU, None)
         shape = KVShape(1, small.shape.kv_heads, small.shape.head_dim, 1, torch.float32)
         rope = small.model.rope
         cache = WindowCache(shape, rope, 64, memory)
         torch.manual_seed(0)
         raw = torch.randn(shape.kv_heads, 40, shape.head_dim)
-        cache.kv.rows[0, 0, :, :40] = rotate(raw, *rope.cos_sin(0, 40, raw))
+        cache.kv.rows[0, 0, :, :40] = rotate(raw, *rope.rotation(torch.arange(40), raw))
         cache.kv.rows[0, 1, :, :40] = raw
         cache.kv.end = 40
         cache.keep_recent(10)
         kept = torch.cat((raw[:, : cache.sinks], raw[:, 30:]), 1)
         assert cache.kv.end == cache.sinks + 10
         turned = cache.kv.rows[0, 0, :, : cache.kv.end]
-        expected = rotate(kept, *rope.cos_sin(0, cache.kv.end, kept))
+        expected = rotate(kept, *rope.rotation(torch.arange(cache.kv.end), kept))
         torch.testing.assert_close(turned, expected, atol=1e-5, rtol=1e-5)
         assert torch.equal(cache.kv.rows[0, 1, :, : cache.kv.end], kept)
 

@@ -60,7 +60,7 @@ def test_stats_say_what_happened(speaking) -> None:
         link_bandwidth="2GB/s",
     ) as engine:
         stats = engine.generate(random_ids(70), SamplingParams(max_new_tokens=41)).stats
-        layer_bytes = engine._runtime.demand.layer_bytes
+        layer_bytes = engine.runtime.demand.layer_bytes
     assert json.loads(json.dumps(stats)) == stats
     assert stats["prompt_tokens"] == 70
     assert stats["new_tokens"] == 41 == len(stats["token_ids"])
@@ -196,7 +196,7 @@ def test_of_two_streams_the_second_to_begin_is_refused(speaking) -> None:
         second = engine.stream("Hello", params)
         next(iter(first))
     assert list(first) == list(second) == []
-    assert engine._runtime.memory.available_bytes == engine._runtime.memory.limit_bytes
+    assert engine.runtime.memory.available_bytes == engine.runtime.memory.limit_bytes
 
 
 def test_an_engine_closes_under_a_reader_that_fails(speaking) -> None:
@@ -208,7 +208,7 @@ def test_an_engine_closes_under_a_reader_that_fails(speaking) -> None:
     engine = make(speaking, placement=PLACEMENTS["both"])
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert engine._runtime.memory.available_bytes == engine._runtime.memory.limit_bytes
+    assert engine.runtime.memory.available_bytes == engine.runtime.memory.limit_bytes
 
 
 def test_an_interrupt_ends_within_a_pass_and_keeps_the_text(speaking) -> None:
@@ -230,12 +230,12 @@ def test_an_interrupt_ends_within_a_pass_and_keeps_the_text(speaking) -> None:
 def test_an_interrupt_during_prefill_ends_between_layers(speaking) -> None:
     seen = []
     engine = make(speaking, progress=lambda what, done, _: seen.append((what, done)))
-    engine._progress = lambda what, done, _: (seen.append((what, done)), engine.interrupt())
+    engine.progress = lambda what, done, _: (seen.append((what, done)), engine.interrupt())
     result = engine.generate("Hello", SamplingParams(max_new_tokens=5))
     assert result.finish_reason == "interrupted"
     assert result.token_ids == []
     assert seen == [("load", 1), ("load", 2), ("load", 3), ("prefill", 1)]
-    engine._progress = lambda *_: None
+    engine.progress = lambda *_: None
     assert len(engine.generate("Hello", SamplingParams(max_new_tokens=5)).token_ids) == 5
     engine.close()
 

@@ -65,7 +65,7 @@ def faulty(tiny, monkeypatch):
 
     def make(fault: str, placement: str, method: str, timeout_seconds: float = 60.0):
         link = FaultyLink(fault, timeout_seconds)
-        monkeypatch.setattr("triforce_core.loading.open_link", lambda _: (link, HostMemory()))
+        monkeypatch.setattr("triforce_core.loading.open_link", lambda *_: (link, HostMemory()))
         engine = Engine.from_pretrained(
             path,
             device="cpu",
@@ -95,7 +95,7 @@ def test_whichever_copy_fails_the_request_ends_and_the_next_is_right(
 ) -> None:
     """F2: the k-th copy, for every k of the prefill and of the first passes."""
     engine, link = faulty("fail", placement, method)
-    memory = engine._runtime.memory
+    memory = engine.runtime.memory
     before = memory.available_bytes
     link.count_from_here()
     expected = engine.generate(PROMPT, GREEDY).token_ids
@@ -119,14 +119,14 @@ def test_whichever_copy_fails_the_request_ends_and_the_next_is_right(
 def test_a_link_that_stalls_is_an_error_at_the_limit(faulty, method: str, at: int) -> None:
     """F3."""
     engine, link = faulty("stall", "kv", method, timeout_seconds=0.3)
-    before = engine._runtime.memory.available_bytes
+    before = engine.runtime.memory.available_bytes
     link.count_from_here(at)
     began = time.perf_counter()
     with pytest.raises(LinkError, match=r"did not finish within 0\.3 seconds"):
         engine.generate(PROMPT, GREEDY)
     # Once broken it fails at once: the limit passes one time, not once for each copy.
     assert time.perf_counter() - began < 10
-    assert engine._runtime.memory.available_bytes == before
+    assert engine.runtime.memory.available_bytes == before
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -161,7 +161,7 @@ def test_host_memory_that_runs_out_ends_the_request_only(tiny, monkeypatch, allo
         placement=PLACEMENTS["kv"],
         method="autoregressive",
     ) as engine:
-        before = engine._runtime.memory.available_bytes
+        before = engine.runtime.memory.available_bytes
         original, made = HostMemory.arena, [0]
 
         def arena(memory, size, **options):
@@ -173,7 +173,7 @@ def test_host_memory_that_runs_out_ends_the_request_only(tiny, monkeypatch, allo
         monkeypatch.setattr(HostMemory, "arena", arena)
         with pytest.raises(DoesNotFitError, match="host memory for the test"):
             engine.generate(PROMPT, GREEDY)
-        assert engine._runtime.memory.available_bytes == before
+        assert engine.runtime.memory.available_bytes == before
         monkeypatch.setattr(HostMemory, "arena", original)
         result = engine.generate(PROMPT, GREEDY)
         assert len(result.token_ids) == 12

@@ -102,18 +102,27 @@ def test_whatever_the_budget_it_holds_or_is_refused(tiny) -> None:
     assert len(seen) == 1, "the same text at every budget"
 
 
-def test_memory_comes_back_after_every_request(tiny) -> None:
+@pytest.mark.parametrize("memory_bytes", [None, 2_600_000])
+def test_a_context_takes_its_memory_once_and_gives_it_back(tiny, memory_bytes) -> None:
     path, _ = tiny("llama")
     with Engine.from_pretrained(
-        path, device="cpu", max_context=200, block_tokens=BLOCK, placement=PLACEMENTS["both"]
+        path,
+        device="cpu",
+        max_context=200,
+        block_tokens=BLOCK,
+        device_memory=memory_bytes,
+        placement=None if memory_bytes else PLACEMENTS["both"],
     ) as engine:
-        memory = engine._runtime.memory
-        before = memory.available_bytes
-        for seed in range(3):
-            engine.generate(random_ids(100, seed), SamplingParams(max_new_tokens=5))
-            assert memory.available_bytes == before
+        memory = engine.runtime.memory
+        before, taken = memory.available_bytes, set()
+        for seed in range(4):
+            engine.generate(random_ids(100 + 20 * seed, seed), SamplingParams(max_new_tokens=5))
+            taken.add(memory.available_bytes)
+        assert len(taken) == 1
         stream = engine.stream(random_ids(100), SamplingParams(max_new_tokens=5))
         del stream
+        assert {memory.available_bytes} == taken
+        engine.forget()
         assert memory.available_bytes == before
     assert memory.available_bytes == memory.limit_bytes
     assert torch.is_inference_mode_enabled() is False
@@ -136,4 +145,5 @@ def test_the_retrieval_model_is_there_if_the_weights_fit(tiny) -> None:
         seen.append(cache["budget_tokens"] if cache else 0)
     assert seen == sorted(seen)
     assert seen[0] == 0
-    assert seen[-1] == 408  # all that the request could ever fill
+    # All that the context could ever fill.
+    assert seen[-1] == 504

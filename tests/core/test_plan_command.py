@@ -20,14 +20,6 @@ KEYS = {
     *("seconds_per_token", "seconds_per_pass", "draft_seconds", "tokens_per_pass"),
     *("bytes_per_pass", "floor_seconds_per_pass", "bottleneck", "placement", "memory"),
 }
-PUBLISHED = ("--gpu", "rtx4090", "--as-published", "--context", "130304", "--link-bandwidth")
-ROWS = [
-    ("llama2-7b-128k", "--gpus 2 --budget 12288 --resident-kv 9layers --draft-tokens 16", 0.108),
-    ("llama2-7b-128k", "--gpus 2 --method autoregressive --resident-kv 12layers", 0.840),
-    ("llama2-13b-128k", "--gpus 2 --budget 12288 --resident-kv 0layers --draft-tokens 16", 0.226),
-    ("llama2-13b-128k", "--gpus 2 --method autoregressive --resident-kv 4layers", 1.794),
-    ("llama2-7b-128k", "--budget 8192 --resident-kv 0layers --draft-tokens 12", 0.312),
-]
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:
@@ -60,12 +52,6 @@ def test_a_plan_for_a_named_gpu_needs_neither_torch_nor_transformers(tmp_path) -
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout).keys() >= KEYS
     assert seconds < 5
-
-
-@pytest.mark.parametrize(("model", "options", "seconds"), ROWS)
-def test_each_row_of_the_paper_is_a_command(capsys, model, options, seconds) -> None:
-    found = figures(capsys, model, *PUBLISHED, "25.4GB/s", "--acceptance", "0.95", *options.split())
-    assert found["seconds_per_token"] == pytest.approx(seconds, rel=0.1)
 
 
 def test_figures_add_up(capsys) -> None:
@@ -187,7 +173,7 @@ def test_a_plan_goes_to_a_file_and_to_an_engine(capsys, speaking, tmp_path) -> N
         *("--resident-kv", 5, "--draft-tokens", 6, "--budget", 64, "--dtype", "float32"),
     )
     plan = Plan.read(file)
-    assert plan.resident_kv_blocks == 5
+    assert plan.placement.resident_kv_blocks == 5
     assert plan.predicted["seconds_per_token"] == saved["seconds_per_token"]
     again = figures(capsys, speaking, "--gpu", "rtx4090", "--plan", file, "--new-tokens", 30)
     assert again["plan"]["resident_kv_blocks"] == 5
@@ -199,7 +185,8 @@ def test_a_plan_goes_to_a_file_and_to_an_engine(capsys, speaking, tmp_path) -> N
         stats = engine.generate("Hello" * 50, SamplingParams(20, temperature=0)).stats
         taken = engine.plan
     assert taken.placement == plan.placement
-    assert (taken.budget, taken.draft_tokens, taken.block_tokens) == (64, 6, plan.block_tokens)
+    assert (taken.budget, taken.method.draft_tokens) == (64, 6)
+    assert taken.block_tokens == plan.block_tokens
     assert stats["retrieval"]["budget_tokens"] == 64
     assert stats["placement"]["resident_kv_blocks"] == 5
 

@@ -13,48 +13,7 @@ from offload.placement import check_placement
 from triforce_core.model.shapes import SHAPES, read_shape
 from triforce_core.planner.acceptance_curve import AcceptanceCurve, expected_tokens
 from triforce_core.planner.candidates import Case, candidate
-from triforce_core.planner.published import Published
 from triforce_core.planner.search import BUDGETS, choose
-
-PAPER = [
-    # model, GPUs, budget, gamma, layers of KV resident, seconds per token
-    ("llama2-7b-128k", 2, 12288, 16, 9, 0.108),
-    ("llama2-7b-128k", 2, 0, 0, 12, 0.840),
-    ("llama2-13b-128k", 2, 12288, 16, 0, 0.226),
-    ("llama2-13b-128k", 2, 0, 0, 4, 1.794),
-    ("llama2-7b-128k", 1, 8192, 12, 0, 0.312),
-]
-MOST_PUBLISHED_BYTES = 22.2e9
-"""Of each card, with the layers that TriForce's README keeps resident for 7B: 21.9 to 22.2 GB."""
-
-
-def as_published(model: str, gpus: int, budget: int, gamma: int, layers: int) -> Published:
-    hardware = replace(named("rtx4090"), gpus=gpus, link_bytes_per_second=25.4e9)
-    curve = AcceptanceCurve(outer=0.95, budget=budget or 4096, inner=0.5)
-    return Published(
-        Case(read_shape(model), hardware, 130048 + 256, curve=curve), budget, gamma, layers
-    )
-
-
-@pytest.mark.parametrize(("model", "gpus", "budget", "gamma", "layers", "seconds"), PAPER)
-def test_the_paper_is_reproduced_from_its_settings(
-    model, gpus, budget, gamma, layers, seconds
-) -> None:
-    published = as_published(model, gpus, budget, gamma, layers)
-    published.check()
-    assert published.seconds_per_token == pytest.approx(seconds, rel=0.1)
-
-
-@pytest.mark.parametrize(("model", "gpus", "budget", "gamma", "layers", "seconds"), PAPER)
-def test_resident_layers_of_13b_follow_from_those_of_7b(
-    model, gpus, budget, gamma, layers, seconds
-) -> None:
-    """The README says them for 7B. They are the most that keep a card under 22.2 GB, so 13B's are
-    taken to be that too.
-    """
-    assert as_published(model, gpus, budget, gamma, layers).device_bytes <= MOST_PUBLISHED_BYTES
-    more = as_published(model, gpus, budget, gamma, layers + 1)
-    assert more.device_bytes > MOST_PUBLISHED_BYTES
 
 
 def test_a_longer_draft_alone_is_worth_a_third() -> None:
@@ -69,17 +28,8 @@ def test_a_longer_draft_alone_is_worth_a_third() -> None:
         fixed={"resident_kv_blocks": 0},
     )
     short, long = candidate(case, 8192, 12, 1), candidate(case, 8192, 48, 1)
-    assert 0.26 < short.simulated < 0.312
-    assert 0.16 < long.simulated < 0.2
-
-
-def test_our_own_choices_beat_the_published_settings() -> None:
-    for gpus, budget, gamma, layers, least in ((2, 12288, 16, 9, 0.8), (1, 8192, 12, 0, 0.6)):
-        theirs = as_published("llama2-7b-128k", gpus, budget, gamma, layers)
-        small = read_shape("llama-68m")
-        ours = choose(replace(theirs.case, draft="llama-68m", draft_config=small))
-        assert ours.simulated < least * theirs.seconds_per_token
-        assert ours.device_bytes <= theirs.case.hardware.memory_bytes
+    assert 0.26 < short.seconds_per_token < 0.312
+    assert 0.16 < long.seconds_per_token < 0.2
 
 
 def random_case(seed: int) -> Case:
@@ -121,28 +71,28 @@ def test_the_plan_is_as_good_as_the_best_of_a_grid(seed: int) -> None:
                     except DoesNotFitError:
                         continue
                     found.append(one)
-    best = min(one.simulated for one in sorted(found, key=lambda one: one.estimate)[:12])
-    assert chosen.simulated <= 1.02 * best
+    best = min(one.seconds_per_token for one in sorted(found, key=lambda one: one.least)[:12])
+    assert chosen.seconds_per_token <= 1.02 * best
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_estimate_agrees_with_the_clock(seed: int) -> None:
+def test_no_simulation_undercuts_the_bound(seed: int) -> None:
+    """Also where copies and compute take about as long, which no rule of thumb gets right."""
     case, rng = random_case(seed), random.Random(seed)
     for budget, drafted in ((0, 2), (1024, 24), (4096, rng.randint(1, 256))):
         try:
-            one = candidate(case, budget, drafted, 1)
+            chosen = candidate(case, budget, drafted, 1)
         except DoesNotFitError:
             continue
-        # Also where copies and compute take about as long, which no rule of thumb gets right.
-        share = one.round.compute_seconds / max(one.round.link_seconds, 1e-9)
+        share = chosen.round.compute_seconds / max(chosen.round.link_seconds, 1e-9)
         for scale in (1.0, share, 2 * share):
             hardware = replace(
                 case.hardware,
                 link_bytes_per_second=case.hardware.link_bytes_per_second / max(scale, 1e-3),
             )
-            costs = replace(one.round.costs, hardware=hardware)
-            turn = replace(one.round, costs=costs)
-            assert turn.estimate() == pytest.approx(turn.simulate().seconds, rel=0.01)
+            costs = replace(chosen.round.costs, hardware=hardware)
+            cost = replace(chosen.round, costs=costs)
+            assert cost.least_seconds <= cost.seconds * (1 + 1e-9)
 
 
 def test_expected_tokens_are_those_of_independent_coins() -> None:

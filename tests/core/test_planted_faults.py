@@ -6,7 +6,7 @@ depend on the last token. The real levels run over them; then one fault at a tim
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -48,8 +48,8 @@ class Chain:
     def laws(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.laws_after[tokens]
 
-    def keep(self, tokens: int) -> None:
-        self.kept.append(tokens)
+    def keep(self, rows: Sequence[int]) -> None:
+        self.kept.append(len(rows))
 
 
 class ChainDrafter:
@@ -65,7 +65,7 @@ class ChainDrafter:
             last = int(draw(self._drawn[last : last + 1], self._generator))
             tokens.append(last)
         if not tokens:
-            return Nothing(VOCAB, CPU).propose(text, 0)
+            return Nothing(CPU).propose(text, 0)
         return Draft(torch.tensor(tokens), torch.stack(laws))
 
 
@@ -78,7 +78,10 @@ class FaultyRule(Optimal):
         self._fault = fault
 
     def accept(self, draft: Draft, laws: torch.Tensor, position: int) -> Verdict:
-        return self._fault(draft.tokens, draft.laws, laws, self._coins)
+        drawn_from = draft.laws
+        if drawn_from is None:
+            drawn_from = F.one_hot(draft.tokens, VOCAB).float()
+        return self._fault(draft.tokens, drawn_from, laws, self._coins)
 
 
 def target_for_residual(tokens, draft_laws, target_laws, generator) -> Verdict:
@@ -139,7 +142,6 @@ def run(
         inner_rule,
         Fixed(lengths[1]),
         Fixed(lengths[0]),
-        Nothing(VOCAB, CPU),
         (),
     )
     text, accepted = Text([0]), []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import BLOCK, FAMILIES, PLACEMENTS, random_ids
@@ -17,7 +19,8 @@ from triforce_core.decoding.laws import laws
 from triforce_core.decoding.resident import ResidentModel, padded
 
 CPU = torch.device("cpu")
-SAMPLED = SamplingParams(temperature=0.8, top_p=1)  # a nucleus has an edge: rounding decides
+# A nucleus has an edge, where rounding decides.
+SAMPLED = SamplingParams(temperature=0.8, top_p=1)
 
 
 def test_sizes_are_powers_of_two() -> None:
@@ -33,15 +36,14 @@ def test_recorded_forwards_equal_eager_ones(tiny, family: str) -> None:
     options = {"device": "cpu", "max_context": 200, "method": "autoregressive"}
     with Engine.from_pretrained(path, **options) as engine, torch.inference_mode():
         memory = DeviceMemory(CPU, None)
-        shape = engine._runtime.demand.kv
+        shape = engine.runtime.demand.kv
         both = []
         for how in (None, recorder):
             kv = DenseKV(shape, 150, memory, "test")
             model = ResidentModel(
-                engine._model,
-                ResidentWeights(engine._runtime.weights),
+                engine.model,
+                ResidentWeights(engine.runtime.weights),
                 kv,
-                lambda hidden: laws(engine._model.logits(hidden), SAMPLED),
                 how,
                 NoTrace(),
                 "test",
@@ -51,13 +53,15 @@ def test_recorded_forwards_equal_eager_ones(tiny, family: str) -> None:
             count = int(2 ** (5.1 * torch.rand((), generator=generator)))
             kept = int(torch.randint(min(count, 3) + 1, (), generator=generator))
             tokens = torch.tensor(random_ids(count, int(both[0][1].end)))
-            eager, recorded = (model.run(tokens, kv.end + 7) for model, kv in both)
+            eager, recorded = (
+                laws(model.logits(tokens, kv.end + 7), SAMPLED) for model, kv in both
+            )
             assert recorded.shape == eager.shape == (count, engine.config.vocab)
             torch.testing.assert_close(recorded, eager, rtol=0, atol=2e-5)
-            last = both[1][0].run(tokens, both[1][1].end + 7, last=True)
+            last = laws(both[1][0].logits(tokens, both[1][1].end + 7, last=True), SAMPLED)
             torch.testing.assert_close(last, eager[-1:], rtol=0, atol=2e-5)
             for _, kv in both:
-                kv.end += kept
+                kv.keep(range(kept))
         rows = [kv.rows[:, :, :, : kv.end] for _, kv in both]
         torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-4)
     assert recorder.recorded == 6
@@ -74,7 +78,7 @@ def test_what_cannot_be_recorded_runs_eagerly_with_a_warning(tiny, recwarn) -> N
     texts = []
     for recorder in (None, Refusing()):
         with Engine.from_pretrained(path, **options) as engine:
-            engine._drafting._recorder = recorder
+            engine.models = replace(engine.models, recorder=recorder)
             texts.append(engine.generate(random_ids(60), greedy(30)).token_ids)
     assert texts[0] == texts[1]
     (warning,) = [w for w in recwarn.list if "recording them failed" in str(w.message)]
@@ -85,10 +89,10 @@ def test_what_the_host_computes_is_not_recorded(tiny) -> None:
     """Dynamic rope, and an embedding in host memory."""
     path, _ = tiny("dynamic-rope")
     with Engine.from_pretrained(path, device="cpu", max_context=60) as engine:
-        assert not engine._model.recordable
+        assert not engine.model.recordable
     path, _ = tiny("llama")
     with Engine.from_pretrained(path, device="cpu", max_context=60) as engine:
-        assert engine._model.recordable
+        assert engine.model.recordable
 
 
 @pytest.mark.parametrize("draft", ["ngram", "none", "{self}", "{other}"])
@@ -110,8 +114,8 @@ def test_the_hierarchy_over_recorded_forwards_changes_no_text(tiny, draft: str) 
         placement=PLACEMENTS["kv"],
         **options,
     ) as engine:
-        recorder = engine._drafting._recorder = ReplayRecorder()
+        recorder = ReplayRecorder()
+        engine.models = replace(engine.models, recorder=recorder)
         assert [engine.generate(prompt, params).token_ids for params in requests] == expected
         assert engine.generate(prompt, requests[0]).token_ids == expected[0]
     assert recorder.replayed > 20
-    assert recorder.recorded >= 3, "each request has a cache of its own"

@@ -29,14 +29,14 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[RetrievalCache]:
 
 
 def full_kv(cache: RetrievalCache, layer: int) -> torch.Tensor:
-    """All committed KV of a layer, [2, kv_heads, tokens, head_dim], from wherever it lies."""
+    """All kept KV of a layer, [2, kv_heads, tokens, head_dim], from wherever it lies."""
     store = cache._store
     parts = []
-    for block in store.layer_blocks(layer):
-        if block.written is not None:
-            cache._reader._link.wait_on_host(block.written)
-        parts.append(store.shape.view(block.buffer))
-    parts.append(store.tail(layer)[:, :, : store.tail_length])
+    for home in store.homes(layer):
+        for event in home.source.after if home.source else ():
+            cache._reader._link.wait_on_host(event)
+        parts.append(store.shape.view(home.memory))
+    parts.append(store.tail(layer))
     return torch.cat(parts, 2)
 
 
@@ -112,7 +112,7 @@ def test_short_prompts_are_all_in(tiny, watched) -> None:
     assert watched[0]._filled * 8 >= 160 - 16
     assert result.stats["acceptance"]["target"] > 0.99
     # 8-token chunks enough for the whole context, and no more than that.
-    assert watched[0].budget == 168
+    assert watched[0].budget == 200
 
 
 def test_mass_follows_what_queries_attend_to(tiny, watched, monkeypatch) -> None:
@@ -219,7 +219,7 @@ def test_step_uses_what_was_committed(tiny, watched, monkeypatch) -> None:
 
     def step(decoder: Hierarchy, remaining: int):
         result = original(decoder, remaining)
-        lengths.append((watched[0].length, decoder._session.kv.length))
+        lengths.append((watched[0].length, decoder._context.passes.length))
         return result
 
     monkeypatch.setattr(Hierarchy, "step", step)

@@ -60,7 +60,7 @@ def test_partial_attention_matches_float64(shape, dtype, tolerance, masked) -> N
 
 
 def test_host_memory_is_pinned_and_the_link_has_a_bandwidth() -> None:
-    memory = HostMemory(CudaDriver())
+    memory = HostMemory(CudaDriver(DEVICE))
     with memory.arena(1 << 20) as arena:
         assert arena.pinned
         assert arena.bytes.is_pinned()
@@ -73,7 +73,7 @@ def test_host_memory_is_pinned_and_the_link_has_a_bandwidth() -> None:
 
 def test_copies_are_cut_where_registered_pieces_end(monkeypatch) -> None:
     piece = 1 << 20
-    memory = HostMemory(CudaDriver())
+    memory = HostMemory(CudaDriver(DEVICE))
     link = CudaLink(DEVICE, memory)  # probes with copies larger than such pieces
     monkeypatch.setattr("offload.memory.host.PIECE_BYTES", piece)
     monkeypatch.setattr("offload.link.cuda.PIECE_BYTES", piece)
@@ -92,7 +92,7 @@ def test_copies_are_cut_where_registered_pieces_end(monkeypatch) -> None:
 
 @pytest.mark.parametrize("pin", [True, False])
 def test_staged_copies_bring_the_same_bytes(pin: bool) -> None:
-    memory = HostMemory(CudaDriver(), pin=pin)
+    memory = HostMemory(CudaDriver(DEVICE), pin=pin)
     link = StagedLink(CudaLink(DEVICE, memory), memory, 1 << 16)
     generator = torch.Generator().manual_seed(0)
     for size in (1, 1 << 16, 5 * (1 << 16) + 3, 1 << 22):
@@ -139,7 +139,7 @@ def test_graphs_change_no_text(tiny, family: str, draft: str) -> None:
         with Engine.from_pretrained(
             path, placement=PLACEMENTS["kv"], cuda_graphs=graphs, **options
         ) as engine:
-            assert (engine._drafting._recorder is not None) == graphs
+            assert (engine.models.recorder is not None) == graphs
             texts += [engine.generate(prompt, GREEDY).token_ids for _ in range(2)]
     assert texts == [texts[0]] * 4
 
@@ -157,18 +157,16 @@ def test_a_graph_computes_what_eager_forwards_do(tiny, size: int) -> None:
     with Engine.from_pretrained(path, **options) as engine, torch.inference_mode():
         both = []
         for recorder in (None, CudaRecorder(DEVICE)):
-            kv = DenseKV(engine._runtime.demand.kv, 150, engine._runtime.memory, "test")
-            weights = ResidentWeights(engine._runtime.weights)
-            model = ResidentModel(
-                engine._model, weights, kv, engine._model.logits, recorder, NoTrace(), "test"
-            )
+            kv = DenseKV(engine.runtime.demand.kv, 150, engine.runtime.memory, "test")
+            weights = ResidentWeights(engine.runtime.weights)
+            model = ResidentModel(engine.model, weights, kv, recorder, NoTrace(), "test")
             both.append((model, kv))
         for turn in range(8):
             tokens = torch.tensor(random_ids(size, turn), device=DEVICE)
-            eager, recorded = (model.run(tokens, kv.end + 3) for model, kv in both)
+            eager, recorded = (model.logits(tokens, kv.end + 3).clone() for model, kv in both)
             torch.testing.assert_close(recorded, eager, rtol=1e-4, atol=1e-4)
             for _, kv in both:
-                kv.end += min(size, 4)
+                kv.keep(range(min(size, 4)))
         for _, kv in both:
             kv.close()
 
@@ -301,7 +299,7 @@ def test_the_device_budget_holds(tiny) -> None:
     ) as engine:
         before = torch.cuda.memory_reserved()
         memory = engine.generate(random_ids(300), GREEDY).stats["memory"]
-        accounted = engine._runtime.memory._peak_bytes
+        accounted = engine.runtime.memory._peak_bytes
     assert memory["device_peak_bytes"] <= memory["device_budget_bytes"] == 512 << 20
     assert memory["device_peak_bytes"] <= accounted
     assert torch.cuda.max_memory_reserved() <= max(before, 512 << 20)

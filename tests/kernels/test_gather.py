@@ -61,7 +61,7 @@ def test_registered_host_memory_is_read_in_place(backend, draw) -> None:
 
     if backend == "reference" or not reads_host_memory(torch.device("cuda:0")):
         pytest.skip("the processor reads device memory, or this GPU no host memory")
-    memory = HostMemory(CudaDriver())
+    memory = HostMemory(CudaDriver(torch.device("cuda:0")))
     shape = (2, HEADS, BLOCK, 16)
     with memory.arena(2 * HEADS * BLOCK * 16 * 2) as arena:
         assert arena.pinned

@@ -14,6 +14,7 @@ import torch
 
 from offload.conveyor import Conveyor, Transfer
 from offload.errors import LinkError
+from offload.homes import Source
 from offload.link.link import LinkCounters
 
 SCHEDULES = int(os.environ.get("TRIFORCE_SCHEDULES", "2000"))
@@ -192,7 +193,7 @@ def run_random_passes(
                 else:
                     source.fill_(content)
                     after = ()
-                schedule.append((Transfer(key, key[0], source, after), content))
+                schedule.append((Transfer(key, key[0], Source(source, after)), content))
         expected = {transfer.key: value for transfer, value in schedule}
         conveyor.start(transfer for transfer, _ in schedule)
         if choose.random() < 0.2:  # a pass that is cut off somewhere
@@ -249,7 +250,7 @@ def test_out_of_order_use_is_refused() -> None:
     link = SimulatedLink(random.Random(0))
     slot = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
     conveyor = Conveyor(link, {"kv": [slot]})
-    source = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+    source = Source(torch.zeros(SLOT_BYTES, dtype=torch.uint8))
     conveyor.start([Transfer(0, "kv", source), Transfer(1, "kv", source)])
     with pytest.raises(RuntimeError, match="holds 0 next, 1 was asked for"):
         conveyor.acquire(1)
@@ -273,7 +274,7 @@ def test_every_slot_is_back_after_a_failed_copy() -> None:
         slots = [torch.zeros(SLOT_BYTES, dtype=torch.uint8) for _ in range(2)]
         conveyor = Conveyor(link, {"kv": slots})
         sources = [torch.full((SLOT_BYTES,), i, dtype=torch.uint8) for i in range(6)]
-        schedule = [Transfer(i, "kv", source) for i, source in enumerate(sources)]
+        schedule = [Transfer(i, "kv", Source(source)) for i, source in enumerate(sources)]
         seen = []
 
         def run_pass() -> None:

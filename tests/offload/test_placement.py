@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,7 +33,8 @@ def llama2_7b(context: int = 131072) -> Demand:
         layer_bytes=405_000_000,
         head_bytes=262_000_000,
         embedding_bytes=262_000_000,
-        workspace_bytes=3 * GIB,
+        reading_bytes=3 * GIB,
+        pass_bytes=GIB // 2,
         kv=KVShape(32, 32, 128, 512, torch.float16),
         context_tokens=context,
         max_pass_tokens=1,
@@ -47,12 +49,14 @@ def llama2_7b(context: int = 131072) -> Demand:
     st.integers(0, 10**6),
     st.integers(0, 3000),
     st.integers(0, 10**8),
+    st.integers(0, 10**6),
+    st.integers(0, 10**6),
 )
 def test_a_placement_fits_and_leaves_no_room_unused(
-    layers, layer_bytes, head, embedding, context, limit
+    layers, layer_bytes, head, embedding, context, limit, reading, passing
 ) -> None:
     kv = KVShape(layers, 2, 8, 16, torch.float32)
-    demand = Demand(layers, layer_bytes, head, embedding, 1000, kv, context, 1)
+    demand = Demand(layers, layer_bytes, head, embedding, reading, passing, kv, context, 1)
     try:
         placement = place(demand, limit)
     except DoesNotFitError as error:
@@ -63,8 +67,13 @@ def test_a_placement_fits_and_leaves_no_room_unused(
     assert used <= limit
     check_placement(demand, placement, limit)
     assert len(placement.streamed_layers) == len(set(placement.streamed_layers)) <= layers
+    lent = placement.lent_kv_blocks
+    assert placement.resident_kv_blocks + lent <= demand.kv_blocks
     if placement.resident_kv_blocks < demand.kv_blocks:
-        assert used + kv.block_bytes > limit
+        # While a prompt is read, or if that is more in passes, no block more would fit.
+        assert device_bytes(demand, replace(placement, lent_kv_blocks=0)) + kv.block_bytes > limit
+    if placement.resident_kv_blocks + lent < demand.kv_blocks:
+        assert device_bytes(replace(demand, reading_bytes=0), placement) + kv.block_bytes > limit
     if placement.streamed_layers and placement.resident_kv_blocks:
         assert (
             limit - used + placement.resident_kv_blocks * kv.block_bytes < layer_bytes + embedding
@@ -78,6 +87,8 @@ def test_llama2_7b_at_128k_on_24_gb_streams_kv_and_keeps_weights() -> None:
     assert placement.streamed_layers == ()
     assert 0 < placement.resident_kv_blocks < llama2_7b().kv_blocks
     assert placement.kv_slots * llama2_7b().kv.block_bytes <= 256 << 20
+    # What only reading needs holds blocks afterwards.
+    assert placement.lent_kv_blocks == (5 * GIB // 2) // llama2_7b().kv.block_bytes
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers() -> None:

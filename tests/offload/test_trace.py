@@ -107,8 +107,8 @@ def test_a_copy_is_in_it_as_it_ran() -> None:
 def test_off_there_is_nothing_in_the_way(tiny) -> None:
     path, _ = tiny("llama")
     with Engine.from_pretrained(path, **OPTIONS) as engine:
-        assert type(engine._runtime.link) is EmulatedLink
-        assert isinstance(engine._runtime.trace, NoTrace)
+        assert type(engine.runtime.link) is EmulatedLink
+        assert isinstance(engine.runtime.trace, NoTrace)
 
 
 def test_a_trace_that_cannot_be_written_in_the_end_loses_nothing_else(tiny, tmp_path) -> None:

@@ -6,85 +6,38 @@ rates measured in the same process: of the link, of copies on the device, of mat
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from offload.kv.scores import ChunkScores
-from offload.runtime import Runtime, Session
+from offload.passes import Passes
 from offload.units import format_bytes
+from triforce_core.bench.rows import Row
+from triforce_core.bench.settings import BenchSettings
 from triforce_core.decoding.acceptance import make_rule
 from triforce_core.decoding.autoregressive import Autoregressive
-from triforce_core.decoding.hierarchy import Target
+from triforce_core.decoding.context import Context, make_drafter
+from triforce_core.decoding.hierarchy import RetrievalModel, Target
 from triforce_core.decoding.levels import Text
 from triforce_core.decoding.resident import USES_BEFORE
-from triforce_core.decoding.retrieval import POLICIES
-from triforce_core.loading import choose_dtype, load
+from triforce_core.loading import load
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.random_checkpoint import RandomCheckpoint
 from triforce_core.params import SamplingParams
 from triforce_core.planner.costs import prefill_flops
-from triforce_core.settings import MachineSettings, MethodSettings
-from triforce_core.sizing.demand import PREFILL_CHUNK
+from triforce_core.settings import NO_DRAFTER, EngineConfig, MethodSettings
 
-TESTS = ("link", "pass", "retrieval", "drafter", "prefill", "decode")
 _PARAMS = SamplingParams(max_new_tokens=1, temperature=0.6, top_p=0.9)
 _LINK_BYTES = 512 << 20
+# Prompts and tokens after them that take longer are not repeated as often as asked.
 _LONG_SECONDS = 20.0
-"""Prompts and tokens after them that take longer are not repeated as often as asked."""
-
-
-@dataclass(frozen=True)
-class BenchSettings:
-    """context: tokens in the KV cache before what is timed. draft_tokens: verified by a pass.
-
-    new_tokens: decoded one by one after the prompt that `prefill` and `decode` read
-    """
-
-    shape: str
-    context: int
-    draft_shape: str = "llama-68m"
-    tests: tuple[str, ...] = TESTS
-    repeats: int = 5
-    draft_tokens: int = 24
-    budget: int | None = None
-    new_tokens: int = 16
-
-
-@dataclass(frozen=True)
-class Row:
-    """One figure. amount / seconds is its rate; floor_seconds: the least its hardware allows."""
-
-    test: str
-    what: str
-    seconds: tuple[float, ...]
-    amount: float
-    unit: str
-    floor_seconds: float | None = None
-    floor: str = ""
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "test": self.test,
-            "what": self.what,
-            "median_seconds": self.median,
-            "rate": self.amount / self.median,
-            "rate_unit": self.unit,
-            "floor": self.floor or None,
-            "floor_seconds": self.floor_seconds,
-            "ratio_to_floor": self.floor_seconds and self.median / self.floor_seconds,
-            "seconds": list(self.seconds),
-        }
+# Copies and products that are timed together, so that launching and waiting weigh little.
+_AT_ONCE = 8
 
 
 class Bench:
@@ -93,51 +46,54 @@ class Bench:
     def __init__(
         self,
         settings: BenchSettings,
-        config: ModelConfig,
-        draft_config: ModelConfig | None,
-        machine: MachineSettings,
-        dtype: str,
+        shape: ModelConfig,
+        draft_shape: ModelConfig | None,
+        config: EngineConfig,
         resources: ExitStack,
     ) -> None:
-        """draft_config: of the drafter, None for none. Raises DoesNotFitError or UsageError."""
+        """shape, draft_shape: of the model, and of the drafter or None for none. config: its method
+        is the benchmark's own.
+
+        Raises DoesNotFitError or UsageError.
+        """
         self.settings = settings
-        self.config = config
-        self.dtype = choose_dtype(dtype, "float16", machine.device)
-        self._device = machine.device
+        self.shape = shape
         method = MethodSettings(
-            draft="random" if draft_config else "none",
+            draft="random" if draft_shape else NO_DRAFTER,
             draft_tokens=max(settings.draft_tokens, settings.new_tokens),
             budget=settings.budget,
         )
         # The drafter speaks the model's tokens, whatever its own shape says.
-        drafter = draft_config and RandomCheckpoint(replace(draft_config, vocab=config.vocab))
+        drafter = draft_shape and RandomCheckpoint(replace(draft_shape, vocab=shape.vocab))
         # A run over the random context keeps a token; twice, for warming up and for both lengths.
-        self._room = 4 * (settings.repeats + 2) + settings.new_tokens
-        self._model, self.runtime, self._drafting, opened = load(
-            RandomCheckpoint(config),
-            machine,
-            self.dtype,
-            settings.context + self._room,
-            method,
+        room = 4 * (settings.repeats + 2) + settings.new_tokens
+        self.models = load(
+            RandomCheckpoint(shape),
+            replace(config, method=method),
+            settings.context + room,
             drafter,
-            None,
-            None,
             lambda *_: None,
         )
-        resources.enter_context(opened)
+        resources.callback(self.models.close)
+        self.runtime = self.models.runtime
+        self.dtype = self.runtime.demand.kv.dtype
+        self._device = self.runtime.memory.device
 
     def rows(self) -> Iterator[Row]:
         """Runs the tests, one after another. Tests that this model has no level for give no row."""
         tests = self.settings.tests
-        with torch.inference_mode():
+        with torch.inference_mode(), self.runtime.memory.current():
             if "link" in tests:
                 yield from self._link()
             if set(tests) - {"link"}:
                 yield from self._host()
-            if {"pass", "retrieval", "drafter"} & set(tests):
+            if {"pass", "retrieval"} & set(tests):
                 if "retrieval" in tests:
-                    _ = self.device_copy_bytes_per_second  # now: a context leaves no room for it
+                    # Now: a context leaves no room for it.
+                    _ = self.device_copy_bytes_per_second
                 yield from self._over_random_context()
+            if "drafter" in tests and self.models.small:
+                yield self._drafter()
             if {"prefill", "decode"} & set(tests):
                 yield from self._from_a_prompt()
 
@@ -181,7 +137,7 @@ class Bench:
                 yield Row("link", what, seconds, count * size / 1e9, "GB/s")
 
     def _host(self) -> Iterator[Row]:
-        """Host memory of a whole context, which requests then take from."""
+        """Host memory of a whole context, which texts then take from."""
         runtime, blocks = self.runtime, self.runtime.host_blocks
         demand = runtime.demand
         streamed = demand.kv_blocks - min(runtime.placement.resident_kv_blocks, demand.kv_blocks)
@@ -197,46 +153,34 @@ class Bench:
         yield Row("host", what, seconds, blocks.nbytes / 1e9, "GB/s")
 
     def _over_random_context(self) -> Iterator[Row]:
-        settings, runtime = self.settings, self.runtime
-        tests, context = settings.tests, settings.context
-        whole = context + self._room
-        with ExitStack() as stack:
-            scores = None
-            if self._drafting.budget:
-                score = POLICIES[self._drafting.settings.retrieval]
-                scores = ChunkScores(
-                    runtime.demand.kv,
-                    self._drafting.settings.chunk_size,
-                    whole,
-                    score,
-                    runtime.memory,
-                )
-                stack.callback(scores.close)
-            session = stack.enter_context(runtime.session(context, self._room, scores))
-            fill_randomly(session, runtime, context)
-            target = Target(self._model, session, _PARAMS, self._device)
+        settings = self.settings
+        context = Context(self.models)
+        try:
+            fill_randomly(context.passes, settings.context)
+            target = Target(context, _PARAMS)
             target.laws(self._tokens(1))
-            target.keep(1)
-            if "pass" in tests:
+            target.keep([0])
+            if "pass" in settings.tests:
                 for tokens in (1, settings.draft_tokens + 1):
-                    yield self._pass(session, target, tokens)
-            if "retrieval" in tests and scores:
-                yield self._retrieval(session, scores, stack)
-            if "drafter" in tests and self._drafting.settings.draft_model:
-                yield self._drafter(stack)
+                    yield self._pass(context.passes, target, tokens)
+            if "retrieval" in settings.tests and context.retrieval:
+                yield self._retrieval(context)
+        finally:
+            context.close()
 
-    def _pass(self, session: Session, target: Target, tokens: int) -> Row:
+    def _pass(self, passes: Passes, target: Target, tokens: int) -> Row:
         """From the end of one pass to the end of the next, whose copies begin in between."""
         feed = self._tokens(tokens)
 
         def verify() -> None:
             target.laws(feed)
-            target.keep(1)
-            session.begin_pass()
+            target.keep([0])
+            passes.begin()
 
-        before, passes = session.pass_bytes, session.passes
+        before = passes.counters
         seconds = self._times(verify)
-        moved = (session.pass_bytes - before) / (session.passes - passes)
+        counted = passes.counters - before
+        moved = counted.bytes_to_device / counted.passes
         bandwidth = self.runtime.link.bandwidth
         what = f"{tokens} token{'s' if tokens > 1 else ''} after {self.settings.context}"
         if not moved or bandwidth is None:
@@ -245,11 +189,9 @@ class Bench:
             "pass", what, seconds, moved / 1e9, "GB/s", moved / bandwidth, "bytes over the link"
         )
 
-    def _retrieval(self, session: Session, scores: ChunkScores, stack: ExitStack) -> Row:
-        context = session.kv.length + self._room
-        level, cache = self._drafting.retrieval_model(
-            self._model, self.runtime, session, scores, _PARAMS, context, stack
-        )
+    def _retrieval(self, context: Context) -> Row:
+        level, cache = RetrievalModel(context, _PARAMS), context.retrieval
+        context.passes.end()
         cache.refresh(1)
         feed = self._tokens(1)
 
@@ -265,32 +207,37 @@ class Bench:
         name = "weights and cache at the rate of a copy on the device"
         return Row("retrieval", what, seconds, 1, "tokens/s", floor, name)
 
-    def _drafter(self, stack: ExitStack) -> Row:
-        rule = make_rule("optimal", 0, self._device)
-        drafter = self._drafting.drafter(self._model, self.runtime, _PARAMS, rule, stack)
-        text = Text(torch.arange(300).remainder(self.config.vocab).tolist())
-        count = 8
+    def _drafter(self) -> Row:
+        drafter = make_drafter(self.models)
+        try:
+            proposer = drafter.proposer(_PARAMS, make_rule("optimal", 0, self._device))
+            text = Text(torch.arange(300).remainder(self.shape.vocab).tolist())
+            count = 8
 
-        def draft() -> None:
-            drafter.propose(text, count)
+            def draft() -> None:
+                proposer.propose(text, count)
 
-        times = self._times(draft, 4 * self.settings.repeats, before=USES_BEFORE + 1)
+            times = self._times(draft, 4 * self.settings.repeats, before=USES_BEFORE + 1)
+        finally:
+            drafter.close()
         seconds = tuple(time / count for time in times)
         return Row("drafter", f"one of {count} tokens", seconds, 1, "tokens/s")
 
     def _from_a_prompt(self) -> Iterator[Row]:
-        settings, runtime = self.settings, self.runtime
-        context = settings.context
-        prompt = self._tokens(context).tolist()
+        settings = self.settings
+        prompt = self._tokens(settings.context).tolist()
         prefills: list[float] = []
         decodes: list[float] = []
-        for _ in range(settings.repeats):
-            with runtime.session(context, settings.new_tokens + 1) as session:
-                rule = make_rule("optimal", 0, self._device)
-                decoder = Autoregressive(self._model, session, _PARAMS, rule)
+        # Plain decoding, without any level that drafts.
+        plain = replace(self.models, method=MethodSettings("autoregressive"), budget=0)
+        context = Context(plain)
+        try:
+            for _ in range(settings.repeats):
+                decoder = Autoregressive(context, _PARAMS, make_rule("optimal", 0, self._device))
                 began = time.perf_counter()
-                decoder.prefill(prompt, PREFILL_CHUNK, lambda _: None)
-                runtime.link.synchronize()
+                read = context.read(prompt, settings.new_tokens + 1, lambda _: None, reuse=False)
+                decoder.start(read)
+                self.runtime.link.synchronize()
                 self._settle()
                 prefills.append(time.perf_counter() - began)
                 decoder.step(settings.new_tokens + 1)
@@ -300,21 +247,24 @@ class Bench:
                     decodes.append(time.perf_counter() - began)
                     if sum(decodes) > _LONG_SECONDS:
                         break
-            if sum(prefills) + sum(decodes) > _LONG_SECONDS:
-                break
+                if sum(prefills) + sum(decodes) > _LONG_SECONDS:
+                    break
+        finally:
+            context.close()
         if "prefill" in settings.tests:
-            flops = prefill_flops(self.config, context)
+            flops = prefill_flops(self.shape, settings.context)
             floor = flops / self.matmul_flops_per_second
-            what = f"{context} tokens"
+            what = f"{settings.context} tokens"
             name = f"{flops:.2e} FLOP at the rate of one large matrix product"
-            yield Row("prefill", what, tuple(prefills), context, "tokens/s", floor, name)
+            amount = settings.context
+            yield Row("prefill", what, tuple(prefills), amount, "tokens/s", floor, name)
         if "decode" in settings.tests:
-            what = f"one token a pass, after {context}"
+            what = f"one token a pass, after {settings.context}"
             yield Row("decode", what, tuple(decodes), 1, "tokens/s")
 
     def _tokens(self, count: int) -> torch.Tensor:
         ids = torch.arange(count, device=self._device) * 7919
-        return ids.remainder(self.config.vocab)
+        return ids.remainder(self.shape.vocab)
 
     def _times(
         self, run: Callable[[], Any], repeats: int | None = None, *, before: int = 1
@@ -335,7 +285,7 @@ class Bench:
 
 
 def _repeated(run: Callable[[], Any]) -> Callable[[], None]:
-    """Several times, so that launching and waiting weigh little."""
+    """Several times in a row."""
 
     def repeated() -> None:
         for _ in range(_AT_ONCE):
@@ -344,17 +294,12 @@ def _repeated(run: Callable[[], Any]) -> Callable[[], None]:
     return repeated
 
 
-_AT_ONCE = 8
-
-
-def fill_randomly(session: Session, runtime: Runtime, tokens: int) -> None:
-    """Fills a session with `tokens` tokens of random keys and values, where a prompt would go."""
-    shape = runtime.demand.kv
-    size = (2, shape.kv_heads, tokens, shape.head_dim)
-    kv = torch.empty(size, dtype=shape.dtype, device=runtime.memory.device)
-    for layer in range(shape.layers):
-        if layer < 2:
-            kv.normal_()
-        session.kv.fill(layer, kv)
-    session.kv.commit_fill(tokens)
-    runtime.link.synchronize()
+def fill_randomly(passes: Passes, tokens: int) -> None:
+    """Fills a text's KV with `tokens` tokens of random keys and values, as reading it would."""
+    with passes.reading(tokens) as cache:
+        # Nothing is computed, so weights need not come.
+        passes.end()
+        for layer in range(passes.kv.shape.layers):
+            if layer < 2:
+                cache.gathered.normal_()
+            passes.kv.fill(layer, cache.gathered, tokens, last=True)

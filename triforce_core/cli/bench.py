@@ -10,46 +10,28 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from offload.errors import UsageError
 from offload.machine.hardware import provenance
 from offload.units import format_bytes
-from triforce_core.bench.bench import TESTS, Bench, BenchSettings, Row
-from triforce_core.engine import machine_settings
+from triforce_core.bench.bench import Bench
+from triforce_core.bench.rows import Row
+from triforce_core.bench.settings import TESTS, BenchSettings
+from triforce_core.cli.options import given
 from triforce_core.model.shapes import for_timing, read_shape
+from triforce_core.settings import NO_DRAFTER, EngineConfig, MachineSettings
 
 
 def bench(args: argparse.Namespace) -> int:
     """Runs the tests and prints them, each to stderr as it ends. Returns the exit code."""
+    fields = given(args, BenchSettings)
     tests = TESTS if args.tests == "all" else tuple(args.tests.split(","))
-    for test in tests:
-        if test not in TESTS:
-            raise UsageError(f"test {test!r} is not one of {', '.join(TESTS)}")
-    for name, least in (("context", 64), ("repeats", 1), ("draft_tokens", 1)):
-        if getattr(args, name) < least:
-            raise UsageError(
-                f"--{name.replace('_', '-')} must be {least} or more, got {getattr(args, name)}"
-            )
-    settings = BenchSettings(
-        args.shape,
-        args.context,
-        args.draft_shape,
-        tests,
-        args.repeats,
-        args.draft_tokens,
-        args.budget,
-    )
-    config = for_timing(read_shape(args.shape))
-    draft = None if args.draft_shape == "none" else read_shape(args.draft_shape)
-    machine = machine_settings(
-        args.device,
-        args.device_memory,
-        args.link_bandwidth,
-        pin=not args.no_pin,
-        graphs=not args.no_graphs,
-    )
+    settings = BenchSettings(**fields | {"tests": tests})
+    config = for_timing(read_shape(settings.shape))
+    draft = None if settings.draft_shape == NO_DRAFTER else read_shape(settings.draft_shape)
+    machine = MachineSettings(**given(args, MachineSettings))
+    dtype = given(args, EngineConfig).get("dtype", EngineConfig.dtype)
     rows: list[Row] = []
     with ExitStack() as stack:
-        running = Bench(settings, config, draft, machine, args.dtype, stack)
+        running = Bench(settings, config, draft, EngineConfig(machine, dtype=dtype), stack)
         about = describe(running)
         try:
             with running.runtime.memory.typed_errors():

@@ -11,104 +11,78 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from offload.errors import UsageError
 from offload.files import write_whole
 from triforce_core.cli.codes import INTERRUPTED
+from triforce_core.cli.options import engine_config, given
+from triforce_core.cli.prompt import read_prompt
 from triforce_core.cli.report import LEVEL_LEGEND, ProgressBars, colored, print_run
 from triforce_core.engine import Engine, check_context
-from triforce_core.model.checkpoint import open_checkpoint, resolve
-from triforce_core.model.tokenizer import load_tokenizer
+from triforce_core.loading import OpenModel
 from triforce_core.params import SamplingParams
 from triforce_core.planner.plan import Plan
-from triforce_core.settings import AUTO
+from triforce_core.settings import EngineConfig
 from triforce_core.stream import Completion
 
 
-def generate(args: argparse.Namespace, prompt: str) -> int:
+def generate(args: argparse.Namespace) -> int:
     """Loads the model, streams the text to stdout and reports on stderr. Returns the exit code."""
-    params = SamplingParams(
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        seed=args.seed,
-    )
-    plan = _plan(args)
-    path = resolve(args.model)
-    checkpoint = open_checkpoint(path)
-    positions = checkpoint.config.positions
-    checkpoint.close()
-    tokenizer = load_tokenizer(path)
-    if tokenizer is None:
-        raise UsageError(f"{path} has no tokenizer")
-    token_ids = tokenizer.encode(prompt, chat=args.chat)
-    check_context(len(token_ids), args.max_new_tokens, positions, "the model has")
-    if args.color_levels and not args.quiet:
-        print(LEVEL_LEGEND, file=sys.stderr)
-    with ProgressBars(show=not args.quiet) as bars:
-        engine = Engine.from_pretrained(
-            path,
-            device=args.device,
-            device_memory=args.device_memory,
-            link_bandwidth=args.link_bandwidth,
-            dtype=args.dtype,
-            method=_or(args.method, "triforce"),
-            draft=_or(args.draft, AUTO),
-            draft_tokens=_or(args.draft_tokens, AUTO),
-            inner_draft_tokens=_or(args.inner_draft_tokens, AUTO),
-            budget=args.budget,
-            chunk_size=args.chunk_size,
-            retrieval=args.retrieval,
-            accept=args.accept,
-            plan=plan,
-            max_context=len(token_ids) + args.max_new_tokens,
-            pin=not args.no_pin,
-            cuda_graphs=not args.no_graphs,
-            trace=args.trace,
-            tokenizer=tokenizer,
-            progress=bars.update,
-        )
-        with engine, _interruptible(engine, bars):
-            if not args.quiet:
-                print(f"plan: {engine.plan_line}", file=sys.stderr)
-            stream = engine.stream(token_ids, params)
-            try:
-                for piece in stream.pieces():
-                    bars.stop()  # the text owns the terminal from its first piece on
-                    sys.stdout.write(colored(piece) if args.color_levels else piece.text)
-                    sys.stdout.flush()
-            finally:
-                bars.stop()
-                if stream.ended:
-                    _report(stream.result, args)
+    prompt = read_prompt(args)
+    params = SamplingParams(**given(args, SamplingParams))
+    config = engine_config(args, _planned(args))
+    with OpenModel.at(args.model) as model:
+        if model.tokenizer is None:
+            raise UsageError(f"{model.checkpoint.path} has no tokenizer")
+        token_ids = model.tokenizer.encode(prompt, chat=args.chat)
+        new = params.max_new_tokens
+        check_context(len(token_ids), new, model.checkpoint.config.positions, "the model has")
+        if args.color_levels and not args.quiet:
+            print(LEVEL_LEGEND, file=sys.stderr)
+        with ProgressBars(show=not args.quiet) as bars:
+            engine = Engine.from_pretrained(
+                model, replace(config, max_context=len(token_ids) + new), progress=bars.update
+            )
+            model.close()
+            with engine, _interruptible(engine, bars):
+                return _stream(engine, token_ids, params, bars, args)
+
+
+def _stream(
+    engine: Engine,
+    token_ids: list[int],
+    params: SamplingParams,
+    bars: ProgressBars,
+    args: argparse.Namespace,
+) -> int:
+    if not args.quiet:
+        print(f"plan: {engine.plan_line}", file=sys.stderr)
+    stream = engine.stream(token_ids, params)
+    try:
+        for piece in stream.pieces():
+            # The text owns the terminal from its first piece on.
+            bars.stop()
+            sys.stdout.write(colored(piece) if args.color_levels else piece.text)
+            sys.stdout.flush()
+    finally:
+        bars.stop()
+        if stream.ended:
+            _report(stream.result, args)
     return INTERRUPTED if stream.result.finish_reason == "interrupted" else 0
 
 
-def _plan(args: argparse.Namespace) -> Plan | None:
-    """The plan of a file, with what flags say instead. Raises UsageError."""
-    changes = {name: getattr(args, name) for name in _PLAN_FLAGS}
-    changes = {name: value for name, value in changes.items() if value is not None}
+def _planned(args: argparse.Namespace) -> EngineConfig | None:
+    """What the plan of a file says, if one is given. Raises UsageError."""
+    blocks = args.resident_kv_blocks
     if args.plan is None:
-        if args.resident_kv_blocks is not None:
+        if blocks is not None:
             raise UsageError("--resident-kv-blocks changes a plan; give one with --plan")
         return None
-    return replace(Plan.read(args.plan), **changes)
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-_PLAN_FLAGS = (
-    "method",
-    "draft",
-    "draft_tokens",
-    "inner_draft_tokens",
-    "budget",
-    "resident_kv_blocks",
-)
+    plan = Plan.read(args.plan)
+    if blocks is not None:
+        placement = replace(plan.placement, resident_kv_blocks=blocks, lent_kv_blocks=0)
+        plan = replace(plan, placement=placement)
+    return plan.config(EngineConfig())
 
 
 def _report(result: Completion, args: argparse.Namespace) -> None:
@@ -135,7 +109,8 @@ def _interruptible(engine: Engine, bars: ProgressBars) -> Iterator[None]:
         signal.signal(signal.SIGINT, leave)
 
     def leave(*_: object) -> None:
-        bars.stop()  # gives the terminal its cursor back
+        # Gives the terminal its cursor back.
+        bars.stop()
         os._exit(INTERRUPTED)
 
     before = signal.signal(signal.SIGINT, interrupt)

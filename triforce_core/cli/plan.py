@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from offload.errors import UsageError
@@ -15,27 +15,19 @@ from offload.link.trace import write_spans
 from offload.machine.profiles import Hardware, gpu_names, named, with_link
 from offload.units import parse_bandwidth, parse_bytes
 from triforce_core.cli.plan_report import print_plan, print_sweep
+from triforce_core.cli.plot import plot
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.tensors import kv_shape, matrices
 from triforce_core.planner.acceptance_curve import MODEL_ACCEPTANCE, AcceptanceCurve
 from triforce_core.planner.candidates import Candidate, Case
 from triforce_core.planner.plan import Plan
-from triforce_core.planner.prediction import Prediction, case_dict, predict, predict_published
-from triforce_core.planner.published import Published
+from triforce_core.planner.prediction import case_dict, predict
 from triforce_core.planner.search import choose
-from triforce_core.planner.sweep import plot, sweep
+from triforce_core.planner.sweep import sweep
 from triforce_core.planner.trace import trace_of
-from triforce_core.settings import AUTO, DEFAULT_BUDGET, MOST_DRAFT_TOKENS
+from triforce_core.settings import AUTO, DEFAULT_BUDGET, MOST_DRAFT_TOKENS, NGRAM, NO_DRAFTER
 from triforce_core.sizing.demand import choose_block_tokens
-
-_PLAN_FIELDS = (
-    "streamed_layers",
-    "embedding_resident",
-    "weight_slots",
-    "kv_slots",
-    "staging_slots",
-)
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -45,22 +37,18 @@ def plan(args: argparse.Namespace) -> int:
     case = _case(args)
     if args.sweep or args.plot:
         return _sweep(args, case)
-    prediction, chosen = _solve(args, case)
+    chosen = _of_file(args, case) if args.plan else choose(case)
+    prediction = predict(chosen)
     compared = None
     if args.compare:
         compared = predict(choose(replace(case, fixed={"method": args.compare})))
     if args.save:
-        if chosen is None:
-            raise UsageError("--save writes a plan of this runtime; leave --as-published away")
         replace(chosen.plan, predicted=prediction.as_dict()).write(args.save)
     if args.trace:
-        if chosen is None:
-            raise UsageError("--trace shows this runtime's schedule; leave --as-published away")
         write_spans(trace_of(chosen), Path(args.trace), {"simulated": True, "model": args.model})
     if args.json:
         whole = case_dict(case, args.model) | prediction.as_dict()
-        if chosen:
-            whole["plan"] = chosen.plan.as_dict()
+        whole["plan"] = chosen.plan.as_dict()
         if compared:
             whole["compared"] = compared.as_dict()
             whole["speed_up"] = compared.seconds_per_token / prediction.seconds_per_token
@@ -70,24 +58,15 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _solve(args: argparse.Namespace, case: Case) -> tuple[Prediction, Candidate | None]:
-    if args.as_published:
-        published = _published(args, case)
-        published.check()
-        return predict_published(published), None
-    chosen = _of_file(args, case) if args.plan else choose(case)
-    return predict(chosen), chosen
-
-
 def _case(args: argparse.Namespace) -> Case:
     """What is planned for, from the arguments and from the plan that was given."""
     config = read_shape(args.model)
     dtype = DTYPES[args.dtype]
     given = Plan.read(args.plan) if args.plan else None
     context = args.context or (given.context_tokens if given else min(131072, config.positions))
-    draft = args.draft if args.draft is not None else given.draft if given else AUTO
+    draft = args.draft if args.draft is not None else given.method.draft if given else AUTO
     draft_config = None
-    if draft not in (AUTO, "ngram", "none"):
+    if draft not in (AUTO, NGRAM, NO_DRAFTER):
         draft_config = read_shape(draft)
     case = Case(
         config=config,
@@ -118,7 +97,7 @@ def _case(args: argparse.Namespace) -> Case:
     if args.method:
         fixed["method"] = args.method
     case = replace(case, fixed=fixed)
-    if args.resident_kv is not None and not args.as_published:
+    if args.resident_kv is not None:
         fixed["resident_kv_blocks"] = _resident_blocks(args.resident_kv, case)
     return case
 
@@ -173,45 +152,25 @@ def _resident_blocks(text: str, case: Case) -> int:
     return int(digits) * (case.context // tokens)
 
 
-def _published(args: argparse.Namespace, case: Case) -> Published:
-    drafts = args.method != "autoregressive"
-    text = (args.resident_kv or "0").removesuffix("layers")
-    if not text.isdigit():
-        raise UsageError(f"--resident-kv takes layers as published, got {args.resident_kv!r}")
-    curve = case.curve
-    if args.inner_acceptance is None:
-        curve = replace(curve, inner=MODEL_ACCEPTANCE)
-    return Published(
-        replace(case, curve=curve),
-        budget=(args.budget or DEFAULT_BUDGET) if drafts else 0,
-        gamma=(args.draft_tokens or 16) if drafts else 0,
-        resident_layers=int(text),
-    )
-
-
 def _of_file(args: argparse.Namespace, case: Case) -> Candidate:
     """The plan of a file, with what flags say instead."""
     given = Plan.read(args.plan)
-    placed = {name: getattr(given, name) for name in _PLAN_FIELDS}
-    fixed: dict[str, object] = {
-        **placed,
-        "method": given.method,
+    fixed: dict[str, object] = asdict(given.placement) | {
+        "method": given.method.method,
         "block_tokens": given.block_tokens,
-        "resident_kv_blocks": given.resident_kv_blocks,
     }
     if given.budget:
         fixed["budget"] = given.budget
     for name in ("draft_tokens", "inner_draft_tokens"):
-        if (length := getattr(given, name)) != AUTO:
+        if (length := getattr(given.method, name)) != AUTO:
             fixed[name] = length
-    case = replace(case, fixed=fixed | case.fixed)
-    return choose(case)
+    if "resident_kv_blocks" in case.fixed:
+        del fixed["lent_kv_blocks"]
+    return choose(replace(case, fixed=fixed | case.fixed))
 
 
 def _sweep(args: argparse.Namespace, case: Case) -> int:
     kind = args.sweep or "context"
-    if args.as_published:
-        raise UsageError("--sweep plans for this runtime; leave --as-published away")
     rows = sweep(case, kind)
     if args.plot:
         plot(rows, kind, args.model, Path(args.plot))

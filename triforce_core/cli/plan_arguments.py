@@ -53,11 +53,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="of weights and KV; float32 on the emulated device",
     )
     add(
-        "--as-published",
-        action="store_true",
-        help="the published TriForce's own schedule with these settings",
-    )
-    add(
         "--compare",
         choices=METHODS,
         help="beside the best plan of another method",

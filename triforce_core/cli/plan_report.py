@@ -16,26 +16,24 @@ def print_plan(
     case: Case,
     model: str,
     prediction: Prediction,
-    chosen: Candidate | None,
+    chosen: Candidate,
     compared: Prediction | None,
 ) -> None:
-    """Tables on standard output. chosen: None as published."""
+    """Tables on standard output."""
     console = _console()
     hardware = case.hardware
     cards = f"{hardware.gpus} x {hardware.name}" if hardware.gpus > 1 else hardware.name
-    way = "" if chosen else ", AS PUBLISHED"
     console.print(
         f"SIMULATED: {model} ({case.dtype.name}), {case.context} tokens of context, on {cards}; "
-        f"{links(hardware)}{way}",
+        f"{links(hardware)}",
         highlight=False,
         soft_wrap=True,
     )
     console.print(_places(prediction, hardware.gpus))
     console.print(_seconds(prediction))
     console.print(f"Bottleneck: {prediction.bottleneck}.", highlight=False, soft_wrap=True)
-    if chosen:
-        line = chosen.plan.line(case.config.layers, chosen.demand.kv_blocks)
-        console.print(f"Plan: {line}.", highlight=False, soft_wrap=True)
+    line = chosen.plan.line(case.config.layers, chosen.demand.kv_blocks)
+    console.print(f"Plan: {line}.", highlight=False, soft_wrap=True)
     if compared:
         ratio = compared.seconds_per_token / prediction.seconds_per_token
         console.print(
@@ -87,25 +85,24 @@ def _places(prediction: Prediction, gpus: int) -> Table:
     memory, placement = prediction.memory, prediction.placement
     table = Table("what", "where", "size", title_justify="left")
     each = " of each GPU" if gpus > 1 else ""
-    if "weights_bytes" in memory:
-        layers, resident = placement["layers"], placement["resident_weight_layers"]
-        blocks, kept = placement["kv_blocks"], placement["resident_kv_blocks"]
-        for what, where, size in (
-            (f"weights, {resident} of {layers} layers and ends", "device", "weights_bytes"),
-            (f"weights, {layers - resident} layers", "host, streamed", "streamed_weights_bytes"),
-            (f"KV, {kept} of {blocks} blocks and the tail", "device", "resident_kv_bytes"),
-            (f"KV, {blocks - kept} blocks", "host, streamed", "streamed_kv_bytes"),
-            (f"what drafts, budget {placement['budget']}", "device", "drafting_bytes"),
-            ("slots", "device", "slots_bytes"),
-            ("workspace", "device", "workspace_bytes"),
-        ):
-            if memory[size]:
-                table.add_row(what, where, format_bytes(memory[size]))
-        table.add_section()
-    else:
-        table.add_row(
-            f"KV, {placement['resident_kv_layers']} of {placement['layers']} layers", "device", ""
-        )
+    layers, resident = placement["layers"], placement["resident_weight_layers"]
+    blocks, kept = placement["kv_blocks"], placement["resident_kv_blocks"]
+    lent = placement["lent_kv_blocks"]
+    workspace = "workspace"
+    if lent:
+        workspace += f" of the prompt, then KV, {lent} blocks"
+    for what, where, size in (
+        (f"weights, {resident} of {layers} layers and ends", "device", "weights_bytes"),
+        (f"weights, {layers - resident} layers", "host, streamed", "streamed_weights_bytes"),
+        (f"KV, {kept - lent} of {blocks} blocks and the tail", "device", "resident_kv_bytes"),
+        (f"KV, {blocks - kept} blocks", "host, streamed", "streamed_kv_bytes"),
+        (f"what drafts, budget {placement['budget']}", "device", "drafting_bytes"),
+        ("slots", "device", "slots_bytes"),
+        (workspace, "device", "workspace_bytes"),
+    ):
+        if memory[size]:
+            table.add_row(what, where, format_bytes(memory[size]))
+    table.add_section()
     available = format_bytes(memory["device_available_bytes"])
     table.add_row(f"device{each}, of {available}", "", format_bytes(memory["device_bytes"]))
     table.add_row("host", "", format_bytes(memory["host_bytes"]))

@@ -18,12 +18,13 @@ from triforce_core.decoding.laws import draw
 class Draft(NamedTuple):
     """Proposed tokens, each with the law it was drawn from.
 
-    tokens: [n] int64; laws: [n, vocab] float32
+    tokens: [n] int64
+    laws: [n, vocab] float32; None where each is one-hot: the token was sure to be proposed
     confidence: the greatest probability of each law, where the proposer looked
     """
 
     tokens: torch.Tensor
-    laws: torch.Tensor
+    laws: torch.Tensor | None = None
     confidence: Sequence[float] = ()
 
 
@@ -51,7 +52,7 @@ class Rule(Protocol):
 
 def accept(
     tokens: torch.Tensor,
-    draft_laws: torch.Tensor,
+    draft_laws: torch.Tensor | None,
     target_laws: torch.Tensor,
     generator: torch.Generator,
 ) -> Verdict:
@@ -62,15 +63,16 @@ def accept(
     has law p given those before it, whatever q is, as long as x was drawn from it.
 
     tokens [..., n], draft_laws [..., n, vocab], target_laws [..., n + 1, vocab]; n may be 0.
+    Without draft_laws each is one-hot.
     """
-    many, (n, vocab) = tokens.shape[:-1], draft_laws.shape[-2:]
+    many, n, vocab = tokens.shape[:-1], tokens.shape[-1], target_laws.shape[-1]
     drafts = many.numel()
     coins = torch.rand(
         (drafts, n + 1), dtype=torch.float64, device=tokens.device, generator=generator
     )
     accepted, token = sampling.accept(
         tokens.reshape(drafts, n),
-        draft_laws.reshape(drafts, n, vocab),
+        None if draft_laws is None else draft_laws.reshape(drafts, n, vocab),
         target_laws.reshape(drafts, n + 1, vocab),
         coins,
     )

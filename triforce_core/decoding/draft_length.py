@@ -24,7 +24,7 @@ class DraftLength(Protocol):
     def goes_on(self, confidence: Sequence[float]) -> bool:
         """Whether to draft one more token after some whose laws peak at `confidence`."""
 
-    def observe(self, turn: Observed) -> None: ...
+    def observe(self, outcome: Observed) -> None: ...
 
 
 class Fixed:
@@ -37,7 +37,7 @@ class Fixed:
     def goes_on(self, confidence: Sequence[float]) -> bool:
         return True
 
-    def observe(self, turn: Observed) -> None:
+    def observe(self, outcome: Observed) -> None:
         pass
 
 
@@ -106,21 +106,21 @@ class Auto:
             )
         return alive * self._seconds_per_token > self._per_draft + self._verify.slope
 
-    def observe(self, turn: Observed) -> None:
+    def observe(self, outcome: Observed) -> None:
         for counts in (self._held, self._examined, self._sure_held, self._sure_examined):
             counts[:] = [count * _MEMORY for count in counts]
-        examined = min(turn.accepted + 1, turn.drafted)
+        examined = min(outcome.accepted + 1, outcome.drafted)
         for i in range(min(examined, self._most)):
             self._examined[i] += 1
-            self._held[i] += i < turn.accepted
-        for i, sure in enumerate(turn.confidence[:examined]):
+            self._held[i] += i < outcome.accepted
+        for i, sure in enumerate(outcome.confidence[:examined]):
             which = bisect(_CONFIDENCE, sure)
             self._sure_examined[which] += 1
-            self._sure_held[which] += i < turn.accepted
-        self._verify.observe(turn.drafted, turn.verify_seconds)
-        if turn.drafted:
-            self._draft_seconds = self._draft_seconds * _MEMORY + turn.draft_seconds
-            self._draft_tokens = self._draft_tokens * _MEMORY + turn.drafted
+            self._sure_held[which] += i < outcome.accepted
+        self._verify.observe(outcome.drafted, outcome.verify_seconds)
+        if outcome.drafted:
+            self._draft_seconds = self._draft_seconds * _MEMORY + outcome.draft_seconds
+            self._draft_tokens = self._draft_tokens * _MEMORY + outcome.drafted
 
     @property
     def _known(self) -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
-from offload.kv.sizes import SCORED_TOKENS
-from offload.runtime import Session
+from offload.feed import Feed
 from triforce_core.decoding.acceptance import Rule
-from triforce_core.decoding.autoregressive import Step, read_prompt
+from triforce_core.decoding.autoregressive import Step
+from triforce_core.decoding.context import Context, Prompt
 from triforce_core.decoding.draft_length import DraftLength
 from triforce_core.decoding.laws import laws
 from triforce_core.decoding.levels import (
@@ -18,55 +18,55 @@ from triforce_core.decoding.levels import (
     Proposer,
     Round,
     Tally,
-    Text,
     check_token,
     speculate,
 )
-from triforce_core.decoding.resident import ResidentModel
-from triforce_core.decoding.retrieval import RetrievalCache
-from triforce_core.model.llama import Model
 from triforce_core.params import SamplingParams
 
 
 class Target:
     """The full model as a verifier: a pass over weights and KV wherever they live."""
 
-    def __init__(
-        self, model: Model, session: Session, params: SamplingParams, device: torch.device
-    ) -> None:
-        self.device = device
-        self._model = model
-        self._session = session
+    def __init__(self, context: Context, params: SamplingParams) -> None:
+        self.device = context.model.device
+        self._model = context.model
+        self._passes = context.passes
         self._params = params
 
     def laws(self, tokens: torch.Tensor) -> torch.Tensor:
-        session = self._session
-        session.begin_pass()
-        hidden = self._model.forward(tokens, session.kv.length, session.weights, session.cache)
+        """Verifier.laws."""
+        passes = self._passes
+        passes.begin()
+        feed = Feed.text(tokens, passes.length, self.device)
+        hidden = self._model.forward(feed, passes.weights, passes.cache)
         return laws(self._model.logits(hidden), self._params)
 
-    def keep(self, tokens: int) -> None:
-        self._session.commit(tokens)
+    def keep(self, rows: Sequence[int]) -> None:
+        """Verifier.keep."""
+        self._passes.keep(rows)
 
 
 class RetrievalModel:
     """The target's own weights over the retrieval cache, as a verifier."""
 
-    def __init__(self, model: ResidentModel, cache: RetrievalCache, device: torch.device) -> None:
-        """model: gives the laws of tokens over the cache."""
-        self.device = device
-        self._model = model
-        self._cache = cache
+    def __init__(self, context: Context, params: SamplingParams) -> None:
+        """context: of an engine with such a level."""
+        self.device = context.model.device
+        self._level = context.level
+        self._cache = context.retrieval
+        self._params = params
 
     def laws(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._model.run(tokens, self._cache.length)
+        """Verifier.laws."""
+        return laws(self._level.logits(tokens, self._cache.length), self._params)
 
-    def keep(self, tokens: int) -> None:
-        self._cache.keep(tokens)
+    def keep(self, rows: Sequence[int]) -> None:
+        """Verifier.keep."""
+        self._cache.kv.keep(rows)
 
 
 class Hierarchy:
-    """Proposes, verifies in one pass, accepts, commits, rolls back.
+    """Proposes, verifies in one pass, accepts, keeps, rolls back.
 
     A pass never drafts more than may still be said, so a length limit cuts nothing; what follows an
     end of text is dropped, which leaves the law of what comes before it as it is.
@@ -74,67 +74,70 @@ class Hierarchy:
 
     def __init__(
         self,
-        model: Model,
-        session: Session,
+        context: Context,
         params: SamplingParams,
         rule: Rule,
         proposer: Proposer,
         length: DraftLength,
         stops: Collection[int],
-        retrieval: RetrievalCache | None,
-        device: torch.device,
     ) -> None:
-        """retrieval: what the proposer attends to, kept up to date with every pass."""
+        """length: of the proposer's drafts. stops: tokens that end the text."""
         self.tally = Tally()
         self.inner_tally = proposer.tally if isinstance(proposer, Middle) else Tally()
-        self.retrieval = retrieval
-        self._model = model
-        self._session = session
+        self._context = context
         self._params = params
         self._rule = rule
         self._proposer = proposer
         self._length = length
         self._stops = stops
-        self._target = Target(model, session, params, device)
-        self._text: Text | None = None
-        self._logits: torch.Tensor | None = None
+        self._target = Target(context, params)
+        self._prompt: Prompt | None = None
 
-    @torch.inference_mode()
-    def prefill(self, prompt: Sequence[int], chunk: int, each_layer: Callable[[int], None]) -> None:
-        self._logits = read_prompt(self._model, self._session, prompt, chunk, each_layer)
-        self._text = Text(list(prompt))
+    def start(self, prompt: Prompt) -> None:
+        """Decoder.start."""
+        self._prompt = prompt
 
     @torch.inference_mode()
     def step(self, remaining: int) -> Step:
-        if self._logits is not None:
-            tokens = self._rule.draw(
-                laws(self._logits, self._params), self._text.committed
-            ).tolist()
-            self._logits = None
-            check_token(tokens[0])
-            step, scored = Step(tokens, 0), SCORED_TOKENS
+        """Decoder.step."""
+        context = self._context
+        if self._prompt is not None:
+            step, scored = self._first(self._prompt), self._prompt.scored
+            self._prompt = None
         else:
-            count = self._length.choose(remaining - 1)
-            if self.retrieval:
-                self.retrieval.expect(count + 1)
-            began = time.perf_counter()
-            turn = speculate(self._proposer, self._target, self._rule, self._text, count)
-            self._tell(began, turn)
-            self.tally.count(turn)
-            self._length.observe(turn)
-            step, scored = Step(turn.tokens, turn.drafted), len(turn.tokens)
-        self._text.commit(step.tokens)
+            step = self._round(remaining)
+            scored = len(step.tokens)
+        context.text.commit(step.tokens)
         if len(step.tokens) < remaining and self._stops.isdisjoint(step.tokens):
-            if self.retrieval:
+            if context.retrieval:
                 # Before the next pass's copies, or it would wait behind them.
                 began = time.perf_counter()
-                self.retrieval.refresh(scored)
-                self._session.trace.host("refresh", began, time.perf_counter() - began)
-            self._session.begin_pass()
+                context.retrieval.refresh(scored)
+                context.passes.trace.host("refresh", began, time.perf_counter() - began)
+            context.passes.begin()
         return step
 
-    def _tell(self, began: float, turn: Round) -> None:
-        """Tells the trace of a round."""
-        tell, drafted = self._session.trace.host, began + turn.draft_seconds
-        tell("draft", began, turn.draft_seconds, tokens=turn.drafted)
-        tell("verify", drafted, turn.verify_seconds, tokens=turn.drafted, accepted=turn.accepted)
+    def _first(self, prompt: Prompt) -> Step:
+        law = laws(prompt.logits, self._params)
+        tokens = self._rule.draw(law, self._context.text.committed).tolist()
+        check_token(tokens[0])
+        return Step(tokens, 0)
+
+    def _round(self, remaining: int) -> Step:
+        context = self._context
+        count = self._length.choose(remaining - 1)
+        if context.retrieval:
+            context.retrieval.expect(count + 1)
+        began = time.perf_counter()
+        outcome = speculate(self._proposer, self._target, self._rule, context.text, count)
+        self._trace(began, outcome)
+        self.tally.count(outcome)
+        self._length.observe(outcome)
+        return Step(outcome.tokens, outcome.drafted)
+
+    def _trace(self, began: float, outcome: Round) -> None:
+        """Says in the trace what a round did."""
+        host, verified = self._context.passes.trace.host, began + outcome.draft_seconds
+        drafted, accepted = outcome.drafted, outcome.accepted
+        host("draft", began, outcome.draft_seconds, tokens=drafted)
+        host("verify", verified, outcome.verify_seconds, tokens=drafted, accepted=accepted)

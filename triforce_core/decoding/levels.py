@@ -18,6 +18,7 @@ from offload.errors import CheckpointError
 from offload.memory.device import put
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.draft_length import DraftLength
+from triforce_core.params import SamplingParams
 
 
 @dataclass
@@ -40,6 +41,19 @@ class Proposer(Protocol):
         """At most `count` tokens to follow the text. Leaves the text as it was."""
 
 
+class Drafter(Protocol):
+    """The lowest level: proposes cheaply, by what it keeps of a text from request to request."""
+
+    def proposer(self, params: SamplingParams, rule: Rule) -> Proposer:
+        """Proposes for one request."""
+
+    def roll_back(self, tokens: int) -> None:
+        """Of the text only the first `tokens` tokens hold from now on."""
+
+    def close(self) -> None:
+        """Gives its memory back."""
+
+
 class Verifier(Protocol):
     device: torch.device
 
@@ -48,8 +62,8 @@ class Verifier(Protocol):
         [n, vocab] float32.
         """
 
-    def keep(self, tokens: int) -> None:
-        """Keeps the first `tokens` of those just fed and forgets the rest."""
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keeps a path of the rows just fed and forgets the others."""
 
 
 class Round(NamedTuple):
@@ -87,11 +101,11 @@ def speculate(proposer: Proposer, verifier: Verifier, rule: Rule, text: Text, co
     laws = verifier.laws(torch.cat((last, draft.tokens)))
     verdict = rule.accept(draft, laws, len(text.tokens))
     # Everything the host needs in one piece; float64 holds token ids exactly.
-    told = (torch.stack((verdict.accepted, verdict.token)), raw, laws.amax(-1))
-    numbers = torch.cat([part.double() for part in told]).tolist()
+    answers = (torch.stack((verdict.accepted, verdict.token)), raw, laws.amax(-1))
+    numbers = torch.cat([answer.double() for answer in answers]).tolist()
     accepted, token, *drafted = map(int, numbers[: -laws.shape[0]])
     check_token(min((token, *drafted)))
-    verifier.keep(accepted + 1)
+    verifier.keep(range(accepted + 1))
     return Round(
         [*drafted[:accepted], token],
         laws[: accepted + 1],
@@ -113,15 +127,22 @@ def check_token(token: int) -> None:
 
 
 class Nothing:
-    """Proposes nothing: the verifier above draws token by token."""
+    """Proposes nothing: the verifier above draws token by token. A drafter too, of no text."""
 
-    def __init__(self, vocab: int, device: torch.device) -> None:
-        self._draft = Draft(
-            torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, vocab, device=device)
-        )
+    def __init__(self, device: torch.device) -> None:
+        self._draft = Draft(torch.empty(0, dtype=torch.int64, device=device))
 
     def propose(self, text: Text, count: int) -> Draft:
         return self._draft
+
+    def proposer(self, params: SamplingParams, rule: Rule) -> Proposer:
+        return self
+
+    def roll_back(self, tokens: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass
@@ -139,16 +160,16 @@ class Tally:
     verify_seconds: float = 0.0
     accepted_lengths: dict[int, int] = field(default_factory=dict)
 
-    def count(self, turn: Round) -> None:
+    def count(self, outcome: Round) -> None:
         self.rounds += 1
-        self.drafted += turn.drafted
-        self.accepted += turn.accepted
-        self.examined += min(turn.accepted + 1, turn.drafted)
-        self.draft_seconds += turn.draft_seconds
-        self.verify_seconds += turn.verify_seconds
-        if turn.drafted:
+        self.drafted += outcome.drafted
+        self.accepted += outcome.accepted
+        self.examined += min(outcome.accepted + 1, outcome.drafted)
+        self.draft_seconds += outcome.draft_seconds
+        self.verify_seconds += outcome.verify_seconds
+        if outcome.drafted:
             lengths = self.accepted_lengths
-            lengths[turn.accepted] = lengths.get(turn.accepted, 0) + 1
+            lengths[outcome.accepted] = lengths.get(outcome.accepted, 0) + 1
 
     @property
     def acceptance(self) -> float | None:
@@ -168,7 +189,6 @@ class Middle:
         rule: Rule,
         length: DraftLength,
         length_above: DraftLength,
-        nothing: Nothing,
         stops: Collection[int],
     ) -> None:
         """length: of the proposer's drafts; length_above: of this level's own.
@@ -181,7 +201,7 @@ class Middle:
         self._rule = rule
         self._length = length
         self._length_above = length_above
-        self._nothing = nothing
+        self._nothing = Nothing(verifier.device)
         self._stops = stops
 
     def propose(self, text: Text, count: int) -> Draft:
@@ -195,15 +215,15 @@ class Middle:
                 and (left := start + count - len(text.tokens))
                 and (not confidence or self._length_above.goes_on(confidence))
             ):
-                turn = speculate(
+                outcome = speculate(
                     self._proposer, self._verifier, self._rule, text, self._length.choose(left - 1)
                 )
-                self.tally.count(turn)
-                self._length.observe(turn)
-                text.tokens += turn.tokens
-                laws.append(turn.laws)
-                confidence += turn.peaks
-                ended = any(token in self._stops for token in turn.tokens)
+                self.tally.count(outcome)
+                self._length.observe(outcome)
+                text.tokens += outcome.tokens
+                laws.append(outcome.laws)
+                confidence += outcome.peaks
+                ended = any(token in self._stops for token in outcome.tokens)
             tokens = text.tokens[start:]
         finally:
             del text.tokens[start:]

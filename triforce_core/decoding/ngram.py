@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from offload.memory.device import put
-from triforce_core.decoding.acceptance import Draft
-from triforce_core.decoding.levels import Text
+from triforce_core.decoding.acceptance import Draft, Rule
+from triforce_core.decoding.levels import Proposer, Text
+from triforce_core.params import SamplingParams
 
+# Tokens that must match.
 _LEAST = 2
-"""Tokens that must match."""
+# Earlier places that are compared, the newest first.
 _CANDIDATES = 16
-"""Earlier places that are compared, the newest first."""
+# Tokens that are compared at most: a longer match is no better a guess.
 _LONGEST = 64
-"""Tokens compared at most: a longer match is no better a guess."""
 
 
 class NGramDrafter:
@@ -25,18 +25,32 @@ class NGramDrafter:
     short comparisons, however long the text.
     """
 
-    def __init__(self, vocab: int, device: torch.device) -> None:
-        self._vocab = vocab
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._newest: dict[tuple[int, int], int] = {}
+        self._pairs: list[tuple[int, int]] = []
         self._earlier: list[int] = []
 
     def propose(self, text: Text, count: int) -> Draft:
         """At most `count` tokens, none if nothing matches. Their laws are one-hot."""
         self._index(text)
-        tokens = self._lookup(text.tokens, count) if count else []
-        drawn = put(tokens, self._device)
-        return Draft(drawn, F.one_hot(drawn, self._vocab).float())
+        return Draft(put(self._lookup(text.tokens, count) if count else [], self._device))
+
+    def proposer(self, params: SamplingParams, rule: Rule) -> Proposer:
+        """Drafter.proposer: what is looked up depends on the text alone."""
+        return self
+
+    def roll_back(self, tokens: int) -> None:
+        """Drafter.roll_back. What follows the last token that holds is not known yet."""
+        while len(self._pairs) > max(0, tokens - 1):
+            pair, earlier = self._pairs.pop(), self._earlier.pop()
+            if earlier < 0:
+                del self._newest[pair]
+            else:
+                self._newest[pair] = earlier
+
+    def close(self) -> None:
+        self.roll_back(0)
 
     def _index(self, text: Text) -> None:
         """Takes in the places up to, and without, the last committed token: what follows it is
@@ -45,6 +59,7 @@ class NGramDrafter:
         tokens, earlier = text.tokens, self._earlier
         for end in range(len(earlier), text.committed - 1):
             pair = (tokens[end - 1] if end else -1, tokens[end])
+            self._pairs.append(pair)
             earlier.append(self._newest.get(pair, -1))
             self._newest[pair] = end
 

@@ -8,10 +8,10 @@ times, and replayed from then on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 
 import torch
 
+from offload.feed import Feed
 from offload.graphs import Recorder, Run
 from offload.kv.dense import DenseKV
 from offload.link.trace import Tracer
@@ -19,11 +19,8 @@ from offload.weights import ResidentWeights
 from triforce_core.model.llama import Model
 from triforce_core.sizing.drafting import LONGEST_RECORDED
 
+# Forwards of a size that run as they will be recorded: libraries set themselves up at first use.
 USES_BEFORE = 2
-"""Of a size, run as they will be recorded: libraries set themselves up at their first use."""
-
-Head = Callable[[torch.Tensor], torch.Tensor]
-"""From hidden states [n, hidden] to what is wanted of them, [n, vocab]."""
 
 
 def padded(tokens: int) -> int:
@@ -32,9 +29,11 @@ def padded(tokens: int) -> int:
 
 
 class ResidentModel:
-    """Forwards of a model over a DenseKV.
+    """Forwards of a model over a DenseKV, to logits. What is recorded serves every request.
 
     Eager and recorded forwards compute the same, up to rounding.
+
+    recorded: how many sizes were recorded so far
     """
 
     def __init__(
@@ -42,53 +41,55 @@ class ResidentModel:
         model: Model,
         weights: ResidentWeights,
         kv: DenseKV,
-        head: Head,
         recorder: Recorder | None,
         trace: Tracer,
         name: str,
     ) -> None:
         """recorder: None to run everything eagerly. name: what a trace calls its forwards."""
+        self.kv = kv
+        self.recorded = 0
         self._model = model
         self._weights = weights
-        self._kv = kv
-        self._head = head
         self._recorder = recorder if model.recordable else None
         self._trace = trace
         self._name = name
         self._forwards: dict[int, _FixedForward] = {}
 
-    def run(self, tokens: torch.Tensor, position: int, *, last: bool = False) -> torch.Tensor:
+    def logits(self, tokens: torch.Tensor, position: int, *, last: bool = False) -> torch.Tensor:
         """Feeds tokens [n], the first at `position`, behind the end of the KV; its end stays.
 
-        Returns the head's result for each of them, [n, vocab], or of the last alone, [1, vocab].
+        Returns float32 logits after each of them, [n, vocab], or after the last alone, [1, vocab]:
+        to be used before the next call, which may write over them.
         """
         with self._trace.compute(self._name, tokens=tokens.shape[0]):
-            return self._run(tokens, position, last)
+            return self._logits(tokens, position, last)
 
     def close(self) -> None:
         """Lets go of what was recorded, and with it of its memory."""
         self._forwards.clear()
 
-    def _run(self, tokens: torch.Tensor, position: int, last: bool) -> torch.Tensor:
+    def _logits(self, tokens: torch.Tensor, position: int, last: bool) -> torch.Tensor:
         count = tokens.shape[0]
         size = padded(count)
-        if self._recorder and size <= LONGEST_RECORDED and self._kv.end + size <= self._kv.capacity:
+        if self._recorder and size <= LONGEST_RECORDED and self.kv.end + size <= self.kv.capacity:
             forward = self._forwards.get(size)
             if forward is None:
                 forward = self._forwards[size] = _FixedForward(
-                    self._model, self._weights, self._kv, self._head, size, tokens.device
+                    self._model, self._weights, self.kv, size, tokens.device
                 )
             forward.take(tokens, position)
             if forward.uses == USES_BEFORE:
                 self._record(forward, size)
             out = forward.run()[:count]
             return out[-1:] if last else out
-        hidden = self._model.forward(tokens, position, self._weights, self._kv)
-        return self._head(hidden[-1:] if last else hidden)
+        feed = Feed.text(tokens, position, tokens.device)
+        hidden = self._model.forward(feed, self._weights, self.kv)
+        return self._model.logits(hidden[-1:] if last else hidden)
 
     def _record(self, forward: _FixedForward, size: int) -> None:
         try:
             forward.record(self._recorder)
+            self.recorded += 1
         except RuntimeError as error:
             # Every use so far ran kernel by kernel; it is only slower.
             warnings.warn(
@@ -111,7 +112,6 @@ class _FixedForward:
         model: Model,
         weights: ResidentWeights,
         kv: DenseKV,
-        head: Head,
         size: int,
         device: torch.device,
     ) -> None:
@@ -119,7 +119,6 @@ class _FixedForward:
         self._model = model
         self._weights = weights
         self._kv = kv
-        self._head = head
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self._end = torch.zeros(1, dtype=torch.int64, device=device)
@@ -132,15 +131,14 @@ class _FixedForward:
         self._end.fill_(self._kv.end)
 
     def run(self) -> torch.Tensor:
-        """[size, vocab], a tensor of the caller's own."""
+        """[size, vocab]; of a recorded forward the same tensor each time."""
         self.uses += 1
-        if self._replay is None:
-            return self._compute()
-        return self._replay().clone()  # the next replay writes over it
+        return self._compute() if self._replay is None else self._replay()
 
     def record(self, recorder: Recorder) -> None:
         self._replay = recorder.record(self._compute)
 
     def _compute(self) -> torch.Tensor:
+        feed = Feed.text(self._tokens, self._position, self._tokens.device)
         cache = self._kv.fixed(self._end)
-        return self._head(self._model.forward(self._tokens, self._position, self._weights, cache))
+        return self._model.logits(self._model.forward(feed, self._weights, cache))

@@ -12,14 +12,14 @@ from offload.kv.store import KVStore
 from offload.memory.device import DeviceMemory
 from triforce_core.sizing.drafting import own_tokens
 
+# mass: exact attention mass of the passes' queries, chosen anew after every pass.
+# mean: query times mean key, chosen once after prefill, as the published TriForce; and again only
+# when new tokens have taken a quarter of the budget.
 POLICIES = {"mass": Score.MASS, "mean": Score.MEAN}
-"""mass: exact attention mass of the passes' queries, chosen anew after every pass.
-mean: query times mean key, chosen once after prefill, as the published TriForce; and again only
-when new tokens have taken a quarter of the budget.
-"""
 
+# Tokens that are always in, besides the first chunk and the chunk that fills.
 _NEWEST_TOKENS = 32
-"""Always in, besides the first chunk and the chunk that fills."""
+# The share of the budget, as a divisor, that new tokens take before `mean` chooses anew.
 _MEAN_REFRESH = 4
 
 
@@ -28,8 +28,9 @@ class RetrievalCache:
 
     Each head's keys (and values) lie in one row of `kv`: its chunks in any order, then the tokens
     of the chunk that is not full yet, then the tokens fed since the last pass. The latter two are
-    common to all heads. `refresh` takes over what a pass has committed; nothing is overwritten in
-    between, so a text may grow past any budget.
+    common to all heads. `refresh` takes over what a pass has kept; nothing is overwritten in
+    between, so a text may grow past any budget. `roll_back` forgets chunks of which the text may
+    say something else now.
     """
 
     def __init__(
@@ -49,8 +50,6 @@ class RetrievalCache:
         """
         shape = store.shape
         self.budget = budget
-        self._chosen = 0
-        self._moved: torch.Tensor | int = 0  # on the device, which it is not asked for in between
         self._store = store
         self._scores = scores
         self._policy = policy
@@ -65,7 +64,7 @@ class RetrievalCache:
         )
         self._filled = 0
         self._chosen_at = 0
-        self._base_scores: torch.Tensor | None = None
+        self.begin()
 
     @property
     def length(self) -> int:
@@ -73,21 +72,29 @@ class RetrievalCache:
         own = self.kv.end - self._filled * self._chunk
         return self._store.length - self._store.length % self._chunk + own
 
+    def begin(self) -> None:
+        """A request begins: its text is about to be read, and chunks are chosen by it. Waits for
+        the device.
+        """
+        self._base_scores: torch.Tensor | None = None
+        self._scores.enabled = True
+        self._first = True
+        self._chosen = 0
+        # On the device, which is not asked for it in between.
+        self._moved: torch.Tensor | int = 0
+        self._read_before = self._reader.bytes_read
+
     @property
     def churn(self) -> float | None:
-        """Share of the chosen chunks that had to be moved, over all refreshes but the first. Asking
-        waits for the device.
+        """Share of the chosen chunks that had to be moved, over all refreshes of a request but its
+        first. Asking waits for the device.
         """
         return int(self._moved) / self._chosen if self._chosen else None
 
     @property
     def bytes_read_in_place(self) -> int:
         """Of chunks that the device read from host memory itself."""
-        return self._reader.bytes_read
-
-    def keep(self, tokens: int) -> None:
-        """Keeps the first `tokens` of what was fed last."""
-        self.kv.end += tokens
+        return self._reader.bytes_read - self._read_before
 
     def expect(self, tokens: int) -> None:
         """Says that a pass of `tokens` tokens comes: scores are collected if they will be used."""
@@ -95,27 +102,37 @@ class RetrievalCache:
 
     def refresh(self, tokens: int) -> None:
         """Takes over the first `tokens` tokens of the pass, or of the prompt's scored end, that
-        was just committed: chooses chunks, moves those that changed, forgets what was drafted.
+        was just kept: chooses chunks, moves those that changed, forgets what was drafted.
 
         Raises LinkError.
         """
         chunks = self._store.length // self._chunk
         if chunks:
-            first = not self._filled
             scores = self._current_scores(tokens, chunks)
             moves = choose_chunks(scores, self._chunk_of, chunks, self._newest)
             self._filled = min(self._slots, chunks)
             in_chunks = self.kv.rows[:, :, :, : self.budget].unflatten(3, (-1, self._chunk))
             self._reader.copy(moves, in_chunks)
-            if not first:
+            if not self._first:
                 self._moved = self._moved + (moves >= 0).sum()
                 self._chosen += self._chunk_of[..., : self._filled].numel()
+            self._first = False
         rest = self._store.length % self._chunk
         start = self._filled * self._chunk
         self.kv.rows[:, :, :, start : start + rest] = self._store.newest(rest)
         self.kv.end = start + rest
 
+    def roll_back(self, tokens: int) -> None:
+        """Forgets chunks that are not among the first `tokens` tokens of the text."""
+        chunks = tokens // self._chunk
+        self._chunk_of.masked_fill_(self._chunk_of >= chunks, -1)
+        # Of a text with fewer chunks than slots the others are not used.
+        self._filled = min(self._slots, chunks)
+        self._chunk_of[..., self._filled :] = -1
+        self.kv.end = self._filled * self._chunk
+
     def close(self) -> None:
+        self._reader.close()
         self.kv.close()
 
     def _is_due(self, tokens: int) -> bool:

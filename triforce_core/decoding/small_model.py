@@ -10,9 +10,8 @@ from offload.kv.shape import KVShape
 from offload.memory.device import DeviceMemory, put
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.laws import laws
-from triforce_core.decoding.levels import Nothing, Text
-from triforce_core.decoding.resident import Head, ResidentModel
-from triforce_core.model.llama import Model
+from triforce_core.decoding.levels import Proposer, Text
+from triforce_core.decoding.resident import ResidentModel
 from triforce_core.model.rope import Rope
 from triforce_core.params import SamplingParams
 from triforce_core.sizing.drafting import SINKS, WINDOW
@@ -48,50 +47,63 @@ class WindowCache:
 
 
 class SmallModelDrafter:
-    """Draws tokens from a small model, one forward each, without waiting for the device.
+    """A small model and its window on a text.
 
-    What it has fed is kept beside the cache and held against the text at every call, so the cache
+    What was fed is kept beside the cache and held against the text at every call, so the cache
     follows whatever was accepted or rejected above.
     """
 
-    def __init__(
-        self,
-        model: ResidentModel,
-        cache: WindowCache,
-        vocab: int,
-        rule: Rule,
-        device: torch.device,
-    ) -> None:
-        """model: gives the laws of tokens over the cache, by `drafter_head`. vocab: theirs."""
+    def __init__(self, model: ResidentModel, cache: WindowCache, vocab: int) -> None:
+        """model: over the cache. vocab: tokens of the model above, which are the same; either may
+        be padded longer.
+        """
+        self.vocab = vocab
         self._model = model
         self._cache = cache
-        self._vocab = vocab
-        self._rule = rule
-        self._device = device
         self._fed: list[int] = []
         self._sure = 0
         self._drawn: torch.Tensor | None = None
 
-    def propose(self, text: Text, count: int) -> Draft:
-        """At most `count` tokens with the small model's laws; -1 from a law that is no number."""
-        count = min(count, (self._cache.capacity - self._cache.sinks) // 2)
-        tokens: list[torch.Tensor] = []
-        drawn_from: list[torch.Tensor] = []
-        feed = self._catch_up(text, count) if count else None
-        for i in range(count):
-            drawn_from.append(self._model.run(feed, self._cache.kv.end, last=True))
-            self._cache.kv.end += feed.shape[0]
-            tokens.append(self._rule.draw(drawn_from[-1], len(text.tokens) + i))
-            feed = tokens[-1].clamp(min=0)
-        if not tokens:
-            return Nothing(self._vocab, self._device).propose(text, count)
-        drawn = torch.cat(tokens)
-        # All but the last were fed. Read at the next call: the levels above wait for them anyway.
-        self._drawn = drawn[:-1]
-        return Draft(drawn, torch.cat(drawn_from))
+    @property
+    def device(self) -> torch.device:
+        return self._cache.kv.rows.device
 
-    def _catch_up(self, text: Text, count: int) -> torch.Tensor:
-        """Rolls back what does not hold, makes room, and gives what must be fed first."""
+    @property
+    def most(self) -> int:
+        """Tokens of the longest draft."""
+        return (self._cache.capacity - self._cache.sinks) // 2
+
+    def proposer(self, params: SamplingParams, rule: Rule) -> Proposer:
+        """Drafter.proposer."""
+        return _SmallModelProposer(self, params, rule)
+
+    def roll_back(self, tokens: int) -> None:
+        """Drafter.roll_back."""
+        self._sure = min(self._sure, tokens)
+
+    def close(self) -> None:
+        self._model.close()
+        self._cache.close()
+
+    def feed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits after the last of some tokens [n], [1, vocab]: their text goes on behind what was
+        fed.
+        """
+        logits = self._model.logits(tokens, self._cache.kv.end, last=True)
+        self._cache.kv.keep(range(tokens.shape[0]))
+        missing = max(0, self.vocab - logits.shape[-1])
+        return F.pad(logits, (0, missing), value=float("-inf"))[..., : self.vocab]
+
+    def have_drawn(self, tokens: torch.Tensor) -> None:
+        """Says which tokens were drawn, and so fed, since `catch_up`: [n]. They are read at the
+        next call, since the levels above wait for them anyway.
+        """
+        self._drawn = tokens
+
+    def catch_up(self, text: Text, count: int) -> torch.Tensor:
+        """Rolls back what does not hold, makes room for a draft, and gives what must be fed
+        first.
+        """
         if self._drawn is not None:
             self._fed += self._drawn.tolist()
             self._drawn = None
@@ -113,17 +125,31 @@ class SmallModelDrafter:
             cache.keep_recent(min(WINDOW, room - len(new)))
         self._fed[held:] = text.tokens[held:]
         self._sure = text.committed
-        return put(new, self._device)
+        return put(new, self.device)
 
 
-def drafter_head(model: Model, vocab: int, params: SamplingParams) -> Head:
-    """Laws over the vocabulary of the model above, whose tokens are the same; either may be padded
-    longer.
-    """
+class _SmallModelProposer:
+    """Draws tokens of one request, one forward each, without waiting for the device."""
 
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        logits = model.logits(hidden)
-        missing = max(0, vocab - logits.shape[-1])
-        return laws(F.pad(logits, (0, missing), value=float("-inf"))[..., :vocab], params)
+    def __init__(self, drafter: SmallModelDrafter, params: SamplingParams, rule: Rule) -> None:
+        self._drafter = drafter
+        self._params = params
+        self._rule = rule
 
-    return head
+    def propose(self, text: Text, count: int) -> Draft:
+        """At most `count` tokens with the small model's laws; -1 from a law that is no number."""
+        drafter = self._drafter
+        count = min(count, drafter.most)
+        tokens: list[torch.Tensor] = []
+        drawn_from: list[torch.Tensor] = []
+        feed = drafter.catch_up(text, count) if count else None
+        for i in range(count):
+            drawn_from.append(laws(drafter.feed(feed), self._params))
+            tokens.append(self._rule.draw(drawn_from[-1], len(text.tokens) + i))
+            feed = tokens[-1].clamp(min=0)
+        if not tokens:
+            return Draft(put([], drafter.device))
+        drawn = torch.cat(tokens)
+        # All but the last were fed.
+        drafter.have_drawn(drawn[:-1])
+        return Draft(drawn, torch.cat(drawn_from))

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from triforce_kernels.layer import rms_norm, rope_into, swiglu
+from triforce_kernels.layer import rms_norm, swiglu
 
-from offload.kv.store import Room
+from offload.feed import Cache, Feed
+from offload.weights import Views, Weights
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.rope import Rope
-
-LayerWeights = Mapping[str, torch.Tensor]
-
-
-class Weights(Protocol):
-    """Where a pass gets its layers from: resident, or streamed just in time."""
-
-    def layer(self, index: int) -> AbstractContextManager[LayerWeights]:
-        """The tensors of `layer_shapes`, valid inside the block. Asked for in order."""
-
-
-class Cache(Protocol):
-    """Where a pass keeps and attends to KV."""
-
-    def room(self, layer: int, tokens: int) -> Room:
-        """Where the keys and values of the next tokens are to be put, before `attend`."""
-
-    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Causal attention of those tokens to everything before them and themselves.
-
-        query and the result: [heads, tokens, head_dim].
-        """
 
 
 @dataclass(frozen=True)
@@ -52,46 +29,45 @@ class Ends:
 
 
 class Model:
-    """Forward passes. Holds what is not a layer: embedding, norm, head and rope."""
+    """Forwards. Holds what is not a layer: embedding, norm, head and rope.
+
+    device: where it computes
+    """
 
     def __init__(self, config: ModelConfig, ends: Ends, rope: Rope, device: torch.device) -> None:
         self.config = config
         self.rope = rope
+        self.device = device
         self._ends = ends
-        self._device = device
 
     @property
     def recordable(self) -> bool:
         """Whether a forward can be recorded as a graph: nothing in it is computed by the host."""
-        return not self.rope.depends_on_length and self._ends.embedding.device == self._device
+        return not self.rope.depends_on_length and self._ends.embedding.device == self.device
 
     def forward(
         self,
-        token_ids: torch.Tensor,
-        start: int | torch.Tensor,
+        feed: Feed,
         weights: Weights,
         cache: Cache,
         *,
         chunk: int | None = None,
         each_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """One pass over tokens at positions start, start + 1, ...
+        """One forward over a feed.
 
-        token_ids: [tokens] int64. start: a number, or [1] int64 on the device. chunk: tokens of a
-        layer computed at a time, None for all; each layer is asked for once either way. each_layer
-        is called after each layer with its index.
-        Returns hidden states before the final norm, [tokens, hidden].
+        chunk: rows of a layer computed at a time, None for all; each layer is asked for once either
+        way. each_layer is called after each layer with its index.
+        Returns hidden states before the final norm, [rows, hidden].
         """
         embedding = self._ends.embedding
-        hidden = F.embedding(token_ids.to(embedding.device), embedding).to(self._device)
-        tokens = hidden.shape[0]
-        cos, sin = self.rope.cos_sin(start, tokens, hidden)
-        step = chunk or tokens
+        hidden = F.embedding(feed.tokens.to(embedding.device), embedding).to(self.device)
+        feed = replace(feed, rotation=self.rope.rotation(feed.positions, hidden))
+        parts = list(feed.parts(chunk))
         for index in range(self.config.layers):
             with weights.layer(index) as layer:
-                for first in range(0, tokens, step):
-                    part = slice(first, first + step)
-                    self._layer(index, layer, hidden[part], cos[part], sin[part], cache)
+                for part in parts:
+                    self._layer(index, layer, hidden[part.first : part.end], cache, part)
             if each_layer is not None:
                 each_layer(index)
         return hidden
@@ -102,20 +78,11 @@ class Model:
             rms_norm(hidden, self._ends.norm, self.config.norm_eps), self._ends.head
         ).float()
 
-    def _layer(
-        self,
-        index: int,
-        w: LayerWeights,
-        hidden: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        cache: Cache,
-    ) -> None:
-        """Adds attention and MLP of one layer to `hidden` [tokens, hidden], in place."""
+    def _layer(self, index: int, w: Views, hidden: torch.Tensor, cache: Cache, feed: Feed) -> None:
+        """Adds attention and MLP of one layer to `hidden` [rows, hidden], in place."""
         config, eps = self.config, self.config.norm_eps
-        tokens = hidden.shape[0]
         qkv = F.linear(rms_norm(hidden, w["input_norm"], eps), w["qkv"], w.get("qkv_bias"))
-        heads = qkv.view(tokens, config.heads + 2 * config.kv_heads, config.head_dim)
+        heads = qkv.view(feed.rows, config.heads + 2 * config.kv_heads, config.head_dim)
         if config.qk_norm:
             for part, weight in zip(
                 heads.split((config.heads, config.kv_heads, config.kv_heads), 1),
@@ -123,8 +90,7 @@ class Model:
                 strict=False,
             ):
                 part.copy_(rms_norm(part, weight, eps))
-        query = rope_into(heads, cos, sin, *cache.room(index, tokens))
-        mixed = cache.attend(index, query).transpose(0, 1).reshape(tokens, -1)
+        mixed = cache.attend(index, heads, feed).transpose(0, 1).reshape(feed.rows, -1)
         mixed = F.linear(mixed, w["o"], w.get("o_bias"))
         gate_up = F.linear(rms_norm(hidden, w["post_norm"], eps, mixed), w["gate_up"])
         hidden += F.linear(swiglu(gate_up), w["down"])

@@ -45,26 +45,36 @@ class Rope:
         """Whether frequencies depend on the length of the text."""
         return self._unscaled != math.inf
 
-    def cos_sin(
-        self, start: int | torch.Tensor, tokens: int, like: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[tokens, head_dim] each, in the dtype and on the device of `like`.
+    def reads_alike(self, tokens: int) -> bool:
+        """Whether a prompt of so many tokens is rotated as any shorter one: then a text may keep
+        what was computed for its beginning.
+        """
+        return tokens <= self._unscaled
 
-        start: a number, or [1] int64 on the device where frequencies do not depend on the length.
+    def rotation(
+        self, positions: torch.Tensor, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of positions [rows], [rows, head_dim] each, in the dtype of `like`.
 
         Dynamic frequencies depend on the length of the text. Tokens from position 0 on are a
         prompt, which has one length; each later token sees the text that ends with it, as in plain
         decoding, however many of them come at once and whatever was drafted before.
         """
-        positions = torch.arange(tokens, device=like.device) + start
-        if not self.depends_on_length or start + tokens <= self._unscaled:
-            cos, sin = self._module(like, positions[None])
-            return cos[0], sin[0]
-        lengths = [tokens] if start == 0 else range(start + 1, start + tokens + 1)
-        angles = positions[:, None] * torch.stack([self._frequencies(n) for n in lengths])
+        # Multiplied element by element: a matrix product may round to TF32.
+        angles = positions.unsqueeze(1).float() * self._frequencies_at(positions)
         angles = torch.cat((angles, angles), -1)
         scaling = self._module.attention_scaling
         return (angles.cos() * scaling).to(like.dtype), (angles.sin() * scaling).to(like.dtype)
+
+    def _frequencies_at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Inverse frequencies, [head_dim / 2], or [rows, head_dim / 2] where rows differ."""
+        if not self.depends_on_length:
+            return self._module.inv_freq
+        known = positions.tolist()
+        if max(known) < self._unscaled:
+            return self._module.inv_freq
+        lengths = [max(known) + 1] if known[0] == 0 else [place + 1 for place in known]
+        return torch.stack([self._frequencies(length) for length in lengths])
 
     def _frequencies(self, length: int) -> torch.Tensor:
         """Dynamic inverse frequencies in a text of `length` tokens, [head_dim / 2]."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from offload.formats import ElementType
+from collections.abc import Mapping
+
+from offload.formats import Dense, ElementType
 from offload.kv.shape import KVShape
 from offload.layouts import FlatLayout
 from triforce_core.model.config import ModelConfig
@@ -34,15 +36,19 @@ def matrices(config: ModelConfig) -> tuple[tuple[int, int], ...]:
 
 
 def layer_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
-    return FlatLayout.of(layer_shapes(config), dtype)
+    return _dense(layer_shapes(config), dtype)
 
 
 def head_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
-    return FlatLayout.of({"norm": (config.hidden,), "head": (config.vocab, config.hidden)}, dtype)
+    return _dense({"norm": (config.hidden,), "head": (config.vocab, config.hidden)}, dtype)
 
 
 def embedding_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
-    return FlatLayout.of({"embedding": (config.vocab, config.hidden)}, dtype)
+    return _dense({"embedding": (config.vocab, config.hidden)}, dtype)
+
+
+def _dense(shapes: Mapping[str, tuple[int, ...]], dtype: ElementType) -> FlatLayout:
+    return FlatLayout.of({name: Dense(shape, dtype) for name, shape in shapes.items()})
 
 
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVShape:

@@ -17,25 +17,24 @@ from offload.placement import (
     check_placement,
     device_bytes,
     host_bytes,
-    least_bytes,
 )
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.tensors import kv_shape
 from triforce_core.planner.acceptance_curve import NGRAM_PROPOSED, AcceptanceCurve, expected_tokens
 from triforce_core.planner.costs import Costs, prefill_flops, rank_config
 from triforce_core.planner.plan import Plan
-from triforce_core.planner.rounds import Round
+from triforce_core.planner.round_cost import RoundCost
 from triforce_core.settings import AUTO, MethodSettings
-from triforce_core.sizing.demand import PREFILL_CHUNK, plan
+from triforce_core.sizing.demand import PREFILL_CHUNK, Wanted
 from triforce_core.sizing.drafting import WINDOW, fitting_budget
+from triforce_core.sizing.fitting import Fitted, fit
 
+# Of a KV block on a GPU: copies of that size come within 3 % of a link's peak (`link/cuda`).
 BLOCK_BYTES = 16 << 20
-"""Of a KV block on a GPU: copies of that size come within 3 % of a link's peak (`cuda`)."""
 CHUNK_TOKENS = MethodSettings.chunk_size
+# Of one thread of the host that puts chunks together before they cross an emulated link
+# (`kv/gather`). A GPU reads them where they lie (`kv/direct`).
 GATHER_BYTES_PER_SECOND = 4e9
-"""Of one thread of the host that puts chunks together before they cross an emulated link
-(`gather`). A GPU reads them where they lie (`direct`).
-"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Case:
     """What is planned for. draft_config: of a small model that drafts, None for n-grams.
 
     fixed: what the user set of a plan: "method", "budget", "draft_tokens", "inner_draft_tokens",
-        "resident_kv_blocks", "block_tokens", or more of Plan's fields by a plan that was read
+        "resident_kv_blocks", "block_tokens", or more fields of Placement by a plan that was read
     """
 
     config: ModelConfig
@@ -91,26 +90,28 @@ class Case:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that fits, and what a round by it is."""
+    """A plan that fits, and what a round by it is.
+
+    step_seconds, drafter_seconds: of a step of the retrieval model, and of a token of the drafter
+    """
 
     case: Case
     plan: Plan
     demand: Demand
     tokens_per_pass: float
-    tokens_per_step: float
     step_seconds: float
     drafter_seconds: float
-    round: Round
+    round: RoundCost
 
     @property
-    def estimate(self) -> float:
-        """Seconds per token, by `Round.estimate`."""
-        return self.round.estimate() / self.tokens_per_pass
+    def least(self) -> float:
+        """Seconds per token: no simulation gives less."""
+        return self.round.least_seconds / self.tokens_per_pass
 
     @property
-    def simulated(self) -> float:
-        """Seconds per token, on the virtual clock."""
-        return self.round.simulate().seconds / self.tokens_per_pass
+    def seconds_per_token(self) -> float:
+        """On the virtual clock."""
+        return self.round.seconds / self.tokens_per_pass
 
     @property
     def device_bytes(self) -> int:
@@ -127,16 +128,16 @@ class Candidate:
         """Of a prompt that leaves room for the new tokens: compute, or what crosses meanwhile."""
         case, rank = self.case, self.case.rank
         prompt = case.context - case.new_tokens
-        hardware = case.hardware
-        matrices = len(self.plan.streamed_layers) * self.demand.layer_bytes
+        hardware, placement = case.hardware, self.plan.placement
+        matrices = len(placement.streamed_layers) * self.demand.layer_bytes
         flops = prefill_flops(rank, prompt)
         compute = flops / hardware.flops_per_second + case.costs.head(1)
         if not hardware.asynchronous:
             chunks = -(-prompt // PREFILL_CHUNK)
             compute += rank.layers * chunks * case.costs.launches.layer * hardware.launch_seconds
         rate = hardware.stream_bytes_per_second
-        outwards = max(0, host_bytes(self.demand, self.plan.placement) - matrices)
-        first = self.demand.layer_bytes / rate if self.plan.streamed_layers else 0.0
+        outwards = max(0, host_bytes(self.demand, placement) - matrices)
+        first = self.demand.layer_bytes / rate if placement.streamed_layers else 0.0
         return first + max(compute, matrices / rate, outwards / rate)
 
 
@@ -146,88 +147,82 @@ def candidate(case: Case, budget: int, draft_tokens: int, inner: int) -> Candida
     budget: 0 for no retrieval model, draft_tokens: 0 for no drafts. Raises DoesNotFitError or
     UsageError.
     """
-    method = "triforce" if budget else "speculative" if draft_tokens else "autoregressive"
-    settings = MethodSettings(
-        method=method,
+    method = MethodSettings(
+        method="triforce" if budget else "speculative" if draft_tokens else "autoregressive",
         draft=case.draft,
         draft_tokens=draft_tokens or AUTO,
         inner_draft_tokens=inner or AUTO,
         budget=budget or None,
     )
-    demand, placement, found = _place(case, settings)
-    if found != budget:
-        raise DoesNotFitError(
-            "device memory for all weights and a retrieval cache",
-            least_bytes(demand, streamed_layers=0),
-            case.hardware.memory_bytes,
-            "use --method speculative",
-        )
-    _check_host(case, demand, placement)
-    chosen = replace(Plan.of(settings, demand, placement, found), gpus=case.hardware.gpus)
-    return evaluate(case, chosen, demand)
+    fitted = _fit(case, method)
+    _check_host(case, fitted.demand, fitted.placement)
+    chosen = Plan.of(method, fitted.demand, fitted.placement, fitted.budget)
+    return evaluate(case, replace(chosen, gpus=case.hardware.gpus), fitted.demand)
 
 
 def evaluate(case: Case, chosen: Plan, demand: Demand) -> Candidate:
     """What a plan gives: its round, and the tokens of one."""
-    costs, curve, placement = case.costs, case.curve, chosen.placement
-    drafted = 0 if chosen.method == "autoregressive" else int(chosen.draft_tokens)
+    costs, curve, method = case.costs, case.curve, chosen.method
+    drafted = int(method.draft_tokens) if method.drafts else 0
     drafter = _drafter_seconds(case)
-    step = per_step = refresh = 0.0
+    step = refresh = 0.0
     if chosen.budget:
-        inner = 1 if chosen.inner_draft_tokens == AUTO else int(chosen.inner_draft_tokens)
-        if chosen.draft == "none":
+        inner = 1 if method.inner_draft_tokens == AUTO else int(method.inner_draft_tokens)
+        if not method.has_drafter:
             inner = 0
         cached = fitting_budget(chosen.budget, CHUNK_TOKENS, case.context) + drafted // 2
         # N-gram lookup mostly finds nothing, and the step is then over one token.
         proposed = 1.0 if case.draft_config else NGRAM_PROPOSED
         step = proposed * costs.resident_forward(1 + inner, cached) + costs.round
         step += (1 - proposed) * costs.resident_forward(1, cached)
-        per_step = expected_tokens(curve.inner, inner)
-        drafting = drafted / per_step * (step + inner * drafter)
+        drafting = drafted / expected_tokens(curve.inner, inner) * (step + inner * drafter)
         tokens = expected_tokens(case.acceptance(chosen.budget), drafted)
         refresh = _refresh_seconds(case, chosen, demand)
     else:
         drafting = drafted * drafter
         tokens = expected_tokens(curve.inner, drafted)
-    turn = Round(
+    cost = RoundCost(
         costs,
         demand,
-        placement,
+        chosen.placement,
         case.length,
         drafted + 1,
         scored=bool(chosen.budget),
         draft_seconds=drafting,
         refresh_seconds=refresh,
-        early_head=chosen.method == "autoregressive",
+        early_head=not method.drafts,
     )
-    return Candidate(case, chosen, demand, tokens, per_step, step, drafter, turn)
+    return Candidate(case, chosen, demand, tokens, step, drafter, cost)
 
 
-def _place(case: Case, settings: MethodSettings) -> tuple[Demand, Placement, int]:
-    """Where everything goes, by `demand.plan`, or as the user fixed it."""
+def _fit(case: Case, method: MethodSettings) -> Fitted:
+    """Where everything goes, as the engine would have it or as the user fixed it."""
     hardware = case.hardware
-    demand, placement, found = plan(
+    wanted = Wanted(
         case.rank,
         case.dtype,
         case.context,
-        settings,
+        method,
         case.fixed.get("block_tokens"),
         case.draft_config,
-        None,
-        hardware.memory_bytes,
         block_bytes=case.block_bytes,
         graphs=hardware.asynchronous,
         splits=MOST_SPLITS if hardware.asynchronous else 1,
+        gathers_through_host=not hardware.asynchronous,
     )
+    fitted = fit(wanted, hardware.memory_bytes)
     fixed = {n: case.fixed[n] for n in Placement.__dataclass_fields__ if n in case.fixed}
-    if fixed:
-        if "resident_kv_blocks" in fixed:
-            fixed["resident_kv_blocks"] = min(fixed["resident_kv_blocks"], demand.kv_blocks)
-            if fixed["resident_kv_blocks"] < demand.kv_blocks and not placement.kv_slots:
-                placement = replace(placement, kv_slots=KV_SLOTS, staging_slots=STAGING_SLOTS)
-        placement = replace(placement, **fixed)
-        check_placement(demand, placement, hardware.memory_bytes)
-    return demand, placement, found
+    if not fixed:
+        return fitted
+    placement, blocks = fitted.placement, fitted.demand.kv_blocks
+    if "resident_kv_blocks" in fixed:
+        fixed["resident_kv_blocks"] = min(fixed["resident_kv_blocks"], blocks)
+        fixed.setdefault("lent_kv_blocks", 0)
+        if fixed["resident_kv_blocks"] < blocks and not placement.kv_slots:
+            placement = replace(placement, kv_slots=KV_SLOTS, staging_slots=STAGING_SLOTS)
+    placement = replace(placement, **fixed)
+    check_placement(fitted.demand, placement, hardware.memory_bytes)
+    return replace(fitted, placement=placement)
 
 
 def _check_host(case: Case, demand: Demand, placement: Placement) -> None:
@@ -258,7 +253,8 @@ def _refresh_seconds(case: Case, chosen: Plan, demand: Demand) -> float:
     cache = (
         fitting_budget(chosen.budget, CHUNK_TOKENS, case.context) * shape.token_bytes * shape.layers
     )
-    away = 1 - min(1.0, chosen.resident_kv_blocks / max(1, demand.kv_blocks))
+    kept = chosen.placement.resident_kv_blocks + chosen.placement.lent_kv_blocks
+    away = 1 - min(1.0, kept / max(1, demand.kv_blocks))
     moved = case.curve.churn * cache * away
     launches = 20 if hardware.asynchronous else 40 + 20 * shape.layers
     chunks = case.length // CHUNK_TOKENS * shape.layers * shape.kv_heads

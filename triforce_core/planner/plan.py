@@ -1,4 +1,4 @@
-"""A plan: what lives where and how long drafts are. Made by `planner`, taken by the engine."""
+"""A plan: what lives where and how long drafts are. Made by `search`, taken by the engine."""
 
 from __future__ import annotations
 
@@ -11,115 +11,84 @@ from typing import Any
 from offload.errors import UsageError
 from offload.files import write_whole
 from offload.placement import Demand, Placement
-from triforce_core.settings import AUTO, MethodSettings
+from triforce_core.settings import EngineConfig, MethodSettings
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Every choice that a run takes from a plan. Of one GPU: each of two has the same.
+    """Every choice that a run takes from a plan. With several GPUs each has the same.
 
     context_tokens: prompt and new tokens that it was made for
-    budget: tokens of the retrieval cache, 0 for no such level
     block_tokens: of a KV block
-    draft, draft_tokens, inner_draft_tokens: as MethodSettings has them
-    streamed_layers: layers whose weights stream
-    resident_kv_blocks: of all layers together
+    method: its budget is None where there is no retrieval cache
     gpus: how many it was made for
     predicted: figures of the simulation it was chosen by; of no use to a run
     """
 
-    method: str
     context_tokens: int
-    budget: int
     block_tokens: int
-    draft: str
-    draft_tokens: int | str
-    inner_draft_tokens: int | str
-    streamed_layers: tuple[int, ...]
-    embedding_resident: bool
-    resident_kv_blocks: int
-    weight_slots: int
-    kv_slots: int
-    staging_slots: int
+    method: MethodSettings
+    placement: Placement
     gpus: int = 1
     predicted: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Raises UsageError for what no plan can hold."""
-        for name in (field.name for field in fields(self)):
+        for name in ("context_tokens", "block_tokens", "gpus"):
             value = getattr(self, name)
-            if not _CHECKS.get(name, _whole)(value):
+            if type(value) is not int or value < 0:
                 raise UsageError(f"{name} of a plan cannot be {value!r}")
-        self.settings()  # method and lengths are checked where they belong
+        if self.predicted is not None and not isinstance(self.predicted, Mapping):
+            raise UsageError(f"predicted of a plan cannot be {self.predicted!r}")
 
     @classmethod
-    def of(
-        cls, settings: MethodSettings, demand: Demand, placement: Placement, budget: int
-    ) -> Plan:
-        """What an engine was made with."""
+    def of(cls, method: MethodSettings, demand: Demand, placement: Placement, budget: int) -> Plan:
+        """What an engine is made with. budget: tokens of the retrieval cache, 0 for none."""
+        resident = min(placement.resident_kv_blocks, demand.kv_blocks)
         return cls(
-            method=settings.method,
-            context_tokens=demand.context_tokens,
-            budget=budget,
-            block_tokens=demand.kv.block_tokens,
-            draft=str(settings.draft),
-            draft_tokens=settings.draft_tokens,
-            inner_draft_tokens=settings.inner_draft_tokens,
-            streamed_layers=placement.streamed_layers,
-            embedding_resident=placement.embedding_resident,
-            resident_kv_blocks=min(placement.resident_kv_blocks, demand.kv_blocks),
-            weight_slots=placement.weight_slots,
-            kv_slots=placement.kv_slots,
-            staging_slots=placement.staging_slots,
+            demand.context_tokens,
+            demand.kv.block_tokens,
+            replace(method, draft=str(method.draft), budget=budget or None),
+            replace(placement, resident_kv_blocks=resident),
         )
 
     @property
-    def placement(self) -> Placement:
-        return Placement(
-            self.streamed_layers,
-            self.embedding_resident,
-            self.resident_kv_blocks,
-            self.weight_slots,
-            self.kv_slots,
-            self.staging_slots,
-        )
+    def budget(self) -> int:
+        """Tokens of the retrieval cache, 0 for none."""
+        return self.method.budget or 0
 
-    def settings(self, like: MethodSettings | None = None) -> MethodSettings:
-        """How a run decodes by it. like: whatever else was asked for. Raises UsageError."""
-        return replace(
-            like or MethodSettings(),
-            method=self.method,
-            draft=self.draft,
-            draft_tokens=self.draft_tokens,
-            inner_draft_tokens=self.inner_draft_tokens,
-            budget=self.budget or None,
-        )
-
-    def check_runs(self) -> None:
-        """Raises UsageError for a plan that an engine cannot take."""
+    def config(self, like: EngineConfig) -> EngineConfig:
+        """What an engine is made with by it. like: the rest. Raises UsageError for a plan that an
+        engine cannot take.
+        """
         if self.gpus != 1:
             raise UsageError(f"the plan is for {self.gpus} GPUs, and an engine runs on one")
-        if self.block_tokens & (self.block_tokens - 1) or not self.block_tokens:
-            raise UsageError(f"block_tokens must be a power of two, got {self.block_tokens}")
+        return replace(
+            like, method=self.method, block_tokens=self.block_tokens, placement=self.placement
+        )
 
     def line(self, layers: int, kv_blocks: int) -> str:
         """The plan on one line. kv_blocks: of all layers, when the context is full."""
-        resident = min(self.resident_kv_blocks, kv_blocks)
+        method, placement = self.method, self.placement
+        resident = min(placement.resident_kv_blocks + placement.lent_kv_blocks, kv_blocks)
         parts = [
-            f"{layers - len(self.streamed_layers)} of {layers} layers' weights resident",
+            f"{layers - len(placement.streamed_layers)} of {layers} layers' weights resident",
             f"{resident} of {kv_blocks} KV blocks of {self.block_tokens} tokens resident",
         ]
         if self.budget:
             parts.append(f"retrieval budget {self.budget}")
-        if self.method != "autoregressive":
-            drafts = f"drafts of {self.draft_tokens}"
-            if self.budget and self.draft != "none":
-                drafts += f" by steps of {self.inner_draft_tokens}"
+        if method.drafts:
+            drafts = f"drafts of {method.draft_tokens}"
+            if self.budget and method.has_drafter:
+                drafts += f" by steps of {method.inner_draft_tokens}"
             parts.append(drafts)
-        return f"{self.method}, {', '.join(parts)}"
+        return f"{method.method}, {', '.join(parts)}"
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """All of it side by side, as a file has it."""
+        own = {name: getattr(self, name) for name in _OWN}
+        parts = asdict(self.method) | asdict(self.placement)
+        return own | parts | {"budget": self.budget}
 
     def write(self, path: str | Path) -> None:
         """Writes the plan as JSON, whole or not at all. Raises UsageError."""
@@ -134,33 +103,27 @@ class Plan:
             raise UsageError(f"cannot read a plan from {path}: {error}") from error
         if not isinstance(raw, dict):
             raise UsageError(f"{path} holds no plan, which is a JSON object")
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(raw.keys() - known):
+        known = [*_OWN, *_METHOD, *_PLACEMENT]
+        if unknown := sorted(raw.keys() - set(known)):
             raise UsageError(f"{path}: a plan has no {unknown[0]!r}; it has {', '.join(known)}")
-        if missing := sorted(known - raw.keys() - {"gpus", "predicted"}):
+        if missing := sorted(set(known) - raw.keys() - _OPTIONAL):
             raise UsageError(f"{path}: the plan lacks {missing[0]!r}")
         layers = raw["streamed_layers"]
         raw["streamed_layers"] = tuple(layers) if isinstance(layers, list) else layers
+        if raw["budget"] == 0:
+            raw["budget"] = None
         try:
-            return cls(**raw)
+            return cls(
+                **{name: raw[name] for name in _OWN if name in raw},
+                method=MethodSettings(**{name: raw[name] for name in _METHOD if name in raw}),
+                placement=Placement(**{name: raw[name] for name in _PLACEMENT if name in raw}),
+            )
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
 
 
-def _whole(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _length(value: object) -> bool:
-    return value == AUTO or _whole(value)
-
-
-_CHECKS = {
-    "method": lambda value: isinstance(value, str),
-    "draft": lambda value: isinstance(value, str),
-    "draft_tokens": _length,
-    "inner_draft_tokens": _length,
-    "streamed_layers": lambda value: isinstance(value, tuple) and all(map(_whole, value)),
-    "embedding_resident": lambda value: isinstance(value, bool),
-    "predicted": lambda value: value is None or isinstance(value, Mapping),
-}
+_METHOD = tuple(field.name for field in fields(MethodSettings))
+_PLACEMENT = tuple(field.name for field in fields(Placement))
+_OWN = tuple(f.name for f in fields(Plan) if f.name not in ("method", "placement"))
+# What a plan may lack: files from before there was such a choice do.
+_OPTIONAL = {"gpus", "predicted", "chunk_size", "retrieval", "accept", "lent_kv_blocks"}

@@ -8,7 +8,6 @@ from typing import Any
 from offload.machine.profiles import Hardware
 from offload.units import format_bytes
 from triforce_core.planner.candidates import Candidate, Case
-from triforce_core.planner.published import Published
 
 
 @dataclass(frozen=True)
@@ -59,102 +58,74 @@ class Prediction:
         }
 
 
-def predict(one: Candidate) -> Prediction:
+def predict(chosen: Candidate) -> Prediction:
     """The figures of a plan, by the simulation of a round in the middle of decoding."""
-    case, turn, plan, demand = one.case, one.round, one.plan, one.demand
-    whole = turn.simulate().seconds
-    passed = whole - turn.draft_seconds - turn.refresh_seconds
-    wait = max(0.0, passed - turn.compute_seconds)
+    case, cost, plan = chosen.case, chosen.round, chosen.plan
+    whole, passed = cost.seconds, cost.pass_seconds
+    wait = max(0.0, passed - cost.compute_seconds)
     outer = case.acceptance(plan.budget) if plan.budget else case.curve.inner
-    prefill = one.prefill_seconds
-    layers, blocks = demand.layers, demand.kv_blocks
-    resident = min(plan.resident_kv_blocks, blocks)
     return Prediction(
-        method=plan.method,
-        seconds_per_token=whole / one.tokens_per_pass,
+        method=plan.method.method,
+        seconds_per_token=chosen.seconds_per_token,
         seconds_per_round=whole,
         seconds_per_pass=passed,
-        draft_seconds=turn.draft_seconds,
-        refresh_seconds=turn.refresh_seconds,
-        tokens_per_pass=one.tokens_per_pass,
-        bytes_per_pass=turn.link_bytes,
-        floor_seconds_per_pass=turn.link_seconds,
-        compute_seconds=turn.compute_seconds,
+        draft_seconds=cost.draft_seconds,
+        refresh_seconds=cost.refresh_seconds,
+        tokens_per_pass=chosen.tokens_per_pass,
+        bytes_per_pass=cost.link_bytes,
+        floor_seconds_per_pass=cost.link_seconds,
+        compute_seconds=cost.compute_seconds,
         wait_seconds=wait,
-        retrieval_step_seconds=one.step_seconds,
-        drafter_step_seconds=one.drafter_seconds,
-        prefill_seconds=prefill,
-        acceptance=0.0 if plan.method == "autoregressive" else outer,
+        retrieval_step_seconds=chosen.step_seconds,
+        drafter_step_seconds=chosen.drafter_seconds,
+        prefill_seconds=chosen.prefill_seconds,
+        acceptance=outer if plan.method.drafts else 0.0,
         inner_acceptance=case.curve.inner if plan.budget else 0.0,
         bottleneck=_bottleneck(
-            case.hardware, whole, wait, turn.draft_seconds, turn.compute_seconds, turn.link_bytes
+            case.hardware, whole, wait, cost.draft_seconds, cost.compute_seconds, cost.link_bytes
         ),
-        placement={
-            "layers": layers,
-            "resident_weight_layers": layers - len(plan.streamed_layers),
-            "embedding_resident": plan.embedding_resident,
-            "block_tokens": demand.kv.block_tokens,
-            "kv_blocks": blocks,
-            "resident_kv_blocks": resident,
-            "budget": plan.budget,
-        },
-        memory={
-            "device_bytes": one.device_bytes,
-            "device_available_bytes": case.hardware.memory_bytes,
-            "host_bytes": one.host_bytes,
-            "weights_bytes": (layers - len(plan.streamed_layers)) * demand.layer_bytes
-            + demand.head_bytes
-            + (demand.embedding_bytes if plan.embedding_resident else 0),
-            "resident_kv_bytes": resident * demand.kv.block_bytes
-            + demand.kv.tail_bytes(demand.max_pass_tokens),
-            "drafting_bytes": demand.drafting_bytes,
-            "slots_bytes": plan.weight_slots * demand.layer_bytes
-            + (plan.kv_slots + plan.staging_slots) * demand.kv.block_bytes,
-            "workspace_bytes": demand.workspace_bytes,
-            "streamed_weights_bytes": len(plan.streamed_layers) * demand.layer_bytes,
-            "streamed_kv_bytes": (blocks - resident) * demand.kv.block_bytes,
-        },
+        placement=_placement(chosen),
+        memory=_memory(chosen),
     )
 
 
-def predict_published(one: Published) -> Prediction:
-    """The same of the published code's own way."""
-    case, whole = one.case, one.pass_seconds + one.draft_seconds
-    layers = case.config.layers
-    wait = max(0.0, one.pass_seconds - one.compute_seconds)
-    return Prediction(
-        method="triforce" if one.gamma else "autoregressive",
-        seconds_per_token=one.seconds_per_token,
-        seconds_per_round=whole,
-        seconds_per_pass=one.pass_seconds,
-        draft_seconds=one.draft_seconds,
-        refresh_seconds=0.0,
-        tokens_per_pass=one.tokens_per_pass,
-        bytes_per_pass=one.link_bytes,
-        floor_seconds_per_pass=one.link_seconds,
-        compute_seconds=one.compute_seconds,
-        wait_seconds=wait,
-        retrieval_step_seconds=one.step_seconds if one.gamma else 0.0,
-        drafter_step_seconds=one.drafter_seconds if one.gamma else 0.0,
-        prefill_seconds=one.prefill_seconds,
-        acceptance=case.curve.outer if one.gamma else 0.0,
-        inner_acceptance=case.curve.inner if one.gamma else 0.0,
-        bottleneck=_bottleneck(
-            case.hardware, whole, wait, one.draft_seconds, one.compute_seconds, one.link_bytes
-        ),
-        placement={
-            "layers": layers,
-            "resident_weight_layers": layers,
-            "embedding_resident": True,
-            "resident_kv_layers": one.resident_layers,
-            "budget": one.budget if one.gamma else 0,
-        },
-        memory={
-            "device_bytes": one.device_bytes,
-            "device_available_bytes": case.hardware.memory_bytes,
-            "host_bytes": one.host_bytes,
-        },
-    )
+def _placement(chosen: Candidate) -> dict[str, Any]:
+    demand, placement = chosen.demand, chosen.plan.placement
+    return {
+        "layers": demand.layers,
+        "resident_weight_layers": demand.layers - len(placement.streamed_layers),
+        "embedding_resident": placement.embedding_resident,
+        "block_tokens": demand.kv.block_tokens,
+        "kv_blocks": demand.kv_blocks,
+        "resident_kv_blocks": placement.resident_kv_blocks + placement.lent_kv_blocks,
+        "lent_kv_blocks": placement.lent_kv_blocks,
+        "budget": chosen.plan.budget,
+    }
+
+
+def _memory(chosen: Candidate) -> dict[str, Any]:
+    """What the parts take, in bytes; together device_bytes."""
+    demand, placement = chosen.demand, chosen.plan.placement
+    resident, streamed = placement.resident_kv_blocks, len(placement.streamed_layers)
+    block = demand.kv.block_bytes
+    lent = placement.lent_kv_blocks * block
+    return {
+        "device_bytes": chosen.device_bytes,
+        "device_available_bytes": chosen.case.hardware.memory_bytes,
+        "host_bytes": chosen.host_bytes,
+        "weights_bytes": (demand.layers - streamed) * demand.layer_bytes
+        + demand.head_bytes
+        + (demand.embedding_bytes if placement.embedding_resident else 0),
+        "resident_kv_bytes": resident * block + demand.kv.tail_bytes(demand.max_pass_tokens),
+        "drafting_bytes": demand.drafting_bytes
+        + (demand.gather_bytes if resident < demand.kv_blocks else 0),
+        "slots_bytes": placement.weight_slots * demand.layer_bytes
+        + (placement.kv_slots + placement.staging_slots) * block,
+        "workspace_bytes": max(demand.reading_bytes, demand.pass_bytes + lent),
+        "lent_kv_bytes": lent,
+        "streamed_weights_bytes": streamed * demand.layer_bytes,
+        "streamed_kv_bytes": (demand.kv_blocks - resident) * block - lent,
+    }
 
 
 def links(hardware: Hardware) -> str:

@@ -9,36 +9,48 @@ from dataclasses import replace
 from offload.errors import DoesNotFitError, TriforceError, UsageError
 from offload.units import format_bytes
 from triforce_core.planner.candidates import Candidate, Case, candidate
+from triforce_core.settings import NO_DRAFTER
 
 BUDGETS = tuple(256 << i for i in range(8))
 DRAFTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 224, 256)
 INNER_DRAFTS = (1, 2, 3, 4, 6, 8)
-_SIMULATED = 3
-"""How many of the best estimates are simulated."""
 
 
 def choose(case: Case) -> Candidate:
-    """The best plan. Raises UsageError, or DoesNotFitError that names the shortest way to fit."""
+    """The best plan of the grid. Raises UsageError, or DoesNotFitError that names the shortest way
+    to fit.
+    """
     case.check()
-    found: list[Candidate] = []
-    refused = None
+    fitting: list[Candidate] = []
+    refused: DoesNotFitError | None = None
     for budget in _budgets(case):
         for drafted, inner in _lengths(case, budget):
             try:
-                found.append(candidate(case, budget, drafted, inner))
+                fitting.append(candidate(case, budget, drafted, inner))
             except DoesNotFitError as error:
+                # What asks for the least comes first; a longer draft asks for more.
                 refused = refused or error
-                break  # a longer draft asks for more
-    if not found:
+                break
+    if not fitting:
         raise shortest_change(case, refused) from refused
-    found.sort(key=lambda one: one.estimate)
-    return min(found[:_SIMULATED], key=lambda one: one.simulated)
+    return _fastest(fitting)
+
+
+def _fastest(candidates: list[Candidate]) -> Candidate:
+    """The best by simulation. Those whose bound is above the best one's seconds are spared it."""
+    best, *others = sorted(candidates, key=lambda one: one.least)
+    for other in others:
+        if other.least >= best.seconds_per_token:
+            break
+        if other.seconds_per_token < best.seconds_per_token:
+            best = other
+    return best
 
 
 def _budgets(case: Case) -> tuple[int, ...]:
-    """Retrieval budgets that are looked at, 0 for no such level."""
+    """Retrieval budgets that are looked at, the smallest first; 0 for no such level."""
     method = case.fixed.get("method", "triforce")
-    if method == "speculative" and case.draft == "none":
+    if method == "speculative" and case.draft == NO_DRAFTER:
         raise UsageError("--method speculative needs a drafter, and --draft is none")
     if method != "triforce":
         return (0,)
@@ -46,7 +58,7 @@ def _budgets(case: Case) -> tuple[int, ...]:
         return (int(case.fixed["budget"]),)
     budgets = tuple(budget for budget in BUDGETS if budget < 2 * case.context)
     # Where weights must stream there is no retrieval model; without a drafter nothing drafts then.
-    return budgets if case.draft == "none" else (*budgets, 0)
+    return budgets if case.draft == NO_DRAFTER else (0, *budgets)
 
 
 def _lengths(case: Case, budget: int) -> Iterator[tuple[int, int]]:
@@ -57,7 +69,7 @@ def _lengths(case: Case, budget: int) -> Iterator[tuple[int, int]]:
         return
     drafts = (fixed["draft_tokens"],) if "draft_tokens" in fixed else DRAFTS
     inners = (fixed["inner_draft_tokens"],) if "inner_draft_tokens" in fixed else INNER_DRAFTS
-    if case.draft == "none":
+    if case.draft == NO_DRAFTER:
         inners = (0,)
     for drafted in drafts:
         for inner in inners if budget else (0,):
@@ -103,7 +115,7 @@ def _largest_context(case: Case) -> int:
 
 def _fits(case: Case) -> bool:
     """Whether any plan of the case does: the smallest of each method asks for the least."""
-    for budget in {_budgets(case)[0], _budgets(case)[-1]}:
+    for budget in _budgets(case)[:2]:
         with suppress(TriforceError):
             candidate(case, budget, *next(_lengths(case, budget)))
             return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from offload.errors import DoesNotFitError, UsageError
@@ -19,38 +18,6 @@ _LEAST_CONTEXT = 4096
 def sweep(case: Case, kind: str) -> list[dict[str, Any]]:
     """One row for each value; a case that does not fit has a `refused` instead of figures."""
     return [_row(one) for one in _cases(case, kind)]
-
-
-def plot(rows: list[dict[str, Any]], kind: str, model: str, path: Path) -> None:
-    """Seconds per token, a line for each number of GPUs. Raises UsageError."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 3.6))
-    for gpus in sorted({row["gpus"] for row in rows}):
-        shown = [row for row in rows if row["gpus"] == gpus and "seconds_per_token" in row]
-        axes.plot(
-            [row[kind] if kind == "context" else str(row[kind]) for row in shown],
-            [row["seconds_per_token"] for row in shown],
-            marker="o",
-            label=f"{gpus} GPU{'s' if gpus > 1 else ''}",
-        )
-    if kind == "context":
-        axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel({"context": "context, tokens", "gpus": "GPUs", "link": "link"}[kind])
-    axes.set_ylabel("seconds per token, SIMULATED")
-    axes.set_title(f"{model} on {rows[0]['gpu']}", fontsize=10)
-    axes.legend()
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write the plot to {path}: {error}") from error
 
 
 def _cases(case: Case, kind: str) -> list[Case]:
@@ -98,9 +65,9 @@ def _row(case: Case) -> dict[str, Any]:
         return row | {"refused": str(error)}
     prediction = predict(chosen)
     return row | {
-        "method": chosen.plan.method,
+        "method": chosen.plan.method.method,
         "budget": chosen.plan.budget,
-        "draft_tokens": chosen.plan.draft_tokens,
+        "draft_tokens": chosen.plan.method.draft_tokens,
         **{
             name: getattr(prediction, name)
             for name in (

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from offload.kv.shape import KVShape
-from offload.kv.sizes import dense_bytes, reader_bytes, scores_bytes
+from offload.kv.sizes import dense_bytes, scores_bytes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.tensors import embedding_layout, head_layout, kv_shape, layer_layout
 
+# Rows of logits that `laws` turns into laws at a time.
 LAW_ROWS = 16
-"""Rows of logits that `laws` turns into laws at a time."""
+# Tokens of the longest forward that is recorded as a graph.
 LONGEST_RECORDED = 32
-"""Tokens of the longest forward that is recorded as a graph."""
+# Tokens that a small model which drafts attends to: the first of a text, and the recent ones.
 SINKS = 16
 WINDOW = 256
-"""Tokens that a small model which drafts attends to: the first of a text, and the recent ones."""
 
 
 def window_tokens(config: ModelConfig, max_draft_tokens: int) -> int:
@@ -49,11 +49,7 @@ def fitting_budget(budget: int, chunk_tokens: int, context_tokens: int) -> int:
 def retrieval_bytes(
     shape: KVShape, budget: int, chunk_tokens: int, max_draft_tokens: int, context_tokens: int
 ) -> int:
-    """Device bytes of a retrieval cache, of what fills it and of what it is chosen by."""
+    """Device bytes of a retrieval cache and of what it is chosen by."""
     budget = fitting_budget(budget, chunk_tokens, context_tokens)
     tokens = budget + own_tokens(chunk_tokens, max_draft_tokens)
-    return (
-        dense_bytes(shape, tokens)
-        + reader_bytes(shape, budget)
-        + scores_bytes(shape, chunk_tokens, context_tokens)
-    )
+    return dense_bytes(shape, tokens) + scores_bytes(shape, chunk_tokens, context_tokens)

@@ -6,12 +6,10 @@ from offload.kv.sizes import SCORED_TOKENS
 from triforce_core.model.config import ModelConfig
 from triforce_core.sizing.drafting import LAW_ROWS
 
+# Scores, sorted values and order, softmax, cumulative sum and masks of a law: see `sampling.law`.
 _LAW_BYTES_PER_TOKEN_OF_VOCABULARY = 40
-"""Scores, sorted values and order, softmax, cumulative sum, masks: see laws.law."""
-
-
+# A matrix library's workspace, which recording allocates anew, and the allocator's rounding.
 _GRAPH_LIBRARY_BYTES = 64 << 20
-"""A matrix library's workspace, which recording allocates anew, and the allocator's rounding."""
 
 
 def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -> int:
@@ -20,10 +18,10 @@ def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -
     keys = 2 * config.kv_heads * config.head_dim
     whole = tokens * (config.hidden + keys + 2 * config.head_dim) * itemsize
     rope = tokens * config.head_dim * 4 * 4  # angles and their cosines, in float32
-    return whole + max(rope, pass_bytes(config, chunk, itemsize))
+    return whole + max(rope, forward_bytes(config, chunk, itemsize))
 
 
-def pass_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
+def forward_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     """The temporaries of a forward over `tokens` tokens at once: the larger of attention and MLP,
     without what attention keeps between blocks.
     """
@@ -65,33 +63,57 @@ def graph_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     """What recorded forwards of up to `tokens` tokens keep: the temporaries of the largest, whose
     memory the others share, and the outputs of all sizes.
     """
-    temporaries = pass_bytes(config, tokens, itemsize) + law_bytes(config, tokens)
+    temporaries = forward_bytes(config, tokens, itemsize) + law_bytes(config, tokens)
     return temporaries + 2 * tokens * config.vocab * 4 + _GRAPH_LIBRARY_BYTES
 
 
-def workspace_bytes(
+def reading_bytes(
     config: ModelConfig,
     prompt_tokens: int,
     chunk: int,
+    block_tokens: int,
+    scored_chunk: int,
+    itemsize: int,
+) -> int:
+    """Most temporaries alive at once while a prompt is read.
+
+    chunk: tokens that a layer is computed for at a time
+    scored_chunk: tokens of a chunk that is scored for retrieval, 0 if none is
+    """
+    prefill = prefill_bytes(config, prompt_tokens, chunk, itemsize)
+    if not scored_chunk:
+        return prefill
+    scored = min(SCORED_TOKENS, chunk, prompt_tokens)
+    return prefill + _scoring_bytes(config, scored, prompt_tokens, block_tokens, scored_chunk)
+
+
+def pass_bytes(
+    config: ModelConfig,
+    context_tokens: int,
     pass_tokens: int,
     block_tokens: int,
     scored_chunk: int,
     itemsize: int,
     splits: int,
 ) -> int:
-    """Most temporaries alive at once in a request: in prefill, in a pass, or in sampling.
+    """Most temporaries alive at once after a prompt was read: in a pass, in choosing chunks, or in
+    drawing. scored_chunk: as in `reading_bytes`
 
-    scored_chunk: tokens of a chunk that is scored for retrieval, 0 if none is
     splits: parts into which the attention of a pass divides its keys, at most
     """
-    decode = pass_bytes(config, pass_tokens, itemsize)
-    decode += running_bytes(config, pass_tokens, splits)
-    prefill = prefill_bytes(config, prompt_tokens, chunk, itemsize)
+    forward = forward_bytes(config, pass_tokens, itemsize)
+    forward += running_bytes(config, pass_tokens, splits)
+    laws = law_bytes(config, pass_tokens)
     if not scored_chunk:
-        return max(prefill, decode, law_bytes(config, pass_tokens))
-    chunks = -(-prompt_tokens // scored_chunk)
-    piece = config.heads * (block_tokens + pass_tokens) * 4 * 2
-    decode += score_bytes(config, pass_tokens, chunks) + pass_tokens * piece
-    scored = min(SCORED_TOKENS, chunk, prompt_tokens)
-    prefill += score_bytes(config, scored, chunks) + scored * piece
-    return max(prefill, decode, law_bytes(config, pass_tokens), refresh_bytes(config, chunks))
+        return max(forward, laws)
+    forward += _scoring_bytes(config, pass_tokens, context_tokens, block_tokens, scored_chunk)
+    return max(forward, laws, refresh_bytes(config, -(-context_tokens // scored_chunk)))
+
+
+def _scoring_bytes(
+    config: ModelConfig, tokens: int, context_tokens: int, block_tokens: int, scored_chunk: int
+) -> int:
+    """What it takes besides that attention of `tokens` queries scores chunks."""
+    chunks = -(-context_tokens // scored_chunk)
+    piece = config.heads * (block_tokens + tokens) * 4 * 2
+    return score_bytes(config, tokens, chunks) + tokens * piece

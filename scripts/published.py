@@ -1,4 +1,9 @@
-"""The published TriForce's own cost, so that its settings can be held against ours.
+"""The published TriForce's own cost: what validates the planner's costs against measurements.
+
+The paper measured five settings on RTX 4090s. Costed by the same constants as every plan, its way
+of doing things must come to its figures; nothing is fitted to them.
+
+    python scripts/published.py
 
 Its offloading path (Infini-AI-Lab/TriForce, models/TP_llama.py, models/tensor_op.py and
 utils/decoding.py) streams whole layers of KV through two buffers. For each streamed layer it
@@ -10,25 +15,58 @@ gamma + 1 positions. Prompts are read 128 tokens at a time, and every time all K
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from rich.console import Console
+from rich.table import Table
+
 from offload.errors import DoesNotFitError, UsageError
+from offload.machine.profiles import named
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.tensors import embedding_layout, head_layout, kv_shape, layer_layout
-from triforce_core.planner.acceptance_curve import MODEL_ACCEPTANCE, expected_tokens
+from triforce_core.planner.acceptance_curve import (
+    MODEL_ACCEPTANCE,
+    AcceptanceCurve,
+    expected_tokens,
+)
 from triforce_core.planner.candidates import Case
 from triforce_core.planner.costs import PLAIN, Costs
 from triforce_core.sizing.drafting import SINKS, WINDOW
 
 DRAFTER = "llama-68m"
+# Kernels of a layer: 16 of two norms, 3 + 1 + 3 products, 12 of the rotation, 4 of the cache, 2 of
+# attention, 2 all-reduces, 2 sums, 2 of the MLP (models/tensor_op.py).
 LAYER_LAUNCHES = 47
-"""Kernels of its layer: 16 of two norms, 3 + 1 + 3 products, 12 of the rotation, 4 of the cache, 2
-of attention, 2 all-reduces, 2 sums, 2 of the MLP (models/tensor_op.py).
-"""
 PREFILL_TOKENS = 128
 KV_BUFFERS = 2
 SPARE_TOKENS = 32
+PROMPT_TOKENS, NEW_TOKENS = 130048, 256
+# What the second row of the table implies, bytes a second; see docs/planner.md.
+LINK_BYTES_PER_SECOND = 25.4e9
+# Of each card, with the layers that TriForce's README keeps resident for 7B: 21.9 to 22.2 GB.
+MOST_BYTES = 22.2e9
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting of the paper, with its seconds per token. gamma: 0 without drafts."""
+
+    model: str
+    gpus: int
+    budget: int
+    gamma: int
+    resident_layers: int
+    seconds: float
+
+
+PAPER = (
+    Row("llama2-7b-128k", 2, 12288, 16, 9, 0.108),
+    Row("llama2-7b-128k", 2, 0, 0, 12, 0.840),
+    Row("llama2-13b-128k", 2, 12288, 16, 0, 0.226),
+    Row("llama2-13b-128k", 2, 0, 0, 4, 1.794),
+    Row("llama2-7b-128k", 1, 8192, 12, 0, 0.312),
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +92,7 @@ class Published:
                 "device memory as published",
                 self.device_bytes,
                 available,
-                "use fewer --resident-kv layers or a smaller --budget",
+                "use fewer resident layers or a smaller budget",
             )
 
     @property
@@ -163,3 +201,35 @@ class Published:
 
     def _layer_kv(self, tokens: int) -> int:
         return tokens * kv_shape(self.case.rank, 1, self.case.dtype).token_bytes
+
+
+def as_published(row: Row) -> Published:
+    """A row of the paper on RTX 4090s, at the acceptance that its figures imply (.95)."""
+    hardware = replace(named("rtx4090"), gpus=row.gpus, link_bytes_per_second=LINK_BYTES_PER_SECOND)
+    curve = AcceptanceCurve(outer=0.95, budget=row.budget or 4096, inner=MODEL_ACCEPTANCE)
+    case = Case(
+        read_shape(row.model), hardware, PROMPT_TOKENS + NEW_TOKENS, NEW_TOKENS, curve=curve
+    )
+    return Published(case, row.budget, row.gamma, row.resident_layers)
+
+
+def main() -> None:
+    table = Table("model", "GPUs", "gamma", "resident layers", "measured by them", "SIMULATED", "")
+    for row in PAPER:
+        published = as_published(row)
+        published.check()
+        seconds = published.seconds_per_token
+        table.add_row(
+            row.model,
+            str(row.gpus),
+            str(row.gamma or "none"),
+            str(row.resident_layers),
+            f"{row.seconds:.3f}",
+            f"{seconds:.3f}",
+            f"{seconds / row.seconds - 1:+.0%}",
+        )
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The passes of a full model over one text: its KV, and what streams for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+
+from offload.conveyor import Conveyor, Transfer
+from offload.errors import DoesNotFitError
+from offload.homes import Home
+from offload.kv.attend import PassCache
+from offload.kv.prefill import PrefillCache
+from offload.kv.scores import ChunkScores
+from offload.kv.store import KVStore
+from offload.link.trace import Tracer
+from offload.memory.device import DeviceMemory
+from offload.placement import Demand, Placement, share_blocks
+from offload.schedule import Crossing, Places, pass_schedule
+from offload.weights import StreamedWeights, WeightStore
+
+
+@dataclass
+class PassCounters:
+    """Passes that were kept, and the bytes they brought to the device."""
+
+    passes: int = 0
+    bytes_to_device: int = 0
+
+    def __sub__(self, other: PassCounters) -> PassCounters:
+        return PassCounters(
+            self.passes - other.passes, self.bytes_to_device - other.bytes_to_device
+        )
+
+
+class Passes:
+    """A text's KV and the forwards over it: text is read (`reading`), then passes follow.
+
+    For every pass: `begin` as soon as the one before is kept (its copies start at once and run
+    while whatever comes before it computes), a forward over `weights` and `cache`, `keep`. A pass
+    that is begun and never run is dropped by `end`.
+
+    Between texts that are read, the memory that only reading needs holds KV blocks: they come to
+    lie there as they cross for the next pass.
+    """
+
+    def __init__(
+        self,
+        kv: KVStore,
+        weights: WeightStore,
+        conveyor: Conveyor,
+        memory: DeviceMemory,
+        demand: Demand,
+        placement: Placement,
+        trace: Tracer,
+        scores: ChunkScores | None,
+    ) -> None:
+        """scores: collects, in reading and in passes, what each chunk of keys is worth.
+
+        Raises DoesNotFitError.
+        """
+        self.kv = kv
+        self.trace = trace
+        self.weights = StreamedWeights(weights, conveyor, trace)
+        self.cache = PassCache(kv, conveyor, scores)
+        self._store = weights
+        self._conveyor = conveyor
+        self._memory = memory
+        self._demand = demand
+        self._placement = placement
+        self._scores = scores
+        self._begun: list[Crossing] | None = None
+        self._counters = PassCounters()
+        self._workspace = memory.reserve(demand.pass_bytes, "workspace")
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV is kept."""
+        return self.kv.length
+
+    @property
+    def counters(self) -> PassCounters:
+        """Since these passes were made."""
+        return PassCounters(self._counters.passes, self._counters.bytes_to_device)
+
+    def begin(self) -> None:
+        """Starts the copies of a pass over everything that is kept, unless they have been."""
+        if self._begun is None:
+            self._begun = self._start()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Ends a pass, of which a path of rows is kept."""
+        self.cache.keep(rows)
+        self._counters.passes += 1
+        self._counters.bytes_to_device += sum(c.nbytes for c in self._begun or ())
+        self._begun = None
+
+    @contextmanager
+    def reading(self, rows: int) -> Iterator[PrefillCache]:
+        """The cache for a forward over so many rows of text that follow what is kept. They are kept
+        when the block ends; should it fail, call `roll_back`.
+
+        Raises DoesNotFitError or LinkError.
+        """
+        self.end()
+        self.kv.reclaim()
+        self._set_workspace(self._demand.reading_bytes)
+        kv = self.kv
+        gathered = torch.empty(
+            (kv.length + rows) * kv.shape.token_bytes,
+            dtype=torch.uint8,
+            device=self._memory.device,
+        )
+        self._start()
+        cache = PrefillCache(kv, self._conveyor, rows, gathered, self._scores)
+        del gathered
+        yield cache
+        cache.keep(range(rows))
+        cache.close()
+        self._lend()
+
+    def roll_back(self, tokens: int) -> None:
+        """Forgets all but the first `tokens` tokens, and whatever was under way.
+
+        Raises LinkError.
+        """
+        self.end()
+        self.kv.roll_back(tokens)
+        if self._scores:
+            self._scores.roll_back(tokens)
+        self._set_workspace(self._demand.pass_bytes)
+
+    def end(self) -> None:
+        """Drops a pass that was begun and not run."""
+        self._conveyor.cancel()
+        self._begun = None
+
+    def close(self) -> None:
+        self.end()
+        self.kv.close()
+        self._memory.free(self._workspace)
+
+    def _start(self) -> list[Crossing]:
+        kv = self.kv
+        layers = range(kv.shape.layers)
+        crossings = pass_schedule(
+            Places(
+                streamed_layers=self._placement.streamed_layers,
+                layer_bytes=self._store.layer_bytes,
+                kv_blocks=[len(kv.homes(layer)) for layer in layers],
+                resident_blocks=[kv.on_device(layer) for layer in layers],
+                block_bytes=kv.shape.block_bytes,
+            )
+        ).crossings
+        self._conveyor.start(Transfer(c.key, c.ring, self._home(c).source) for c in crossings)
+        return crossings
+
+    def _home(self, crossing: Crossing) -> Home:
+        if crossing.block is None:
+            return self._store.homes[crossing.layer]
+        return self.kv.homes(crossing.layer)[crossing.block]
+
+    def _lend(self) -> None:
+        """Lends what only reading needs to KV blocks."""
+        self._set_workspace(self._demand.pass_bytes)
+        resident, lent = self._placement.resident_kv_blocks, self._placement.lent_kv_blocks
+        if not lent:
+            return
+        layers = self.kv.shape.layers
+        shares = zip(
+            share_blocks(resident, layers), share_blocks(resident + lent, layers), strict=True
+        )
+        # Should another program have taken the memory meanwhile, the blocks go on streaming.
+        with suppress(DoesNotFitError):
+            self.kv.lend([more - less for less, more in shares])
+
+    def _set_workspace(self, size: int) -> None:
+        """Counts another size for temporaries."""
+        self._memory.free(self._workspace)
+        self._workspace = self._memory.reserve(size, "workspace")

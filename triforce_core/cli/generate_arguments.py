@@ -1,0 +1,82 @@
+"""The arguments of `triforce generate`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from triforce_core.cli.options import add_machine_options, add_option, draft_length
+from triforce_core.params import SamplingParams
+from triforce_core.settings import ACCEPT, METHODS, RETRIEVAL, EngineConfig, MethodSettings
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="directory with safetensors, .gguf file, or hub id")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--prompt", metavar="TEXT", help="prompt (default: standard input)")
+    source.add_argument("--prompt-file", metavar="FILE", help="file that holds the prompt")
+    add("--chat", action="store_true", help="put the prompt into the model's chat template")
+    _add_sampling(parser)
+    _add_method(parser)
+    add("--plan", metavar="FILE", help="what `triforce plan --save` wrote; flags change it")
+    add("--resident-kv-blocks", type=int, metavar="N", help="on the device, instead of the plan's")
+    add_machine_options(parser)
+    add_option(
+        parser,
+        EngineConfig,
+        "trace",
+        "write a timeline for Perfetto or chrome://tracing",
+        metavar="FILE",
+    )
+    add("--stats", metavar="FILE", help="write figures of the run as JSON")
+    add("--quiet", action="store_true", help="no progress and no table")
+    add(
+        "--color-levels",
+        action="store_true",
+        help="colour the text by where it came from: accepted draft, correction, bonus",
+    )
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    def add(name: str, text: str, **options: Any) -> None:
+        add_option(parser, SamplingParams, name, text, **options)
+
+    add("max_new_tokens", "most tokens to generate", type=int, metavar="N")
+    add("temperature", "0 takes the likeliest token", type=float, metavar="T")
+    add("top_p", "nucleus that is sampled from", type=float, metavar="P")
+    add("top_k", "likeliest tokens kept; 0 keeps all", type=int, metavar="K")
+    add("seed", "of the random draws (default: a new one)", type=int, metavar="N")
+
+
+def _add_method(parser: argparse.ArgumentParser) -> None:
+    def add(name: str, text: str, **options: Any) -> None:
+        add_option(parser, MethodSettings, name, text, **options)
+
+    add(
+        "method",
+        "drafts verified by a retrieval model and then the target, or by the target alone, or no "
+        "drafts",
+        choices=METHODS,
+    )
+    add("draft", "drafter; auto is ngram", metavar="auto|ngram|none|MODEL")
+    add("draft_tokens", "drafted for each pass", type=draft_length, metavar="N")
+    add(
+        "inner_draft_tokens",
+        "drafted for each step of the retrieval model",
+        type=draft_length,
+        metavar="N",
+    )
+    add(
+        "budget",
+        "of the retrieval cache (default: 4096, or less where those do not fit)",
+        type=int,
+        metavar="TOKENS",
+    )
+    add("chunk_size", "retrieved together", type=int, metavar="TOKENS")
+    add("retrieval", "how chunks are chosen", choices=RETRIEVAL)
+    add(
+        "accept",
+        "coupled: a seed's text is the same whatever drafts it",
+        choices=ACCEPT,
+    )

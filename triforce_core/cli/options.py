@@ -1,0 +1,90 @@
+"""Options that stand for fields of settings: their defaults are those of the classes."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import MISSING, fields
+from typing import Any
+
+from triforce_core.settings import (
+    AUTO,
+    DTYPE_NAMES,
+    EngineConfig,
+    MachineSettings,
+    MethodSettings,
+)
+
+
+def add_option(
+    parser: argparse.ArgumentParser,
+    settings: type,
+    name: str,
+    text: str,
+    *,
+    flag: str | None = None,
+    **options: Any,
+) -> None:
+    """An option for a field of a settings class. The namespace has it only where it was given.
+
+    text: for the help, to which the default is added if there is one. options: of `add_argument`
+    """
+    (default,) = (field.default for field in fields(settings) if field.name == name)
+    if default not in (None, MISSING) and not isinstance(default, bool):
+        text += f" (default: {default})"
+    flag = flag or f"--{name.replace('_', '-')}"
+    parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **options)
+
+
+def given(args: argparse.Namespace, *settings: type) -> dict[str, Any]:
+    """What was given of the fields of some classes."""
+    names = {field.name for one in settings for field in fields(one)}
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
+def engine_config(args: argparse.Namespace, config: EngineConfig | None = None) -> EngineConfig:
+    """A config with what was given of it. Raises UsageError."""
+    changes = given(args, EngineConfig, MachineSettings, MethodSettings)
+    return (config or EngineConfig()).changed(**changes)
+
+
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """The device, its link and the numbers that are computed with."""
+
+    def add(name: str, text: str, settings: type = MachineSettings, **options: Any) -> None:
+        add_option(parser, settings, name, text, **options)
+
+    add("device", "cuda:0 or cpu (default: a GPU if there is one)", metavar="DEVICE")
+    add("device_memory", "budget, e.g. 22GiB (default: what is free)", metavar="SIZE")
+    add(
+        "link_bandwidth",
+        "of the emulated link on cpu, e.g. 25GB/s (default: as fast as memory)",
+        metavar="RATE",
+    )
+    add(
+        "dtype",
+        "of weights and KV; auto: float32 on cpu, as stored on a GPU",
+        EngineConfig,
+        choices=DTYPE_NAMES,
+    )
+    add(
+        "pin",
+        "leave host memory pageable: slower, never capped",
+        flag="--no-pin",
+        action="store_false",
+    )
+    add(
+        "cuda_graphs",
+        "launch what drafts kernel by kernel (CUDA)",
+        flag="--no-graphs",
+        action="store_false",
+    )
+
+
+def draft_length(text: str) -> int | str:
+    """A draft length: a number or auto."""
+    if text == AUTO:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None

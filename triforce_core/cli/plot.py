@@ -1,0 +1,40 @@
+"""Drawing what `triforce plan --sweep` found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from offload.errors import UsageError
+
+
+def plot(rows: list[dict[str, Any]], kind: str, model: str, path: Path) -> None:
+    """Seconds per token, a line for each number of GPUs. Raises UsageError."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.6))
+    for gpus in sorted({row["gpus"] for row in rows}):
+        shown = [row for row in rows if row["gpus"] == gpus and "seconds_per_token" in row]
+        axes.plot(
+            [row[kind] if kind == "context" else str(row[kind]) for row in shown],
+            [row["seconds_per_token"] for row in shown],
+            marker="o",
+            label=f"{gpus} GPU{'s' if gpus > 1 else ''}",
+        )
+    if kind == "context":
+        axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel({"context": "context, tokens", "gpus": "GPUs", "link": "link"}[kind])
+    axes.set_ylabel("seconds per token, SIMULATED")
+    axes.set_title(f"{model} on {rows[0]['gpu']}", fontsize=10)
+    axes.legend()
+    figure.tight_layout()
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write the plot to {path}: {error}") from error

@@ -1,0 +1,35 @@
+"""The prompt of a command, from its one source."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from offload.errors import UsageError
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The prompt that was given, or a file's, or standard input's. Raises UsageError."""
+    if args.prompt is not None:
+        prompt = args.prompt
+    elif args.prompt_file is not None:
+        try:
+            prompt = Path(args.prompt_file).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read the prompt from {args.prompt_file}: {error}") from error
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise UsageError("no prompt: give --prompt, --prompt-file or standard input")
+    else:
+        try:
+            prompt = sys.stdin.read()
+        except ValueError as error:
+            raise UsageError(f"standard input is no text: {error}") from error
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        # Bytes that are no UTF-8 come in as lone surrogates.
+        raise UsageError(f"the prompt is not UTF-8 text (character {error.start})") from error
+    return prompt

@@ -1,0 +1,198 @@
+"""A text and everything computed for it, which outlives the requests over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+
+from offload.feed import Feed
+from offload.kv.direct import reader
+from offload.kv.gather import ChunkReader
+from offload.kv.scores import ChunkScores
+from offload.kv.sizes import GATHER_BUFFERS, SCORED_TOKENS, reader_bytes
+from offload.weights import ResidentWeights
+from triforce_core.decoding.levels import Drafter, Nothing, Text
+from triforce_core.decoding.models import Models
+from triforce_core.decoding.ngram import NGramDrafter
+from triforce_core.decoding.resident import ResidentModel
+from triforce_core.decoding.retrieval import POLICIES, RetrievalCache
+from triforce_core.decoding.small_model import SmallModelDrafter, WindowCache
+from triforce_core.sizing.demand import PREFILL_CHUNK
+from triforce_core.sizing.drafting import fitting_budget
+
+
+class Interrupted(Exception):
+    """Raised between two layers to end the reading of a prompt."""
+
+
+class Prompt(NamedTuple):
+    """A prompt that was read.
+
+    logits: after its last token, [1, vocab]
+    reused: how many of its tokens were kept from the text before
+    scored: how many of its last tokens its chunks were scored by
+    """
+
+    logits: torch.Tensor
+    reused: int
+    scored: int
+
+
+class Context:
+    """A text, its KV, the scores of its chunks, the retrieval cache, what the drafter keeps of it,
+    and the forwards that were recorded over these.
+
+    A new prompt keeps the longest beginning that it shares with the text at hand (`read`). Decoders
+    then commit tokens to `text`; KV is kept of all but the last of them.
+
+    passes: over the text. retrieval: the retrieval cache, None if there is no such level; level:
+        the target's weights over it
+    """
+
+    def __init__(self, models: Models) -> None:
+        """Raises DoesNotFitError."""
+        self.model = models.target
+        self.text = Text([])
+        self.retrieval: RetrievalCache | None = None
+        self.level: ResidentModel | None = None
+        self._reads_alike = True
+        runtime, method = models.runtime, models.method
+        demand = runtime.demand
+        with ExitStack() as stack:
+            scores = None
+            if models.budget:
+                score = POLICIES[method.retrieval]
+                scores = ChunkScores(
+                    demand.kv, method.chunk_size, demand.context_tokens, score, runtime.memory
+                )
+                stack.callback(scores.close)
+            self.passes = runtime.passes(scores)
+            stack.callback(self.passes.close)
+            self.drafter = make_drafter(models)
+            stack.callback(self.drafter.close)
+            if scores:
+                self.retrieval = self._retrieval_cache(models, scores)
+                stack.callback(self.retrieval.close)
+                self.level = ResidentModel(
+                    models.target,
+                    ResidentWeights(runtime.weights),
+                    self.retrieval.kv,
+                    models.recorder,
+                    runtime.trace,
+                    "retrieval model",
+                )
+                stack.callback(self.level.close)
+            self._resources = stack.pop_all()
+
+    @torch.inference_mode()
+    def read(
+        self,
+        tokens: Sequence[int],
+        new_tokens: int,
+        each_layer: Callable[[int], None],
+        *,
+        reuse: bool = True,
+    ) -> Prompt:
+        """Makes `tokens` the text: what it shares with the text at hand is kept, the rest is read
+        layer by layer.
+
+        new_tokens: that will follow at most. each_layer is called after each layer with its index,
+        and may raise Interrupted, which leaves what is kept. reuse: False keeps nothing.
+        Raises DoesNotFitError or LinkError; the context is of no use then.
+        """
+        kept = self._shared(tokens) if reuse else 0
+        self.roll_back(kept)
+        self._reads_alike = self.model.rope.reads_alike(len(tokens))
+        self.passes.kv.expect(len(tokens) + new_tokens)
+        if self.retrieval:
+            self.retrieval.begin()
+        feed = Feed.text(torch.tensor(tokens[kept:]), kept, self.model.device)
+        try:
+            # A few tokens are a pass like any other; it needs no memory that is lent.
+            short = kept and feed.rows <= self.passes.kv.max_pass_tokens
+            hidden = self._pass(feed, each_layer) if short else self._read(feed, each_layer)
+        except Interrupted:
+            self.roll_back(kept)
+            raise
+        self.text = Text(list(tokens))
+        scored = feed.rows if short else min(feed.rows, SCORED_TOKENS)
+        return Prompt(self.model.logits(hidden[-1:]), kept, scored)
+
+    def roll_back(self, tokens: int) -> None:
+        """Forgets all but the first `tokens` tokens of the text. Raises LinkError."""
+        self.passes.roll_back(tokens)
+        self.drafter.roll_back(tokens)
+        if self.retrieval:
+            self.retrieval.roll_back(tokens)
+        self.text = Text(self.text.tokens[:tokens])
+
+    def close(self) -> None:
+        """Gives all memory back."""
+        self._resources.close()
+
+    def _shared(self, tokens: Sequence[int]) -> int:
+        """How many tokens a prompt shares with what is kept. Its last token is always read anew:
+        what follows is drawn from its logits.
+        """
+        if not (self._reads_alike and self.model.rope.reads_alike(len(tokens))):
+            return 0
+        most = min(self.passes.length, len(tokens) - 1)
+        known = self.text.tokens
+        return next((i for i in range(most) if known[i] != tokens[i]), most)
+
+    def _pass(self, feed: Feed, each_layer: Callable[[int], None]) -> torch.Tensor:
+        passes = self.passes
+        passes.begin()
+        hidden = self.model.forward(feed, passes.weights, passes.cache, each_layer=each_layer)
+        passes.keep(range(feed.rows))
+        return hidden
+
+    def _read(self, feed: Feed, each_layer: Callable[[int], None]) -> torch.Tensor:
+        with self.passes.reading(feed.rows) as cache:
+            return self.model.forward(
+                feed, self.passes.weights, cache, chunk=PREFILL_CHUNK, each_layer=each_layer
+            )
+
+    def _retrieval_cache(self, models: Models, scores: ChunkScores) -> RetrievalCache:
+        runtime, method, kv = models.runtime, models.method, self.passes.kv
+        budget = fitting_budget(models.budget, method.chunk_size, runtime.demand.context_tokens)
+        collected = ChunkReader(
+            kv,
+            runtime.link,
+            runtime.memory,
+            runtime.host,
+            method.chunk_size,
+            reader_bytes(kv.shape, budget) // GATHER_BUFFERS,
+        )
+        return RetrievalCache(
+            kv,
+            reader(kv, runtime.link, runtime.host, collected),
+            runtime.memory,
+            scores,
+            method.retrieval,
+            budget,
+            method.chunk_size,
+            method.max_draft_tokens,
+        )
+
+
+def make_drafter(models: Models) -> Drafter:
+    """The lowest level. Raises DoesNotFitError."""
+    runtime, small = models.runtime, models.small
+    if not models.method.has_drafter or not models.method.drafts:
+        return Nothing(runtime.memory.device)
+    if small is None:
+        return NGramDrafter(runtime.memory.device)
+    cache = WindowCache(small.shape, small.model.rope, small.capacity, runtime.memory)
+    level = ResidentModel(
+        small.model,
+        ResidentWeights(small.store),
+        cache.kv,
+        models.recorder,
+        runtime.trace,
+        "drafter",
+    )
+    return SmallModelDrafter(level, cache, models.target.config.vocab)

@@ -1,0 +1,135 @@
+"""What one round of decoding costs: refresh, draft, and the pass that verifies.
+
+The pass is the schedule that the runtime executes (`offload.schedule`), each of its pieces with
+seconds, on a virtual clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from offload.placement import Demand, Placement, share_blocks
+from offload.schedule import KV, WEIGHTS, Crossing, Kind, Places, pass_schedule
+from offload.simulate import Timeline, Work, simulate
+from triforce_core.planner.costs import Costs
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """length: tokens in the cache. tokens: that the pass verifies, the last one of the text too.
+
+    scored: whether the pass scores chunks. draft_seconds, refresh_seconds: before the pass; its
+    copies start with the draft, after the refresh. early_head: the pass's copies start before the
+    head of the pass before it, as without drafts
+    """
+
+    costs: Costs
+    demand: Demand
+    placement: Placement
+    length: int
+    tokens: int
+    scored: bool = False
+    draft_seconds: float = 0.0
+    refresh_seconds: float = 0.0
+    early_head: bool = False
+
+    @cached_property
+    def places(self) -> Places:
+        """Between texts that are read: lent memory holds KV."""
+        demand, placement = self.demand, self.placement
+        resident = placement.resident_kv_blocks + placement.lent_kv_blocks
+        return Places(
+            streamed_layers=frozenset(placement.streamed_layers),
+            layer_bytes=[demand.layer_bytes] * demand.layers,
+            kv_blocks=[self._blocks] * demand.layers,
+            resident_blocks=share_blocks(min(resident, demand.kv_blocks), demand.layers),
+            block_bytes=demand.kv.block_bytes,
+        )
+
+    @cached_property
+    def link_bytes(self) -> int:
+        """What a pass brings to the device."""
+        places = self.places
+        blocks = sum(max(0, self._blocks - share) for share in places.resident_blocks)
+        weights = len(places.streamed_layers) * self.demand.layer_bytes
+        return weights + blocks * places.block_bytes
+
+    @property
+    def link_seconds(self) -> float:
+        """The floor: no pass is faster than its bytes over the link."""
+        return self.link_bytes / self._rate
+
+    @cached_property
+    def compute_seconds(self) -> float:
+        """What a pass computes, its head included, if it never waits."""
+        seconds = self._seconds
+        layer = seconds[Kind.BEFORE] + self._blocks * seconds[Kind.BLOCK] + seconds[Kind.AFTER]
+        return self.demand.layers * layer + self.head_seconds
+
+    @property
+    def head_seconds(self) -> float:
+        return self.costs.head(self.tokens) + self.costs.round
+
+    @property
+    def least_seconds(self) -> float:
+        """What a round takes at the least: its compute; or what crosses after the draft, during
+        which no more crosses than the slots hold.
+        """
+        placement, demand = self.placement, self.demand
+        ahead = placement.weight_slots * demand.layer_bytes
+        ahead += placement.kv_slots * demand.kv.block_bytes
+        crossing = max(0, self.link_bytes - ahead) / self._rate
+        return self.refresh_seconds + self.draft_seconds + max(self.compute_seconds, crossing)
+
+    @cached_property
+    def executed(self) -> tuple[list[Crossing], list[Work], Timeline]:
+        """What crosses, what computes, and when."""
+        schedule, seconds = pass_schedule(self.places), self._seconds
+        works = [Work("refresh", self.refresh_seconds), Work("draft", self.draft_seconds)]
+        head = Work("head", self.head_seconds)
+        if self.early_head:
+            works.append(head)
+        attend = seconds[Kind.BLOCK]
+        for kind, layer, blocks, needs, releases in schedule.pieces:
+            # Of a BLOCK attention is all there is.
+            own = attend if kind is Kind.BLOCK else seconds[kind] + blocks * attend
+            works.append(Work("layer", own, needs, releases, layer))
+        if not self.early_head:
+            works.append(head)
+        slots = {WEIGHTS: self.placement.weight_slots, KV: self.placement.kv_slots}
+        timeline = simulate(
+            schedule.crossings, works, slots, self._rate, copies_begin=self.refresh_seconds
+        )
+        return schedule.crossings, works, timeline
+
+    @property
+    def seconds(self) -> float:
+        """Of the round, on the virtual clock."""
+        return self.executed[2].seconds
+
+    @property
+    def pass_seconds(self) -> float:
+        """Of it, after the draft."""
+        return self.seconds - self.draft_seconds - self.refresh_seconds
+
+    @property
+    def _rate(self) -> float:
+        return self.costs.hardware.stream_bytes_per_second
+
+    @property
+    def _blocks(self) -> int:
+        """Of each layer."""
+        return self.length // self.demand.kv.block_tokens
+
+    @cached_property
+    def _seconds(self) -> dict[Kind, float]:
+        """Of each kind of piece, without the blocks that BEFORE attends to."""
+        costs, tokens, block = self.costs, self.tokens, self.demand.kv.block_tokens
+        tail = costs.attend(tokens, self.length % block + tokens, scored=self.scored)
+        merge = costs.merge(tokens, self._blocks + 1)
+        return {
+            Kind.BEFORE: costs.before(tokens),
+            Kind.BLOCK: costs.attend(tokens, block, scored=self.scored),
+            Kind.AFTER: tail + merge + costs.after(tokens),
+        }

@@ -1,0 +1,143 @@
+"""A request: parameters, a rule with its coins and a clock, over a context."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from triforce_core.decoding.acceptance import make_rule
+from triforce_core.decoding.context import Context, Interrupted, Prompt
+from triforce_core.decoding.drafting import Drafting
+from triforce_core.decoding.models import Models
+from triforce_core.params import SamplingParams
+from triforce_core.stats import Clock, drafting_stats, request_stats
+from triforce_core.stream import Completion, Piece, pieces_of, until_stop
+from triforce_core.text import TextStream
+
+
+class Request:
+    """Reads a prompt into a context and decodes what follows.
+
+    seed: of its coins; drawn if the parameters have none
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        models: Models,
+        drafting: Drafting,
+        params: SamplingParams,
+        name: str,
+        load_seconds: float,
+    ) -> None:
+        """name, load_seconds: of the model, for the stats."""
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self._context = context
+        self._models = models
+        self._params = params
+        self._name = name
+        self._clock = Clock(models.runtime.link, load_seconds)
+        self._stops = frozenset(models.target.config.eos_token_ids + params.stop_token_ids)
+        rule = make_rule(models.method.accept, self.seed, models.target.device)
+        self._decoder = drafting.decoder(context, params, rule, self._stops)
+        self._tokens: list[int] = []
+
+    def run(
+        self,
+        prompt: list[int],
+        text: TextStream,
+        each_layer: Callable[[int], None],
+        interrupted: threading.Event,
+        *,
+        reuse: bool,
+    ) -> Iterator[Piece | Completion]:
+        """Yields text as each pass lands, then the Completion.
+
+        each_layer: called while the prompt is read, with each layer's index. interrupted: ends the
+        request within a layer of that, or a pass. reuse: see `Context.read`
+        """
+        read, reason = self._read(prompt, each_layer, interrupted, reuse)
+        passes = self._context.passes
+        before = passes.counters
+        while not reason:
+            with self._on_device():
+                step = self._decoder.step(self._params.max_new_tokens - len(self._tokens))
+            if not self._tokens:
+                self._clock.end_prefill()
+            taken, ended = until_stop(step.tokens, self._stops)
+            self._tokens += taken
+            if ended:
+                reason = "stop"
+            elif len(self._tokens) >= self._params.max_new_tokens:
+                reason = "length"
+            elif interrupted.is_set():
+                reason = "interrupted"
+            yield from pieces_of(text, taken, step)
+        if self._tokens:
+            self._clock.end_decode()
+        with self._on_device():
+            passes.end()
+        if piece := text.finish():
+            yield Piece(piece, "plain")
+        about = {
+            "prompt_tokens": len(prompt),
+            "reused_tokens": read.reused if read else 0,
+            "finish_reason": reason,
+        }
+        stats = {
+            **self._stats(text, about),
+            **request_stats(
+                self._models.runtime,
+                passes,
+                passes.counters - before,
+                self._clock,
+                self._decoder.tally,
+                len(self._tokens),
+            ),
+            **drafting_stats(self._models, self._decoder, self._context.retrieval),
+        }
+        yield Completion(self._tokens, text.text, reason, stats)
+
+    def _read(
+        self,
+        prompt: list[int],
+        each_layer: Callable[[int], None],
+        interrupted: threading.Event,
+        reuse: bool,
+    ) -> tuple[Prompt | None, str]:
+        """The prompt, read, and why the request ends already, if it does."""
+
+        def after(layer: int) -> None:
+            each_layer(layer)
+            if interrupted.is_set():
+                raise Interrupted
+
+        try:
+            with self._on_device():
+                read = self._context.read(prompt, self._params.max_new_tokens, after, reuse=reuse)
+                self._decoder.start(read)
+                self._models.runtime.link.synchronize()
+        except Interrupted:
+            self._clock.end_prefill()
+            return None, "interrupted"
+        return read, ""
+
+    def _stats(self, text: TextStream, about: dict[str, Any]) -> dict[str, Any]:
+        runtime = self._models.runtime
+        return {
+            "method": self._models.method.method,
+            "model": self._name,
+            "device": str(runtime.memory.device),
+            "dtype": str(runtime.demand.kv.dtype).removeprefix("torch."),
+            "seed": self.seed,
+            "new_tokens": len(self._tokens),
+            "token_ids": self._tokens,
+            "text": text.text,
+            **about,
+        }
+
+    def _on_device(self) -> AbstractContextManager:
+        return self._models.runtime.memory.current()

@@ -1,0 +1,55 @@
+"""What of a model's wishes a device can fulfil; no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.errors import DoesNotFitError
+from offload.placement import Demand, Placement, least_bytes, place
+from triforce_core.sizing.demand import Wanted
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What is asked for, where it goes, and the tokens of the retrieval cache, 0 for none."""
+
+    demand: Demand
+    placement: Placement
+    budget: int
+
+
+def fit(wanted: Wanted, available_bytes: int, placement: Placement | None = None) -> Fitted:
+    """The best of what is wanted that `available_bytes` of the device hold.
+
+    placement: where everything goes, instead of `place`'s choice. The retrieval model computes with
+    the target's own weights, so it is there if they all stay on the device; if they have to stream,
+    the drafter proposes to the target directly. A budget that was asked for is never given up: it
+    fits or is refused. Raises DoesNotFitError, or UsageError.
+    """
+    method = wanted.method
+    without = wanted.demand(0)
+    if method.method != "triforce" or (placement and placement.streamed_layers):
+        return Fitted(without, placement or place(without, available_bytes), 0)
+    if method.budget is not None:
+        cache = method.budget * without.kv.token_bytes * wanted.config.layers
+        if cache > available_bytes:
+            raise _refused("for", method.budget, cache, available_bytes)
+    for budget in method.budgets:
+        demand = wanted.demand(budget)
+        if placement:
+            return Fitted(demand, placement, budget)
+        needed = least_bytes(demand, streamed_layers=0)
+        if needed <= available_bytes:
+            return Fitted(demand, place(demand, available_bytes), budget)
+    if method.budget is not None:
+        raise _refused("with", method.budget, needed, available_bytes)
+    return Fitted(without, place(without, available_bytes), 0)
+
+
+def _refused(how: str, budget: int, needed: int, available_bytes: int) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"device memory {how} a retrieval budget of {budget} tokens",
+        needed,
+        available_bytes,
+        "use a smaller --budget or none, a shorter context or more --device-memory",
+    )
