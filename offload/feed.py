@@ -51,6 +51,20 @@ class Feed:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
         return cls(tokens, torch.tensor(depths, device=device) + start, tuple(parents))
 
+    @classmethod
+    def side_by_side(cls, feeds: Sequence[Feed]) -> Feed:
+        """Feeds of several sequences as one."""
+        parents, first = [], 0
+        for feed in feeds:
+            parents += [first + p if p >= 0 else -1 for p in map(feed.parent, range(feed.rows))]
+            first += feed.rows
+        return cls(
+            torch.cat([feed.tokens for feed in feeds]),
+            torch.cat([feed.positions for feed in feeds]),
+            None if all(feed.parents is None for feed in feeds) else tuple(parents),
+            tuple(feed.rows for feed in feeds),
+        )
+
     @property
     def rows(self) -> int:
         return self.positions.shape[0]
@@ -85,19 +99,20 @@ class Feed:
         for first in range(0, self.rows, rows):
             yield self.slice(first, min(first + rows, self.rows))
 
-    def each_sequence(self) -> Iterator[Feed]:
-        """The feed of each sequence, on its own."""
-        if len(self.sequences) < 2:
-            yield self
-            return
-        first = 0
+    @cached_property
+    def alone(self) -> tuple[Feed, ...]:
+        """The feed of each sequence, as if it were fed alone."""
+        if not self.sequences:
+            return (self,)
+        feeds, first = [], 0
         for rows in self.sequences:
             part = self.slice(first, first + rows)
             parents = self.parents and tuple(
                 max(-1, parent - first) for parent in self.parents[first : first + rows]
             )
-            yield replace(part, first=0, parents=parents, sequences=())
+            feeds.append(replace(part, first=0, parents=parents, sequences=()))
             first += rows
+        return tuple(feeds)
 
     def slice(self, first: int, end: int) -> Feed:
         """Rows `first` to `end` of a feed that is whole."""

@@ -248,7 +248,13 @@ class HostBlocks:
 
     @property
     def nbytes(self) -> int:
+        """Of all arenas."""
         return sum(arena.bytes.numel() for arena in self._arenas)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of the blocks that somebody has."""
+        return self.nbytes - len(self._free) * self._block_bytes
 
     def reserve(self, blocks: int) -> None:
         """Says that `blocks` blocks will be taken. Raises DoesNotFitError if they will not fit."""

@@ -1,0 +1,59 @@
+"""One schedule, two executors: a real run's trace holds what the planner's simulation says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from helpers import BLOCK, LAYERS, PLACEMENTS, random_ids
+from test_greedy import greedy
+from trace_file import read_trace
+
+from offload.formats import DTYPES
+from offload.machine.profiles import named
+from offload.simulate import spans
+from triforce_core import Engine
+from triforce_core.planner.costs import Costs
+from triforce_core.planner.round_cost import RoundCost
+
+PROMPT = 75
+
+
+def described(name: str, args: dict) -> tuple:
+    return name, args["layer"], args.get("block"), args["bytes"]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("method", ["autoregressive", "speculative"])
+def test_a_run_copies_what_its_simulation_does_in_the_same_order(
+    tiny, tmp_path, placement: str, method: str
+) -> None:
+    path, _ = tiny("llama")
+    file = tmp_path / "trace.json"
+    with Engine.from_pretrained(
+        path,
+        device="cpu",
+        max_context=200,
+        block_tokens=BLOCK,
+        placement=PLACEMENTS[placement],
+        method=method,
+        draft="none",
+        trace=file,
+    ) as engine:
+        stats = engine.generate(random_ids(PROMPT), greedy(40)).stats
+        demand, lent = engine.runtime.demand, engine.runtime.placement.lent_kv_blocks
+        chosen = engine.runtime.placement
+    copied = [described(event.name, event.args) for event in read_trace(file)["copy in"]]
+    costs = Costs(engine.config, DTYPES["float32"], named("rtx4090", 4))
+    expected = [("weights", layer, None, demand.layer_bytes) for layer in chosen.streamed_layers]
+    for length in range(PROMPT, PROMPT + stats["passes"]):
+        # Blocks come to lie in lent memory as they cross in the first pass.
+        placed = replace(chosen, lent_kv_blocks=0) if length == PROMPT else chosen
+        crossings, works, timeline = RoundCost(costs, demand, placed, length, 1).executed
+        shown = spans(crossings, works, timeline, 0.0)
+        expected += [described(s.name, s.args) for s in shown if s.track == "copy in"]
+        layers = [span.args["layer"] for span in shown if span.name == "layer"]
+        assert layers == sorted(layers)
+        assert set(layers) == set(range(LAYERS))
+    assert copied == expected
+    assert placement != "kv-lent" or lent > 0

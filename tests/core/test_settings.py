@@ -1,0 +1,149 @@
+"""Settings as objects: one place for each default, and no field that nobody knows."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+from helpers import BLOCK, PLACEMENTS, random_ids
+from test_greedy import greedy
+
+from offload.errors import DoesNotFitError, UsageError
+from offload.placement import Placement
+from triforce_core import Engine, SamplingParams, loading
+from triforce_core.bench.settings import TESTS, BenchSettings
+from triforce_core.cli.main import _parser, main
+from triforce_core.cli.options import engine_config, given
+from triforce_core.settings import EngineConfig, MachineSettings, MethodSettings
+
+
+def test_fields_go_to_the_part_that_has_them() -> None:
+    config = EngineConfig().changed(
+        device="cpu", device_memory="1GiB", method="speculative", draft_tokens=5, dtype="float16"
+    )
+    assert config.machine == MachineSettings("cpu", 1 << 30)
+    assert config.method == MethodSettings("speculative", draft_tokens=5)
+    assert config.dtype == "float16"
+    whole = config.changed(method=MethodSettings("autoregressive"), machine=MachineSettings())
+    assert (whole.method.method, whole.machine.device) == ("autoregressive", None)
+    assert config.changed(device=torch.device("cpu")).machine.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("field", "nearest"),
+    [
+        ("gpu_memory", "device_memory"),
+        ("drafttokens", "draft_tokens"),
+        ("chunk", "chunk_size"),
+        ("zzz", ""),
+    ],
+)
+def test_an_unknown_field_is_refused_with_the_nearest(field: str, nearest: str) -> None:
+    said = f"no setting '{field}'; the nearest is '{nearest}"
+    for error in (UsageError, TypeError):
+        with pytest.raises(error, match=said):
+            EngineConfig().changed(**{field: 1})
+
+
+def test_a_config_and_its_fields_make_the_same_engine(tiny) -> None:
+    path, _ = tiny("llama")
+    options = {"device": "cpu", "max_context": 100, "block_tokens": BLOCK, "budget": 32}
+    config = EngineConfig().changed(**options, draft_tokens=9)
+    with Engine.from_pretrained(path, config, draft_tokens=4) as engine:
+        plan = engine.plan
+        expected = engine.generate(random_ids(40), greedy(10)).token_ids
+    with Engine.from_pretrained(path, **options, draft_tokens=4) as engine:
+        assert engine.plan == plan
+        assert engine.generate(random_ids(40), greedy(10)).token_ids == expected
+    # What is said beside a plan changes it.
+    with Engine.from_pretrained(
+        path, device="cpu", max_context=100, plan=plan, draft_tokens=7
+    ) as engine:
+        assert engine.plan.method.draft_tokens == 7
+        assert engine.plan.placement == plan.placement
+
+
+def test_a_run_opens_its_model_once(speaking, monkeypatch) -> None:
+    opened = []
+
+    def counted(name: str):
+        original = getattr(loading, name)
+
+        def count(*args: object) -> object:
+            opened.append(name)
+            return original(*args)
+
+        return count
+
+    for name in ("open_checkpoint", "load_tokenizer"):
+        monkeypatch.setattr(loading, name, counted(name))
+    arguments = ["generate", str(speaking), "--prompt", "Hello", "--device", "cpu"]
+    assert main([*arguments, "--max-new-tokens", "3"]) == 0
+    assert sorted(opened) == ["load_tokenizer", "open_checkpoint"]
+
+
+def test_the_command_line_has_the_defaults_of_the_classes() -> None:
+    args = _parser().parse_args(["generate", "model"])
+    assert engine_config(args) == EngineConfig()
+    assert SamplingParams(**given(args, SamplingParams)) == SamplingParams()
+    args = _parser().parse_args(["bench"])
+    assert BenchSettings(**given(args, BenchSettings) | {"tests": TESTS}) == BenchSettings()
+    for command, classes in (
+        ("generate", (SamplingParams, MethodSettings)),
+        ("bench", (BenchSettings,)),
+    ):
+        (subparsers,) = (a for a in _parser()._actions if hasattr(a, "choices") and a.choices)
+        actions = {action.dest: action for action in subparsers.choices[command]._actions}
+        for settings in classes:
+            for field in fields(settings):
+                action = actions.get(field.name)
+                shown = field.default not in (None, ()) and field.name != "tests"
+                if action is not None and shown:
+                    assert f"(default: {field.default})" in action.help, field.name
+
+
+def test_flags_change_a_config() -> None:
+    args = _parser().parse_args(
+        ["generate", "m", "--no-pin", "--no-graphs", "--budget", "64", "--draft-tokens", "auto"]
+    )
+    config = engine_config(args, EngineConfig().changed(draft_tokens=9, chunk_size=4))
+    assert (config.machine.pin, config.machine.cuda_graphs) == (False, False)
+    assert (config.method.budget, config.method.draft_tokens) == (64, "auto")
+    assert config.method.chunk_size == 4
+
+
+def test_an_explicit_budget_is_refused_below_some_memory_and_kept_above_it(tiny) -> None:
+    """It is never dropped in silence, and more memory never refuses what less took."""
+    path, _ = tiny("llama")
+    kept = []
+    for memory in range(1_200_000, 6_000_000, 200_000):
+        try:
+            with Engine.from_pretrained(
+                path,
+                device="cpu",
+                device_memory=memory,
+                max_context=500,
+                block_tokens=BLOCK,
+                budget=256,
+            ) as engine:
+                kept.append(engine.plan.budget)
+        except DoesNotFitError as error:
+            assert error.needed_bytes > error.available_bytes == memory
+            kept.append(0)
+    assert set(kept) == {0, 256}
+    assert kept == sorted(kept)
+
+
+def test_placements_that_no_engine_can_take_are_named(tiny) -> None:
+    path, _ = tiny("llama")
+    for wrong, said in (
+        ((("0",), True, 0, 0, 3, 2), "streamed_layers"),
+        (((), 1, 0, 0, 3, 2), "embedding_resident"),
+        (((), True, -1, 0, 3, 2), "resident_kv_blocks"),
+        (((), True, 0, 0, 3, 2, 1.5), "lent_kv_blocks"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            Placement(*wrong)
+    with Engine.from_pretrained(path, device="cpu", placement=PLACEMENTS["kv"]) as engine:
+        assert engine.plan.placement.resident_kv_blocks == 0

@@ -1,0 +1,113 @@
+"""Small KV stores over a link that is as late as it may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from offload.conveyor import Conveyor, Transfer
+from offload.kv.shape import KVShape
+from offload.kv.store import KVStore
+from offload.link.link import LinkCounters
+from offload.memory.device import DeviceMemory
+from offload.memory.host import HostBlocks, HostMemory
+from offload.schedule import KV
+
+SHAPE = KVShape(layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype=torch.float32)
+MAX_PASS = 6
+
+
+class LateLink:
+    """Makes each copy at the last moment that its events, and the order of its direction, allow:
+    when somebody waits for it.
+
+    Until then a target on the device reads as NaN, so a missing wait anywhere shows.
+    """
+
+    emulated = True
+    bandwidth = None
+
+    class Copy:
+        def __init__(self, before, target, source, after) -> None:
+            self.before = before
+            self.parts = (target, source, after)
+
+        def run(self) -> None:
+            if self.parts is not None:
+                (target, source, after), self.parts = self.parts, None
+                for event in (self.before, *after):
+                    if event is not None:
+                        event.run()
+                target.copy_(source)
+                self.before = None
+
+    class Past:
+        def run(self) -> None:
+            pass
+
+    def __init__(self) -> None:
+        self._last: dict[str, LateLink.Copy | None] = {"in": None, "out": None}
+
+    def to_device(
+        self, device: torch.Tensor, host: torch.Tensor, after: Sequence, what=None
+    ) -> Copy:
+        device.fill_(255)
+        return self._add("in", device, host, after)
+
+    def to_host(self, host: torch.Tensor, device: torch.Tensor, after: Sequence, what=None) -> Copy:
+        host.fill_(255)
+        return self._add("out", host, device, after)
+
+    def record(self) -> Past:
+        return self.Past()
+
+    def wait(self, event) -> None:
+        event.run()
+
+    def counters(self) -> LinkCounters:
+        return LinkCounters()
+
+    def synchronize(self) -> None:
+        for copy in self._last.values():
+            if copy is not None:
+                copy.run()
+
+    def close(self) -> None:
+        self.synchronize()
+
+    def _add(self, direction: str, target, source, after) -> Copy:
+        copy = self.Copy(self._last[direction], target, source, tuple(after))
+        self._last[direction] = copy
+        return copy
+
+
+def make_store(
+    resident: Sequence[int] = (0, 0), link=None, staging: int = 1, slots: int = 1
+) -> tuple[KVStore, Conveyor]:
+    link = link or LateLink()
+    memory = DeviceMemory(torch.device("cpu"), 1 << 20)
+
+    def buffers(count: int) -> list[torch.Tensor]:
+        return [torch.zeros(SHAPE.block_bytes, dtype=torch.uint8) for _ in range(count)]
+
+    blocks = HostBlocks(SHAPE.block_bytes, HostMemory())
+    store = KVStore(SHAPE, MAX_PASS, resident, memory, blocks, link, buffers(staging))
+    return store, Conveyor(link, {KV: buffers(slots)})
+
+
+def kv_of(tokens: Sequence[int], layer: int) -> torch.Tensor:
+    """Recognisable KV: [2, kv_heads, tokens, head_dim]."""
+    base = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None] * 10 + layer
+    offsets = torch.arange(2 * SHAPE.kv_heads * SHAPE.head_dim).view(2, SHAPE.kv_heads, 1, -1)
+    return base + offsets / 1000
+
+
+def start(store: KVStore, conveyor: Conveyor) -> None:
+    """Starts a pass's copies of what streams."""
+    conveyor.start(
+        Transfer((KV, layer, index), KV, home.source)
+        for layer in range(SHAPE.layers)
+        for index, home in enumerate(store.homes(layer))
+        if home.source is not None
+    )

@@ -1,0 +1,105 @@
+"""What a forward is over: texts, trees and several sequences, whole and in parts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from helpers import random_ids
+
+from offload.feed import Feed
+from offload.kv.dense import DenseKV
+from offload.kv.sequences import SequenceCaches
+from offload.memory.device import DeviceMemory
+from offload.weights import ResidentWeights
+from triforce_core import Engine
+
+CPU = torch.device("cpu")
+
+
+def test_a_text_stands_at_consecutive_positions_and_is_cut_where_asked() -> None:
+    feed = Feed.text(torch.arange(10), 7, CPU)
+    assert feed.positions.tolist() == list(range(7, 17))
+    parts = list(feed.parts(4))
+    assert [(part.first, part.end, part.rows) for part in parts] == [
+        (0, 4, 4),
+        (4, 8, 4),
+        (8, 10, 2),
+    ]
+    assert torch.cat([part.tokens for part in parts]).tolist() == list(range(10))
+    assert list(feed.parts(None)) == list(feed.parts(10)) == [feed]
+    assert feed.visible is None
+    on_device = Feed.text(torch.arange(3), torch.tensor([5]), CPU)
+    assert on_device.positions.tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_of_a_tree_stand_behind_their_ancestors_and_see_them(seed: int) -> None:
+    choose = random.Random(seed)
+    parents = [choose.randint(-1, row - 1) for row in range(choose.randint(1, 20))]
+    feed = Feed.tree(torch.arange(len(parents)), 9, parents, CPU)
+    for row in range(len(parents)):
+        path, at = [], row
+        while at >= 0:
+            path.insert(0, at)
+            at = parents[at]
+        assert feed.positions[row] == 9 + len(path) - 1
+        assert feed.visible[row].nonzero().flatten().tolist() == path
+        feed.check_path(path)
+        feed.check_path(path[:-1])
+        with pytest.raises(RuntimeError, match="no path"):
+            feed.check_path([*path, row])
+    with pytest.raises(ValueError, match="no single text cannot be cut"):
+        list(feed.parts(len(parents) - 1 or 1)) if len(parents) > 1 else list(
+            Feed.side_by_side([feed, feed]).parts(1)
+        )
+
+
+def test_a_tree_comes_after_what_it_follows() -> None:
+    with pytest.raises(ValueError, match="row 1 of a tree cannot follow row 1"):
+        Feed.tree(torch.arange(2), 0, (-1, 1), CPU)
+
+
+def test_sequences_in_one_forward_compute_what_each_does_alone(tiny) -> None:
+    """Texts and trees of different lengths, each over a cache of its own."""
+    path, _ = tiny("llama")
+    options = {"device": "cpu", "max_context": 100, "method": "autoregressive"}
+    with Engine.from_pretrained(path, **options) as engine, torch.inference_mode():
+        model, weights = engine.model, ResidentWeights(engine.runtime.weights)
+        memory = DeviceMemory(CPU, None)
+
+        def caches() -> list[DenseKV]:
+            return [DenseKV(engine.runtime.demand.kv, 60, memory, "test") for _ in range(3)]
+
+        alone, together = caches(), caches()
+        shared = SequenceCaches(together)
+        for turn in range(6):
+            feeds = []
+            for i, cache in enumerate(alone):
+                tokens = torch.tensor(random_ids(1 + (turn + 2 * i) % 5, 10 * turn + i))
+                feeds.append(Feed.text(tokens, cache.end, CPU))
+            if turn % 2:
+                parents = [-1, *range(feeds[1].rows - 1)]
+                parents[-1] = max(-1, feeds[1].rows - 3)
+                feeds[1] = Feed.tree(feeds[1].tokens, alone[1].end, parents, CPU)
+            whole = Feed.side_by_side(feeds)
+            assert whole.sequences == tuple(feed.rows for feed in feeds)
+            hidden = model.forward(whole, weights, shared)
+            expected = [model.forward(f, weights, c) for f, c in zip(feeds, alone, strict=True)]
+            torch.testing.assert_close(hidden, torch.cat(expected), rtol=1e-4, atol=1e-4)
+            rows, first = [], 0
+            for feed, cache in zip(feeds, alone, strict=True):
+                kept, at = [], feed.rows - 1
+                while at >= 0:
+                    kept.insert(0, at)
+                    at = feed.parent(at)
+                cache.keep(kept)
+                rows += [first + row for row in kept]
+                first += feed.rows
+            with pytest.raises(RuntimeError, match="not all of a feed"):
+                shared.keep([*rows, first])
+            shared.keep(rows)
+            assert [cache.end for cache in together] == [cache.end for cache in alone]
+        for mine, theirs in zip(together, alone, strict=True):
+            torch.testing.assert_close(mine.rows, theirs.rows, rtol=1e-4, atol=1e-4)

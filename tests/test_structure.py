@@ -1,0 +1,149 @@
+"""The house: rooms import one way, no module imports itself through others, files stay short."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"kernels": "triforce_kernels", "offload": "offload", "triforce_core": "triforce_core"}
+MOST_LINES = 400
+# From the lowest floor up: a module imports from its own floor and from those below.
+FLOORS = (
+    ("triforce_kernels",),
+    ("offload",),
+    ("triforce_core.params", "triforce_core.settings"),
+    ("triforce_core.model",),
+    ("triforce_core.sizing",),
+    ("triforce_core.decoding", "triforce_core.planner"),
+    (
+        *("triforce_core.engine", "triforce_core.loading", "triforce_core.request"),
+        *("triforce_core.stream", "triforce_core.stats", "triforce_core.text"),
+    ),
+    ("triforce_core.bench",),
+    ("triforce_core.cli",),
+    ("scripts",),
+)
+# Rooms of one floor that know nothing of each other.
+APART = ({"triforce_core.decoding", "triforce_core.planner"},)
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for folder, package in [*PACKAGES.items(), ("scripts", "scripts")]:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
+            found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> set[str]:
+    """Modules of the house that a module imports, inside functions too; not for types alone."""
+
+    def walk(node: ast.AST) -> Iterator[ast.AST]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                continue
+            yield child
+            yield from walk(child)
+
+    found: set[str] = set()
+    for node in walk(ast.parse(MODULES[name].read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*name.split(".")[: -node.level], *filter(None, [node.module])])
+            targets = [f"{base}.{alias.name}" for alias in node.names] + [base]
+        else:
+            continue
+        for target in targets:
+            for known in (target, f"scripts.{target}"):
+                if known in MODULES and known != name:
+                    found.add(known)
+    # `from package import module` imports the module, not what the package's __init__ holds.
+    return {m for m in found if not any(other.startswith(f"{m}.") for other in found)}
+
+
+IMPORTS = {name: imports(name) for name in MODULES}
+
+
+def floor(name: str) -> int:
+    for height, rooms in enumerate(FLOORS):
+        if any(name == room or name.startswith(f"{room}.") for room in rooms):
+            return height
+    raise AssertionError(f"{name} is on no floor")
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "triforce_core"])
+def test_imports_run_one_way(name: str) -> None:
+    for target in IMPORTS[name] - {"triforce_core"}:
+        assert floor(target) <= floor(name), f"{name} imports {target}"
+        for rooms in APART:
+            here, there = (
+                {room for room in rooms if module.startswith(f"{room}.")}
+                for module in (name, target)
+            )
+            assert not here or not there or here == there, f"{name} imports {target}"
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name in done:
+            return
+        for target in sorted(IMPORTS[name]):
+            visit(target, (*path, name))
+        done.add(name)
+
+    # The package itself names what it gives; nothing below asks it.
+    for name in MODULES:
+        if name != "triforce_core":
+            visit(name, ())
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text("utf-8").splitlines())
+
+
+def test_files_stay_short() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    files = [ROOT / name for name in tracked if (ROOT / name).exists()] or list(MODULES.values())
+    assert not {str(path): lines(path) for path in files if lines(path) > MOST_LINES}
+
+
+def test_what_marks_a_sub_package_is_empty() -> None:
+    for name, path in MODULES.items():
+        if path.name == "__init__.py" and "." in name:
+            assert path.read_text("utf-8") == "", name
+
+
+def test_the_planner_is_smaller_than_what_it_plans() -> None:
+    def size(room: str) -> int:
+        return sum(lines(path) for path in (ROOT / "triforce_core" / room).glob("*.py"))
+
+    assert size("planner") < size("decoding")
+
+
+def test_a_plan_needs_no_torch_and_help_neither() -> None:
+    """Every module that a plan loads, loaded without it."""
+    needed = [name for name in MODULES if name.startswith("triforce_core.planner.")]
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        + "\n".join(f"import {name}" for name in [*needed, "triforce_core.cli.plan"])
+        + "\nfrom triforce_core.cli.main import main"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
