@@ -37,7 +37,7 @@ TRIFORCE=("$PYTHON" -m triforce_core.cli)
 BENCH=("${TRIFORCE[@]}" bench --device cuda:0 --dtype float16 --device-memory "$MEMORY" --output json)
 PYTEST=("$PYTHON" -m pytest -q --maxfail=30 -p no:cacheprovider --continue-on-collection-errors)
 part env 20 "${TRIFORCE[@]}" env
-part kernels 90 "${PYTEST[@]}" tests/kernels tests/core/test_kernels.py -k "not compile"
+part kernels 90 "${PYTEST[@]}" tests/kernels tests/core/decoding/test_kernels.py -k "not compile"
 part tests 130 "${PYTEST[@]}" -m gpu tests/gpu
 part bench-kernels 50 "$PYTHON" scripts/bench_kernels.py --json
 part llama2-7b 130 "${BENCH[@]}" --shape llama2-7b --context 131072 --repeats 3

@@ -29,7 +29,7 @@ def main() -> int:
     parser.add_argument("--draws", type=int, default=200_000)
     parser.add_argument("--samples", type=int, default=200_000)
     args = parser.parse_args()
-    sys.path[:0] = [str(TESTS), str(TESTS / "core")]
+    sys.path[:0] = [str(TESTS), str(TESTS / "core" / "decoding")]
     # Workers import the tests too.
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
     from law_tests import LEAST_P

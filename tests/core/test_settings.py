@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
-from test_greedy import greedy
+from oracle import greedy
 
 from offload.errors import DoesNotFitError, UsageError
 from offload.placement import Placement

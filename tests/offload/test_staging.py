@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_driver import FakeDriver
 from helpers import BLOCK, PLACEMENTS, random_ids
-from test_host import FakeDriver
 
 from offload.errors import LinkError
 from offload.link.emulated import EmulatedLink

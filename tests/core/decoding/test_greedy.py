@@ -9,14 +9,11 @@ import copy
 import pytest
 import torch
 from helpers import BLOCK, FAMILIES, PLACEMENTS, make_model, random_ids
+from oracle import LogitsRecorder, assert_equal_but_for_ties, greedy
 
-from triforce_core import Engine, SamplingParams
+from triforce_core import Engine
 
 PROMPT, NEW = 75, 45
-
-
-def greedy(count: int = NEW, **options: object) -> SamplingParams:
-    return SamplingParams(max_new_tokens=count, temperature=0, **options)
 
 
 def engine(path, placement: str = "resident", **options: object) -> Engine:
@@ -31,20 +28,6 @@ def engine(path, placement: str = "resident", **options: object) -> Engine:
             **options,
         },
     )
-
-
-def assert_equal_but_for_ties(model, prompt: list[int], ours: list[int], theirs: list[int]) -> None:
-    """Equal, or first different where transformers' own two best logits are within 1e-3."""
-    if ours == theirs:
-        return
-    first = next(
-        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
-        min(len(ours), len(theirs)),
-    )
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + theirs[:first]])).logits[0, -1]
-    best = logits.topk(2).values
-    assert best[0] - best[1] < 1e-3, f"token {first}: {ours[first:][:3]} for {theirs[first:][:3]}"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,27 +55,6 @@ def test_any_prompt_length_equals_transformers(tiny, prompt_tokens: int) -> None
     with engine(path, "both") as ours:
         result = ours.generate(prompt, greedy(40))
     assert_equal_but_for_ties(model, prompt, result.token_ids, theirs[0, prompt_tokens:].tolist())
-
-
-class LogitsRecorder:
-    """Keeps every row of logits that a model computes."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from triforce_core.model.llama import Model
-
-        self.rows: list[torch.Tensor] = []
-        original = Model.logits
-
-        def logits(model: Model, hidden: torch.Tensor) -> torch.Tensor:
-            result = original(model, hidden)
-            self.rows.append(result.clone())
-            return result
-
-        monkeypatch.setattr(Model, "logits", logits)
-
-    def take(self) -> torch.Tensor:
-        rows, self.rows = torch.cat(self.rows), []
-        return rows
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3"])

@@ -160,7 +160,7 @@ def test_the_trace_draws_and_says_that_it_is_simulated(capsys, tmp_path) -> None
     assert {event.name for event in tracks["host"]} >= {"draft", "verify"}
     assert all(event.args["simulated"] for events in tracks.values() for event in events)
     assert tracks["copy in"]
-    script = Path(__file__).parent.parent.parent / "scripts" / "plot_trace.py"
+    script = Path(__file__).parents[3] / "scripts" / "plot_trace.py"
     subprocess.run([sys.executable, script, file, picture], check=True)
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from helpers import BLOCK, LAYERS, PLACEMENTS, random_ids
-from test_greedy import greedy
+from oracle import greedy
 from trace_file import read_trace
 
 from offload.formats import DTYPES

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import BLOCK, FAMILIES, PLACEMENTS, make_model, random_ids
-from test_greedy import LogitsRecorder, assert_equal_but_for_ties, greedy
+from oracle import LogitsRecorder, assert_equal_but_for_ties, greedy
 
 from offload.errors import CheckpointError, DoesNotFitError, LinkError, UsageError
 from triforce_core import Engine, SamplingParams

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import BLOCK, FAMILIES, PLACEMENTS, random_ids
+from oracle import greedy
 from recorder import ReplayRecorder
-from test_greedy import greedy
 
 from offload.kv.dense import DenseKV
 from offload.link.trace import NoTrace

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, VOCAB, random_ids
+from oracle import assert_equal_but_for_ties, greedy
 from recorder import ReplayRecorder
-from test_greedy import assert_equal_but_for_ties, greedy
 
 from offload.errors import LinkError
 from offload.link.emulated import EmulatedLink
@@ -138,7 +138,7 @@ def test_of_a_prompt_all_is_reused_that_the_text_begins_with(tiny) -> None:
 
 
 def test_without_reuse_a_request_is_bitwise_that_of_a_new_engine(tiny, monkeypatch) -> None:
-    from test_greedy import LogitsRecorder
+    from oracle import LogitsRecorder
 
     path, _ = tiny("llama")
     recorder = LogitsRecorder(monkeypatch)
