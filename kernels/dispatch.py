@@ -9,15 +9,19 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+
+from .warmup import watch_compiler
 
 VARIABLE = "TRIFORCE_KERNELS"
 REFERENCE, TRITON = "reference", "triton"
 
+# Of each kernel: its reference and its Triton implementation, which take the same arguments.
 KERNELS = {
     "attention_splits": ("streaming.reference_splits", "streaming_triton.splits"),
     "attend_blocks": ("streaming.reference_blocks", "streaming_triton.blocks"),
@@ -29,12 +33,11 @@ KERNELS = {
     "rms_norm": ("layer.reference_rms_norm", "layer_triton.rms_norm"),
     "rope_into": ("layer.reference_rope_into", "layer_triton.rope_into"),
     "swiglu": ("layer.reference_swiglu", "layer_triton.swiglu"),
-    "law": ("sampling.reference_law", "sampling_triton.law"),
-    "accept": ("sampling.reference_accept", "sampling_triton.accept"),
-    "pick": ("sampling.reference_pick", "sampling_triton.pick"),
+    "law": ("sampling.reference_law", "law_triton.law"),
+    "accept": ("sampling.reference_accept", "accept_triton.accept"),
+    "pick": ("sampling.reference_pick", "accept_triton.pick"),
     "int4_matmul": ("int4.reference_matmul", "int4_triton.matmul"),
 }
-"""Of each kernel: its reference and its Triton implementation, which take the same arguments."""
 
 
 class KernelsError(ValueError):
@@ -44,10 +47,15 @@ class KernelsError(ValueError):
 def implementation(kernel: str, device: torch.device) -> Callable:
     """What computes `kernel` on a device. Raises KernelsError."""
     found = _load(KERNELS[kernel][backend(device.type) == TRITON])
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         # Triton launches on the current device, wherever its inputs lie.
-        return torch.cuda.device(device)(found)
+        return partial(_launch_on, device, found)
     return found
+
+
+def _launch_on(device: torch.device, launch: Callable, *values: Any, **named: Any) -> Any:
+    with torch.cuda.device(device):
+        return launch(*values, **named)
 
 
 def backend(device_type: str) -> str:
@@ -86,6 +94,7 @@ def _backend(device_type: str, forced: str) -> str:
             f"{VARIABLE}={TRITON} on {device_type} needs Triton's interpreter: set "
             "TRITON_INTERPRET=1, or use a CUDA device"
         )
+    watch_compiler()
     return TRITON
 
 

@@ -8,10 +8,9 @@ import triton.language as tl
 
 from .gather import ChunkSource
 
+# Elements of keys, and as many of values, that a program has on their way at once, to hide what a
+# read of host memory takes.
 _AT_ONCE = 4096
-"""Elements of keys, and as many of values, that a program has on their way at once, to hide what a
-read of host memory takes.
-"""
 _ALIGNED = 16
 
 
@@ -43,8 +42,8 @@ def _gather_kernel(
             values = values_at[:, None] + inside[None, :]
             if ALIGNED > 1:
                 # Addresses out of a table: nothing else says that 16 bytes can be read at once.
-                keys = tl.multiple_of(keys, (ALIGNED, ALIGNED))
-                values = tl.multiple_of(values, (ALIGNED, ALIGNED))
+                keys = tl.multiple_of(keys, (1, ALIGNED))
+                values = tl.multiple_of(values, (1, ALIGNED))
             there = place[:, None] + inside[None, :]
             brought, other = tl.load(keys, mask=here), tl.load(values, mask=here)
             tl.store(there, brought, mask=here)

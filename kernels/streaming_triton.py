@@ -40,7 +40,7 @@ def tile(rows: int, head_dim: int, itemsize: int) -> Tile:
     count = min(most, max(16, triton.next_power_of_2(rows)))
     if count == 128:
         keys = 32
-    return Tile(count, keys, 8 if count * width >= 128 * 128 else 4, 2)
+    return Tile(count, keys, 8 if count * width >= 64 * 128 else 4, 2)
 
 
 def splits(query: torch.Tensor) -> int:
@@ -289,7 +289,8 @@ def tail(
     kv_heads, rows, head_dim = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    t = tile(rows, head_dim, query.dtype.itemsize)
+    # More queries at once would spill, for whatever may be asked of a tail.
+    t = tile(min(rows, 64), head_dim, query.dtype.itemsize)
     sheet, options = _sheet(scores, running.peak)
     _tail_kernel[(kv_heads, triton.cdiv(rows, t.rows))](
         query, key, value, running.acc, running.peak, running.total, sheet,

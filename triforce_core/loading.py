@@ -184,10 +184,8 @@ def load(
         if config.trace:
             tracer = Trace(link)
             link = TracedLink(link, tracer)
-        memory = DeviceMemory(device, machine.device_memory)
-        stack.callback(memory.close)
         on_gpu = device.type == "cuda"
-        recorder = CudaRecorder(device) if machine.cuda_graphs and on_gpu else None
+        graphs = machine.cuda_graphs and on_gpu
         wanted = Wanted(
             checkpoint.config,
             dtype,
@@ -196,10 +194,12 @@ def load(
             config.block_tokens,
             drafter and drafter.config,
             block_bytes=link.copy_bytes,
-            graphs=recorder is not None,
+            graphs=graphs,
             splits=MOST_SPLITS if backend(device.type) == TRITON else 1,
             gathers_through_host=not (on_gpu and machine.pin),
         )
+        memory = DeviceMemory(device, machine.device_memory, wanted.stored_bytes)
+        stack.callback(memory.close)
         fitted = fit(wanted, memory.available_bytes, config.placement)
         demand, placement = fitted.demand, fitted.placement
         check_placement(demand, placement, memory.available_bytes)
@@ -213,6 +213,7 @@ def load(
 
         layouts = _layouts(checkpoint.config, dtype)
         with memory.typed_errors(), memory.current():
+            recorder = CudaRecorder(device) if graphs else None
             small = None
             if drafter:
                 most = config.method.max_draft_tokens

@@ -16,17 +16,22 @@ from typing import Any
 from offload.errors import UsageError
 from offload.files import write_whole
 from offload.machine.profiles import Hardware
-from offload.memory.available import available_host_bytes
+from offload.memory.available import available_host_bytes, lendable_bytes
 from offload.units import parse_bandwidth
 
+# Seconds that each of the rates is measured for.
 _PART_SECONDS = 0.25
-"""Of each of the rates."""
-
-
+# Operations of the host for each kernel that `costs` counts: of a layer's forward over one token,
+# torch's profiler tells about 80, views included, for 39 kernels.
 OPERATIONS = 2
-"""Of the host for each kernel that `cost` counts: of a layer's forward over one token, torch's
-profiler tells about 80 operations, views included, for 39 kernels.
-"""
+# Rows that a matrix product is measured with.
+_ROWS = (1, 2, 8, 24, 64)
+# Rounds of ten operations as a norm and a rotation have them, with the views that they take.
+_CHAIN, _KERNELS = 60, 10
+_MATRIX_BYTES = 384 << 20
+# Pieces of keys as a pass over a few thousand tokens attends to them.
+_CACHES, _CACHE_KEYS = 128, 512
+_LAUNCHES = 200
 
 
 @dataclass(frozen=True)
@@ -143,17 +148,6 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
     )
 
 
-_ROWS = (1, 2, 8, 24, 64)
-_CHAIN, _KERNELS = 60, 10
-"""Rounds of ten operations as a norm and a rotation have them, with the views that they take."""
-_MATRIX_BYTES = 384 << 20
-_CACHES, _CACHE_KEYS = 128, 512
-"""Pieces of keys as a pass over a few thousand tokens attends to them."""
-
-
-_LAUNCHES = 200
-
-
 def measure_gpu() -> Rates:
     """Of the current GPU: pinned copies in, copies within, a large product, launching."""
     import torch
@@ -227,6 +221,8 @@ def _gpu(rate: float | None) -> Hardware:
     name = torch.cuda.get_device_name()
     rates = cached(f"{name}, driver {machine.driver}, torch {torch.__version__}", measure_gpu)
     free, _ = torch.cuda.mem_get_info()
+    # A plan may let as much stream as host memory holds.
+    memory = lendable_bytes(free, machine.host_available_bytes)
     link, full = "PCIe", True
     if card and card.link_generation_most and card.link_width:
         link = f"pcie{card.link_generation_most}x{card.link_width}"
@@ -234,7 +230,7 @@ def _gpu(rate: float | None) -> Hardware:
     return Hardware(
         name=name,
         source="measured on this machine",
-        memory_bytes=free,
+        memory_bytes=memory,
         memory_bytes_per_second=rates.memory_bytes_per_second,
         flops_per_second=rates.flops_per_second,
         link=link,

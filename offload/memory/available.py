@@ -1,4 +1,4 @@
-"""How much host memory there is to take."""
+"""How much memory there is to take."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from pathlib import Path
 import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
+# Kernels are loaded as they are first used, and a display may ask for more.
+_SPARE_BYTES = 768 << 20
+# A GPU's page tables for a GiB of registered host memory.
+_PAGE_TABLE_BYTES = 2 << 20
 
 
 def available_host_bytes() -> int:
@@ -19,3 +23,12 @@ def available_host_bytes() -> int:
         reclaimable = int(stat.get("inactive_file", 0))
         available = min(available, max(0, int(limit.read_text()) - used + reclaimable))
     return available
+
+
+def lendable_bytes(free_bytes: int, registered_bytes: int) -> int:
+    """Of a GPU's free memory, what may be taken if nobody says how much.
+
+    registered_bytes: of host memory that will be registered with the driver, at most
+    """
+    tables = -(-registered_bytes // (1 << 30)) * _PAGE_TABLE_BYTES
+    return max(0, free_bytes - _SPARE_BYTES - tables)

@@ -10,13 +10,12 @@ import psutil
 import torch
 
 from offload.errors import DoesNotFitError, LinkError, OutOfDeviceMemoryError, UsageError
-from offload.memory.available import available_host_bytes
+from offload.memory.available import available_host_bytes, lendable_bytes
 from offload.units import format_bytes
 
-_CUDA_CONTEXT_BYTES = 256 << 20
-"""Left free outside the budget when nobody says: kernels are loaded as they are first used."""
+# Of the budget: the libraries' workspaces and the allocator's rounding, which nobody asks for.
 _CUDA_LIBRARY_BYTES = 128 << 20
-"""Of the budget: the libraries' workspaces and the allocator's rounding, which nobody asks for."""
+_REMEDY = "use a shorter context or more --device-memory"
 
 
 @dataclass
@@ -36,8 +35,14 @@ class DeviceMemory:
     reservations whose sizes the tests hold against the allocator's trace.
     """
 
-    def __init__(self, device: torch.device, limit_bytes: int | None) -> None:
-        """Raises UsageError for a device that is not there or a limit above what it has."""
+    def __init__(
+        self, device: torch.device, limit_bytes: int | None, registered_bytes: int = 0
+    ) -> None:
+        """limit_bytes: None for what is free, but for what the process will need beside it.
+
+        registered_bytes: of host memory that the device will read, at most.
+        Raises UsageError for a limit above what the device has.
+        """
         self.device = device
         self._used: dict[str, int] = {}
         self._used_bytes = 0
@@ -46,7 +51,7 @@ class DeviceMemory:
         if cuda:
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(device)
-            free = max(0, free - _CUDA_CONTEXT_BYTES)
+            free = lendable_bytes(free, registered_bytes)
         else:
             free, total = available_host_bytes(), psutil.virtual_memory().total
         if limit_bytes is not None and limit_bytes > total:
@@ -134,6 +139,3 @@ def put(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Te
     """Whole numbers of the host as int64 on the device, without waiting for what it computes."""
     here = torch.as_tensor(numbers, dtype=torch.int64)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
-
-
-_REMEDY = "use a shorter context or more --device-memory"

@@ -8,11 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
-from triforce_kernels.attention import partial_attention, reference_attention
 
-from offload.link.cuda import CudaLink
-from offload.link.staging import StagedLink
-from offload.memory.host import CudaDriver, HostMemory
+from offload.memory.host import CudaDriver
 from triforce_core import Engine, SamplingParams
 
 pytestmark = [
@@ -21,90 +18,6 @@ pytestmark = [
 ]
 GREEDY = SamplingParams(max_new_tokens=45, temperature=0)
 DEVICE = torch.device("cuda:0")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)],
-)
-@pytest.mark.parametrize(
-    "shape", [(2, 3, 512, 64), (1, 17, 513, 128), (4, 1, 7, 80), (2, 5, 9, 36)]
-)
-@pytest.mark.parametrize("masked", ["no", "causal", "mask"])
-def test_partial_attention_matches_float64(shape, dtype, tolerance, masked) -> None:
-    kv_heads, rows, tokens, head_dim = shape
-    causal = masked == "causal"
-    tokens = rows if causal else tokens
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(count: int) -> torch.Tensor:
-        return torch.randn(kv_heads, count, head_dim, generator=generator).to("cuda", dtype)
-
-    query, key, value = draw(rows), draw(tokens), draw(tokens)
-    mask = None
-    if masked == "mask":
-        hidden = torch.rand(rows, tokens, generator=generator) < 0.5
-        hidden[:, 0] = False
-        mask = torch.zeros(rows, tokens).masked_fill_(hidden, float("-inf")).to("cuda", dtype)
-    ours = partial_attention(query, key, value, mask=mask, causal=causal)
-    exact = reference_attention(
-        query.double(),
-        key.double(),
-        value.double(),
-        mask=None if mask is None else mask.double(),
-        causal=causal,
-    )
-    assert (ours.out.double() - exact.out).abs().max() <= tolerance * exact.out.abs().max()
-    assert (ours.lse - exact.lse).abs().max() <= tolerance * exact.lse.abs().max().clamp_min(1)
-    assert ours.lse.shape == (kv_heads, rows)
-
-
-def test_host_memory_is_pinned_and_the_link_has_a_bandwidth() -> None:
-    memory = HostMemory(CudaDriver(DEVICE))
-    with memory.arena(1 << 20) as arena:
-        assert arena.pinned
-        assert arena.bytes.is_pinned()
-        assert memory.is_direct(arena.bytes)
-    link = CudaLink(DEVICE, memory)
-    assert link.bandwidth > 1e9
-    assert link.copy_bytes in (16 << 20, 32 << 20)
-    link.close()
-
-
-def test_copies_are_cut_where_registered_pieces_end(monkeypatch) -> None:
-    piece = 1 << 20
-    memory = HostMemory(CudaDriver(DEVICE))
-    link = CudaLink(DEVICE, memory)  # probes with copies larger than such pieces
-    monkeypatch.setattr("offload.memory.host.PIECE_BYTES", piece)
-    monkeypatch.setattr("offload.link.cuda.PIECE_BYTES", piece)
-    source = torch.randint(256, (3 * piece + 4096,), dtype=torch.uint8)
-    with memory.arena(source.numel()) as arena:
-        assert arena.pinned
-        arena.bytes.copy_(source)
-        there = torch.empty(source.numel(), dtype=torch.uint8, device=DEVICE)
-        link.wait(link.to_device(there, arena.bytes, ()))
-        assert torch.equal(there.cpu(), source)
-        arena.bytes.zero_()
-        link.wait_on_host(link.to_host(arena.bytes, there, (link.record(),)))
-        assert torch.equal(arena.bytes, source)
-    link.close()
-
-
-@pytest.mark.parametrize("pin", [True, False])
-def test_staged_copies_bring_the_same_bytes(pin: bool) -> None:
-    memory = HostMemory(CudaDriver(DEVICE), pin=pin)
-    link = StagedLink(CudaLink(DEVICE, memory), memory, 1 << 16)
-    generator = torch.Generator().manual_seed(0)
-    for size in (1, 1 << 16, 5 * (1 << 16) + 3, 1 << 22):
-        with memory.arena(size) as arena:
-            assert arena.pinned == pin
-            source = torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
-            there, back = source.to(DEVICE), torch.empty(size, dtype=torch.uint8, device=DEVICE)
-            written = link.to_host(arena.bytes, there, (link.record(),))
-            link.wait(link.to_device(back, arena.bytes, (written,)))
-            assert torch.equal(back.cpu(), source)
-    link.synchronize()
-    link.close()
 
 
 def test_a_trace_has_the_times_of_the_device(tiny, tmp_path) -> None:
@@ -238,6 +151,51 @@ def test_drafts_change_no_greedy_text(tiny, draft: str, retrieval: str, method: 
             assert engine.generate(prompt, GREEDY).token_ids == expected, placement
 
 
+@pytest.mark.parametrize("placement", ["resident", "kv", "kv-lent", "both"])
+@pytest.mark.parametrize("draft", ["ngram", "{model}"])
+def test_a_context_that_grows_and_is_cut_gives_the_text_of_a_fresh_one(
+    tiny, placement: str, draft: str
+) -> None:
+    """What was recorded, read, lent and retrieved for one request serves the next."""
+    path, _ = tiny("llama")
+    options = {"max_context": 300, "block_tokens": BLOCK, "dtype": "float32", "draft_tokens": 6}
+    long = random_ids(38, 5) * 3
+    with Engine.from_pretrained(
+        path,
+        device="cuda:0",
+        budget=48,
+        draft=draft.format(model=path),
+        placement=PLACEMENTS[placement],
+        **options,
+    ) as engine:
+        for prompt in (long[:75], [*long[:75], 9, 8], long, long[:50], [*long[:60], *long]):
+            for params in (GREEDY, SamplingParams(20, temperature=0.8, seed=2)):
+                engine.generate(prompt, params)
+            result = engine.generate(prompt, GREEDY)
+            assert result.stats["reused_tokens"] == len(prompt) - 1
+            assert result.token_ids == engine.generate(prompt, GREEDY, reuse=False).token_ids
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("graphs", [False, True])
+def test_an_engine_serves_threads_whose_current_device_is_another(tiny, graphs: bool) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    path, _ = tiny("llama")
+    options = {"max_context": 200, "block_tokens": BLOCK, "dtype": "float32", "budget": 48}
+    options |= {"placement": PLACEMENTS["kv"], "cuda_graphs": graphs}
+    texts = []
+    for device in ("cuda:0", "cuda:1"):
+        with Engine.from_pretrained(path, device=device, **options) as engine:
+            texts.append(engine.generate(random_ids(75), GREEDY).token_ids)
+            with ThreadPoolExecutor(1) as thread:
+                texts.append(
+                    thread.submit(engine.generate, random_ids(75), GREEDY).result().token_ids
+                )
+    assert texts == [texts[0]] * 4
+    assert torch.cuda.current_device() == 0
+
+
 @pytest.mark.parametrize("pin", [True, False])
 def test_chunks_are_read_in_host_memory_itself_where_it_is_registered(tiny, pin: bool) -> None:
     from offload.link.cuda import reads_host_memory
@@ -270,28 +228,6 @@ def test_coupled_noise_is_that_of_the_cpu_and_text_depends_on_the_seed_alone(tin
     assert len(texts) == 1
 
 
-def test_accepting_keeps_the_law_on_the_device() -> None:
-    """L1 on the device, with its own generator."""
-    from law_tests import LEAST_P, configuration, p_value
-
-    from triforce_core.decoding.acceptance import accept
-    from triforce_core.decoding.laws import draw
-
-    draft, target = (laws.cuda() for laws in configuration(7))
-    generator = torch.Generator("cuda").manual_seed(0)
-    trials, (length, vocab) = 100_000, draft.shape
-    tokens = torch.stack([draw(law.expand(trials, vocab), generator) for law in draft], 1)
-    verdict = accept(
-        tokens,
-        draft.expand(trials, length, vocab),
-        target.expand(trials, length + 1, vocab),
-        generator,
-    )
-    first = torch.where(verdict.accepted > 0, tokens[:, 0], verdict.token)
-    counts = first.bincount(minlength=vocab).cpu().unsqueeze(0)
-    assert p_value(counts, target[:1].cpu()) > LEAST_P
-
-
 def test_the_device_budget_holds(tiny) -> None:
     path, _ = tiny("llama")
     with Engine.from_pretrained(
@@ -303,6 +239,15 @@ def test_the_device_budget_holds(tiny) -> None:
     assert memory["device_peak_bytes"] <= memory["device_budget_bytes"] == 512 << 20
     assert memory["device_peak_bytes"] <= accounted
     assert torch.cuda.max_memory_reserved() <= max(before, 512 << 20)
+
+
+def test_what_nobody_asked_for_is_left_free(tiny) -> None:
+    path, _ = tiny("llama")
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    with Engine.from_pretrained(path, device="cuda:0", max_context=200) as engine:
+        budget = engine.generate(random_ids(75), GREEDY).stats["memory"]["device_budget_bytes"]
+    assert free - (2 << 30) < budget <= free - (768 << 20)
 
 
 def test_engines_one_after_another_give_the_device_back(tiny) -> None:

@@ -35,12 +35,15 @@ from triton.runtime import JITFunction, driver
 
 
 class Compiled(NamedTuple):
-    """Of one kernel of one launch: bytes of shared memory, bytes spilt, registers of a thread."""
+    """Of one kernel of one launch: bytes of shared memory, bytes spilt, registers of a thread, and
+    bytes of the widest read.
+    """
 
     name: str
     shared: int
     spilt: int
     registers: int
+    widest: int
 
 
 class _Device:
@@ -84,11 +87,13 @@ def _looked_at(kernel) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(kernel.asm["cubin"])
         command = [tool, "--dump-resource-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # What does not fit into registers lies on the stack.
-    spilt = max(map(int, re.findall(r"STACK:(\d+)", told)))
-    registers = max(map(int, re.findall(r"REG:(\d+)", told)))
-    return Compiled(kernel.metadata.name, kernel.metadata.shared, spilt, registers)
+    spilt = max(map(int, re.findall(r"STACK:(\d+)", usage)))
+    registers = max(map(int, re.findall(r"REG:(\d+)", usage)))
+    reads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
+    widest = max(int(count or 1) * int(bits) // 8 for count, bits in reads)
+    return Compiled(kernel.metadata.name, kernel.metadata.shared, spilt, registers, widest)
 
 
 class Attention(NamedTuple):
@@ -106,6 +111,7 @@ HALF = torch.float16
 ATTENTION = {
     "llama2-7b": Attention(32, 1, 17, 128, HALF, 8),
     "llama2-7b, not scored": Attention(32, 1, 17, 128, HALF, 0),
+    "llama2-7b, a tree": Attention(32, 1, 57, 128, HALF, 8),
     "llama3.1-8b": Attention(8, 4, 17, 128, torch.bfloat16, 8),
     "llama3.1-8b, one token": Attention(8, 4, 1, 128, HALF, 8),
     "qwen2.5-32b": Attention(8, 5, 65, 128, torch.bfloat16, 8),
@@ -160,7 +166,8 @@ def launch_others(dtype: torch.dtype) -> None:
     for temperature, top_k, top_p in ((0, 0, 1.0), (0.6, 0, 0.9), (1.0, 50, 1.0), (1.0, 50, 0.9)):
         law(logits, temperature, top_k, top_p)
     coins = torch.zeros(1, 17, dtype=torch.float64)
-    accept(torch.zeros(1, 16, dtype=torch.int64), logits[None, :16], logits[None], coins)
+    for laws in (logits[None, :16], None):
+        accept(torch.zeros(1, 16, dtype=torch.int64), laws, logits[None], coins)
     pick(logits, coins[0])
     for rows in (1, 17, 64):
         int4_matmul(empty(rows, 4096), quantise(torch.zeros(4096, 4096, dtype=dtype)))
@@ -171,19 +178,19 @@ def main(capability: int, which: str) -> None:
     dispatch.implementation = lambda kernel, device: dispatch._load(KERNELS[kernel][1])
     for name in ("streaming", "scoring", "selection", "gather", "layer", "sampling", "int4"):
         sys.modules[f"triforce_kernels.{name}"].implementation = dispatch.implementation
-    told = []
+    rows = []
     with compiling(capability) as compiled:
         for name, case in ATTENTION.items():
-            if (which == "few" and told) or (which == "half" and case.dtype == torch.float32):
+            if (which == "few" and rows) or (which == "half" and case.dtype == torch.float32):
                 continue
             launch_attention(case)
-            told += [(name, *one) for one in compiled]
+            rows += [(name, *kernel) for kernel in compiled]
             compiled.clear()
         for dtype in (HALF, torch.float32) if which == "all" else (HALF,):
             launch_others(dtype)
-            told += [(str(dtype), *one) for one in compiled]
+            rows += [(str(dtype), *kernel) for kernel in compiled]
             compiled.clear()
-    print(json.dumps(told))
+    print(json.dumps(rows))
 
 
 if __name__ == "__main__":

@@ -13,16 +13,18 @@ from triforce_kernels.dispatch import KERNELS
 
 pytest.importorskip("triton.backends.nvidia")
 
+# Shared memory of a program on compute capabilities 8.6 and 8.9: RTX 3090, RTX 4090.
 SHARED_BYTES = 99 << 10
-"""Of a program on compute capabilities 8.6 and 8.9: RTX 3090, RTX 4090."""
-SPILT_BYTES = 128
+SPILT_BYTES = 32
+# Kernels are looked up there by what they are compiled from: a second run compiles what changed.
+CACHE = Path(__file__).parents[2] / ".triton_cache"
 
 
 @pytest.mark.parametrize(("capability", "which"), [(80, "few"), (89, "all"), (90, "half")])
-def test_kernels_compile_and_fit(capability: int, which: str, tmp_path) -> None:
+def test_kernels_compile_and_fit(capability: int, which: str) -> None:
     """What lies in registers stays there but for a few bytes, and shared memory suffices."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment["TRITON_CACHE_DIR"] = str(CACHE)
     program = Path(__file__).with_name("compiling.py")
     done = subprocess.run(
         [sys.executable, program, str(capability), which],
@@ -31,8 +33,10 @@ def test_kernels_compile_and_fit(capability: int, which: str, tmp_path) -> None:
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert len({kernel for _, kernel, *_ in told}) >= len(KERNELS) - 2  # splits and pick have none
-    for name, kernel, shared, spilt, _ in told:
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert len({kernel for _, kernel, *_ in rows}) >= len(KERNELS) - 2  # splits and pick have none
+    for name, kernel, shared, spilt, _, widest in rows:
         assert shared <= SHARED_BYTES, (name, kernel)
         assert spilt <= SPILT_BYTES, (name, kernel)
+        # Out of host memory, where every read counts.
+        assert widest == 16 or kernel != "_gather_kernel"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
-from triforce_kernels import dispatch
+from triforce_kernels import dispatch, warmup
 from triforce_kernels.dispatch import KERNELS, REFERENCE, TRITON, VARIABLE, KernelsError, backend
 
 triton = pytest.importorskip("triton")
@@ -95,4 +96,36 @@ def test_the_command_line_says_so_in_a_sentence(speaking, monkeypatch, value, se
 def test_nothing_imports_triton_on_a_cpu() -> None:
     code = "import sys, offload.runtime, triforce_core.engine; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    assert torch.device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(("index", "entered"), [(1, [1]), (0, []), (None, [])])
+def test_a_kernel_launches_on_the_device_of_its_inputs(monkeypatch, index, entered) -> None:
+    """Another thread, or an engine on another GPU, may have made another device the current one."""
+    seen: list[int | None] = []
+
+    @contextmanager
+    def enter(device: torch.device):
+        seen.append(device.index)
+        yield
+        seen.append(None)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(dispatch, "backend", lambda device_type: TRITON)
+    monkeypatch.setattr(dispatch, "_load", lambda path: lambda a, *, b: (a, b, list(seen)))
+    launch = dispatch.implementation("swiglu", torch.device("cuda", index))
+    assert launch(3, b=4) == (3, 4, entered)
+    assert seen == [*entered, None][: 2 * len(entered)], "and leaves it again"
+
+
+def test_what_triton_compiles_is_counted_beside_other_hooks(monkeypatch) -> None:
+    others: list[str] = []
+    knobs = triton.knobs.runtime
+    monkeypatch.setattr(
+        knobs, "jit_post_compile_hook", lambda **named: others.append(named["repr"])
+    )
+    before = warmup.events()
+    warmup.watch_compiler.__wrapped__()
+    knobs.jit_post_compile_hook(repr="a kernel")
+    assert warmup.events() == before + 1
+    assert others == ["a kernel"]

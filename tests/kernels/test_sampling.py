@@ -17,7 +17,7 @@ def exact_law(row: list[float], temperature: float, top_k: int, top_p: float) ->
         order = order[:top_k]
     x = torch.tensor([row[i] for i in order], dtype=torch.float64)
     p = (x / temperature).softmax(0)
-    kept = max(1, int((p.cumsum(0) - p < top_p).sum()))
+    kept = max(1, int((p.cumsum(0) - p < top_p).sum())) if top_p < 1 else len(p)
     result = [0.0] * len(row)
     for i, value in zip(order[:kept], (p[:kept] / p[:kept].sum()).tolist(), strict=True):
         result[i] = value
@@ -41,6 +41,22 @@ def test_laws(backend, draw, vocab, temperature, top_k, top_p) -> None:
         assert [a > 0 for a in mine] == [b > 1e-44 for b in expected]
 
 
+@pytest.mark.parametrize("spread", [0.1, 1.0, 30.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (4500, 1.0), (4500, 0.7), (20, 0.9)])
+def test_laws_that_no_short_list_holds(backend, draw, spread, top_k, top_p) -> None:
+    """Flat ones have more candidates than fit there, and of steep ones too few lie near the top."""
+    logits = draw(3, 6000) * spread
+    ours = law(logits, 0.9, top_k, top_p)
+    for row, mine in zip(logits.double().tolist(), ours.tolist(), strict=True):
+        expected = exact_law(row, 0.9, top_k, top_p)
+        # Sums in float32 may move the edge of a nucleus by a token in a thousand.
+        kept, wanted = (sum(p > 1e-30 for p in values) for values in (mine, expected))
+        assert abs(kept - wanted) <= wanted / 1000
+        assert max(abs(a - b) for a, b in zip(mine, expected, strict=True)) <= 1e-6 + 2 / 6000 * (
+            kept != wanted
+        )
+
+
 @pytest.mark.parametrize("temperature", [0, 0.7])
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (0, 0.9), (3, 1.0)])
 @pytest.mark.parametrize("bad", ["nan", "inf"])
@@ -62,6 +78,10 @@ def test_ties_at_the_edge_of_a_nucleus_keep_its_size(backend) -> None:
     assert sorted(ours[0].tolist()) == pytest.approx([0] * 5 + [0.2] * 5)
     ours = law(torch.zeros(1, 10, device=DEVICE), 1.0, 4, 1.0)
     assert ours[0].tolist() == pytest.approx([0.1] * 10), "top-k keeps ties with the k-th"
+    for size in (4000, 8000):  # on a short list, and beyond it
+        ours = law(torch.zeros(1, size, device=DEVICE), 1.0, 0, 0.45)
+        assert int((ours > 0).sum()) == pytest.approx(0.45 * size, abs=1)
+        assert float(ours.sum()) == pytest.approx(1, abs=1e-5)
 
 
 def test_of_equal_logits_temperature_zero_takes_the_first(backend) -> None:
@@ -103,6 +123,26 @@ def test_acceptance_is_the_rule_written_out(backend, draw, vocab, n, drafts) -> 
         assert cumulative[chosen] - rest[chosen] <= aim + 1e-12
         seen.add(held)
     assert {0, n} <= seen or drafts < 10
+
+
+def test_a_draft_without_laws_was_sure_of_its_tokens(backend, draw) -> None:
+    """As if each of its laws had all its weight on the token; which takes no memory to say."""
+    drafts, n, vocab = 60, 5, 3000
+    p = random_laws(draw, drafts, n + 1, vocab)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.multinomial(p.cpu()[:, :n].reshape(-1, vocab), 1, generator=generator)
+    tokens = tokens.view(drafts, n).to(DEVICE)
+    p[:20, torch.arange(n), tokens[0]] += 50  # many of these hold
+    p[:20] /= p[:20].sum(-1, keepdim=True)
+    tokens[:20] = tokens[0]
+    coins = torch.rand(drafts, n + 1, dtype=torch.float64, generator=generator).to(DEVICE)
+    sure = torch.nn.functional.one_hot(tokens, vocab).float()
+    ours, theirs = accept(tokens, None, p, coins), accept(tokens, sure, p, coins)
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+    assert {0, n} <= set(ours[0].tolist())
+    for d, held in enumerate(ours[0].tolist()):
+        assert held == n or ours[1][d] != tokens[d, held], "what was rejected is not drawn"
 
 
 @pytest.mark.parametrize("coin", [0.0, 0.5, 1 - 2**-53])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from offload.errors import UsageError
+from offload.memory.available import lendable_bytes
 from offload.units import format_bytes, parse_bandwidth, parse_bytes
 
 
@@ -20,6 +21,13 @@ from offload.units import format_bytes, parse_bandwidth, parse_bytes
 )
 def test_sizes(text, size) -> None:
     assert parse_bytes(text) == size
+
+
+def test_of_a_gpu_something_is_left_for_what_nobody_asks_for() -> None:
+    """Kernels that are loaded later, and page tables of what will be registered."""
+    assert lendable_bytes(24 << 30, 0) == (24 << 30) - (768 << 20)
+    assert lendable_bytes(24 << 30, (63 << 30) + 1) == (24 << 30) - (768 << 20) - (128 << 20)
+    assert lendable_bytes(100 << 20, 0) == 0
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "22 GB/s", "-1GiB", "0", "1e3", "22gigs", 0, -5, True])

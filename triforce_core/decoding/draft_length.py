@@ -15,6 +15,7 @@ class Observed(Protocol):
     confidence: Sequence[float]
     draft_seconds: float
     verify_seconds: float
+    warm: bool
 
 
 class DraftLength(Protocol):
@@ -56,6 +57,9 @@ class Auto:
     a token costs, exceeds the seconds that drafting it takes. The chance of a token is learned for
     each degree of confidence. That is the threshold rule of SpecDec++ (Huang et al., 2024), with
     SmartSpec's goodput (Liu et al., 2024) as what it maximises.
+
+    A round in which a kernel was compiled or a graph recorded teaches what was accepted, not how
+    long that takes.
 
     Only drafted tokens and their laws decide, never the verifier's coins: the output law is
     untouched.
@@ -117,6 +121,8 @@ class Auto:
             which = bisect(_CONFIDENCE, sure)
             self._sure_examined[which] += 1
             self._sure_held[which] += i < outcome.accepted
+        if not outcome.warm:
+            return
         self._verify.observe(outcome.drafted, outcome.verify_seconds)
         if outcome.drafted:
             self._draft_seconds = self._draft_seconds * _MEMORY + outcome.draft_seconds
@@ -145,20 +151,20 @@ class Auto:
         ]
 
 
+# What a round counts for when the next one has been seen: about 30 rounds are remembered.
 _MEMORY = 0.97
-"""What a round counts for when the next one has been seen: about 30 rounds are remembered."""
+# Rounds that the assumed acceptance counts for at first, and tokens that it counts for always.
 _PRIOR_ROUNDS = 2.0
-"""Rounds that the assumed acceptance counts for at first."""
 _PRIOR_WEIGHT = 2.0
-"""Tokens that it counts for always."""
+# Degrees of confidence: the greatest probability of a law.
 _CONFIDENCE = (0.5, 0.7, 0.85, 0.95, 0.999)
-"""Degrees of confidence: the greatest probability of a law."""
+# Tokens that the common acceptance counts for against a degree's own, and against a position's.
 _CONFIDENCE_WEIGHT = 8.0
-"""Tokens that the common acceptance counts for against a degree's own."""
 _POSITION_WEIGHT = 20.0
-"""The same for the common acceptance against a position's own."""
+# Rounds of experience for a slope of zero, in tokens squared.
 _LEVEL_WEIGHT = 0.5
-"""Rounds of experience for a slope of zero, in tokens squared."""
+# Of the mean seconds, what no length may seem to fall below.
+_LEAST_SHARE = 0.05
 
 
 class _Line:
@@ -190,7 +196,3 @@ class _Line:
     def at(self, tokens: float) -> float:
         x, y = self._x / self._n, self._y / self._n
         return max(y + self.slope * (tokens - x), y * _LEAST_SHARE)
-
-
-_LEAST_SHARE = 0.05
-"""Of the mean, which no length may seem to fall below."""

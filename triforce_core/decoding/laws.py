@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import torch
 from triforce_kernels import sampling
+from triforce_kernels.dispatch import TRITON, backend
 
 from triforce_core.params import SamplingParams
 from triforce_core.sizing.drafting import LAW_ROWS
 
 
 def laws(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The law of the next token, float32, of each row of logits [rows, vocab]: `sampling.law`, a
-    few rows at a time, so that its temporaries stay small.
+    """The law of the next token, float32, of each row of logits [rows, vocab]: `sampling.law`.
+
+    The reference takes a few rows at a time, so that its temporaries stay small; a kernel has none.
     """
+    if backend(logits.device.type) == TRITON:
+        return sampling.law(logits, params.temperature, params.top_k, params.top_p)
     parts = [
         sampling.law(part, params.temperature, params.top_k, params.top_p)
         for part in logits.split(LAW_ROWS)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
+from triforce_kernels import warmup
 
 from offload.errors import CheckpointError
 from offload.memory.device import put
@@ -72,6 +73,8 @@ class Round(NamedTuple):
     tokens: the accepted ones and the one the verifier drew itself; laws: theirs [tokens, vocab]
     peaks: the greatest probability of each law
     drafted: how many were proposed; confidence: how surely, if the proposer said
+    warm: whether its seconds are those of any such round: no kernel was compiled in it and no graph
+        recorded
     """
 
     tokens: list[int]
@@ -81,6 +84,7 @@ class Round(NamedTuple):
     confidence: Sequence[float]
     draft_seconds: float
     verify_seconds: float
+    warm: bool = True
 
     @property
     def accepted(self) -> int:
@@ -92,7 +96,7 @@ def speculate(proposer: Proposer, verifier: Verifier, rule: Rule, text: Text, co
 
     Raises CheckpointError if a level computes something that is no number.
     """
-    began = time.perf_counter()
+    began, events = time.perf_counter(), warmup.events()
     draft = proposer.propose(text, count)
     last = put(text.tokens[-1:], verifier.device)
     proposed = time.perf_counter()
@@ -114,6 +118,7 @@ def speculate(proposer: Proposer, verifier: Verifier, rule: Rule, text: Text, co
         draft.confidence,
         proposed - began,
         time.perf_counter() - proposed,
+        warmup.events() == events,
     )
 
 

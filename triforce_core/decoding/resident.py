@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+from triforce_kernels import warmup
 
 from offload.feed import Feed
 from offload.graphs import Recorder, Run
@@ -88,6 +89,7 @@ class ResidentModel:
 
     def _record(self, forward: _FixedForward, size: int) -> None:
         try:
+            warmup.note()
             forward.record(self._recorder)
             self.recorded += 1
         except RuntimeError as error:

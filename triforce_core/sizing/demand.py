@@ -96,6 +96,13 @@ class Wanted:
             gather_bytes=self._gather_bytes(shape, budget),
         )
 
+    @property
+    def stored_bytes(self) -> int:
+        """Of all layers and of the KV of a full context, wherever they lie. Raises UsageError."""
+        layers, shape = self.config.layers, self._kv_shape()
+        blocks = self.max_context // shape.block_tokens * layers
+        return layers * layer_layout(self.config, self.dtype).nbytes + blocks * shape.block_bytes
+
     def _kv_shape(self) -> KVShape:
         shape, chunk = kv_shape(self.config, 1, self.dtype), self.method.chunk_size
         tokens = self.block_tokens or max(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -17,6 +17,7 @@ class Turn:
     draft_seconds: float
     verify_seconds: float
     confidence: list[float]
+    warm: bool = True
 
 
 class World:
@@ -93,6 +94,20 @@ def test_a_level_that_was_given_up_is_tried_again() -> None:
     assert length.choose(16) == 0
     drafted = [world.turn(length, confident=False).drafted for _ in range(400)]
     assert 0 < sum(n > 0 for n in drafted) < 100
+
+
+def test_a_round_that_compiled_or_recorded_teaches_no_seconds() -> None:
+    """One such round may take a thousand times as long; what it accepted still counts."""
+    disturbed, calm = Auto(64, 0.9, 16), Auto(64, 0.9, 16)
+    for _ in range(3):
+        usual = Turn(12, 9, 12.0, 30.0, [])
+        disturbed.observe(replace(usual, draft_seconds=9e3, verify_seconds=9e4, warm=False))
+        calm.observe(usual)
+    assert disturbed.choose(64) == 16, "without a warm round the first length stays"
+    for _ in range(3):
+        for length in (disturbed, calm):
+            length.observe(usual)
+    assert disturbed.choose(64) == calm.choose(64)
 
 
 def test_lengths_stay_below_what_may_be_said() -> None:

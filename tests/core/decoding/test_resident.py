@@ -15,6 +15,7 @@ from offload.link.trace import NoTrace
 from offload.memory.device import DeviceMemory
 from offload.weights import ResidentWeights
 from triforce_core import Engine, SamplingParams
+from triforce_core.decoding import hierarchy
 from triforce_core.decoding.laws import laws
 from triforce_core.decoding.resident import ResidentModel, padded
 
@@ -66,6 +67,26 @@ def test_recorded_forwards_equal_eager_ones(tiny, family: str) -> None:
         torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-4)
     assert recorder.recorded == 6
     assert recorder.replayed > 50
+
+
+def test_rounds_know_whether_anything_was_recorded_in_them(tiny, monkeypatch) -> None:
+    path, _ = tiny("llama")
+    options = {"device": "cpu", "max_context": 200, "method": "triforce", "draft": "none"}
+    rounds, recorder = [], ReplayRecorder()
+    original = hierarchy.speculate
+
+    def watched(*values):
+        before = recorder.recorded
+        outcome = original(*values)
+        rounds.append((outcome.warm, recorder.recorded == before))
+        return outcome
+
+    monkeypatch.setattr(hierarchy, "speculate", watched)
+    with Engine.from_pretrained(path, draft_tokens=5, budget=48, **options) as engine:
+        engine.models = replace(engine.models, recorder=recorder)
+        engine.generate(random_ids(100), greedy(60))
+    assert {warm for warm, _ in rounds} == {True, False}
+    assert all(warm == calm for warm, calm in rounds)
 
 
 def test_what_cannot_be_recorded_runs_eagerly_with_a_warning(tiny, recwarn) -> None:

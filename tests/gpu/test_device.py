@@ -1,0 +1,141 @@
+"""Device, link, pinned memory and recording by themselves. Skips itself without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triforce_kernels.attention import partial_attention, reference_attention
+
+from offload.graphs import CudaRecorder
+from offload.link.cuda import CudaLink
+from offload.link.staging import StagedLink
+from offload.memory.host import CudaDriver, HostMemory
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+DEVICE = torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)],
+)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 512, 64), (1, 17, 513, 128), (4, 1, 7, 80), (2, 5, 9, 36)]
+)
+@pytest.mark.parametrize("masked", ["no", "causal", "mask"])
+def test_partial_attention_matches_float64(shape, dtype, tolerance, masked) -> None:
+    kv_heads, rows, tokens, head_dim = shape
+    causal = masked == "causal"
+    tokens = rows if causal else tokens
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> torch.Tensor:
+        return torch.randn(kv_heads, count, head_dim, generator=generator).to("cuda", dtype)
+
+    query, key, value = draw(rows), draw(tokens), draw(tokens)
+    mask = None
+    if masked == "mask":
+        hidden = torch.rand(rows, tokens, generator=generator) < 0.5
+        hidden[:, 0] = False
+        mask = torch.zeros(rows, tokens).masked_fill_(hidden, float("-inf")).to("cuda", dtype)
+    ours = partial_attention(query, key, value, mask=mask, causal=causal)
+    exact = reference_attention(
+        query.double(),
+        key.double(),
+        value.double(),
+        mask=None if mask is None else mask.double(),
+        causal=causal,
+    )
+    assert (ours.out.double() - exact.out).abs().max() <= tolerance * exact.out.abs().max()
+    assert (ours.lse - exact.lse).abs().max() <= tolerance * exact.lse.abs().max().clamp_min(1)
+    assert ours.lse.shape == (kv_heads, rows)
+
+
+def test_host_memory_is_pinned_and_the_link_has_a_bandwidth() -> None:
+    memory = HostMemory(CudaDriver(DEVICE))
+    with memory.arena(1 << 20) as arena:
+        assert arena.pinned
+        assert arena.bytes.is_pinned()
+        assert memory.is_direct(arena.bytes)
+    link = CudaLink(DEVICE, memory)
+    assert link.bandwidth > 1e9
+    assert link.copy_bytes in (16 << 20, 32 << 20)
+    link.close()
+
+
+def test_copies_are_cut_where_registered_pieces_end(monkeypatch) -> None:
+    piece = 1 << 20
+    memory = HostMemory(CudaDriver(DEVICE))
+    link = CudaLink(DEVICE, memory)  # probes with copies larger than such pieces
+    monkeypatch.setattr("offload.memory.host.PIECE_BYTES", piece)
+    monkeypatch.setattr("offload.link.cuda.PIECE_BYTES", piece)
+    source = torch.randint(256, (3 * piece + 4096,), dtype=torch.uint8)
+    with memory.arena(source.numel()) as arena:
+        assert arena.pinned
+        arena.bytes.copy_(source)
+        there = torch.empty(source.numel(), dtype=torch.uint8, device=DEVICE)
+        link.wait(link.to_device(there, arena.bytes, ()))
+        assert torch.equal(there.cpu(), source)
+        arena.bytes.zero_()
+        link.wait_on_host(link.to_host(arena.bytes, there, (link.record(),)))
+        assert torch.equal(arena.bytes, source)
+    link.close()
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_staged_copies_bring_the_same_bytes(pin: bool) -> None:
+    memory = HostMemory(CudaDriver(DEVICE), pin=pin)
+    link = StagedLink(CudaLink(DEVICE, memory), memory, 1 << 16)
+    generator = torch.Generator().manual_seed(0)
+    for size in (1, 1 << 16, 5 * (1 << 16) + 3, 1 << 22):
+        with memory.arena(size) as arena:
+            assert arena.pinned == pin
+            source = torch.randint(256, (size,), dtype=torch.uint8, generator=generator)
+            there, back = source.to(DEVICE), torch.empty(size, dtype=torch.uint8, device=DEVICE)
+            written = link.to_host(arena.bytes, there, (link.record(),))
+            link.wait(link.to_device(back, arena.bytes, (written,)))
+            assert torch.equal(back.cpu(), source)
+    link.synchronize()
+    link.close()
+
+
+def test_accepting_keeps_the_law_on_the_device() -> None:
+    """L1 on the device, with its own generator."""
+    from law_tests import LEAST_P, configuration, p_value
+
+    from triforce_core.decoding.acceptance import accept
+    from triforce_core.decoding.laws import draw
+
+    draft, target = (laws.cuda() for laws in configuration(7))
+    generator = torch.Generator("cuda").manual_seed(0)
+    trials, (length, vocab) = 100_000, draft.shape
+    tokens = torch.stack([draw(law.expand(trials, vocab), generator) for law in draft], 1)
+    verdict = accept(
+        tokens,
+        draft.expand(trials, length, vocab),
+        target.expand(trials, length + 1, vocab),
+        generator,
+    )
+    first = torch.where(verdict.accepted > 0, tokens[:, 0], verdict.token)
+    counts = first.bincount(minlength=vocab).cpu().unsqueeze(0)
+    assert p_value(counts, target[:1].cpu()) > LEAST_P
+
+
+def test_recorders_share_a_stream_and_its_workspace() -> None:
+    matrix = torch.ones(64, 64, device=DEVICE)
+
+    def multiply() -> float:
+        return float(CudaRecorder(DEVICE).record(lambda: matrix @ matrix)()[0, 0])
+
+    def reserved() -> int:
+        assert multiply() == 64
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    reserved()
+    first = reserved()
+    assert [reserved() for _ in range(5)] == [first] * 5
