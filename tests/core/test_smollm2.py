@@ -28,9 +28,9 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def prompt(tokenizer) -> list[int]:
-    text = manual(9000) + "\n\nWhat does the `with` statement do?"
+    text = manual(4000) + "\n\nWhat does the `with` statement do?"
     token_ids = tokenizer.encode(text, chat=True)
-    assert len(token_ids) > 2000
+    assert len(token_ids) > 900
     return token_ids
 
 
@@ -58,8 +58,12 @@ def test_the_chat_template_is_that_of_transformers(tokenizer) -> None:
     assert tokenizer.encode("Hi ☕", chat=True) == expected
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_greedy_equals_transformers(prompt, theirs, tokenizer, placement: str) -> None:
+def test_greedy_equals_transformers_wherever_it_lives(prompt, theirs, tokenizer) -> None:
+    for placement in PLACEMENTS:
+        check(prompt, theirs, tokenizer, placement)
+
+
+def check(prompt: list[int], theirs: list[int], tokenizer, placement: str) -> None:
     with Engine.from_pretrained(
         model_file(),
         device="cpu",
@@ -69,7 +73,7 @@ def test_greedy_equals_transformers(prompt, theirs, tokenizer, placement: str) -
     ) as engine:
         result = engine.generate(prompt, SamplingParams(max_new_tokens=NEW, temperature=0))
     # transformers is kept from ending early, ours may end: equal up to there.
-    assert result.token_ids == theirs[: len(result.token_ids)]
+    assert result.token_ids == theirs[: len(result.token_ids)], placement
     assert len(result.token_ids) > 10
     memory = result.stats["memory"]
     assert memory["device_peak_bytes"] <= memory["device_budget_bytes"]

@@ -13,8 +13,8 @@ from triforce_core import Engine, SamplingParams
 pytest.importorskip("triton")
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+# Nothing of the engine is quantised yet; an emulated link has to carry what is gathered.
 NOT_USED = {"int4_matmul"} | ({"gather_chunks"} if DEVICE == "cpu" else set())
-"""Nothing of the engine is quantised yet; an emulated link has to carry what is gathered."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_greedy_text_is_the_same_with_triton_and_with_the_reference(
     for name in (REFERENCE, TRITON):
         monkeypatch.setenv(VARIABLE, name)
         with Engine.from_pretrained(path, **options) as engine:
-            texts[name] = engine.generate(random_ids(24) * 2, SamplingParams(8, temperature=0))
+            texts[name] = engine.generate(random_ids(24) * 2, SamplingParams(6, temperature=0))
     assert texts[TRITON].token_ids == texts[REFERENCE].token_ids
     assert texts[TRITON].stats["retrieval"]["churn"] is not None, "it was refreshed"
     for kernel, (_, triton) in KERNELS.items():

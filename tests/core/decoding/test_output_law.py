@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,8 @@ from triforce_core.decoding.laws import laws
 VOCAB = 8
 TOKENS = 3
 PROMPT = random_ids(40, 1, VOCAB)
-SAMPLES = int(os.environ.get("TRIFORCE_SAMPLES", 20_000))
+# Ten and fifty times as many: scripts/long_laws.py.
+SAMPLES = 4_000
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
@@ -32,6 +31,8 @@ SIZES = {
     # Laws that depend on all of the context, and neither flat nor one-hot.
     "initializer_range": 0.5,
 }
+# How samples are made: every drafter, both policies, both rules, all with the same exact law; and
+# once with nothing kept from one request to the next.
 WAYS = {
     "ngram": {"draft": "ngram"},
     "none": {"draft": "none"},
@@ -39,8 +40,9 @@ WAYS = {
     "mean": {"draft": "{model}", "retrieval": "mean"},
     "speculative": {"method": "speculative", "draft": "{model}"},
     "coupled": {"draft": "{model}", "accept": "coupled"},
+    "afresh": {"draft": "{model}"},
 }
-"""How samples are made: every drafter, both policies, both rules, all with the same exact law."""
+Sample = tuple[Counter, Counter, Counter]
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,8 @@ class Job:
     samples: int
 
 
-def sample(job: Job) -> tuple[Counter, Counter, Counter]:
+def sample(job: Job) -> Sample:
     """Outcomes of many requests, and how many tokens of drafts the two levels accepted."""
-    torch.set_num_threads(1)
     options = {name: str(value).format(model=job.drafter) for name, value in WAYS[job.way].items()}
     outcomes, accepted, inner = Counter(), Counter(), Counter()
     with Engine.from_pretrained(
@@ -76,7 +77,7 @@ def sample(job: Job) -> tuple[Counter, Counter, Counter]:
             params = SamplingParams(
                 TOKENS + 1, temperature=job.temperature, top_p=job.top_p, seed=seed
             )
-            result = engine.generate(PROMPT, params)
+            result = engine.generate(PROMPT, params, reuse=job.way != "afresh")
             outcomes[tuple(result.token_ids[:TOKENS])] += 1
             for lengths, counter in (
                 ("accepted_lengths", accepted),
@@ -114,14 +115,14 @@ def measure(
     temperature: float,
     top_p: float,
     samples: int,
-) -> tuple[dict[str, tuple[Counter, Counter, Counter]], dict[str, float]]:
+    map_jobs: Callable[[Callable[[Job], Sample], list[Job]], Iterable[Sample]] = map,
+) -> tuple[dict[str, Sample], dict[str, float]]:
     """What `sample` gave for every way, and the p-values of each way and of all together."""
     each = -(-samples // len(WAYS))
     jobs = [
         Job(target, drafter, way, temperature, top_p, i * each, each) for i, way in enumerate(WAYS)
     ]
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        results = dict(zip(WAYS, pool.map(sample, jobs), strict=True))
+    results = dict(zip(WAYS, map_jobs(sample, jobs), strict=True))
     exact = exact_law(model, temperature, top_p).unsqueeze(0)
     counts = {
         way: torch.tensor([[outcomes[o] for o in product(range(VOCAB), repeat=TOKENS)]])
@@ -143,5 +144,5 @@ def test_three_tokens_have_the_exact_law(models, temperature: float, top_p: floa
     # None, some and all of a draft accepted, and both at the level below it.
     for way in ("none", "model", "mean"):
         _, accepted, inner = results[way]
-        assert min(accepted[i] for i in range(3)) > 50, way
-        assert way == "none" or min(inner[i] for i in range(2)) > 50, way
+        assert min(accepted[i] for i in range(3)) > 20, way
+        assert way == "none" or min(inner[i] for i in range(2)) > 20, way
