@@ -21,7 +21,7 @@ from .warmup import watch_compiler
 VARIABLE = "TRIFORCE_KERNELS"
 REFERENCE, TRITON = "reference", "triton"
 
-# Of each kernel: its reference and its Triton implementation, which take the same arguments.
+# Each kernel has a reference and a Triton implementation, which take the same arguments.
 KERNELS = {
     "attention_splits": ("streaming.reference_splits", "streaming_triton.splits"),
     "attend_blocks": ("streaming.reference_blocks", "streaming_triton.blocks"),

@@ -72,7 +72,7 @@ def _kth(scores, length, wanted, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def _mass(scores, length, least, key, AT_ONCE: tl.constexpr):
-    """Of scores whose keys are at least `least` and less than `key`: the sum of their powers."""
+    """The sum of the powers of those scores whose keys are at least `least` and less than `key`."""
     sums = tl.zeros([AT_ONCE], tl.float32)
     for start in range(0, length, AT_ONCE):
         column = start + tl.arange(0, AT_ONCE)

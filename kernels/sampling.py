@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from .checks import require
 from .dispatch import implementation
 
+# Below this temperature quotients overflow float32; the law is one-hot long before, up to exact
+# ties.
 LEAST_TEMPERATURE = 1e-30
-"""Below it quotients overflow float32; the law is one-hot long before, up to exact ties."""
+# A nucleus of so many tokens at most is found without sorting the vocabulary.
 _SHORTLIST = 256
-"""Most tokens of a nucleus that is found without sorting the vocabulary."""
 
 
 def law(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:

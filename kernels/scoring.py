@@ -21,10 +21,9 @@ from .attention import finite
 from .checks import require
 from .dispatch import implementation
 
+# A chunk is scored in parts of so many keys at most, those of a kernel's smallest tile: a larger
+# one is several that lie side by side.
 LARGEST = 16
-"""Keys of a chunk as it is scored, at most: those of the smallest tile of a kernel. Larger chunks
-are several that lie side by side.
-"""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ def _group_kernel(
     begin = (group * tokens + groups - 1) // groups
     end = ((group + 1) * tokens + groups - 1) // groups
     total = tl.zeros([CHUNKS], tl.float32)
-    for turn in range(heads * (end - begin)):
-        row = (turn // (end - begin) * tokens + begin + turn % (end - begin)).to(tl.int64)
+    for index in range(heads * (end - begin)):
+        row = (index // (end - begin) * tokens + begin + index % (end - begin)).to(tl.int64)
         other = float("-inf") if MASS else 0.0
         values = tl.load(scores + kv_head * s_head + row * s_row + piece, mask=there, other=other)
         if MASS:

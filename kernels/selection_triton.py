@@ -48,7 +48,7 @@ def _choose_kernel(
     for start in range(0, chunks, CHUNKS):
         worth = _worth(scores, start + tl.arange(0, CHUNKS), chunks, newest)
         above += tl.sum((worth > least).to(tl.int32))
-    # Of the chunks that are worth just that, the earlier ones are in: up to `edge`.
+    # Several chunks may be worth just that: the earlier ones are in, up to `edge`.
     edge, tied = -1, 0
     for start in range(0, chunks, CHUNKS):
         chunk = start + tl.arange(0, CHUNKS)

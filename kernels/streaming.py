@@ -281,7 +281,8 @@ def _add(running: Running, part: Partial) -> None:
         return
     before = running.peak[0]
     share = (part.lse - before).sigmoid_()
-    share.masked_fill_(part.lse == float("-inf"), 0)  # also where there was nothing before
+    # A piece of which nothing is seen counts for nothing, even where nothing was seen before.
+    share.masked_fill_(part.lse == float("-inf"), 0)
     running.acc[0].lerp_(out, share.unsqueeze(-1))
     running.peak = torch.logaddexp(before, part.lse)[None]
 

@@ -54,7 +54,8 @@ def splits(query: torch.Tensor) -> int:
 @cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 4  # the interpreter runs programs one by one; this much shows what splits do
+        # The interpreter runs programs one by one; so many show what splits do.
+        return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -78,13 +79,13 @@ def _exp_from(scores, peak):
 
 @triton.jit
 def _step(
-    query, key, value, seen, scale, acc, peak, total, sheet, kept,
+    query, key, value, seen, scale, acc, peak, total, scores_at, kept,
     SIZE: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile of keys to the running state.
 
     query: [rows, dim]; key, value: [keys, dim]; seen: [rows or 1, keys], which pairs count
-    sheet, kept: pointers [rows, chunks] and which of them to store to, if SIZE is not 0
+    scores_at, kept: pointers [rows, chunks] and which of them to store to, if SIZE is not 0
     """
     raw = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     scores = tl.where(seen, raw, float("-inf"))
@@ -93,13 +94,13 @@ def _step(
         tops = tl.max(parts, 2)
         powers = _exp_from(parts, tops[:, :, None])
         sums = tl.sum(powers, 2)
-        tl.store(sheet, tl.where(tops == float("-inf"), tops, tops + tl.log(sums)), mask=kept)
+        tl.store(scores_at, tl.where(tops == float("-inf"), tops, tops + tl.log(sums)), mask=kept)
         highest = tl.maximum(peak, tl.max(tops, 1))
         # What the chunks' own peaks were taken from serves again: one exponential for each score.
         weights = tl.reshape(powers * _exp_from(tops, highest[:, None])[:, :, None], scores.shape)
     else:
         if SIZE > 0:
-            tl.store(sheet, tl.sum(_chunked(raw, SIZE), 2), mask=kept)
+            tl.store(scores_at, tl.sum(_chunked(raw, SIZE), 2), mask=kept)
         highest = tl.maximum(peak, tl.max(scores, 1))
         weights = _exp_from(scores, highest[:, None])
     fade = _exp_from(peak, highest)
@@ -113,7 +114,7 @@ def _step(
     do_not_specialize=["rows", "blocks", "keys", "tiles", "first", "fresh", "s_head", "s_row"]
 )
 def _blocks_kernel(
-    query, key, value, acc, peak, total, sheet,
+    query, key, value, acc, peak, total, chunk_scores,
     q_head, q_row, k_block, k_head, k_key, v_block, v_head, v_key, s_head, s_row,
     rows, blocks, keys, tiles, first, fresh, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -137,20 +138,22 @@ def _blocks_kernel(
         m = tl.load(peak + state, mask=real, other=float("-inf"))
         s = tl.load(total + state, mask=real, other=0.0)
         a = tl.load(acc + spread, mask=here, other=0.0)
-    for turn in range(blocks * tiles):
-        block = (turn // tiles).to(tl.int64)
-        column = (split * tiles + turn % tiles) * KEYS + tl.arange(0, KEYS)
+    for step in range(blocks * tiles):
+        block = (step // tiles).to(tl.int64)
+        column = (split * tiles + step % tiles) * KEYS + tl.arange(0, KEYS)
         inside = column < keys
         there = inside[:, None] & wide[None, :]
         k = _tile(key + block * k_block + head * k_head, k_key, column, dim, there)
         v = _tile(value + block * v_block + head * v_head, v_key, column, dim, there)
-        sheets, kept = sheet + row[:, None], here
+        scores_at, kept = chunk_scores + row[:, None], here
         if SIZE > 0:
-            part = (split * tiles + turn % tiles) * (KEYS // SIZE) + tl.arange(0, KEYS // SIZE)
+            part = (split * tiles + step % tiles) * (KEYS // SIZE) + tl.arange(0, KEYS // SIZE)
             place = first + block * ((keys + SIZE - 1) // SIZE) + part
-            sheets = sheet + head * s_head + row[:, None].to(tl.int64) * s_row + place[None, :]
+            scores_at = (
+                chunk_scores + head * s_head + row[:, None].to(tl.int64) * s_row + place[None, :]
+            )
             kept = real[:, None] & (part * SIZE < keys)[None, :]
-        a, m, s = _step(q, k, v, inside[None, :], scale, a, m, s, sheets, kept, SIZE, MASS)
+        a, m, s = _step(q, k, v, inside[None, :], scale, a, m, s, scores_at, kept, SIZE, MASS)
     tl.store(peak + state, m, mask=real)
     tl.store(total + state, s, mask=real)
     tl.store(acc + spread, a, mask=here)
@@ -158,7 +161,7 @@ def _blocks_kernel(
 
 @triton.jit(do_not_specialize=["rows", "parts", "keys", "tokens", "first", "s_head", "s_row"])
 def _tail_kernel(
-    query, key, value, acc, peak, total, sheet, visible, out, lse,
+    query, key, value, acc, peak, total, chunk_scores, visible, out, lse,
     q_head, q_row, k_head, k_key, v_head, v_key, s_head, s_row,
     rows, parts, keys, tokens, first, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -203,14 +206,17 @@ def _tail_kernel(
             seen = inside[None, :] & ((own < 0)[None, :] | (allowed != 0))
         else:
             seen = inside[None, :] & (own[None, :] <= token[:, None])
-        sheets, kept = sheet + row[:, None], here
+        scores_at, kept = chunk_scores + row[:, None], here
         if SIZE > 0:
             part = start // SIZE + tl.arange(0, KEYS // SIZE)
-            sheets = (
-                sheet + head * s_head + row[:, None].to(tl.int64) * s_row + (first + part)[None, :]
+            scores_at = (
+                chunk_scores
+                + head * s_head
+                + row[:, None].to(tl.int64) * s_row
+                + (first + part)[None, :]
             )
             kept = real[:, None] & (part * SIZE < keys)[None, :]
-        a, m, s = _step(q, k, v, seen, scale, a, m, s, sheets, kept, SIZE, MASS)
+        a, m, s = _step(q, k, v, seen, scale, a, m, s, scores_at, kept, SIZE, MASS)
     nothing = s == 0.0
     a = a / tl.where(nothing, 1.0, s)[:, None]
     tl.store(
@@ -267,10 +273,10 @@ def blocks(
     count, _, keys, _ = key.shape
     parts = running.acc.shape[0]
     t = tile(rows, head_dim, query.dtype.itemsize)
-    sheet, options = _sheet(scores, running.peak)
+    chunk_scores, options = _buffer(scores, running.peak)
     _blocks_kernel[(kv_heads, parts, triton.cdiv(rows, t.rows))](
-        query, key, value, running.acc, running.peak, running.total, sheet,
-        *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *sheet.stride()[:2],
+        query, key, value, running.acc, running.peak, running.total, chunk_scores,
+        *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *chunk_scores.stride()[:2],
         rows, count, keys, triton.cdiv(triton.cdiv(keys, t.keys), parts),
         scores.first if scores else 0, int(running.fresh), head_dim**-0.5,
         **_options(t, head_dim), **options,
@@ -291,11 +297,11 @@ def tail(
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     # More queries at once would spill, for whatever may be asked of a tail.
     t = tile(min(rows, 64), head_dim, query.dtype.itemsize)
-    sheet, options = _sheet(scores, running.peak)
+    chunk_scores, options = _buffer(scores, running.peak)
     _tail_kernel[(kv_heads, triton.cdiv(rows, t.rows))](
-        query, key, value, running.acc, running.peak, running.total, sheet,
+        query, key, value, running.acc, running.peak, running.total, chunk_scores,
         query if visible is None else visible.view(torch.uint8), out, lse,
-        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *sheet.stride()[:2],
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *chunk_scores.stride()[:2],
         rows, 0 if running.fresh else running.acc.shape[0], key.shape[1], tokens,
         scores.first if scores else 0, head_dim**-0.5,
         TREE=visible is not None, **_options(t, head_dim), **options,
@@ -337,7 +343,7 @@ def _options(t: Tile, head_dim: int) -> dict[str, int]:
     }
 
 
-def _sheet(scores: ScoreBuffer | None, unused: torch.Tensor) -> tuple[torch.Tensor, dict]:
+def _buffer(scores: ScoreBuffer | None, unused: torch.Tensor) -> tuple[torch.Tensor, dict]:
     if scores is None:
         return unused, {"SIZE": 0, "MASS": False}
     return scores.out, {"SIZE": scores.size, "MASS": scores.mass}

@@ -76,7 +76,7 @@ class Feed:
 
     @cached_property
     def visible(self) -> torch.Tensor | None:
-        """Of a tree, which rows each row sees, itself included: [rows, rows] bool on the device.
+        """Which rows of a tree each row sees, itself included: [rows, rows] bool on the device.
         None for a text, whose rows see all before them.
         """
         if self.parents is None:

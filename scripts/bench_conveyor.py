@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--new-tokens", type=int, default=97, help="generated with drafts")
     args = parser.parse_args()
-    bench = Bench(args.tokens, args.repeats)
+    bench = ConveyorBench(args.tokens, args.repeats)
     dominated = {name: bench.link_dominates(p) for name, p in STREAMED.items()}
     computed = bench.compute_dominates()
     drafts = bench.drafts(args.new_tokens)
@@ -82,7 +82,7 @@ def main() -> None:
     print(f"written to {os.path.relpath(path)} and {os.path.relpath(PLOT)}")
 
 
-class Bench:
+class ConveyorBench:
     def __init__(self, tokens: int, repeats: int) -> None:
         self._tokens = tokens
         self._repeats = repeats
@@ -94,7 +94,7 @@ class Bench:
         predicted = Predicted.now(str(model_file()))
         with ExitStack() as stack:
             engine = self._engine(placement, SLOW, stack)
-            passes = Passes(engine, self._prompt, stack)
+            passes = TimedPasses(engine, self._prompt, stack)
             seconds, floor = passes.run(1, self._repeats)
             expected = predicted.a_pass(engine, SLOW, self._tokens, 1)
         median = statistics.median(seconds)
@@ -118,12 +118,13 @@ class Bench:
 
     def _compute_dominates(self) -> dict[str, Any]:
         figures: dict[str, Any] = {}
-        predicted = Predicted.now(str(model_file()))  # with the threads that are left
+        # The rates are measured with the threads that are left.
+        predicted = Predicted.now(str(model_file()))
         for name, placement in STREAMED.items():
             with ExitStack() as stack:
                 engine = self._engine(placement, FAST, stack)
-                streamed = Passes(engine, self._prompt, stack)
-                resident = Passes(self._engine(RESIDENT, None, stack), self._prompt, stack)
+                streamed = TimedPasses(engine, self._prompt, stack)
+                resident = TimedPasses(self._engine(RESIDENT, None, stack), self._prompt, stack)
                 pairs = []
                 for _ in range(self._repeats):
                     (plain,), _ = resident.run(VERIFIED, 1)
@@ -207,7 +208,7 @@ class Bench:
         return engine
 
 
-class Passes:
+class TimedPasses:
     """Passes over one prompt's KV, each timed from the end of the one before to its own end."""
 
     def __init__(self, engine: Engine, prompt: list[int], stack: ExitStack) -> None:

@@ -18,7 +18,7 @@ import sys
 from dataclasses import asdict
 
 import torch
-from kernel_cases import Bench, Row
+from kernel_cases import KernelCases, KernelRow
 from rich.console import Console
 from rich.table import Table
 from triforce_kernels.dispatch import REFERENCE, backend
@@ -42,7 +42,7 @@ def main() -> None:
     rates = measure_gpu() if cuda else measure_cpu()
     dtype = torch.float16 if cuda else torch.float32
     with torch.inference_mode():
-        bench = Bench(
+        bench = KernelCases(
             read_shape(args.shape), args.context, args.tokens, device, dtype, rates, args.repeats
         )
         rows = list(bench.rows())
@@ -54,7 +54,7 @@ def main() -> None:
     show(rows, rates, backend(device.type))
 
 
-def show(rows: list[Row], rates: Rates, implementation: str) -> None:
+def show(rows: list[KernelRow], rates: Rates, implementation: str) -> None:
     title = f"{implementation} kernels; copy {rates.memory_bytes_per_second / 1e9:.0f} GB/s, "
     title += f"matrix product {rates.flops_per_second / 1e12:.2f} TFLOP/s"
     if implementation == REFERENCE:

@@ -40,7 +40,8 @@ def main() -> None:
     try:
         seconds = measure(args)
         figures = {"median_seconds_per_token": statistics.median(seconds), "seconds": seconds}
-    except RuntimeError as error:  # out of memory, on the device or when pinning
+    except RuntimeError as error:
+        # Memory ran out, on the device or when pinning.
         figures = {"error": str(error).splitlines()[0]}
     print(
         json.dumps(

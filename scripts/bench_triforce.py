@@ -40,8 +40,9 @@ from triforce_core.model.tokenizer import load_tokenizer
 PLOT = Path(__file__).parent.parent / "docs" / "bench_triforce.png"
 RESULT = "bench_triforce"
 KV_STREAMED = Placement((), True, 0, 0, 3, 2)
+# Each method generates so many: a token of `autoregressive` is a pass, and all passes take the same
+# time.
 NEW_TOKENS = {"autoregressive": 4, "speculative": 13, "triforce": 129}
-"""Of each method; a token of `autoregressive` is a pass, and all passes take the same time."""
 LENGTHS = ("auto", 24, 32, 48, 64)
 
 
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--length-tokens", type=int, default=97, help="generated for each length")
     parser.add_argument("--result", default=RESULT, help="name of the JSON; a plot has this one")
     args = parser.parse_args()
-    bench = Bench(args.tokens, args.prompts, args.budget)
+    bench = TriforceBench(args.tokens, args.prompts, args.budget)
     step_seconds, pass_bytes = bench.calibrate()
     ratios = {}
     for ratio in args.ratios:
@@ -101,7 +102,7 @@ def main() -> None:
     print(f"written to {os.path.relpath(path)}")
 
 
-class Bench:
+class TriforceBench:
     """The prompts, and engines over links of different speeds."""
 
     def __init__(self, tokens: int, prompts: int, budget: int) -> None:
@@ -155,7 +156,8 @@ class Bench:
                 stats = engine.generate(prompt, params, reuse=False).stats
             if stats["finish_reason"] == "length":
                 break
-            seed += 1000  # a text that ends fills no passes
+            # A text that ends fills no passes: another one.
+            seed += 1000
         decode = stats["seconds"]["decode"]
         return {
             "seed": seed,

@@ -14,8 +14,8 @@ import tempfile
 from material import manual, model_file
 
 QUESTION = "What is the text above about? Summarize it in three sentences."
+# About 6,000 tokens, with the question and the chat template around them.
 MANUAL_CHARACTERS = 24_500
-"""About 6,000 tokens, with the question and the chat template around them."""
 
 
 def main() -> int:

@@ -40,12 +40,12 @@ CHUNK = 8
 BUDGET = 4096
 BLOCK_BYTES = 16 << 20
 CHURN = 0.06
+# A graph calls its kernel so often, over as many sets of data where those fit.
 CALLS = 8
-"""Of a kernel in one graph, over as many sets of data where those fit."""
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """seconds: medians of one call; rival: PyTorch's own way to the same, None if there is none"""
 
     kernel: str
@@ -60,7 +60,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Bench:
+class KernelCases:
     config: ModelConfig
     context: int
     tokens: int
@@ -69,7 +69,7 @@ class Bench:
     rates: Rates
     repeats: int
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[KernelRow]:
         for rows in (self._attention, self._cache, self._choice, self._small, self._sampling):
             yield from rows()
             self._settle()
@@ -111,16 +111,18 @@ class Bench:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    def _row(self, kernel: str, inputs: str, nbytes: float, flops: float, run, **rival) -> Row:
+    def _row(
+        self, kernel: str, inputs: str, nbytes: float, flops: float, run, **rival
+    ) -> KernelRow:
         bounds = {
             "memory": nbytes / self.rates.memory_bytes_per_second,
             "matrix": flops / self.rates.flops_per_second,
         }
         ceiling = max(bounds, key=bounds.__getitem__)
         seconds = self.times(run if isinstance(run, list) else [run])
-        return Row(kernel, inputs, nbytes, flops, seconds, ceiling, bounds[ceiling], **rival)
+        return KernelRow(kernel, inputs, nbytes, flops, seconds, ceiling, bounds[ceiling], **rival)
 
-    def _attention(self) -> Iterator[Row]:
+    def _attention(self) -> Iterator[KernelRow]:
         config, tokens = self.config, self.tokens
         kv_heads, head_dim = config.kv_heads, config.head_dim
         item = self.dtype.itemsize
@@ -133,8 +135,8 @@ class Bench:
         query = self.draw(kv_heads, rows, head_dim)
         own = self.draw(2, kv_heads, tokens, head_dim)
         chunks = count * block // CHUNK + -(-tokens // CHUNK)
-        sheet = torch.empty(kv_heads, rows, chunks, device=self.device)
-        scores = ScoreBuffer(sheet, 0, CHUNK, True)
+        chunk_scores = torch.empty(kv_heads, rows, chunks, device=self.device)
+        scores = ScoreBuffer(chunk_scores, 0, CHUNK, True)
 
         def whole(scores: ScoreBuffer | None, each: int = count) -> torch.Tensor:
             running = Running.of(query)
@@ -154,7 +156,7 @@ class Bench:
         against = {"rival": "SDPA", "rival_seconds": self.times([rival])}
         del flat
         yield self._row("attend_blocks", inputs, nbytes, flops, lambda: whole(None), **against)
-        written = sheet.numel() * 4
+        written = chunk_scores.numel() * 4
         yield self._row(
             "attend_blocks, scored",
             inputs,
@@ -176,11 +178,11 @@ class Bench:
         groups = min(tokens, 8)
         wide = -(-keys // CHUNK)
         out = torch.empty(groups, kv_heads, wide, device=self.device, dtype=torch.bfloat16)
-        run = partial(group_scores, sheet, lse, keys, CHUNK, CHUNK, tokens, out)
+        run = partial(group_scores, chunk_scores, lse, keys, CHUNK, CHUNK, tokens, out)
         moved = written + out.numel() * 2
         yield self._row("group_scores", f"{kv_heads} x {rows} x {chunks}", moved, 0, run)
 
-    def _cache(self) -> Iterator[Row]:
+    def _cache(self) -> Iterator[KernelRow]:
         config = self.config
         kv_heads, head_dim = config.kv_heads, config.head_dim
         group = config.heads // kv_heads
@@ -212,7 +214,7 @@ class Bench:
                 rival_seconds=self.times(rivals),
             )
 
-    def _choice(self) -> Iterator[Row]:
+    def _choice(self) -> Iterator[KernelRow]:
         config = self.config
         rows = (config.layers, config.kv_heads)
         chunks, slots = self.context // CHUNK, min(BUDGET, self.context // 2) // CHUNK
@@ -252,7 +254,9 @@ class Bench:
                                           block, target, nbytes, link)  # fmt: skip
                 self._settle()
 
-    def _gathering(self, name, inputs, moves, some, blocks, block, target, nbytes, link) -> Row:
+    def _gathering(
+        self, name, inputs, moves, some, blocks, block, target, nbytes, link
+    ) -> KernelRow:
         starts = torch.tensor([part.data_ptr() for part in some])
         addresses = starts[torch.arange(target.shape[0] * (blocks + 1)) % len(some)]
         addresses = addresses.view(target.shape[0], blocks + 1).to(self.device)
@@ -260,7 +264,7 @@ class Bench:
         row = self._row(name, inputs, nbytes, 0, lambda: gather_chunks(moves, source, target))
         return replace(row, ceiling="link", ceiling_seconds=nbytes / link) if link else row
 
-    def _small(self) -> Iterator[Row]:
+    def _small(self) -> Iterator[KernelRow]:
         config, tokens = self.config, self.tokens
         item = self.dtype.itemsize
         hidden, delta = self.draw(tokens, config.hidden), self.draw(tokens, config.hidden)
@@ -289,7 +293,7 @@ class Bench:
             rival_seconds=self.times([lambda: reference_swiglu(gate_up)]),
         )  # fmt: skip
 
-    def _sampling(self) -> Iterator[Row]:
+    def _sampling(self) -> Iterator[KernelRow]:
         vocab, tokens = self.config.vocab, self.tokens
         logits = self.draw(tokens, vocab, dtype=torch.float32)
         for top_k, top_p in ((0, 1.0), (0, 0.9), (50, 0.9)):
@@ -309,7 +313,7 @@ class Bench:
             rival_seconds=self.times([lambda: reference_accept(*arguments)]),
         )  # fmt: skip
 
-    def _int4(self) -> Iterator[Row]:
+    def _int4(self) -> Iterator[KernelRow]:
         out, width = self.config.mlp, self.config.hidden
         packed = [quantise(self.draw(out, width)) for _ in range(CALLS)]
         dense = [self.draw(out, width) for _ in range(2)]

@@ -93,7 +93,7 @@ def engine(samples: int) -> dict:
     import test_output_law as tests
     from helpers import make_model
 
-    began, found = time.perf_counter(), {}
+    began, p_values_of = time.perf_counter(), {}
     with (
         tempfile.TemporaryDirectory() as root,
         ProcessPoolExecutor(
@@ -108,13 +108,13 @@ def engine(samples: int) -> dict:
                 _, p_values = tests.measure(
                     target, drafter, model, temperature, top_p, samples, pool.map
                 )
-                found[f"T={temperature} top_p={top_p}"] = p_values
+                p_values_of[f"T={temperature} top_p={top_p}"] = p_values
                 print(f"L3: T={temperature} top_p={top_p}: least p {min(p_values.values()):.2g}")
     return {
         "samples_each": samples,
         "outcomes": tests.VOCAB**tests.TOKENS,
-        "p_values": found,
-        "least_p": min(min(p_values.values()) for p_values in found.values()),
+        "p_values": p_values_of,
+        "least_p": min(min(p_values.values()) for p_values in p_values_of.values()),
         "seconds": round(time.perf_counter() - began),
     }
 

@@ -62,7 +62,7 @@ def make_shallow_draft(
         directory.mkdir(parents=True)
         try:
             save_file(
-                tensors(checkpoint, layers, dtype),
+                read_tensors(checkpoint, layers, dtype),
                 directory / "model.safetensors",
                 {"format": "pt"},
             )
@@ -77,15 +77,17 @@ def make_shallow_draft(
         checkpoint.close()
 
 
-def tensors(checkpoint: Checkpoint, layers: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def read_tensors(
+    checkpoint: Checkpoint, layers: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """The tensors under transformers' names."""
     config = checkpoint.config
-    found = {
+    tensors = {
         "model.embed_tokens.weight": read(checkpoint, "embedding", (config.vocab, config.hidden)),
         "model.norm.weight": read(checkpoint, "norm", (config.hidden,)),
     }
     if not config.tied:
-        found["lm_head.weight"] = read(checkpoint, "head", (config.vocab, config.hidden))
+        tensors["lm_head.weight"] = read(checkpoint, "head", (config.vocab, config.hidden))
     keys = config.kv_heads * config.head_dim
     sizes = (config.heads * config.head_dim, keys, keys)
     parts = {
@@ -105,8 +107,8 @@ def tensors(checkpoint: Checkpoint, layers: int, dtype: torch.dtype) -> dict[str
             whole = read(checkpoint, f"layers.{layer}.{part}", shape)
             rows = parts[part]
             for name, piece in zip(rows, whole.split(list(rows.values())), strict=True):
-                found[f"model.layers.{layer}.{name}"] = piece.clone()
-    return {name: tensor.to(dtype) for name, tensor in found.items()}
+                tensors[f"model.layers.{layer}.{name}"] = piece.clone()
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
 def read(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -33,7 +33,7 @@ def manual(characters: int, start: int = 0) -> str:
 def stretches(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
     """`count` parts of the manual that do not overlap, `tokens` token ids each."""
     characters = 5 * tokens
-    found = [tokenizer.encode(manual(characters, i * characters)) for i in range(count)]
-    if min(map(len, found)) < tokens:
+    texts = [tokenizer.encode(manual(characters, i * characters)) for i in range(count)]
+    if min(map(len, texts)) < tokens:
         sys.exit(f"the manual does not hold {count} stretches of {tokens} tokens")
-    return [token_ids[:tokens] for token_ids in found]
+    return [token_ids[:tokens] for token_ids in texts]

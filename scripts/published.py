@@ -44,12 +44,13 @@ SPARE_TOKENS = 32
 PROMPT_TOKENS, NEW_TOKENS = 130048, 256
 # What the second row of the table implies, bytes a second; see docs/planner.md.
 LINK_BYTES_PER_SECOND = 25.4e9
-# Of each card, with the layers that TriForce's README keeps resident for 7B: 21.9 to 22.2 GB.
+# A card may hold so many bytes: the layers that TriForce's README keeps resident for 7B make 21.9
+# to 22.2 GB.
 MOST_BYTES = 22.2e9
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """A setting of the paper, with its seconds per token. gamma: 0 without drafts."""
 
     model: str
@@ -61,11 +62,11 @@ class Row:
 
 
 PAPER = (
-    Row("llama2-7b-128k", 2, 12288, 16, 9, 0.108),
-    Row("llama2-7b-128k", 2, 0, 0, 12, 0.840),
-    Row("llama2-13b-128k", 2, 12288, 16, 0, 0.226),
-    Row("llama2-13b-128k", 2, 0, 0, 4, 1.794),
-    Row("llama2-7b-128k", 1, 8192, 12, 0, 0.312),
+    PublishedRow("llama2-7b-128k", 2, 12288, 16, 9, 0.108),
+    PublishedRow("llama2-7b-128k", 2, 0, 0, 12, 0.840),
+    PublishedRow("llama2-13b-128k", 2, 12288, 16, 0, 0.226),
+    PublishedRow("llama2-13b-128k", 2, 0, 0, 4, 1.794),
+    PublishedRow("llama2-7b-128k", 1, 8192, 12, 0, 0.312),
 )
 
 
@@ -97,7 +98,7 @@ class Published:
 
     @property
     def device_bytes(self) -> int:
-        """Of one GPU: weights, buffers and resident layers of KV, retrieval cache, drafter."""
+        """What a GPU holds: weights, buffers, resident layers of KV, retrieval cache, drafter."""
         case, rank = self.case, self.case.rank
         weights = rank.layers * layer_layout(rank, case.dtype).nbytes
         weights += head_layout(rank, case.dtype).nbytes + embedding_layout(rank, case.dtype).nbytes
@@ -112,7 +113,7 @@ class Published:
 
     @property
     def host_bytes(self) -> int:
-        """Of all GPUs: the KV of layers that stream."""
+        """What the host holds for all GPUs: the KV of layers that stream."""
         layers = self.case.config.layers - self.resident_layers
         return layers * self._layer_kv(self.case.context + SPARE_TOKENS) * self.case.hardware.gpus
 
@@ -203,7 +204,7 @@ class Published:
         return tokens * kv_shape(self.case.rank, 1, self.case.dtype).token_bytes
 
 
-def as_published(row: Row) -> Published:
+def as_published(row: PublishedRow) -> Published:
     """A row of the paper on RTX 4090s, at the acceptance that its figures imply (.95)."""
     hardware = replace(named("rtx4090"), gpus=row.gpus, link_bytes_per_second=LINK_BYTES_PER_SECOND)
     curve = AcceptanceCurve(outer=0.95, budget=row.budget or 4096, inner=MODEL_ACCEPTANCE)

@@ -71,6 +71,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "qwen3": ("Qwen3", {"head_dim": 32}),
 }
 
+# Every mix of resident and streamed; more resident blocks than there are means all.
 PLACEMENTS = {
     "resident": Placement((), True, 10**6, 0, 0, 0),
     "kv": Placement((), True, 0, 0, 3, 2),
@@ -82,7 +83,6 @@ PLACEMENTS = {
     "both": Placement((0, 1, 2), False, 0, 2, 3, 2),
     "both-one-slot": Placement((1, 2), False, 4, 1, 1, 1),
 }
-"""Every mix of resident and streamed; more resident blocks than there are means all."""
 
 
 def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Module:

@@ -8,8 +8,8 @@ from scipy.stats import chi2
 from triforce_core.decoding.acceptance import accept
 from triforce_core.decoding.laws import draw
 
+# A right law has a smaller p-value once in a million tests.
 LEAST_P = 1e-6
-"""A right law fails below it once in a million tests."""
 
 
 def p_value(counts: torch.Tensor, laws: torch.Tensor) -> float:

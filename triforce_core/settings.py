@@ -23,7 +23,7 @@ NGRAM, NO_DRAFTER = "ngram", "none"
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
 MOST_DRAFT_TOKENS = 256
-# Longest draft that `auto` chooses.
+# The longest draft that `auto` chooses.
 AUTO_DRAFT_TOKENS = 64
 
 
@@ -124,7 +124,7 @@ class MethodSettings:
 
     @property
     def max_draft_tokens(self) -> int:
-        """Of any pass."""
+        """Tokens of the longest draft that a pass verifies."""
         if not self.drafts:
             return 0
         return AUTO_DRAFT_TOKENS if self.draft_tokens == AUTO else int(self.draft_tokens)

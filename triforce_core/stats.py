@@ -34,7 +34,7 @@ class Clock:
         self.decode, self.decode_link = self._phase()
 
     def _phase(self) -> tuple[float, LinkCounters]:
-        """Of the phase that ends here. The next begins."""
+        """Seconds and bytes of the phase that ends here. The next begins."""
         seconds = time.perf_counter() - self._began
         carried = self._link.counters() - self._before
         self._began, self._before = time.perf_counter(), self._link.counters()

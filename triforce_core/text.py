@@ -18,8 +18,10 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._context = 0  # tokens from here are decoded together
-        self._shown = 0  # tokens before here are out
+        # Tokens from here on are decoded together.
+        self._context = 0
+        # Tokens before here are out.
+        self._shown = 0
         self.text = ""
 
     def push(self, tokens: list[int]) -> str:

@@ -50,8 +50,8 @@ _PLAIN = {
 }
 _MAX_DIMENSIONS = 4
 _MAX_DEPTH = 4
+# So many elements are dequantised at a time: no large tensor exists in float32 as a whole.
 _CHUNK_ELEMENTS = 8 << 20
-"""Elements dequantised at a time, so that no large tensor exists in float32 as a whole."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ class GGUFSource:
         return _PLAIN.get(self._entries[name].kind)
 
     def read(self, name: str, into: torch.Tensor) -> None:
-        import torch  # a header is read without it
+        # A header is read without torch.
+        import torch
 
         entry = self._entries[name]
         raw = np.frombuffer(self._map, np.uint8, entry.nbytes, entry.start)
@@ -122,8 +123,10 @@ class GGUFSource:
 
 
 def _dequantise(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    values = dequantize(raw.reshape(1, -1), kind)  # one row: gguf loops over groups of rows
-    return values if values.flags.writeable else values.copy()  # float32 comes as a view of the map
+    # As one row, since gguf loops over groups of rows.
+    values = dequantize(raw.reshape(1, -1), kind)
+    # Numbers that were float32 come as a view of the map.
+    return values if values.flags.writeable else values.copy()
 
 
 class _Walker:

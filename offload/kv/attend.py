@@ -82,7 +82,7 @@ class PassAttention:
         self._running = Running.of(self._rows)
         self._scores = scores
         self._keys = keys
-        self._sheet = scores.sheet(self._rows, keys) if scores else None
+        self._buffer = scores.buffer(self._rows, keys) if scores else None
 
     def blocks(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Blocks that all rows see, [blocks, kv_heads, tokens, head_dim].
@@ -90,10 +90,10 @@ class PassAttention:
         Where chunks are scored, a block is a whole number of them: only the tail may end in a
         chunk that is not full.
         """
-        attend_blocks(self._running, self._rows, key, value, self._sheet)
-        if self._sheet:
-            chunks = key.shape[0] * (key.shape[2] // self._sheet.size)
-            self._sheet = self._sheet.at(self._sheet.first + chunks)
+        attend_blocks(self._running, self._rows, key, value, self._buffer)
+        if self._buffer:
+            chunks = key.shape[0] * (key.shape[2] // self._buffer.size)
+            self._buffer = self._buffer.at(self._buffer.first + chunks)
 
     def end(
         self,
@@ -108,7 +108,7 @@ class PassAttention:
         Hands the scores in and returns the whole attention, [heads, rows, head_dim].
         """
         # Whole chunks that all see are a block like any other: it is read by more of the device.
-        size = self._sheet.size if self._sheet else 1
+        size = self._buffer.size if self._buffer else 1
         seen = (key.shape[1] - self._tokens) // size * size
         self.blocks(key[None, :, :seen], value[None, :, :seen])
         out, lse = attend_tail(
@@ -118,7 +118,7 @@ class PassAttention:
             value[:, seen:],
             self._tokens,
             visible=visible,
-            scores=self._sheet,
+            scores=self._buffer,
         )
         if self._scores:
             self._scores.end_layer(layer, lse, self._tokens, self._keys)

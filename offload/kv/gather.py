@@ -177,10 +177,10 @@ class ChunkReader:
             for event in home.source.after:
                 self._link.wait_on_host(event)
             heads, _, inside = places[:, part]
-            found = as_chunks(shape.view(home.memory), self._chunk)
+            chunks = as_chunks(shape.view(home.memory), self._chunk)
             end = filled + len(heads)
             for half in range(2):
-                collected[half, filled:end] = found[half, heads, inside]
+                collected[half, filled:end] = chunks[half, heads, inside]
             filled = end
         event = self._link.to_device(
             buffer.device[:nbytes],

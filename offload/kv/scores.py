@@ -57,10 +57,10 @@ class ChunkScores:
         self._sums = self._sums.view(shape.layers, shape.kv_heads, chunks).zero_()
         self._last = self._allocation.bytes[sums:].view(_DTYPE)
         self._last = self._last.view(SCORE_GROUPS, shape.layers, shape.kv_heads, chunks)
-        self._sheet: ScoreBuffer | None = None
+        self._buffer: ScoreBuffer | None = None
         self._tokens = 0
 
-    def sheet(self, rows: torch.Tensor, keys: int) -> ScoreBuffer:
+    def buffer(self, rows: torch.Tensor, keys: int) -> ScoreBuffer:
         """Where attention writes the scores of one layer's chunks; it lives until `end_layer`.
 
         rows: queries [kv_heads, rows, head_dim]; keys: of all chunks together
@@ -68,25 +68,25 @@ class ChunkScores:
         size = min(self._chunk, LARGEST)
         shape = (*rows.shape[:2], -(-keys // size))
         out = torch.empty(shape, dtype=torch.float32, device=rows.device)
-        self._sheet = ScoreBuffer(out, 0, size, self._score is Score.MASS)
-        return self._sheet
+        self._buffer = ScoreBuffer(out, 0, size, self._score is Score.MASS)
+        return self._buffer
 
     def end_layer(self, layer: int, lse: torch.Tensor, tokens: int, keys: int) -> None:
-        """Ends a layer of a pass of `tokens` query tokens, whose sheet is written.
+        """Ends a layer of a pass of `tokens` query tokens, whose buffer is written.
 
         lse: [kv_heads, rows], of the scores of all keys
         """
         groups, chunks = min(tokens, SCORE_GROUPS), -(-keys // self._chunk)
         group_scores(
-            self._sheet.out,
-            lse if self._sheet.mass else None,
+            self._buffer.out,
+            lse if self._buffer.mass else None,
             keys,
-            self._sheet.size,
+            self._buffer.size,
             self._chunk,
             tokens,
             self._last[:groups, layer, :, :chunks],
         )
-        self._sheet = None
+        self._buffer = None
         self._tokens = tokens
 
     def take(self, tokens: int, chunks: int) -> torch.Tensor:

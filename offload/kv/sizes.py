@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from offload.kv.shape import KVShape
 
+# A copy over an emulated link has about so many bytes: its size costs nothing there.
 COPY_BYTES = 8 << 20
-"""A copy over an emulated link: no copy costs anything besides its bytes."""
+# Capacities are multiples of so many tokens: rows of a mask are then aligned as CUDA kernels want
+# them.
 ROUND_TOKENS = 16
-"""Capacities are multiples of it, so that rows of a mask are aligned as CUDA kernels want them."""
+# Chunks are gathered in so many buffers: while one layer's cross the link, the next layer's are
+# collected.
 GATHER_BUFFERS = 2
-"""While one layer's chunks cross the link, the next layer's are collected."""
+# A pass's queries are averaged in so many groups of consecutive tokens.
 SCORE_GROUPS = 8
-"""Into how many groups of consecutive tokens a pass's queries are averaged."""
+# A score of a pass has so many bytes: bfloat16, since scores are only compared.
 SCORE_ITEMSIZE = 2
-"""Of the scores of a pass: bfloat16, since they are only compared."""
+# A prompt's chunks are scored by so many queries at its end.
 SCORED_TOKENS = 16
-"""Queries at the end of a prompt by which its chunks are scored."""
 
 
 def dense_bytes(shape: KVShape, tokens: int) -> int:

@@ -133,8 +133,8 @@ class KVStore:
         return self._tail[:, :, :, self.tail_length - tokens : self.tail_length]
 
     def addresses(self) -> torch.Tensor:
-        """Of each layer's blocks and, behind them, its tail: [layers, blocks + 1] int64 on the
-        host, as `ChunkSource` wants them.
+        """Addresses of each layer's blocks and, behind them, of its tail: [layers, blocks + 1]
+        int64 on the host, as `ChunkSource` wants them.
         """
         return torch.tensor(
             [

@@ -18,12 +18,13 @@ from offload.memory.host import PIECE_BYTES, HostMemory
 
 _PROBE_BYTES = 128 << 20
 _PROBE_REPEATS = 3
-_COPY_BYTES = (16 << 20, 32 << 20)  # larger slots would take device memory for nothing
+# Sizes of a copy that are tried. Larger slots would take device memory and gain nothing.
+_COPY_BYTES = (16 << 20, 32 << 20)
+# A size is large enough if its copies reach this share of the rate of one large copy.
 _NEAR_PEAK = 0.97
+# CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _HOST_POINTER_FOR_REGISTERED_MEMORY = 91
-"""CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"""
-
-
+# Bandwidth and copy size, measured once a process: a link does not change, and texts may follow it.
 _PROBED: dict[torch.device, tuple[float, int]] = {}
 
 
@@ -76,7 +77,7 @@ class CudaLink:
         self._busy_seconds = 0.0
         self._epoch: tuple[torch.cuda.Event, float] | None = None
         self.bandwidth: float | None
-        if device not in _PROBED:  # once a process: a link does not change, and texts may follow it
+        if device not in _PROBED:
             _PROBED[device] = self._probe(memory)
         self.bandwidth, self.copy_bytes = _PROBED[device]
 
@@ -187,7 +188,8 @@ class CudaLink:
 
             def rate(size: int) -> float:
                 best = float("inf")
-                for _ in range(_PROBE_REPEATS + 1):  # the first touches the pages
+                # The first repeat touches the pages.
+                for _ in range(_PROBE_REPEATS + 1):
                     self._in.synchronize()
                     begin = time.perf_counter()
                     with torch.cuda.stream(self._in):

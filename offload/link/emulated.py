@@ -14,7 +14,11 @@ from offload.errors import LinkError
 from offload.kv.sizes import COPY_BYTES
 from offload.link.link import LinkCounters
 
-_POISON_STRIDE = 64  # in int32 words, so every 256-byte-aligned part of a slot holds a NaN
+# A NaN is written every so many int32 words: every 256-byte-aligned part of a slot holds one.
+_POISON_STRIDE = 64
+# One thread copies at about this rate. The guess is careful: it shifts work inside the time that a
+# copy takes, and not that time.
+_HOST_COPY_BYTES_PER_SECOND = 4e9
 
 
 class _Event:
@@ -86,7 +90,7 @@ class EmulatedLink:
         self.wait(event)
 
     def keep_times(self) -> None:
-        pass  # they are there anyway
+        """Link.keep_times: every event has its times here."""
 
     def span(self, event: _Event) -> tuple[float, float]:
         self.wait(event)
@@ -183,10 +187,6 @@ class _Direction:
         self._free_at = event.seconds = end
         self.bytes += target.nbytes
         self.busy_seconds += end - start
-
-
-_HOST_COPY_BYTES_PER_SECOND = 4e9
-"""A careful guess at one thread's copy rate; it shifts work inside a copy's time, not the time."""
 
 
 def _sleep_until(seconds: float) -> None:

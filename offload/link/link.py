@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+# A point in a link's time, made by the link and only ever handed back to it.
 Event = Any
-"""A point in a link's time, made by the link and only ever handed back to it."""
 
 
 @dataclass(frozen=True)
 class LinkCounters:
-    """What crossed the link since it was made. Subtract two to get what crossed in between."""
+    """What crossed the link since it was made. Subtract two to get what crossed in between.
+
+    busy_seconds: in which the link carried bytes to the device
+    """
 
     bytes_to_device: int = 0
     bytes_to_host: int = 0
     busy_seconds: float = 0.0
-    """Seconds in which the link carried bytes to the device."""
 
     def __sub__(self, other: LinkCounters) -> LinkCounters:
         return LinkCounters(

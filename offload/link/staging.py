@@ -82,8 +82,9 @@ class StagedLink(WrappedLink):
     def close(self) -> None:
         for carrier in self._carriers.values():
             carrier.stop()
+        # Nothing crosses the rings any more after that.
         with suppress(LinkError):
-            self._link.synchronize()  # nothing crosses the rings any more
+            self._link.synchronize()
         for carrier in self._carriers.values():
             carrier.close()
         self._carriers.clear()
@@ -160,7 +161,8 @@ class _Carrier:
         self._buffers = ()
         self._arena.close()
 
-    @torch.inference_mode()  # which is a thread's own, and what a request allocates needs it
+    # Inference mode is each thread's own, and tensors that a request makes are of that mode.
+    @torch.inference_mode()
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             device, host, after, staged = job

@@ -49,7 +49,7 @@ class Machine:
     packages: dict[str, str | None]
 
 
-def probe() -> Machine:
+def inspect_machine() -> Machine:
     """Looks at the machine through NVML and the operating system; needs no GPU."""
     gpus, driver = _gpus()
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -110,7 +110,8 @@ def _gpu(handle: object) -> Gpu:
     def ask(what: str) -> int | None:
         try:
             return getattr(pynvml, what)(handle)
-        except pynvml.NVMLError:  # not every card and virtual machine tells
+        except pynvml.NVMLError:
+            # Not every card and virtual machine tells.
             return None
 
     return Gpu(

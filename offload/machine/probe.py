@@ -19,17 +19,19 @@ from offload.machine.profiles import Hardware
 from offload.memory.available import available_host_bytes, lendable_bytes
 from offload.units import parse_bandwidth
 
-# Seconds that each of the rates is measured for.
+# Each of the rates is measured for so many seconds.
 _PART_SECONDS = 0.25
-# Operations of the host for each kernel that `costs` counts: of a layer's forward over one token,
-# torch's profiler tells about 80, views included, for 39 kernels.
+# The host runs so many operations for each kernel that `costs` counts: torch's profiler tells about
+# 80, views included, for the 39 kernels of a layer's forward over one token.
 OPERATIONS = 2
-# Rows that a matrix product is measured with.
+# A matrix product is measured with so many rows.
 _ROWS = (1, 2, 8, 24, 64)
-# Rounds of ten operations as a norm and a rotation have them, with the views that they take.
+# Small operations are timed in so many rounds of ten: those of a norm and a rotation, with the
+# views that they take.
 _CHAIN, _KERNELS = 60, 10
 _MATRIX_BYTES = 384 << 20
-# Pieces of keys as a pass over a few thousand tokens attends to them.
+# Attention is measured over so many pieces of so many keys: those of a pass over a few thousand
+# tokens.
 _CACHES, _CACHE_KEYS = 128, 512
 _LAUNCHES = 200
 
@@ -149,7 +151,7 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
 
 
 def measure_gpu() -> Rates:
-    """Of the current GPU: pinned copies in, copies within, a large product, launching."""
+    """What the current GPU reaches: pinned copies in, copies within, a large product, launching."""
     import torch
 
     size = 256 << 20
@@ -198,10 +200,10 @@ def _checked(raw: Any) -> Rates:
         rates.attend_bytes_per_second,
         rates.attend_flops_per_second,
     )
-    found = [rates.memory_bytes_per_second, rates.flops_per_second, rates.launch_seconds]
-    found += [value for value in optional if value is not None]
-    found += [number for pair in pairs for number in pair]
-    if not all(isinstance(f, (int, float)) and 0 < f < float("inf") for f in found):
+    numbers = [rates.memory_bytes_per_second, rates.flops_per_second, rates.launch_seconds]
+    numbers += [value for value in optional if value is not None]
+    numbers += [number for pair in pairs for number in pair]
+    if not all(isinstance(n, (int, float)) and 0 < n < float("inf") for n in numbers):
         raise ValueError("rates must be positive numbers")
     return replace(rates, product_seconds_per_byte=pairs)
 
@@ -214,9 +216,9 @@ def _cache_file() -> Path:
 def _gpu(rate: float | None) -> Hardware:
     import torch
 
-    from offload.machine.hardware import probe
+    from offload.machine.hardware import inspect_machine
 
-    machine = probe()
+    machine = inspect_machine()
     card = machine.gpus[0] if machine.gpus else None
     name = torch.cuda.get_device_name()
     rates = cached(f"{name}, driver {machine.driver}, torch {torch.__version__}", measure_gpu)
@@ -242,7 +244,7 @@ def _gpu(rate: float | None) -> Hardware:
 
 
 def _seconds(run: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> float:
-    """Of one run: the median of as many as fit into its part, after one that warms up."""
+    """What one run takes: the median of as many as fit into its part, after one that warms up."""
     run()
     settle()
     taken: list[float] = []

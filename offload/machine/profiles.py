@@ -13,23 +13,22 @@ from typing import Any
 
 from offload.errors import UsageError
 
+# A plan leaves so many bytes of a named card alone: the CUDA context and libraries of a process
+# (about 0.5 GiB), a display, and what an allocator loses between blocks. A card of 24 GiB keeps
+# 22.5 GiB.
 RESERVED_BYTES = 3 << 29
-"""Of a named card, not lent to a plan: the CUDA context and libraries of a process (about 0.5 GiB),
-a display, and what an allocator loses between blocks. A card of 24 GiB keeps 22.5 GiB.
-"""
+# A whole forward reaches this share of the peak rates of a card's memory and matrix units. Memory:
+# Llama 3.1 8B decodes in 5.1 ms from a CUDA graph on an H100, .88 of 3350 GB/s. Matrices: a prompt
+# is read at 140 of the 165 TFLOP/s of an RTX 4090 (HeadInfer, arXiv 2502.12574), .85.
 RATE_SHARE = 0.85
-"""Of the peak rates of a card's memory and matrix units, what a whole forward reaches. Memory:
-Llama 3.1 8B decodes in 5.1 ms from a CUDA graph on an H100, .88 of 3350 GB/s. Matrices: a prompt is
-read at 140 of the 165 TFLOP/s of an RTX 4090 (HeadInfer, arXiv 2502.12574), .85.
-"""
+# The host takes so long to launch one kernel from PyTorch; 4 to 6 us of it are the driver's.
 LAUNCH_SECONDS = 10e-6
-"""Of the host, to launch one kernel from PyTorch: the driver takes 4 to 6 us of it."""
+# Two kernels of a CUDA graph are so far apart: 3.4 us for kernels of 2.9 us ("Getting Started with
+# CUDA Graphs", NVIDIA technical blog).
 GRAPH_LAUNCH_SECONDS = 0.5e-6
-"""Between two kernels of a CUDA graph: 3.4 us for kernels of 2.9 us ("Getting Started with CUDA
-Graphs", NVIDIA technical blog).
-"""
+# An all-reduce of a few bytes over two cards without peer-to-peer takes so long: two trips through
+# host memory.
 ALL_REDUCE_SECONDS = 40e-6
-"""Of an all-reduce of little over two cards without peer-to-peer: two trips through host memory."""
 _LINK = re.compile(r"pcie([345])x(1|2|4|8|16)")
 
 
@@ -69,7 +68,7 @@ class Hardware:
 
     @property
     def stream_bytes_per_second(self) -> float:
-        """Of one GPU's link while all GPUs stream: they share what host memory gives."""
+        """What one GPU's link gives while all GPUs stream: they share what host memory gives."""
         if self.host_bytes_per_second is None:
             return self.link_bytes_per_second
         return min(self.link_bytes_per_second, self.host_bytes_per_second / self.gpus)

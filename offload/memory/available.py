@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 
 _CGROUP = Path("/sys/fs/cgroup")
-# Kernels are loaded as they are first used, and a display may ask for more.
+# So much is left free: kernels are loaded as they are first used, and a display may ask for more.
 _SPARE_BYTES = 768 << 20
-# A GPU's page tables for a GiB of registered host memory.
+# A GPU's page tables take so much for each GiB of registered host memory.
 _PAGE_TABLE_BYTES = 2 << 20
 
 
@@ -26,7 +26,7 @@ def available_host_bytes() -> int:
 
 
 def lendable_bytes(free_bytes: int, registered_bytes: int) -> int:
-    """Of a GPU's free memory, what may be taken if nobody says how much.
+    """How much of a GPU's free memory may be taken if nobody says how much.
 
     registered_bytes: of host memory that will be registered with the driver, at most
     """

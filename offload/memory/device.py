@@ -13,7 +13,8 @@ from offload.errors import DoesNotFitError, LinkError, OutOfDeviceMemoryError, U
 from offload.memory.available import available_host_bytes, lendable_bytes
 from offload.units import format_bytes
 
-# Of the budget: the libraries' workspaces and the allocator's rounding, which nobody asks for.
+# So much of the budget goes to what nobody asks for: workspaces of libraries, and the allocator's
+# rounding.
 _CUDA_LIBRARY_BYTES = 128 << 20
 _REMEDY = "use a shorter context or more --device-memory"
 

@@ -20,8 +20,9 @@ from offload.memory.available import available_host_bytes
 from offload.memory.touch import touch
 from offload.units import format_bytes
 
+# So many bytes are registered at once, at most: what a driver's cap leaves is then used to the last
+# piece.
 PIECE_BYTES = 1 << 30
-"""Most bytes registered at once, so that what a driver's cap leaves is used to the last piece."""
 
 
 class Driver(Protocol):
@@ -92,7 +93,8 @@ class HostMemory:
         self._pin = pin
         self._cpus = tuple(cpus)
         self._refused = False
-        self._direct: list[tuple[int, int]] = []  # start and end of registered memory, sorted
+        # Start and end of registered memory, sorted.
+        self._direct: list[tuple[int, int]] = []
 
     def arena(self, size: int, *, pin: bool | None = None) -> HostArena:
         """`size` bytes, touched, and registered if `pin`. Raises DoesNotFitError."""
@@ -248,12 +250,12 @@ class HostBlocks:
 
     @property
     def nbytes(self) -> int:
-        """Of all arenas."""
+        """Bytes of all arenas."""
         return sum(arena.bytes.numel() for arena in self._arenas)
 
     @property
     def taken_bytes(self) -> int:
-        """Of the blocks that somebody has."""
+        """Bytes of the blocks that somebody has."""
         return self.nbytes - len(self._free) * self._block_bytes
 
     def reserve(self, blocks: int) -> None:

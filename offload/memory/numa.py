@@ -12,8 +12,8 @@ _SYS = Path("/sys")
 
 def cpus_near(device: torch.device) -> tuple[int, ...]:
     """Processors of the GPU's memory node that this process may use; none if it has no node."""
-    found = torch.cuda.get_device_properties(device)
-    address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    gpu = torch.cuda.get_device_properties(device)
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     allowed = os.sched_getaffinity(0)
     return tuple(cpu for cpu in node_cpus(address) if cpu in allowed)
 

@@ -11,7 +11,8 @@ from contextlib import suppress
 _PART_BYTES = 64 << 20
 _MOST_THREADS = 16
 _MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
+# Since Linux 5.14.
+_MADV_POPULATE_WRITE = 23
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -37,8 +38,9 @@ def touch(address: int, size: int, cpus: Sequence[int] = ()) -> None:
 
     def settle() -> None:
         if cpus:
-            with suppress(OSError):  # a container may forbid it
-                os.sched_setaffinity(0, cpus)  # of this thread alone
+            # Of this thread alone; a container may forbid it.
+            with suppress(OSError):
+                os.sched_setaffinity(0, cpus)
 
     with ThreadPoolExecutor(threads, "first-touch", settle) as pool:
         for _ in pool.map(lambda part: _populate(*part), parts):

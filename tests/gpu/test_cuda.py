@@ -74,8 +74,8 @@ def test_a_graph_computes_what_eager_forwards_do(tiny, size: int) -> None:
             weights = ResidentWeights(engine.runtime.weights)
             model = ResidentModel(engine.model, weights, kv, recorder, NoTrace(), "test")
             both.append((model, kv))
-        for turn in range(8):
-            tokens = torch.tensor(random_ids(size, turn), device=DEVICE)
+        for step in range(8):
+            tokens = torch.tensor(random_ids(size, step), device=DEVICE)
             eager, recorded = (model.logits(tokens, kv.end + 3).clone() for model, kv in both)
             torch.testing.assert_close(recorded, eager, rtol=1e-4, atol=1e-4)
             for _, kv in both:

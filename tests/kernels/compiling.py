@@ -35,8 +35,8 @@ from triton.runtime import JITFunction, driver
 
 
 class Compiled(NamedTuple):
-    """Of one kernel of one launch: bytes of shared memory, bytes spilt, registers of a thread, and
-    bytes of the widest read.
+    """What one kernel of one launch takes: bytes of shared memory, bytes spilt, registers of a
+    thread, and bytes of the widest read.
     """
 
     name: str
@@ -127,17 +127,17 @@ def launch_attention(case: Attention) -> None:
     rows, dtype = case.group * case.tokens, case.dtype
     query = torch.empty(case.kv_heads, rows, case.head_dim, dtype=dtype)
     keys = torch.empty(2, case.kv_heads, 1024, case.head_dim, dtype=dtype)
-    sheet = None
+    scores = None
     if case.size:
         out = torch.empty(case.kv_heads, rows, 3 * 1024 // case.size)
-        sheet = ScoreBuffer(out, 0, case.size, True)
+        scores = ScoreBuffer(out, 0, case.size, True)
     running = Running.of(query)
-    attend_blocks(running, query, keys, keys, sheet)
+    attend_blocks(running, query, keys, keys, scores)
     tail = keys[0, :, : case.tokens + 7]
     visible = torch.ones(case.tokens, case.tokens, dtype=torch.bool)
     running.fresh = False
-    attend_tail(running, query, tail, tail, case.tokens, scores=sheet)
-    attend_tail(running, query, tail, tail, case.tokens, visible=visible, scores=sheet)
+    attend_tail(running, query, tail, tail, case.tokens, scores=scores)
+    attend_tail(running, query, tail, tail, case.tokens, visible=visible, scores=scores)
     end = torch.zeros(1, dtype=torch.int64)
     attend_cache(query, keys[0], keys[0], case.tokens, end)
 
@@ -155,11 +155,13 @@ def launch_others(dtype: torch.dtype) -> None:
     for start in (5, number):
         rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), cache, cache, start)
     swiglu(empty(17, 22016))
-    sheet, lse = empty(32, 17, 16384, dtype=torch.float32), empty(32, 17, dtype=torch.float32)
+    scores, lse = empty(32, 17, 16384, dtype=torch.float32), empty(32, 17, dtype=torch.float32)
     for mass in (lse, None):
-        group_scores(sheet, mass, 131072, 8, 8, 17, torch.empty(8, 32, 16384, dtype=torch.bfloat16))
+        group_scores(
+            scores, mass, 131072, 8, 8, 17, torch.empty(8, 32, 16384, dtype=torch.bfloat16)
+        )
     chunk_of = torch.full((2, 32, 512), -1)
-    moves = choose_chunks(sheet[:2, :1].expand(2, 32, 16384).contiguous(), chunk_of, 16384, 4)
+    moves = choose_chunks(scores[:2, :1].expand(2, 32, 16384).contiguous(), chunk_of, 16384, 4)
     target = empty(2, 2, 32, 512, 8, 128)
     gather_chunks(moves, ChunkSource(torch.zeros(2, 129, dtype=torch.int64), 1024, 1100), target)
     logits = empty(17, 32000, dtype=torch.float32)

@@ -26,10 +26,10 @@ def test_the_best_chunks_are_in_and_those_that_stay_keep_their_slots(
     backend, draw, chunks, slots, newest
 ) -> None:
     chunk_of = torch.full((2, 2, slots), -1, device=DEVICE)
-    for turn in range(3):
-        count = max(1, chunks - 2 + turn)
+    for step in range(3):
+        count = max(1, chunks - 2 + step)
         scores = draw(2, 2, chunks + 3)
-        if turn == 1:
+        if step == 1:
             scores = scores.round()  # many ties, zeros of both signs among them
         scores[0, 0, 5 % chunks] = float("nan")
         scores[1, 1, : chunks // 3] = float("-inf")

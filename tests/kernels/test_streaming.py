@@ -74,18 +74,18 @@ def run(case: Case, query, keys, values, *, mass=None, visible=None, calls=(1,))
 
     per = -(-case.block // SIZE)
     chunks = case.blocks * per + -(-case.tail // SIZE)
-    sheet = None
+    buffer = None
     if mass is not None:
         out = torch.empty(case.kv_heads, case.rows, chunks, device=DEVICE)
-        sheet = ScoreBuffer(out, 0, SIZE, mass)
+        buffer = ScoreBuffer(out, 0, SIZE, mass)
     running = Running.of(query)
     done = 0
     for count in (*calls, case.blocks):
         part = slice(done, done + count)
-        at = sheet and sheet.at(done * per)
+        at = buffer and buffer.at(done * per)
         attend_blocks(running, query, blocks(keys)[part], blocks(values)[part], at)
         done = min(case.blocks, done + count)
-    tail = sheet and sheet.at(case.blocks * per)
+    tail = buffer and buffer.at(case.blocks * per)
     part = attend_tail(
         running,
         query,
@@ -95,7 +95,7 @@ def run(case: Case, query, keys, values, *, mass=None, visible=None, calls=(1,))
         visible=visible,
         scores=tail,
     )
-    return part, sheet and sheet.out
+    return part, buffer and buffer.out
 
 
 def make(case: Case, draw, dtype: torch.dtype):
@@ -120,11 +120,11 @@ def test_blocks_and_tail_equal_attention_over_all_keys(backend, draw, case: Case
 def test_mass_is_the_softmax_summed_over_each_chunk(backend, draw, case: Case, dtype) -> None:
     query, keys, values = make(case, draw, dtype)
     out, _, scores = exact(query, keys, values, case.tokens)
-    part, sheet = run(case, query, keys, values, mass=True)
+    part, buffer = run(case, query, keys, values, mass=True)
     assert_near(part.out, out, TOLERANCE[dtype])
     expected = chunked(scores, case, float("-inf")).logsumexp(-1)
-    assert_near(sheet, expected, 1e-5)
-    mass = (sheet - part.lse.unsqueeze(-1)).exp()
+    assert_near(buffer, expected, 1e-5)
+    mass = (buffer - part.lse.unsqueeze(-1)).exp()
     assert (mass - chunked(scores.softmax(-1), case, 0).sum(-1)).abs().max() <= 1e-5
     assert (mass.sum(-1) - 1).abs().max() <= 1e-5
 
@@ -144,16 +144,16 @@ def test_chunks_of_any_size_fit_into_any_tile(
     monkeypatch.setattr(sys.modules[__name__], "SIZE", size)
     query, keys, values = make(case, draw, dtype)
     _, _, scores = exact(query, keys, values, case.tokens)
-    _, sheet = run(case, query, keys, values, mass=True)
-    assert_near(sheet, chunked(scores, case, float("-inf")).logsumexp(-1), 1e-5)
+    _, buffer = run(case, query, keys, values, mass=True)
+    assert_near(buffer, chunked(scores, case, float("-inf")).logsumexp(-1), 1e-5)
 
 
 @pytest.mark.parametrize("case", CASES[:2])
 def test_sums_are_of_scores_before_the_mask(backend, draw, case: Case) -> None:
     query, keys, values = make(case, draw, torch.float32)
-    _, sheet = run(case, query, keys, values, mass=False)
+    _, buffer = run(case, query, keys, values, mass=False)
     scores = query.double() @ keys.double().transpose(1, 2) * case.head_dim**-0.5
-    assert_near(sheet, chunked(scores, case, 0).sum(-1), 1e-5)
+    assert_near(buffer, chunked(scores, case, 0).sum(-1), 1e-5)
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]])
@@ -161,12 +161,12 @@ def test_sums_are_of_scores_before_the_mask(backend, draw, case: Case) -> None:
 def test_blocks_together_and_one_by_one_are_bitwise_alike(backend, draw, case, mass) -> None:
     """Resident blocks come together, streamed ones one by one: the text must not tell."""
     query, keys, values = make(case, draw, torch.float16)
-    together, sheet = run(case, query, keys, values, mass=mass, calls=())
+    together, buffer = run(case, query, keys, values, mass=mass, calls=())
     one_by_one, other = run(case, query, keys, values, mass=mass, calls=(1,) * case.blocks)
     assert torch.equal(together.out, one_by_one.out)
     assert torch.equal(together.lse, one_by_one.lse)
     if mass:
-        assert torch.equal(sheet, other)
+        assert torch.equal(buffer, other)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -180,10 +180,10 @@ def test_a_tree_of_drafts_sees_its_own_branches(backend, draw, dtype) -> None:
             visible[node] |= visible[parent]
     visible = visible.to(DEVICE)
     out, lse, scores = exact(query, keys, values, 6, visible)
-    part, sheet = run(case, query, keys, values, mass=True, visible=visible)
+    part, buffer = run(case, query, keys, values, mass=True, visible=visible)
     assert_near(part.out, out, TOLERANCE[dtype])
     assert_near(part.lse, lse, TOLERANCE[dtype])
-    assert_near(sheet, chunked(scores, case, float("-inf")).logsumexp(-1), 1e-5)
+    assert_near(buffer, chunked(scores, case, float("-inf")).logsumexp(-1), 1e-5)
     assert_near(run(case, query, keys, values, visible=visible)[0].out, out, TOLERANCE[dtype])
 
 
@@ -220,11 +220,11 @@ def test_scores_of_minus_infinity_weigh_nothing(backend, draw, mass) -> None:
     # More than a whole block; but PyTorch's operator on the CPU needs a finite score in each.
     keys[:, 4 if backend == "reference" and mass is None else 0 : 20] = float("-inf")
     out, lse, scores = exact(query, keys, values, case.tokens)
-    part, sheet = run(case, query, keys, values, mass=mass)
+    part, buffer = run(case, query, keys, values, mass=mass)
     assert_near(part.out, out, 1e-5)
     assert_near(part.lse, lse, 1e-5)
     if mass:
-        assert_near(sheet, chunked(scores, case, float("-inf")).logsumexp(-1), 1e-5)
+        assert_near(buffer, chunked(scores, case, float("-inf")).logsumexp(-1), 1e-5)
 
 
 def test_values_and_scores_near_the_greatest_half(backend, draw) -> None:
@@ -303,6 +303,6 @@ def test_a_cache_that_is_too_short_is_refused(backend, draw) -> None:
     query, keys = draw(2, 3, 64), draw(2, 16, 64)
     with pytest.raises(ValueError, match="end 14"):
         attend_cache(query, keys, keys, 3, 14)
-    sheet = ScoreBuffer(torch.empty(2, 3, 1, device=DEVICE), 0, 8, True)
+    buffer = ScoreBuffer(torch.empty(2, 3, 1, device=DEVICE), 0, 8, True)
     with pytest.raises(ValueError, match=r"scores \(2, 3, 1\)"):
-        attend_blocks(Running.of(query), query, keys[None], keys[None], sheet)
+        attend_blocks(Running.of(query), query, keys[None], keys[None], buffer)

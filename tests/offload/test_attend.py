@@ -42,8 +42,8 @@ class Text:
         return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value.repeat_interleave(2, 0)
 
 
-def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+def close(attended: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(attended, expected, rtol=0, atol=2e-6)
 
 
 def read(store: KVStore, conveyor: Conveyor, text: Text, end: int, cuts: Sequence[int]) -> None:

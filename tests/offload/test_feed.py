@@ -74,12 +74,12 @@ def test_sequences_in_one_forward_compute_what_each_does_alone(tiny) -> None:
 
         alone, together = caches(), caches()
         shared = SequenceCaches(together)
-        for turn in range(6):
+        for step in range(6):
             feeds = []
             for i, cache in enumerate(alone):
-                tokens = torch.tensor(random_ids(1 + (turn + 2 * i) % 5, 10 * turn + i))
+                tokens = torch.tensor(random_ids(1 + (step + 2 * i) % 5, 10 * step + i))
                 feeds.append(Feed.text(tokens, cache.end, CPU))
-            if turn % 2:
+            if step % 2:
                 parents = [-1, *range(feeds[1].rows - 1)]
                 parents[-1] = max(-1, feeds[1].rows - 3)
                 feeds[1] = Feed.tree(feeds[1].tokens, alone[1].end, parents, CPU)

@@ -99,7 +99,7 @@ class Bench:
 
     @cached_property
     def device_copy_bytes_per_second(self) -> float:
-        """Of a large copy within the device, bytes read and bytes written together."""
+        """The rate of a large copy within the device, bytes read and bytes written together."""
         size = (1 << 30) if self._device.type == "cuda" else (64 << 20)
         size = min(size, self.runtime.memory.available_bytes // 4)
         source, target = (
@@ -109,7 +109,7 @@ class Bench:
 
     @cached_property
     def matmul_flops_per_second(self) -> float:
-        """Of one large square product in the model's dtype."""
+        """The rate of one large square product in the model's dtype."""
         n = 8192 if self._device.type == "cuda" else 1024
         a, b = (torch.randn(n, n, device=self._device, dtype=self.dtype) for _ in range(2))
         return 2 * n**3 * _AT_ONCE / min(self._times(_repeated(lambda: a @ b), 5))

@@ -37,7 +37,7 @@ def add_option(
 
 def given(args: argparse.Namespace, *settings: type) -> dict[str, Any]:
     """What was given of the fields of some classes."""
-    names = {field.name for one in settings for field in fields(one)}
+    names = {field.name for each in settings for field in fields(each)}
     return {name: value for name, value in vars(args).items() if name in names}
 
 

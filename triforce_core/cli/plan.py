@@ -132,7 +132,7 @@ def _curve(args: argparse.Namespace, draft_config: ModelConfig | None) -> Accept
     if draft_config is not None and not args.stats:
         curve = replace(curve, inner=MODEL_ACCEPTANCE)
     if args.acceptance is not None:
-        # Of the budget that was named with it; without one, of the engine's default.
+        # What was given holds for the budget named with it, or else for the engine's default.
         budget = args.budget if args.budget else DEFAULT_BUDGET
         curve = replace(curve, outer=args.acceptance, budget=budget)
     if args.inner_acceptance is not None:

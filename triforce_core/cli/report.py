@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from offload.machine.hardware import Gpu, probe
+from offload.machine.hardware import Gpu, inspect_machine
 from offload.units import format_bytes
 from triforce_core.stream import Piece
 
@@ -133,7 +133,7 @@ def _levels(stats: dict[str, Any]) -> str:
 
 def print_machine() -> None:
     """What `triforce env` found: the report is what was asked for, so it goes to stdout."""
-    machine = probe()
+    machine = inspect_machine()
     table = Table(show_header=False)
     for index, gpu in enumerate(machine.gpus):
         table.add_row(f"GPU {index}", _describe(gpu))

@@ -161,9 +161,9 @@ _CONFIDENCE = (0.5, 0.7, 0.85, 0.95, 0.999)
 # Tokens that the common acceptance counts for against a degree's own, and against a position's.
 _CONFIDENCE_WEIGHT = 8.0
 _POSITION_WEIGHT = 20.0
-# Rounds of experience for a slope of zero, in tokens squared.
+# This keeps a slope near zero while little is known of it, in tokens squared.
 _LEVEL_WEIGHT = 0.5
-# Of the mean seconds, what no length may seem to fall below.
+# No length may seem to take less than this share of the mean seconds.
 _LEAST_SHARE = 0.05
 
 

@@ -49,7 +49,7 @@ class Drafter(Protocol):
         """Proposes for one request."""
 
     def roll_back(self, tokens: int) -> None:
-        """Of the text only the first `tokens` tokens hold from now on."""
+        """Only the first `tokens` tokens of the text hold from now on."""
 
     def close(self) -> None:
         """Gives its memory back."""

@@ -9,11 +9,11 @@ from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.levels import Proposer, Text
 from triforce_core.params import SamplingParams
 
-# Tokens that must match.
+# So many tokens must match.
 _LEAST = 2
-# Earlier places that are compared, the newest first.
+# So many earlier places are compared, the newest first.
 _CANDIDATES = 16
-# Tokens that are compared at most: a longer match is no better a guess.
+# So many tokens are compared at most: a longer match is no better a guess.
 _LONGEST = 64
 
 
@@ -78,11 +78,11 @@ class NGramDrafter:
         if best < 0:
             return []
         # Past the end of what is known a text that repeats goes on with what was just proposed.
-        found = tokens[best + 1 : best + 1 + count]
-        period = len(found)
-        while len(found) < count:
-            found.append(found[len(found) - period])
-        return found
+        proposed = tokens[best + 1 : best + 1 + count]
+        period = len(proposed)
+        while len(proposed) < count:
+            proposed.append(proposed[len(proposed) - period])
+        return proposed
 
 
 def _match(tokens: list[int], place: int, last: int) -> int:

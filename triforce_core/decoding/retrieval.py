@@ -93,7 +93,7 @@ class RetrievalCache:
 
     @property
     def bytes_read_in_place(self) -> int:
-        """Of chunks that the device read from host memory itself."""
+        """Bytes of chunks that the device read from host memory itself."""
         return self._reader.bytes_read - self._read_before
 
     def expect(self, tokens: int) -> None:
@@ -126,7 +126,7 @@ class RetrievalCache:
         """Forgets chunks that are not among the first `tokens` tokens of the text."""
         chunks = tokens // self._chunk
         self._chunk_of.masked_fill_(self._chunk_of >= chunks, -1)
-        # Of a text with fewer chunks than slots the others are not used.
+        # Where a text has fewer chunks than slots the others are not used.
         self._filled = min(self._slots, chunks)
         self._chunk_of[..., self._filled :] = -1
         self.kv.end = self._filled * self._chunk

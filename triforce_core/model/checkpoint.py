@@ -17,20 +17,22 @@ from triforce_core.model.gguf_config import gguf_config
 from triforce_core.model.tensors import layer_shapes
 
 _HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
+# Some repositories hold copies of the same weights in other layouts.
 _HUB_IGNORED = ["consolidated*", "*/*"]
-"""Copies of the same weights that some repositories hold in other layouts."""
+# Old checkpoints carry buffers that are computed here.
 _UNUSED = ("rotary_emb.inv_freq",)
-"""Buffers that old checkpoints carry and that are computed here."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor of the checkpoint that makes up some rows of one of the model's."""
+    """A tensor of the checkpoint that makes up some rows of one of the model's.
+
+    heads: if not 0, rows are stored with the halves of each head interleaved, as llama.cpp does
+    """
 
     name: str
     rows: int
     heads: int = 0
-    """Nonzero: rows are stored with the halves of each head interleaved, as llama.cpp does."""
 
 
 class Checkpoint:
@@ -110,10 +112,10 @@ class Checkpoint:
                 f"({len(unused)} such tensors)"
             )
         for name, shape in expected.items():
-            found = self._source.shape(name)
-            if found != shape:
+            stored = self._source.shape(name)
+            if stored != shape:
                 raise CheckpointError(
-                    f"{self.path}: {name} has shape {list(found)}, its config says {list(shape)}"
+                    f"{self.path}: {name} has shape {list(stored)}, its config says {list(shape)}"
                 )
 
     def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -150,9 +152,9 @@ def resolve(model: str | Path) -> Path:
     try:
         # The config first: a model that is not supported is refused before its weights travel.
         for files in (_HUB_HEADERS, [*_HUB_HEADERS, "*.safetensors"]):
-            found = snapshot_download(name, allow_patterns=files, ignore_patterns=_HUB_IGNORED)
-            from_hf(read_json(Path(found) / "config.json"), {})
-        return Path(found)
+            snapshot = snapshot_download(name, allow_patterns=files, ignore_patterns=_HUB_IGNORED)
+            from_hf(read_json(Path(snapshot) / "config.json"), {})
+        return Path(snapshot)
     except TriforceError:
         raise
     except Exception as error:
@@ -169,7 +171,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, config, SafetensorsSource(path), _hf_names(config))
     if path.suffix != ".gguf":
         raise UsageError(f"{path} is neither a directory nor a .gguf file")
-    from offload.checkpoint.gguf import GGUFSource  # only who has such a file needs the package
+    # Only who has such a file needs the package.
+    from offload.checkpoint.gguf import GGUFSource
 
     source = GGUFSource(path)
     try:

@@ -40,5 +40,6 @@ class RandomCheckpoint:
         self._noise.clear()
 
 
-_NOISE = 1_000_003  # a prime, so that no two rows of a matrix are the same
+# So many random numbers are drawn and repeated. A prime: no two rows of a matrix are the same.
+_NOISE = 1_000_003
 _STD = 0.02

@@ -24,8 +24,9 @@ class Rope:
         parameters = {"rope_type": config.rope.type, "rope_theta": config.rope.theta}
 
         try:
+            # The hidden size is that of the heads: rope wants it for nothing else.
             self._config = LlamaConfig(
-                hidden_size=config.heads * config.head_dim,  # all that rope wants of it
+                hidden_size=config.heads * config.head_dim,
                 num_attention_heads=config.heads,
                 num_key_value_heads=config.kv_heads,
                 head_dim=config.head_dim,

@@ -31,6 +31,7 @@ _LLAMA2_7B = {
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
 }
+# Yarn-Llama-2, as NousResearch published it.
 _128K = {
     "max_position_embeddings": 131072,
     "rope_parameters": {
@@ -39,8 +40,8 @@ _128K = {
         "original_max_position_embeddings": 4096,
     },
 }
-"""Yarn-Llama-2, as NousResearch published it."""
 
+# As config.json says it. mistral-7b is v0.3.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama2-7b": _LLAMA2_7B,
     "llama2-7b-128k": _LLAMA2_7B | _128K,
@@ -141,7 +142,6 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 2048,
     },
 }
-"""As config.json says it. mistral-7b is v0.3."""
 
 
 def read_shape(name: str) -> ModelConfig:
@@ -155,7 +155,8 @@ def read_shape(name: str) -> ModelConfig:
     if path.is_dir():
         return from_hf(read_json(path / "config.json"), {})
     if path.suffix == ".gguf" and path.exists():
-        from offload.checkpoint.gguf import GGUFSource  # needs a package of its own
+        # Only who has such a file needs the package.
+        from offload.checkpoint.gguf import GGUFSource
 
         source = GGUFSource(path)
         try:

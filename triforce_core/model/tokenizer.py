@@ -68,21 +68,22 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     logging.disable_progress_bar()
     try:
         if path.is_dir():
-            found = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         else:
-            found = AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 path.parent, gguf_file=path.name, local_files_only=True
             )
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # the Rust tokenizer's panics are BaseExceptions
+    except BaseException as error:
+        # The Rust tokenizer's panics are BaseExceptions.
         raise CheckpointError(
             f"cannot read the tokenizer of {path}: {type(error).__name__}: {error}"
         ) from error
     finally:
         logging.set_verbosity(before)
         logging.enable_progress_bar()
-    return Tokenizer(found, time.perf_counter() - began)
+    return Tokenizer(tokenizer, time.perf_counter() - began)
 
 
 def check_same_vocabulary(

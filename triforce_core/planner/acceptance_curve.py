@@ -9,24 +9,22 @@ from pathlib import Path
 from offload.errors import UsageError
 from triforce_core.settings import DEFAULT_BUDGET
 
+# The target accepts this share of the retrieval model's tokens, at a budget of 4096. Published for
+# 120K tokens of PG-19 with a 4K budget: .965 (TriForce); SmolLM2-135M after 6,000 tokens: .96 to
+# .99 with 1K (benchmarks/results/bench_triforce.json).
 DEFAULT_ACCEPTANCE = 0.95
-"""Of the retrieval model's tokens by the target, at a budget of 4096. Published for 120K tokens of
-PG-19 with a 4K budget: .965 (TriForce); SmolLM2-135M after 6,000 tokens: .96 to .99 with 1K
-(benchmarks/results/bench_triforce.json).
-"""
+# The model above accepts this share of what n-gram lookup proposes, misses included: passes gave
+# 1.0 to 1.3 tokens, and steps of the retrieval model 1.0 to 1.1 (the same file).
 NGRAM_ACCEPTANCE = 0.1
-"""Of n-gram lookup by the model above it, misses included: passes gave 1.0 to 1.3 tokens, and steps
-of the retrieval model 1.0 to 1.1 (the same file).
-"""
+# N-gram lookup finds something for this share of the steps: 0.04 to 0.13 tokens a step (the same
+# file), in drafts that are mostly of one token.
 NGRAM_PROPOSED = 0.2
-"""Share of the steps for which n-gram lookup finds something: 0.04 to 0.13 tokens a step (the same
-file), of drafts that are mostly of one token.
-"""
+# The model above accepts this share of a small model's tokens: one alone speeds an A100 up by 1.42
+# to 1.56 (TriForce), about what one accepted token in two gives.
 MODEL_ACCEPTANCE = 0.5
-"""Of a small model: one alone speeds an A100 up by 1.42 to 1.56 (TriForce), about what one accepted
-token in two gives.
-"""
+# The rejected share falls with this power of the budget: see `AcceptanceCurve`.
 _EXPONENT = 0.5
+# No other budget is taken to be accepted more often than this.
 _MOST = 0.995
 
 

@@ -29,10 +29,11 @@ from triforce_core.sizing.demand import PREFILL_CHUNK, Wanted
 from triforce_core.sizing.drafting import WINDOW, fitting_budget
 from triforce_core.sizing.fitting import Fitted, fit
 
-# Of a KV block on a GPU: copies of that size come within 3 % of a link's peak (`link/cuda`).
+# A KV block has about so many bytes on a GPU: copies of that size come within 3 % of a link's peak
+# (`link/cuda`).
 BLOCK_BYTES = 16 << 20
 CHUNK_TOKENS = MethodSettings.chunk_size
-# Of one thread of the host that puts chunks together before they cross an emulated link
+# One thread of the host puts chunks together at this rate before they cross an emulated link
 # (`kv/gather`). A GPU reads them where they lie (`kv/direct`).
 GATHER_BYTES_PER_SECOND = 4e9
 
@@ -70,7 +71,9 @@ class Case:
         return self.context - self.new_tokens // 2
 
     def acceptance(self, budget: int) -> float:
-        """Of the retrieval model's tokens; what the context cannot fill adds nothing."""
+        """The share of the retrieval model's tokens that holds. What the context cannot fill adds
+        nothing.
+        """
         return self.curve.at(fitting_budget(budget, CHUNK_TOKENS, self.context))
 
     def check(self) -> None:
@@ -115,17 +118,19 @@ class Candidate:
 
     @property
     def device_bytes(self) -> int:
-        """Of one GPU."""
+        """Memory of one GPU that the plan takes."""
         return device_bytes(self.demand, self.plan.placement)
 
     @property
     def host_bytes(self) -> int:
-        """Of all GPUs."""
+        """Host memory that the plan takes for all GPUs."""
         return host_bytes(self.demand, self.plan.placement) * self.case.hardware.gpus
 
     @property
     def prefill_seconds(self) -> float:
-        """Of a prompt that leaves room for the new tokens: compute, or what crosses meanwhile."""
+        """What reading a prompt that leaves room for the new tokens takes: compute, or what crosses
+        meanwhile.
+        """
         case, rank = self.case, self.case.rank
         prompt = case.context - case.new_tokens
         hardware, placement = case.hardware, self.plan.placement
@@ -239,7 +244,7 @@ def _check_host(case: Case, demand: Demand, placement: Placement) -> None:
 
 
 def _drafter_seconds(case: Case) -> float:
-    """Of one token of the lowest level. N-gram lookup takes none to speak of."""
+    """What one token of the lowest level takes. N-gram lookup takes nothing to speak of."""
     if case.draft_config is None:
         return 0.0
     costs = Costs(case.draft_config, case.dtype, replace(case.hardware, gpus=1))

@@ -38,24 +38,24 @@ class Launches:
 
     @property
     def layer(self) -> int:
-        """Of a layer over one piece of keys."""
+        """Kernels of a layer over one piece of keys."""
         return self.before + self.attend + self.merge + self.after
 
 
+# PyTorch's operations, views among them: what computes on a CPU.
 PLAIN = Launches(before=21, attend=12, score=8, merge=12, after=15, law=20)
-"""PyTorch's operations, views among them: what computes on a CPU."""
+# Triton's kernels: norm, product, rotation; one for blocks, one for the tail and one for scores;
+# product, norm with residual, product, SwiGLU, product and sum.
 FUSED = Launches(before=3, attend=1, score=0, merge=2, after=6, law=1)
-"""Triton's: norm, product, rotation; one for blocks, one for the tail and one for scores; product,
-norm with residual, product, SwiGLU, product and sum.
-"""
+# A law and its rule read and write so many bytes for each token of the vocabulary: about 70 the law
+# (its scores, softmax, shortlist, mask and sums), 50 the rule (the residual, and sums of it in
+# float64).
 LAW_BYTES = 120.0
-"""Read and written for each token of the vocabulary: about 70 by a law (its scores, softmax,
-shortlist, mask and sums) and 50 by the rule (the residual, and sums of it in float64).
-"""
+# A norm reads or writes its token so often, a rotation its heads, silu and product their row.
 NORM_TOUCHES, ROTATE_TOUCHES, MLP_TOUCHES = 18, 12, 5
-"""How often a norm reads or writes its token, a rotation its heads, silu and product their row."""
+# A round of `levels.speculate` launches so many kernels outside its forward: the rule, one wait,
+# what is put back.
 ROUND_LAUNCHES = 30
-"""Of a round of `levels.speculate` outside its forward: the rule, one wait, what is put back."""
 NORM_PARTS = ("input_norm", "qkv")
 
 
@@ -80,7 +80,9 @@ def rank_config(config: ModelConfig, gpus: int) -> ModelConfig:
 
 
 def prefill_flops(config: ModelConfig, tokens: int) -> float:
-    """Of the matrix products of the layers, and of causal attention, which sees half on average."""
+    """What the matrix products of the layers take, and causal attention, which sees half on
+    average.
+    """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     matrices = config.hidden * (2 * queries + 2 * keys + 3 * config.mlp)
     attention = 2 * queries * (tokens / 2)
@@ -165,13 +167,13 @@ class Costs:
 
     @property
     def round(self) -> float:
-        """Of a round of proposing and verifying, besides its forward."""
+        """Seconds of a round of proposing and verifying, besides its forward."""
         return ROUND_LAUNCHES * self.hardware.launch_seconds
 
     def _products(
         self, tokens: int, parts: Iterable[str], touched: int, launches: int, recorded: bool
     ) -> float:
-        """Of matrices, and of what is done to each token besides, `touched` elements in all."""
+        """Seconds of matrices, and of what is done to each token besides: `touched` elements."""
         shapes = layer_shapes(self.config)
         work = self._product(tokens, sum(prod(shapes[part]) for part in parts))
         besides = tokens * touched * self.dtype.itemsize
@@ -179,7 +181,7 @@ class Costs:
         return self._launched(work, launches, recorded)
 
     def _product(self, tokens: int, elements: int) -> float:
-        """Of a matrix of so many elements with `tokens` rows."""
+        """Seconds of a product of a matrix of so many elements with `tokens` rows."""
         nbytes, hardware = elements * self.dtype.itemsize, self.hardware
         if hardware.product_seconds_per_byte:
             return nbytes * _between(hardware.product_seconds_per_byte, tokens)

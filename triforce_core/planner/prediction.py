@@ -42,7 +42,7 @@ class Prediction:
 
     @property
     def floor_share(self) -> float:
-        """Of the time of a pass, what its bytes need over the link."""
+        """The share of a pass that its bytes take over the link."""
         return self.floor_seconds_per_pass / self.seconds_per_pass
 
     @property

@@ -92,7 +92,7 @@ class RoundCost:
             works.append(head)
         attend = seconds[Kind.BLOCK]
         for kind, layer, blocks, needs, releases in schedule.pieces:
-            # Of a BLOCK attention is all there is.
+            # Attention is all that a BLOCK computes.
             own = attend if kind is Kind.BLOCK else seconds[kind] + blocks * attend
             works.append(Work("layer", own, needs, releases, layer))
         if not self.early_head:
@@ -105,12 +105,12 @@ class RoundCost:
 
     @property
     def seconds(self) -> float:
-        """Of the round, on the virtual clock."""
+        """What the round takes on the virtual clock."""
         return self.executed[2].seconds
 
     @property
     def pass_seconds(self) -> float:
-        """Of it, after the draft."""
+        """What the round takes after its draft."""
         return self.seconds - self.draft_seconds - self.refresh_seconds
 
     @property
@@ -119,12 +119,12 @@ class RoundCost:
 
     @property
     def _blocks(self) -> int:
-        """Of each layer."""
+        """KV blocks of each layer."""
         return self.length // self.demand.kv.block_tokens
 
     @cached_property
     def _seconds(self) -> dict[Kind, float]:
-        """Of each kind of piece, without the blocks that BEFORE attends to."""
+        """Seconds of each kind of piece; of BEFORE without the blocks that it attends to."""
         costs, tokens, block = self.costs, self.tokens, self.demand.kv.block_tokens
         tail = costs.attend(tokens, self.length % block + tokens, scored=self.scored)
         merge = costs.merge(tokens, self._blocks + 1)

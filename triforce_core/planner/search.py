@@ -38,7 +38,7 @@ def choose(case: Case) -> Candidate:
 
 def _fastest(candidates: list[Candidate]) -> Candidate:
     """The best by simulation. Those whose bound is above the best one's seconds are spared it."""
-    best, *others = sorted(candidates, key=lambda one: one.least)
+    best, *others = sorted(candidates, key=lambda each: each.least)
     for other in others:
         if other.least >= best.seconds_per_token:
             break

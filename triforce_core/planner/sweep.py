@@ -17,7 +17,7 @@ _LEAST_CONTEXT = 4096
 
 def sweep(case: Case, kind: str) -> list[dict[str, Any]]:
     """One row for each value; a case that does not fit has a `refused` instead of figures."""
-    return [_row(one) for one in _cases(case, kind)]
+    return [_row(each) for each in _cases(case, kind)]
 
 
 def _cases(case: Case, kind: str) -> list[Case]:

@@ -26,9 +26,10 @@ from triforce_core.sizing.workspace import (
     reading_bytes,
 )
 
-# Tokens of a prompt that a layer is computed for at a time.
+# A layer is computed for so many tokens of a prompt at a time.
 PREFILL_CHUNK = 1024
-# Tokens of the longest forward of a small model that is not recorded: it catches up with a text.
+# A small model's longest forward that is not recorded has so many tokens: it catches up with a
+# text.
 _CATCH_UP = 512
 # Least and most tokens of a KV block.
 _BLOCK_TOKENS = (16, 4096)
@@ -98,7 +99,7 @@ class Wanted:
 
     @property
     def stored_bytes(self) -> int:
-        """Of all layers and of the KV of a full context, wherever they lie. Raises UsageError."""
+        """Bytes of all layers and of a full context's KV, wherever they lie. Raises UsageError."""
         layers, shape = self.config.layers, self._kv_shape()
         blocks = self.max_context // shape.block_tokens * layers
         return layers * layer_layout(self.config, self.dtype).nbytes + blocks * shape.block_bytes

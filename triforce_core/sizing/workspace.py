@@ -17,7 +17,8 @@ def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -
     chunk = min(chunk, tokens)
     keys = 2 * config.kv_heads * config.head_dim
     whole = tokens * (config.hidden + keys + 2 * config.head_dim) * itemsize
-    rope = tokens * config.head_dim * 4 * 4  # angles and their cosines, in float32
+    # Angles and their cosines, in float32.
+    rope = tokens * config.head_dim * 4 * 4
     return whole + max(rope, forward_bytes(config, chunk, itemsize))
 
 

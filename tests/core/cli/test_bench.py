@@ -121,8 +121,8 @@ def test_what_cannot_be_timed_is_said_in_a_line(
     capsys, monkeypatch, tiny_shape, options, code, named
 ):
     monkeypatch.setattr("offload.placement.available_host_bytes", lambda: 60 << 20)
-    found, out, err = run(capsys, tiny_shape, *options)
-    assert found == code
+    exit_code, out, err = run(capsys, tiny_shape, *options)
+    assert exit_code == code
     assert out == ""
     assert named in err
     assert len(err.strip().splitlines()) == 1

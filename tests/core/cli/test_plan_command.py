@@ -55,19 +55,19 @@ def test_a_plan_for_a_named_gpu_needs_neither_torch_nor_transformers(tmp_path) -
 
 
 def test_figures_add_up(capsys) -> None:
-    found = figures(capsys, "llama2-7b-128k", "--gpu", "rtx4090", "--compare", "autoregressive")
-    whole = found["seconds_per_pass"] + found["draft_seconds"] + found["refresh_seconds"]
-    assert found["seconds_per_round"] == pytest.approx(whole)
-    assert found["seconds_per_token"] == pytest.approx(whole / found["tokens_per_pass"])
-    rate = found["hardware"]["link_gb_per_s"] * 1e9
-    assert found["floor_seconds_per_pass"] == pytest.approx(found["bytes_per_pass"] / rate)
-    assert found["simulated"]
-    memory = found["memory"]
+    planned = figures(capsys, "llama2-7b-128k", "--gpu", "rtx4090", "--compare", "autoregressive")
+    whole = planned["seconds_per_pass"] + planned["draft_seconds"] + planned["refresh_seconds"]
+    assert planned["seconds_per_round"] == pytest.approx(whole)
+    assert planned["seconds_per_token"] == pytest.approx(whole / planned["tokens_per_pass"])
+    rate = planned["hardware"]["link_gb_per_s"] * 1e9
+    assert planned["floor_seconds_per_pass"] == pytest.approx(planned["bytes_per_pass"] / rate)
+    assert planned["simulated"]
+    memory = planned["memory"]
     parts = ("weights", "resident_kv", "drafting", "slots", "workspace")
     assert sum(memory[f"{part}_bytes"] for part in parts) == memory["device_bytes"]
     assert memory["device_bytes"] <= memory["device_available_bytes"]
-    assert found["speed_up"] > 5
-    assert found["plan"]["draft_tokens"] >= 32
+    assert planned["speed_up"] > 5
+    assert planned["plan"]["draft_tokens"] >= 32
 
 
 def test_a_table_names_what_bounds_it_and_that_it_is_simulated(capsys) -> None:
@@ -106,8 +106,8 @@ def test_a_table_names_what_bounds_it_and_that_it_is_simulated(capsys) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_said_in_a_line(capsys, arguments, code, said) -> None:
-    found, out, err = run(capsys, "plan", *arguments)
-    assert (found, out) == (code, "")
+    exit_code, out, err = run(capsys, "plan", *arguments)
+    assert (exit_code, out) == (code, "")
     assert said in err
     assert len(err.strip().splitlines()) == 1
 
@@ -227,12 +227,12 @@ def test_acceptance_comes_from_a_run(capsys, speaking, tmp_path) -> None:
     options = ("--prompt", "abc" * 40, "--max-new-tokens", 24, "--device", "cpu", "--budget", 32)
     assert run(capsys, "generate", speaking, *options, "--stats", stats, "--seed", 1)[0] == 0
     measured = json.loads(stats.read_text())["acceptance"]["target"]
-    found = figures(
+    planned = figures(
         capsys,
         *("llama2-7b-128k", "--gpu", "rtx4090", "--stats", stats, "--budget", 32),
         *("--draft-tokens", 8),
     )
-    assert found["acceptance"] == pytest.approx(measured, abs=2e-3)
+    assert planned["acceptance"] == pytest.approx(measured, abs=2e-3)
     code, _, err = run(capsys, "plan", "llama2-7b-128k", "--gpu", "h100", "--stats", __file__)
     assert code == 2
     assert "stats" in err

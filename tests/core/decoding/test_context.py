@@ -125,7 +125,7 @@ def test_of_a_prompt_all_is_reused_that_the_text_begins_with(tiny) -> None:
             return ours.generate(tokens, greedy(2), **options).stats["reused_tokens"]
 
         assert first.stats["reused_tokens"] == 0
-        # Of the text all but its last token was fed; of a prompt the last is read anew.
+        # A text's last token was not fed; a prompt's last token is read anew.
         assert reused([*text, 5, 6]) == 69
         assert reused(text) == 69
         assert reused(prompt) == 59

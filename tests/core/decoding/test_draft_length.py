@@ -11,7 +11,7 @@ from triforce_core.decoding.draft_length import Auto, Fixed
 
 
 @dataclass
-class Turn:
+class Outcome:
     drafted: int
     accepted: int
     draft_seconds: float
@@ -29,7 +29,7 @@ class World:
         self.coins = random.Random(0)
         self.seconds = self.tokens = 0.0
 
-    def turn(self, length, confident: bool, most: int = 64) -> Turn:
+    def round(self, length, confident: bool, most: int = 64) -> Outcome:
         count = length.choose(most)
         tokens: list[float] = []
         while len(tokens) < count and (not tokens or not confident or length.goes_on(tokens)):
@@ -38,18 +38,18 @@ class World:
         while accepted < len(tokens) and self.coins.random() < self.chances[tokens[accepted]]:
             accepted += 1
         verify = self.verify + self.each * len(tokens)
-        turn = Turn(
+        outcome = Outcome(
             len(tokens), accepted, self.draft * len(tokens), verify, tokens if confident else []
         )
-        length.observe(turn)
-        self.seconds += turn.draft_seconds + verify
+        length.observe(outcome)
+        self.seconds += outcome.draft_seconds + verify
         self.tokens += accepted + 1
-        return turn
+        return outcome
 
     def cost(self, length, rounds: int, confident: bool = False) -> float:
         self.seconds = self.tokens = 0.0
         for _ in range(rounds):
-            self.turn(length, confident)
+            self.round(length, confident)
         return self.seconds / self.tokens
 
 
@@ -92,7 +92,7 @@ def test_a_level_that_was_given_up_is_tried_again() -> None:
     world, length = World(1.0, 0.3, 0.1, 0.05, 0.05), Auto(16, 0.6, 4)
     world.cost(length, 100)
     assert length.choose(16) == 0
-    drafted = [world.turn(length, confident=False).drafted for _ in range(400)]
+    drafted = [world.round(length, confident=False).drafted for _ in range(400)]
     assert 0 < sum(n > 0 for n in drafted) < 100
 
 
@@ -100,7 +100,7 @@ def test_a_round_that_compiled_or_recorded_teaches_no_seconds() -> None:
     """One such round may take a thousand times as long; what it accepted still counts."""
     disturbed, calm = Auto(64, 0.9, 16), Auto(64, 0.9, 16)
     for _ in range(3):
-        usual = Turn(12, 9, 12.0, 30.0, [])
+        usual = Outcome(12, 9, 12.0, 30.0, [])
         disturbed.observe(replace(usual, draft_seconds=9e3, verify_seconds=9e4, warm=False))
         calm.observe(usual)
     assert disturbed.choose(64) == 16, "without a warm round the first length stays"

@@ -63,15 +63,15 @@ def test_ngram_kept_incrementally_equals_one_made_anew() -> None:
     """And rolled back to any length, behind which another text follows."""
     generator = torch.Generator().manual_seed(0)
     drafter, text = NGramDrafter(CPU), Text([0])
-    for turn in range(300):
-        if turn % 10 == 9:
+    for step in range(300):
+        if step % 10 == 9:
             kept = int(torch.randint(1, len(text.tokens), (), generator=generator))
             drafter.roll_back(kept)
             text = Text(text.tokens[:kept])
         count = int(torch.randint(1, 6, (), generator=generator))
         tokens = torch.randint(4, (count,), generator=generator).tolist()
-        found = drafter.propose(text, 7).tokens.tolist()
-        assert found == ngram(list(text.tokens), 7)
+        proposed = drafter.propose(text, 7).tokens.tolist()
+        assert proposed == ngram(list(text.tokens), 7)
         text.commit(tokens)
 
 

@@ -63,7 +63,7 @@ def sample(job: Job) -> Sample:
     with Engine.from_pretrained(
         job.directory,
         device="cpu",
-        # Of 40 tokens the retrieval cache holds 8, so drafts are often wrong.
+        # The retrieval cache holds 8 of 40 tokens, so drafts are often wrong.
         budget=8,
         chunk_size=4,
         draft_tokens=2,

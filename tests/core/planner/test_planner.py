@@ -49,7 +49,7 @@ def random_case(seed: int) -> Case:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_the_plan_is_as_good_as_the_best_of_a_grid(seed: int) -> None:
-    """Of budgets, draft lengths, inner ones, and resident blocks, all simulated."""
+    """The best over budgets, draft lengths, inner ones, and resident blocks, all simulated."""
     case = random_case(seed)
     try:
         chosen = choose(case)
@@ -59,7 +59,7 @@ def test_the_plan_is_as_good_as_the_best_of_a_grid(seed: int) -> None:
                 candidate(case, budget, 1, 1)
         return
     check_placement(chosen.demand, chosen.plan.placement, case.hardware.memory_bytes)
-    found = []
+    fitting = []
     most = chosen.demand.kv_blocks
     for blocks in (None, 0, most // 2):
         fixed = {} if blocks is None else {"resident_kv_blocks": blocks}
@@ -67,11 +67,11 @@ def test_the_plan_is_as_good_as_the_best_of_a_grid(seed: int) -> None:
             for drafted in (1, 5, 14, 30, 72, 150):
                 for inner in (1, 3) if budget else (0,):
                     try:
-                        one = candidate(replace(case, fixed=fixed), budget, drafted, inner)
+                        each = candidate(replace(case, fixed=fixed), budget, drafted, inner)
                     except DoesNotFitError:
                         continue
-                    found.append(one)
-    best = min(one.seconds_per_token for one in sorted(found, key=lambda one: one.least)[:12])
+                    fitting.append(each)
+    best = min(each.seconds_per_token for each in sorted(fitting, key=lambda each: each.least)[:12])
     assert chosen.seconds_per_token <= 1.02 * best
 
 
@@ -129,9 +129,9 @@ def test_host_memory_that_is_short_is_named() -> None:
 
 
 def test_two_gpus_halve_what_each_streams() -> None:
-    one = Case(read_shape("llama2-7b-128k"), named("rtx4090"), 131072, fixed={"budget": 4096})
-    two = replace(one, hardware=replace(one.hardware, gpus=2))
-    single, double = choose(one), choose(two)
+    case = Case(read_shape("llama2-7b-128k"), named("rtx4090"), 131072, fixed={"budget": 4096})
+    doubled = replace(case, hardware=replace(case.hardware, gpus=2))
+    single, double = choose(case), choose(doubled)
     assert double.round.link_bytes < 0.45 * single.round.link_bytes  # and more of it is resident
     with pytest.raises(UsageError, match=r"3 kv_heads|9 heads"):
-        choose(replace(two, config=read_shape("smollm2-135m"), context=8192))
+        choose(replace(doubled, config=read_shape("smollm2-135m"), context=8192))
