@@ -1,8 +1,8 @@
-"""Appending to a context: SmolLM2-135M, 1,000 new tokens of the Python manual after 6,000, float32.
+"""Appending to a context: SmolLM2-135M, 1,000 new tokens of the Python manual after 6,000.
 
-A prompt that begins as the text at hand reads only what is new in it. Its seconds to the first token
-are held against those of the whole prompt read afresh, in turns in the same run; so is a prompt that
-is asked again as it was, and the greedy tokens that follow.
+A prompt that begins as the text at hand reads only what is new in it. Its seconds to the first
+token are held against those of the whole prompt read afresh, in turns in the same run; so are those
+of a prompt that is asked again as it was, and the greedy tokens that follow. Float32.
 
 1. Everything resident.
 2. KV streamed over an EMULATED link.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,12 +35,12 @@ APART = ({"triforce_core.decoding", "triforce_core.planner"},)
 
 
 def modules() -> dict[str, Path]:
-    found = {}
+    paths = {}
     for folder, package in [*PACKAGES.items(), ("scripts", "scripts")]:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
-            found[".".join(parts).removesuffix(".__init__")] = path
-    return found
+            paths[".".join(parts).removesuffix(".__init__")] = path
+    return paths
 
 
 MODULES = modules()
@@ -55,7 +56,7 @@ def imports(name: str) -> set[str]:
             yield child
             yield from walk(child)
 
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in walk(ast.parse(MODULES[name].read_text("utf-8"))):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -69,9 +70,9 @@ def imports(name: str) -> set[str]:
         for target in targets:
             for known in (target, f"scripts.{target}"):
                 if known in MODULES and known != name:
-                    found.add(known)
+                    imported.add(known)
     # `from package import module` imports the module, not what the package's __init__ holds.
-    return {m for m in found if not any(other.startswith(f"{m}.") for other in found)}
+    return {m for m in imported if not any(other.startswith(f"{m}.") for other in imported)}
 
 
 IMPORTS = {name: imports(name) for name in MODULES}
@@ -111,6 +112,17 @@ def test_no_module_imports_itself_through_others() -> None:
     for name in MODULES:
         if name != "triforce_core":
             visit(name, ())
+
+
+def test_the_architecture_names_every_module() -> None:
+    """By its path in its package, or by its room. Triton's versions lie beside what they do."""
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    named = set(re.findall(r"`([\w/]+)`", page))
+    for name, path in MODULES.items():
+        package, *parts = name.split(".")
+        if package == "scripts" or path.stem.startswith("__") or path.stem.endswith("_triton"):
+            continue
+        assert "/".join(parts) in named or f"{parts[0]}/" in named, f"{name} is not in the page"
 
 
 def lines(path: Path) -> int:

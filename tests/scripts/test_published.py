@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from published import MOST_BYTES, PAPER, Row, as_published
+from published import MOST_BYTES, PAPER, PublishedRow, as_published
 
 from offload.errors import DoesNotFitError, UsageError
 from triforce_core.model.shapes import read_shape
@@ -13,14 +13,14 @@ from triforce_core.planner.search import choose
 
 
 @pytest.mark.parametrize("row", PAPER)
-def test_the_paper_is_reproduced_from_its_settings(row: Row) -> None:
+def test_the_paper_is_reproduced_from_its_settings(row: PublishedRow) -> None:
     published = as_published(row)
     published.check()
     assert published.seconds_per_token == pytest.approx(row.seconds, rel=0.1)
 
 
 @pytest.mark.parametrize("row", PAPER)
-def test_resident_layers_of_13b_follow_from_those_of_7b(row: Row) -> None:
+def test_resident_layers_of_13b_follow_from_those_of_7b(row: PublishedRow) -> None:
     """The README says them for 7B. They are the most that keep a card under 22.2 GB, so 13B's are
     taken to be that too.
     """
@@ -34,7 +34,7 @@ def test_resident_layers_of_13b_follow_from_those_of_7b(row: Row) -> None:
 
 
 @pytest.mark.parametrize(("row", "least"), [(PAPER[0], 0.8), (PAPER[4], 0.6)])
-def test_our_own_choices_beat_the_published_settings(row: Row, least: float) -> None:
+def test_our_own_choices_beat_the_published_settings(row: PublishedRow, least: float) -> None:
     theirs = as_published(row)
     small = read_shape("llama-68m")
     ours = choose(replace(theirs.case, draft="llama-68m", draft_config=small))
