@@ -8,6 +8,7 @@ from typing import Any
 from triforce_core.bench.settings import TESTS, BenchSettings
 from triforce_core.cli.options import add_machine_options, add_option
 from triforce_core.model.shapes import SHAPES
+from triforce_core.settings import DEFAULT_BUDGET
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +23,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add("draft_tokens", "verified by a pass", type=int, metavar="N")
     add(
         "budget",
-        "of the retrieval cache (default: 4096 or less)",
+        f"of the retrieval cache (default: {DEFAULT_BUDGET} or less)",
         type=int,
         metavar="TOKENS",
     )

@@ -7,7 +7,14 @@ from typing import Any
 
 from triforce_core.cli.options import add_machine_options, add_option, draft_length
 from triforce_core.params import SamplingParams
-from triforce_core.settings import ACCEPT, METHODS, RETRIEVAL, EngineConfig, MethodSettings
+from triforce_core.settings import (
+    ACCEPT,
+    DEFAULT_BUDGET,
+    METHODS,
+    RETRIEVAL,
+    EngineConfig,
+    MethodSettings,
+)
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +76,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "budget",
-        "of the retrieval cache (default: 4096, or less where those do not fit)",
+        f"of the retrieval cache (default: {DEFAULT_BUDGET}, or less where those do not fit)",
         type=int,
         metavar="TOKENS",
     )

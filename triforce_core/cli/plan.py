@@ -11,9 +11,11 @@ from pathlib import Path
 from offload.errors import UsageError
 from offload.files import check_writable
 from offload.formats import DTYPES
+from offload.kv.sizes import COPY_BYTES
 from offload.link.trace import write_spans
 from offload.machine.profiles import Hardware, gpu_names, named, with_link
 from offload.units import parse_bandwidth, parse_bytes
+from triforce_core.cli.plan_arguments import DEFAULT_CONTEXT
 from triforce_core.cli.plan_report import print_plan, print_sweep
 from triforce_core.cli.plot import plot
 from triforce_core.model.config import ModelConfig
@@ -26,7 +28,14 @@ from triforce_core.planner.prediction import case_dict, predict
 from triforce_core.planner.search import choose
 from triforce_core.planner.sweep import sweep
 from triforce_core.planner.trace import trace_of
-from triforce_core.settings import AUTO, DEFAULT_BUDGET, MOST_DRAFT_TOKENS, NGRAM, NO_DRAFTER
+from triforce_core.settings import (
+    AUTO,
+    DEFAULT_BUDGET,
+    MOST_DRAFT_TOKENS,
+    NGRAM,
+    NO_DRAFTER,
+    MethodSettings,
+)
 from triforce_core.sizing.demand import choose_block_tokens
 
 
@@ -62,9 +71,11 @@ def _case(args: argparse.Namespace) -> Case:
     """What is planned for, from the arguments and from the plan that was given."""
     config = read_shape(args.model)
     dtype = DTYPES[args.dtype]
-    given = Plan.read(args.plan) if args.plan else None
-    context = args.context or (given.context_tokens if given else min(131072, config.positions))
-    draft = args.draft if args.draft is not None else given.method.draft if given else AUTO
+    planned = Plan.read(args.plan) if args.plan else None
+    context = args.context or (
+        planned.context_tokens if planned else min(DEFAULT_CONTEXT, config.positions)
+    )
+    draft = args.draft if args.draft is not None else planned.method.draft if planned else AUTO
     draft_config = None
     if draft not in (AUTO, NGRAM, NO_DRAFTER):
         draft_config = read_shape(draft)
@@ -79,13 +90,13 @@ def _case(args: argparse.Namespace) -> Case:
         draft_config=draft_config,
     )
     if case.hardware.emulated:
-        case = replace(case, dtype=DTYPES["float32"], block_bytes=8 << 20)
+        case = replace(case, dtype=DTYPES["float32"], block_bytes=COPY_BYTES)
     case.check()
     fixed: dict[str, object] = {}
     for name, least, most in (
         ("draft_tokens", 1, MOST_DRAFT_TOKENS),
         ("inner_draft_tokens", 1, MOST_DRAFT_TOKENS),
-        ("budget", 16, 1 << 30),
+        ("budget", 2 * MethodSettings.chunk_size, 1 << 30),
     ):
         value = getattr(args, name)
         if value is None:
@@ -154,15 +165,15 @@ def _resident_blocks(text: str, case: Case) -> int:
 
 def _of_file(args: argparse.Namespace, case: Case) -> Candidate:
     """The plan of a file, with what flags say instead."""
-    given = Plan.read(args.plan)
-    fixed: dict[str, object] = asdict(given.placement) | {
-        "method": given.method.method,
-        "block_tokens": given.block_tokens,
+    planned = Plan.read(args.plan)
+    fixed: dict[str, object] = asdict(planned.placement) | {
+        "method": planned.method.method,
+        "block_tokens": planned.block_tokens,
     }
-    if given.budget:
-        fixed["budget"] = given.budget
+    if planned.budget:
+        fixed["budget"] = planned.budget
     for name in ("draft_tokens", "inner_draft_tokens"):
-        if (length := getattr(given.method, name)) != AUTO:
+        if (length := getattr(planned.method, name)) != AUTO:
             fixed[name] = length
     if "resident_kv_blocks" in case.fixed:
         del fixed["lent_kv_blocks"]

@@ -5,10 +5,19 @@ from __future__ import annotations
 import argparse
 
 from offload.formats import DTYPES
+from offload.machine.profiles import RESERVED_BYTES
+from offload.units import format_bytes
 from triforce_core.model.shapes import SHAPES
-from triforce_core.settings import METHODS
+from triforce_core.params import SamplingParams
+from triforce_core.planner.acceptance_curve import (
+    DEFAULT_ACCEPTANCE,
+    MODEL_ACCEPTANCE,
+    NGRAM_ACCEPTANCE,
+)
+from triforce_core.settings import DEFAULT_BUDGET, METHODS
 
 SWEEPS = ("context", "gpus", "link")
+DEFAULT_CONTEXT = 131072
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,19 +25,32 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("model", metavar="MODEL", help=f"{', '.join(SHAPES)}, a config.json, or a .gguf file")
     add("--gpu", metavar="NAME", help="a card by its name (default: this machine, measured)")
     add("--gpus", type=int, default=1, choices=[1, 2], help="how many of them")
-    add("--context", type=int, metavar="N", help="prompt and new tokens (default: 131072 or fewer)")
-    add("--new-tokens", type=int, default=256, metavar="N", help="of these, generated")
+    add(
+        "--context",
+        type=int,
+        metavar="N",
+        help=f"prompt and new tokens (default: {DEFAULT_CONTEXT} or fewer)",
+    )
+    add(
+        "--new-tokens",
+        type=int,
+        default=SamplingParams.max_new_tokens,
+        metavar="N",
+        help="of these, generated",
+    )
     add(
         "--acceptance",
         type=float,
         metavar="A",
-        help="of drafted tokens by the target, with --budget or 4096 tokens (default: 0.95)",
+        help=f"of drafted tokens by the target, with --budget or {DEFAULT_BUDGET} tokens "
+        f"(default: {DEFAULT_ACCEPTANCE})",
     )
     add(
         "--inner-acceptance",
         type=float,
         metavar="A",
-        help="of the drafter's tokens (default: 0.1 for n-grams, 0.5 for a small model)",
+        help=f"of the drafter's tokens (default: {NGRAM_ACCEPTANCE} for n-grams, "
+        f"{MODEL_ACCEPTANCE} for a small model)",
     )
     add("--stats", metavar="FILE", help="take acceptance from a run's `generate --stats`")
     add(
@@ -45,7 +67,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--link-bandwidth", metavar="RATE", help="of each link, e.g. 25.4GB/s")
     add("--host-memory", metavar="SIZE", help="refuse plans that need more (default: no limit)")
     add("--host-bandwidth", metavar="RATE", help="of host memory, which all links share")
-    add("--device-memory", metavar="SIZE", help="of each GPU (default: all but 1.5 GiB)")
+    add(
+        "--device-memory",
+        metavar="SIZE",
+        help=f"of each GPU (default: all but {format_bytes(RESERVED_BYTES)})",
+    )
     add(
         "--dtype",
         default="float16",

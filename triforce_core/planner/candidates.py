@@ -20,6 +20,7 @@ from offload.placement import (
 )
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.tensors import kv_shape
+from triforce_core.params import SamplingParams
 from triforce_core.planner.acceptance_curve import NGRAM_PROPOSED, AcceptanceCurve, expected_tokens
 from triforce_core.planner.costs import Costs, prefill_flops, rank_config
 from triforce_core.planner.plan import Plan
@@ -49,7 +50,7 @@ class Case:
     config: ModelConfig
     hardware: Hardware
     context: int
-    new_tokens: int = 256
+    new_tokens: int = SamplingParams.max_new_tokens
     dtype: Dtype = DTYPES["float16"]
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
     draft: str = AUTO
