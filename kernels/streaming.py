@@ -201,7 +201,7 @@ def reference_blocks(
     scores: ScoreBuffer | None,
 ) -> None:
     for keys, values in zip(key, value, strict=True):
-        _add(running, _piece(query, keys, values, None, scores))
+        _add(running, _piece(query, keys, values, None, scores), hides=False)
         if scores:
             scores = scores.at(scores.first + keys.shape[1] // scores.size)
 
@@ -217,7 +217,8 @@ def reference_tail(
 ) -> Partial:
     if tail := key.shape[1]:
         mask = _tail_mask(query, tokens, tail, visible)
-        _add(running, _piece(query, key, value, mask, scores, plain=visible is not None))
+        part = _piece(query, key, value, mask, scores, plain=visible is not None)
+        _add(running, part, hides=mask is not None)
     if running.fresh:
         return Partial(torch.zeros_like(query), torch.full_like(running.peak[0], float("-inf")))
     return Partial(running.acc[0].to(query.dtype), running.peak[0])
@@ -273,16 +274,20 @@ def _piece(
     return plain_partial(weights, peak, value, weights.dtype)
 
 
-def _add(running: Running, part: Partial) -> None:
-    """Merges a part. The state is normalised here: its peak is a log-sum-exp, its total 1."""
+def _add(running: Running, part: Partial, *, hides: bool) -> None:
+    """Merges a part. The state is normalised here: its peak is a log-sum-exp, its total 1.
+
+    hides: whether some query may see nothing of the part
+    """
     out = part.out.to(running.acc.dtype)
     if running.fresh:
         running.acc, running.peak, running.fresh = out[None], part.lse[None], False
         return
     before = running.peak[0]
     share = (part.lse - before).sigmoid_()
-    # A piece of which nothing is seen counts for nothing, even where nothing was seen before.
-    share.masked_fill_(part.lse == float("-inf"), 0)
+    if hides:
+        # A part of which nothing is seen counts for nothing, even where nothing was seen before.
+        share.masked_fill_(part.lse == float("-inf"), 0)
     running.acc[0].lerp_(out, share.unsqueeze(-1))
     running.peak = torch.logaddexp(before, part.lse)[None]
 
