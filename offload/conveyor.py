@@ -118,6 +118,9 @@ class Conveyor:
         for held in (*self._issued, *self._acquired.values()):
             with suppress(LinkError):
                 self._link.wait(held.ready)
+        # Or whoever waits for the link next would be told of a copy that was dropped here.
+        with suppress(LinkError):
+            self._link.synchronize()
         self._issued.clear()
         self._acquired.clear()
         for name, slots in self._rings.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -42,8 +43,9 @@ class Passes:
     while whatever comes before it computes), a forward over `weights` and `cache`, `keep`. A pass
     that is begun and never run is dropped by `end`.
 
-    Between texts that are read, the memory that only reading needs holds KV blocks: they come to
-    lie there as they cross for the next pass.
+    Between texts that are read, the memory that only reading needs is lent to KV blocks: it is
+    taken when the first pass after a reading begins, by when whoever read has let go of its
+    hidden states, and blocks come to lie there as they cross.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Passes:
         self._placement = placement
         self._scores = scores
         self._begun: list[Crossing] | None = None
+        self._lends = placement.lent_kv_blocks > 0
         self._counters = PassCounters()
         self._workspace = memory.reserve(demand.pass_bytes, "workspace")
 
@@ -88,6 +91,8 @@ class Passes:
     def begin(self) -> None:
         """Starts the copies of a pass over everything that is kept, unless they have been."""
         if self._begun is None:
+            if self._lends:
+                self._lend()
             self._begun = self._start()
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -105,7 +110,11 @@ class Passes:
         Raises DoesNotFitError or LinkError.
         """
         self.end()
-        self.kv.reclaim()
+        if self.kv.reclaim():
+            # Whole, or the first tensor of the reading would be cut out of it and the next one
+            # find no room in what is left.
+            self._memory.trim()
+        self._lends = self._placement.lent_kv_blocks > 0
         self._set_workspace(self._demand.reading_bytes)
         kv = self.kv
         gathered = torch.empty(
@@ -116,10 +125,12 @@ class Passes:
         self._start()
         cache = PrefillCache(kv, self._conveyor, rows, gathered, self._scores)
         del gathered
-        yield cache
-        cache.keep(range(rows))
-        cache.close()
-        self._lend()
+        try:
+            yield cache
+            cache.keep(range(rows))
+        finally:
+            cache.close()
+        self._set_workspace(self._demand.pass_bytes)
 
     def roll_back(self, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens, and whatever was under way.
@@ -163,18 +174,25 @@ class Passes:
         return self.kv.homes(crossing.layer)[crossing.block]
 
     def _lend(self) -> None:
-        """Lends what only reading needs to KV blocks."""
-        self._set_workspace(self._demand.pass_bytes)
-        resident, lent = self._placement.resident_kv_blocks, self._placement.lent_kv_blocks
-        if not lent:
-            return
-        layers = self.kv.shape.layers
-        shares = zip(
-            share_blocks(resident, layers), share_blocks(resident + lent, layers), strict=True
+        """Lends what only reading needs to KV blocks, once after each reading."""
+        self._lends = False
+        shape, resident = self.kv.shape, self._placement.resident_kv_blocks
+        lent = min(
+            self._placement.lent_kv_blocks, self._memory.available_bytes // shape.block_bytes
         )
-        # Should another program have taken the memory meanwhile, the blocks go on streaming.
-        with suppress(DoesNotFitError):
+        shares = zip(
+            share_blocks(resident, shape.layers),
+            share_blocks(resident + lent, shape.layers),
+            strict=True,
+        )
+        try:
             self.kv.lend([more - less for less, more in shares])
+        except DoesNotFitError as error:
+            warnings.warn(
+                f"{lent} KV blocks stream that could lie on the device: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _set_workspace(self, size: int) -> None:
         """Counts another size for temporaries."""

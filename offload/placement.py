@@ -77,6 +77,18 @@ class Placement:
             if not _is_count(getattr(self, name)):
                 raise UsageError(f"{name} of a placement cannot be {getattr(self, name)!r}")
 
+    def with_resident_blocks(self, blocks: int) -> Placement:
+        """So many KV blocks on the device and none in lent memory; the others stream."""
+        return replace(self, resident_kv_blocks=blocks, lent_kv_blocks=0).with_slots()
+
+    def with_slots(self) -> Placement:
+        """With slots for KV that streams, if it had none."""
+        return replace(
+            self,
+            kv_slots=self.kv_slots or KV_SLOTS,
+            staging_slots=self.staging_slots or STAGING_SLOTS,
+        )
+
 
 _COUNTS = ("resident_kv_blocks", "weight_slots", "kv_slots", "staging_slots", "lent_kv_blocks")
 

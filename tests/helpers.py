@@ -85,6 +85,15 @@ PLACEMENTS = {
 }
 
 
+def placed(placement: str, options: dict[str, object]) -> dict[str, object]:
+    """Options of an engine with a placement. Where weights stream nothing is retrieved, so no
+    budget may be asked for.
+    """
+    where = PLACEMENTS[placement]
+    dropped = ("budget",) if where.streamed_layers else ()
+    return {k: v for k, v in options.items() if k not in dropped} | {"placement": where}
+
+
 def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Module:
     """A tiny random model of a family, float32, saved to `directory` and returned."""
     import transformers

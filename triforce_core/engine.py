@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ class Engine:
         with ExitStack() as files:
             if isinstance(model, OpenModel):
                 began -= model.seconds
+                model = replace(model, tokenizer=tokenizer or model.tokenizer)
             else:
                 model = files.enter_context(OpenModel.at(model, tokenizer))
             positions = model.checkpoint.config.positions
@@ -143,7 +145,8 @@ class Engine:
         """Runs a request to its end.
 
         reuse: whether what was computed for an earlier text is kept as far as the prompt says the
-            same; it changes nothing but rounding and time
+            same. The text's law stays what it is; which text a seed gives may depend on what was
+            asked before, since drafts do
 
         Raises UsageError, DoesNotFitError or LinkError.
         """
@@ -188,15 +191,20 @@ class Engine:
         self._forget()
 
     def close(self) -> None:
-        """Ends the request under way and releases everything. May be called twice."""
+        """Ends the request under way and releases everything. May be called twice.
+
+        Raises UsageError from within a pass: `interrupt` comes first.
+        """
         if self._closed:
             return
         for stream in tuple(self._streams):
             stream.close()
         self._closed = True
         with self.runtime.memory.current():
-            self._forget()
-            self.models.close()
+            try:
+                self._forget()
+            finally:
+                self.models.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -205,9 +213,10 @@ class Engine:
         self.close()
 
     def _forget(self) -> None:
-        if self._context is not None:
-            self._context.close()
-            self._context = None
+        # Whatever closing it comes to, no request uses it again.
+        context, self._context = self._context, None
+        if context is not None:
+            context.close()
 
     def _check_free(self) -> None:
         if self._closed:

@@ -15,6 +15,7 @@ from triforce_kernels.limits import MOST_SPLITS
 
 from offload.errors import UsageError
 from offload.graphs import CudaRecorder
+from offload.kv.direct import reads_in_place
 from offload.kv.shape import KVShape
 from offload.layouts import FlatLayout
 from offload.link.cuda import CudaLink
@@ -196,7 +197,7 @@ def load(
             block_bytes=link.copy_bytes,
             graphs=graphs,
             splits=MOST_SPLITS if backend(device.type) == TRITON else 1,
-            gathers_through_host=not (on_gpu and machine.pin),
+            gathers_through_host=not (machine.pin and reads_in_place(device)),
         )
         memory = DeviceMemory(device, machine.device_memory, wanted.stored_bytes)
         stack.callback(memory.close)

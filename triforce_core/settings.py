@@ -135,7 +135,8 @@ class MethodSettings:
         if self.budget is not None:
             return (self.budget,)
         least = max(LEAST_BUDGET, 2 * self.chunk_size)
-        return tuple(DEFAULT_BUDGET >> i for i in range(8) if DEFAULT_BUDGET >> i >= least)
+        halved = tuple(DEFAULT_BUDGET >> i for i in range(8) if DEFAULT_BUDGET >> i >= least)
+        return halved or (least,)
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,10 @@ class EngineConfig:
     trace: Path | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in (("machine", MachineSettings), ("method", MethodSettings)):
+            _require_kind(name, getattr(self, name), kind)
+        if self.placement is not None:
+            _require_kind("placement", self.placement, Placement)
         for name in ("max_context", "block_tokens"):
             value = getattr(self, name)
             if value is not None and not _whole(value, 1):
@@ -204,6 +209,11 @@ def _unknown(name: str) -> str:
     known = {n for c in (EngineConfig, MachineSettings, MethodSettings) for n in _names(c)}
     close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)
     return f"an engine has no setting {name!r}; the nearest is {close[0]!r}"
+
+
+def _require_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise UsageError(f"{name} of an EngineConfig must be a {kind.__name__}, got {value!r}")
 
 
 def _whole(value: object, least: int, most: int | None = None) -> bool:

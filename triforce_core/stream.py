@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from offload.errors import UsageError
 from triforce_core.decoding.autoregressive import Step
 from triforce_core.text import TextStream
 
@@ -68,8 +69,13 @@ class Stream:
                 yield piece
 
     def close(self) -> None:
-        """Ends the request early and frees what it holds."""
-        self._pieces.close()
+        """Ends the request early. Raises UsageError from within one of its passes."""
+        try:
+            self._pieces.close()
+        except ValueError as error:
+            raise UsageError(
+                "the request is in the middle of a pass: interrupt it first"
+            ) from error
 
 
 def until_stop(tokens: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:

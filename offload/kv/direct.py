@@ -65,6 +65,10 @@ class DirectReader:
         crossing = (block >= self._on_device) & (block < len(store.homes(0)))
         self._read = self._read + crossing.sum() * (2 * chunk * shape.head_dim * target.itemsize)
 
+    def release(self) -> None:
+        """Reader.release."""
+        self._collected.release()
+
     def close(self) -> None:
         """Once nothing is read any more: host memory may be unregistered after that."""
         with suppress(LinkError):
@@ -88,9 +92,13 @@ class DirectReader:
         self._version = store.version
 
 
+def reads_in_place(device: torch.device) -> bool:
+    """Whether a device reads chunks where they lie, as far as they lie in registered memory."""
+    return device.type == "cuda" and backend("cuda") == TRITON and reads_host_memory(device)
+
+
 def reader(store: KVStore, link: Link, host: HostMemory, collected: ChunkReader) -> Reader:
     """The one that suits the device of a store's memory."""
-    device = store.tail(0).device
-    if device.type == "cuda" and backend("cuda") == TRITON and reads_host_memory(device):
+    if reads_in_place(store.tail(0).device):
         return DirectReader(store, link, host, collected)
     return collected

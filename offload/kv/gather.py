@@ -39,6 +39,11 @@ class Reader(Protocol):
         target: [layers, 2, kv_heads, slots, chunk, head_dim]. Raises LinkError.
         """
 
+    def release(self) -> None:
+        """Frees what it has taken since it was made, once nothing is on its way any more: text is
+        about to be read, which needs the memory.
+        """
+
     def close(self) -> None:
         """Frees what it holds, once nothing is on its way any more."""
 
@@ -135,16 +140,21 @@ class ChunkReader:
                     target[layer][:, head, slot] = self._carry(layer, piece, places)
                 crossing = []
 
-    def close(self) -> None:
-        """Frees the buffers, once nothing is on its way through them."""
+    def release(self) -> None:
+        """Reader.release."""
+        if self._allocation is None:
+            return
         with suppress(LinkError):
             self._link.synchronize()
         for buffer in self._buffers:
             buffer.arena.close()
-        self._buffers = []
-        if self._allocation:
-            self._memory.free(self._allocation)
-            self._allocation = None
+        self._buffers, self._copied = [], [None] * GATHER_BUFFERS
+        self._memory.free(self._allocation)
+        self._allocation = None
+
+    def close(self) -> None:
+        """Reader.close."""
+        self.release()
 
     def _chunks_at_once(self) -> int:
         """How many chunks a buffer takes. Makes the buffers."""

@@ -231,15 +231,16 @@ class KVStore:
             self._homes[layer][index] = MirroredHome(home, copy)
             self.version += 1
 
-    def reclaim(self) -> None:
-        """Gives lent memory back: its blocks stream again."""
+    def reclaim(self) -> bool:
+        """Gives lent memory back, and says whether there was any: its blocks stream again."""
         if self._mirror is None:
-            return
+            return False
         for homes in self._homes:
             homes[:] = [h.host if isinstance(h, MirroredHome) else h for h in homes]
         self._mirror.close()
         self._mirror = None
         self.version += 1
+        return True
 
     def close(self) -> None:
         """Gives back all memory, once the link has carried out what was on its way.

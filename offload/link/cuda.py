@@ -52,10 +52,10 @@ class CudaLink:
     - A copy to the device is enqueued on `_in` behind every event of `after`; the slot's last
       reader is one of them, so nothing in use is overwritten. Compute waits for the copy's own
       event, so nothing is read before it is complete.
-    - Buffers on both sides live until `close` (arenas, slots) and are never handed back to the
-      caching allocator in between, so no `record_stream` is needed.
+    - Buffers on both sides (arenas, slots, gather buffers) are handed back to the caching allocator
+      only when the link has been synchronised, so no `record_stream` is needed.
     - Timing events are taken from a deque in order and only queried: no call here blocks the host,
-      except `synchronize`, `wait_on_host`, `counters` (once a request), `span` and the probe.
+      except `synchronize`, `wait_on_host`, `counters` (a few times a request), `span`, the probe.
     - A copy may not cross from one registered piece of host memory to the next, so larger ones are
       cut where pieces end.
 

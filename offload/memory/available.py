@@ -6,6 +6,9 @@ from pathlib import Path
 
 import psutil
 
+# So much of a GPU's budget goes to what nobody asks for: workspaces of libraries, and the
+# allocator's rounding.
+LIBRARY_BYTES = 128 << 20
 _CGROUP = Path("/sys/fs/cgroup")
 # So much is left free: kernels are loaded as they are first used, and a display may ask for more.
 _SPARE_BYTES = 768 << 20

@@ -1,4 +1,4 @@
-"""Device memory as a budget: everything the runtime keeps on the device is allocated through it."""
+"""Device memory as a budget: what the runtime keeps on the device is allocated through it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import psutil
 import torch
 
 from offload.errors import DoesNotFitError, LinkError, OutOfDeviceMemoryError, UsageError
-from offload.memory.available import available_host_bytes, lendable_bytes
+from offload.memory.available import LIBRARY_BYTES, available_host_bytes, lendable_bytes
 from offload.units import format_bytes
 
-# So much of the budget goes to what nobody asks for: workspaces of libraries, and the allocator's
-# rounding.
-_CUDA_LIBRARY_BYTES = 128 << 20
 _REMEDY = "use a shorter context or more --device-memory"
 
 
@@ -67,7 +64,7 @@ class DeviceMemory:
             cap = torch.cuda.memory_reserved(device) + self.limit_bytes
             torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
             torch.cuda.reset_peak_memory_stats(device)
-            self.reserve(_CUDA_LIBRARY_BYTES, "CUDA libraries")
+            self.reserve(LIBRARY_BYTES, "CUDA libraries")
 
     @property
     def available_bytes(self) -> int:
@@ -110,6 +107,13 @@ class DeviceMemory:
         allocation.bytes = None
         allocation.size = 0
 
+    def trim(self) -> None:
+        """Gives what torch's allocator keeps for later back to the device, so that tensors of other
+        sizes find room.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def current(self) -> AbstractContextManager:
         """Inside, the device is this thread's current one: Triton launches on that, and events are
         recorded on its streams.
@@ -129,7 +133,7 @@ class DeviceMemory:
     def close(self) -> None:
         """Gives the allocator's cache back to the device and lifts the cap."""
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            self.trim()
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def by_purpose(self) -> dict[str, int]:

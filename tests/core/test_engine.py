@@ -10,8 +10,11 @@ import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
 
-from offload.errors import DoesNotFitError, UsageError
+from offload.errors import DoesNotFitError, LinkError, UsageError
 from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.context import Context
+from triforce_core.loading import OpenModel
+from triforce_core.model.tokenizer import Tokenizer
 
 
 def make(path, **options) -> Engine:
@@ -249,3 +252,49 @@ def test_engines_leave_no_threads_behind(speaking) -> None:
         make(speaking, device_memory="100KiB")
     assert threading.active_count() == before
     assert not torch.is_inference_mode_enabled()
+
+
+def test_an_engine_is_not_closed_from_within_a_pass(speaking) -> None:
+    said: list[str] = []
+
+    def close(what: str, done: int, total: int) -> None:
+        if what == "prefill" and not said:
+            try:
+                engine.close()
+            except UsageError as error:
+                said.append(str(error))
+
+    engine = make(speaking, progress=close)
+    params = SamplingParams(max_new_tokens=5, temperature=0)
+    assert len(engine.generate("Hello", params).token_ids) == 5
+    assert "interrupt it first" in said[0]
+    engine.close()
+
+
+def test_a_context_that_does_not_close_is_not_used_again(speaking, monkeypatch) -> None:
+    engine = make(speaking)
+    params = SamplingParams(max_new_tokens=5, temperature=0)
+    expected = engine.generate("Hello", params).token_ids
+    close = Context.close
+
+    def fail(context: Context) -> None:
+        close(context)
+        raise LinkError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Context, "close", fail)
+        with pytest.raises(LinkError, match="planted"):
+            engine.forget()
+        assert engine.generate("Hello", params).token_ids == expected
+        with pytest.raises(LinkError, match="planted"):
+            engine.close()
+    assert engine.runtime.memory.available_bytes == engine.runtime.memory.limit_bytes
+
+
+def test_a_tokenizer_that_is_given_is_the_one_that_is_used(speaking) -> None:
+    with OpenModel.at(speaking) as model:
+        tokenizer = Tokenizer(object())
+        with Engine.from_pretrained(model, device="cpu", tokenizer=tokenizer) as engine:
+            assert engine.tokenizer is tokenizer
+        with Engine.from_pretrained(model, device="cpu") as engine:
+            assert engine.tokenizer is model.tokenizer

@@ -178,3 +178,28 @@ def test_host_memory_that_runs_out_ends_the_request_only(tiny, monkeypatch, allo
         result = engine.generate(PROMPT, GREEDY)
         assert len(result.token_ids) == 12
     assert threading.active_count() < 20
+
+
+def test_a_copy_of_a_pass_that_was_dropped_may_fail(tiny, monkeypatch) -> None:
+    """Nobody waits for it, and it is no fault of the next request."""
+    path, _ = tiny("llama")
+
+    def fail(*_: object) -> None:
+        raise OSError("planted")
+
+    with Engine.from_pretrained(
+        path,
+        device="cpu",
+        max_context=100,
+        block_tokens=BLOCK,
+        placement=PLACEMENTS["both"],
+        method="autoregressive",
+    ) as engine:
+        expected = engine.generate(PROMPT, GREEDY, reuse=False).token_ids
+        passes = engine.runtime.passes()
+        with monkeypatch.context() as patched:
+            patched.setattr("offload.link.emulated.np.copyto", fail)
+            passes.begin()
+            passes.end()
+        passes.close()
+        assert engine.generate(PROMPT, GREEDY, reuse=False).token_ids == expected

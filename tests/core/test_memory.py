@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BLOCK, PLACEMENTS, make_model, random_ids
+from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
 from torch.profiler import ProfilerActivity, profile
 
 from offload.errors import DoesNotFitError
@@ -65,8 +65,7 @@ def test_accounted_bytes_cover_what_is_allocated(
             device="cpu",
             max_context=prompt_tokens + new_tokens,
             block_tokens=4 * BLOCK,
-            placement=PLACEMENTS[placement],
-            **options,
+            **placed(placement, options),
         ) as engine:
             stats.update(
                 engine.generate(

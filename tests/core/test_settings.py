@@ -147,3 +147,46 @@ def test_placements_that_no_engine_can_take_are_named(tiny) -> None:
             Placement(*wrong)
     with Engine.from_pretrained(path, device="cpu", placement=PLACEMENTS["kv"]) as engine:
         assert engine.plan.placement.resident_kv_blocks == 0
+
+
+@pytest.mark.parametrize("field", ["machine", "method", "placement"])
+def test_a_part_of_another_kind_is_refused(field: str) -> None:
+    with pytest.raises(UsageError, match=f"{field} of an EngineConfig must be a .*, got 'cpu'"):
+        EngineConfig(**{field: "cpu"})
+
+
+def test_large_chunks_leave_a_budget_to_try() -> None:
+    assert MethodSettings(chunk_size=4096).budgets == (8192,)
+
+
+def test_an_explicit_budget_is_not_given_up_for_a_placement(tiny) -> None:
+    path, _ = tiny("llama")
+    placement = PLACEMENTS["weights"]
+    options = {"device": "cpu", "max_context": 100, "placement": placement}
+    with pytest.raises(UsageError, match="budget of 32 tokens needs all weights on the device"):
+        Engine.from_pretrained(path, budget=32, **options)
+    with Engine.from_pretrained(path, **options) as engine:
+        assert engine.plan.budget == 0
+
+
+def test_a_plan_says_what_runs_and_runs_again(tiny) -> None:
+    """Where no retrieval cache fits, or its level was left out, the drafter proposes directly."""
+    path, _ = tiny("llama")
+    for placement in ("weights", "kv"):
+        with Engine.from_pretrained(
+            path, device="cpu", max_context=100, placement=PLACEMENTS[placement]
+        ) as engine:
+            plan = engine.plan
+        assert plan.method.method == ("speculative" if placement == "weights" else "triforce")
+        # The plan's own context, though the model has more positions.
+        with Engine.from_pretrained(path, device="cpu", plan=plan) as engine:
+            assert engine.plan == plan
+            assert engine.runtime.demand.context_tokens == 100
+
+
+def test_blocks_that_stream_have_slots_whatever_was_planned() -> None:
+    everything = Placement((), True, 40, 0, 0, 0)
+    fewer = everything.with_resident_blocks(3)
+    assert fewer.resident_kv_blocks == 3
+    assert min(fewer.kv_slots, fewer.staging_slots) > 0
+    assert PLACEMENTS["both-one-slot"].with_resident_blocks(3).kv_slots == 1

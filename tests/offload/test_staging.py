@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_driver import FakeDriver
-from helpers import BLOCK, PLACEMENTS, random_ids
+from helpers import BLOCK, PLACEMENTS, placed, random_ids
 
 from offload.errors import LinkError
 from offload.link.emulated import EmulatedLink
@@ -82,7 +82,7 @@ def test_texts_are_the_same_whatever_could_be_pinned(
     """F4: registering fails from the first byte on, or from the n-th; one warning says so."""
     path, _ = tiny("llama")
     options = {"device": "cpu", "max_context": 200, "block_tokens": BLOCK, "budget": 32}
-    options |= {"placement": PLACEMENTS[placement], "accept": "coupled"}
+    options = placed(placement, options | {"accept": "coupled"})
     params = SamplingParams(40, temperature=0.8, seed=1)
     with Engine.from_pretrained(path, **options) as engine:
         expected = engine.generate(random_ids(75), params).token_ids

@@ -80,8 +80,7 @@ def _planned(args: argparse.Namespace) -> EngineConfig | None:
         return None
     plan = Plan.read(args.plan)
     if blocks is not None:
-        placement = replace(plan.placement, resident_kv_blocks=blocks, lent_kv_blocks=0)
-        plan = replace(plan, placement=placement)
+        plan = replace(plan, placement=plan.placement.with_resident_blocks(blocks))
     return plan.config(EngineConfig())
 
 

@@ -81,13 +81,14 @@ def _case(args: argparse.Namespace) -> Case:
         draft_config = read_shape(draft)
     case = Case(
         config=config,
-        hardware=_hardware(args, config, dtype.itemsize),
+        hardware=_hardware(args, config, dtype.itemsize, planned.gpus if planned else 1),
         context=context,
         new_tokens=args.new_tokens,
         dtype=dtype,
         curve=_curve(args, draft_config),
         draft=draft,
         draft_config=draft_config,
+        method=planned.method if planned else MethodSettings(),
     )
     if case.hardware.emulated:
         case = replace(case, dtype=DTYPES["float32"], block_bytes=COPY_BYTES)
@@ -109,11 +110,13 @@ def _case(args: argparse.Namespace) -> Case:
         fixed["method"] = args.method
     case = replace(case, fixed=fixed)
     if args.resident_kv is not None:
-        fixed["resident_kv_blocks"] = _resident_blocks(args.resident_kv, case)
+        tokens = planned.block_tokens if planned else _block_tokens(case)
+        fixed["resident_kv_blocks"] = _resident_blocks(args.resident_kv, context // tokens)
     return case
 
 
-def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int) -> Hardware:
+def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus: int) -> Hardware:
+    """gpus: how many there are if nobody says."""
     if args.gpu is None:
         from offload.machine.probe import this_machine
 
@@ -127,7 +130,7 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int) -> H
         if args.link_bandwidth:
             raise UsageError("--link and --link-bandwidth both set the link; give one of them")
         hardware = with_link(hardware, args.link)
-    changed: dict[str, object] = {"gpus": args.gpus}
+    changed: dict[str, object] = {"gpus": args.gpus or gpus}
     if args.device_memory:
         changed["memory_bytes"] = parse_bytes(args.device_memory)
     if args.host_memory:
@@ -151,16 +154,22 @@ def _curve(args: argparse.Namespace, draft_config: ModelConfig | None) -> Accept
     return curve
 
 
-def _resident_blocks(text: str, case: Case) -> int:
-    """`--resident-kv`: a number of blocks, or of whole layers as in 9layers. Raises UsageError."""
+def _block_tokens(case: Case) -> int:
+    token_bytes = kv_shape(case.rank, 1, case.dtype).token_bytes
+    return choose_block_tokens(token_bytes, case.context, case.block_bytes)
+
+
+def _resident_blocks(text: str, layer_blocks: int) -> int:
+    """`--resident-kv`: a number of blocks, or of whole layers as in 9layers. Raises UsageError.
+
+    layer_blocks: of a whole layer
+    """
     digits = text.removesuffix("layers")
     if not digits.isdigit():
         raise UsageError(f"--resident-kv takes blocks, or layers like 9layers, got {text!r}")
     if digits == text:
         return int(digits)
-    shape = kv_shape(case.rank, 1, case.dtype)
-    tokens = choose_block_tokens(shape.token_bytes, case.context, case.block_bytes)
-    return int(digits) * (case.context // tokens)
+    return int(digits) * layer_blocks
 
 
 def _of_file(args: argparse.Namespace, case: Case) -> Candidate:

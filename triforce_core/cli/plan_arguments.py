@@ -24,7 +24,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help=f"{', '.join(SHAPES)}, a config.json, or a .gguf file")
     add("--gpu", metavar="NAME", help="a card by its name (default: this machine, measured)")
-    add("--gpus", type=int, default=1, choices=[1, 2], help="how many of them")
+    add("--gpus", type=int, choices=[1, 2], help="how many of them (default: 1, or the plan's)")
     add(
         "--context",
         type=int,
@@ -86,6 +86,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sweep", choices=list(SWEEPS), help="one row for each of several values")
     add("--plot", metavar="FILE.png", help="draw seconds per token of the sweep (of contexts)")
     add("--trace", metavar="FILE", help="write the simulated timeline of a round, for Perfetto")
-    add("--plan", metavar="FILE", help="take a plan from a file; flags change it")
+    add(
+        "--plan",
+        metavar="FILE",
+        help="take a plan from a file; flags change it, and what is auto is chosen",
+    )
     add("--save", metavar="FILE", help="write the plan, for `generate --plan`")
     add("--json", action="store_true", help="all figures as JSON")

@@ -113,13 +113,13 @@ class Context:
         try:
             # A few tokens are a pass like any other; it needs no memory that is lent.
             short = kept and feed.rows <= self.passes.kv.max_pass_tokens
-            hidden = self._pass(feed, each_layer) if short else self._read(feed, each_layer)
+            last = self._pass(feed, each_layer) if short else self._read(feed, each_layer)
         except Interrupted:
             self.roll_back(kept)
             raise
         self.text = Text(list(tokens))
         scored = feed.rows if short else min(feed.rows, SCORED_TOKENS)
-        return Prompt(self.model.logits(hidden[-1:]), kept, scored)
+        return Prompt(self.model.logits(last), kept, scored)
 
     def roll_back(self, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens of the text. Raises LinkError."""
@@ -144,17 +144,20 @@ class Context:
         return next((i for i in range(most) if known[i] != tokens[i]), most)
 
     def _pass(self, feed: Feed, each_layer: Callable[[int], None]) -> torch.Tensor:
+        """The last row's hidden state, [1, hidden]."""
         passes = self.passes
         passes.begin()
         hidden = self.model.forward(feed, passes.weights, passes.cache, each_layer=each_layer)
         passes.keep(range(feed.rows))
-        return hidden
+        return hidden[-1:]
 
     def _read(self, feed: Feed, each_layer: Callable[[int], None]) -> torch.Tensor:
+        """The last row's hidden state, [1, hidden], alone: the others' memory is lent next."""
         with self.passes.reading(feed.rows) as cache:
-            return self.model.forward(
+            hidden = self.model.forward(
                 feed, self.passes.weights, cache, chunk=PREFILL_CHUNK, each_layer=each_layer
             )
+            return hidden[-1:].clone()
 
     def _retrieval_cache(self, models: Models, scores: ChunkScores) -> RetrievalCache:
         runtime, method, kv = models.runtime, models.method, self.passes.kv

@@ -10,7 +10,7 @@ from offload.kv.gather import Reader
 from offload.kv.scores import ChunkScores, Score
 from offload.kv.store import KVStore
 from offload.memory.device import DeviceMemory
-from triforce_core.sizing.drafting import own_tokens
+from triforce_core.sizing.drafting import chosen_bytes, own_tokens
 
 # mass: exact attention mass of the passes' queries, chosen anew after every pass.
 # mean: query times mean key, chosen once after prefill, as the published TriForce; and again only
@@ -58,10 +58,15 @@ class RetrievalCache:
         self._newest = min(self._slots - 1, max(1, _NEWEST_TOKENS // chunk_tokens))
         tokens = budget + own_tokens(chunk_tokens, max_draft_tokens)
         self._reader = reader
-        self.kv = DenseKV(shape, tokens, memory, "retrieval cache")
-        self._chunk_of = torch.full(
-            (shape.layers, shape.kv_heads, self._slots), -1, device=memory.device
-        )
+        self._memory = memory
+        self._allocation = memory.allocate(chosen_bytes(shape, self._slots), "chosen chunks")
+        try:
+            self.kv = DenseKV(shape, tokens, memory, "retrieval cache")
+        except BaseException:
+            memory.free(self._allocation)
+            raise
+        self._chunk_of = self._allocation.bytes.view(torch.int64)
+        self._chunk_of = self._chunk_of.view(shape.layers, shape.kv_heads, self._slots).fill_(-1)
         self._filled = 0
         self._chosen_at = 0
         self.begin()
@@ -76,6 +81,7 @@ class RetrievalCache:
         """A request begins: its text is about to be read, and chunks are chosen by it. Waits for
         the device.
         """
+        self._reader.release()
         self._base_scores: torch.Tensor | None = None
         self._scores.enabled = True
         self._first = True
@@ -134,6 +140,8 @@ class RetrievalCache:
     def close(self) -> None:
         self._reader.close()
         self.kv.close()
+        self._memory.free(self._allocation)
+        del self._chunk_of
 
     def _is_due(self, tokens: int) -> bool:
         grown = self._store.length + tokens - self._chosen_at

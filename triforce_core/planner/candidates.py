@@ -9,9 +9,8 @@ from triforce_kernels.limits import MOST_SPLITS
 from offload.errors import DoesNotFitError, UsageError
 from offload.formats import DTYPES, Dtype
 from offload.machine.profiles import Hardware
+from offload.memory.available import LIBRARY_BYTES
 from offload.placement import (
-    KV_SLOTS,
-    STAGING_SLOTS,
     Demand,
     Placement,
     check_placement,
@@ -33,7 +32,6 @@ from triforce_core.sizing.fitting import Fitted, fit
 # A KV block has about so many bytes on a GPU: copies of that size come within 3 % of a link's peak
 # (`link/cuda`).
 BLOCK_BYTES = 16 << 20
-CHUNK_TOKENS = MethodSettings.chunk_size
 # One thread of the host puts chunks together at this rate before they cross an emulated link
 # (`kv/gather`). A GPU reads them where they lie (`kv/direct`).
 GATHER_BYTES_PER_SECOND = 4e9
@@ -43,6 +41,7 @@ GATHER_BYTES_PER_SECOND = 4e9
 class Case:
     """What is planned for. draft_config: of a small model that drafts, None for n-grams.
 
+    method: what a plan leaves as it is: how chunks are chosen, how drafts are accepted
     fixed: what the user set of a plan: "method", "budget", "draft_tokens", "inner_draft_tokens",
         "resident_kv_blocks", "block_tokens", or more fields of Placement by a plan that was read
     """
@@ -56,6 +55,7 @@ class Case:
     draft: str = AUTO
     draft_config: ModelConfig | None = None
     block_bytes: int = BLOCK_BYTES
+    method: MethodSettings = field(default_factory=MethodSettings)
     fixed: dict[str, object] = field(default_factory=dict)
 
     @property
@@ -71,11 +71,20 @@ class Case:
         """Tokens in the cache half way through decoding."""
         return self.context - self.new_tokens // 2
 
+    @property
+    def library_bytes(self) -> int:
+        """What an engine leaves to libraries of one GPU's memory (`memory/device`)."""
+        return LIBRARY_BYTES if self.hardware.asynchronous else 0
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.method.chunk_size
+
     def acceptance(self, budget: int) -> float:
         """The share of the retrieval model's tokens that holds. What the context cannot fill adds
         nothing.
         """
-        return self.curve.at(fitting_budget(budget, CHUNK_TOKENS, self.context))
+        return self.curve.at(fitting_budget(budget, self.chunk_tokens, self.context))
 
     def check(self) -> None:
         """Raises UsageError for a context that the model cannot have."""
@@ -120,7 +129,7 @@ class Candidate:
     @property
     def device_bytes(self) -> int:
         """Memory of one GPU that the plan takes."""
-        return device_bytes(self.demand, self.plan.placement)
+        return device_bytes(self.demand, self.plan.placement) + self.case.library_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -153,7 +162,8 @@ def candidate(case: Case, budget: int, draft_tokens: int, inner: int) -> Candida
     budget: 0 for no retrieval model, draft_tokens: 0 for no drafts. Raises DoesNotFitError or
     UsageError.
     """
-    method = MethodSettings(
+    method = replace(
+        case.method,
         method="triforce" if budget else "speculative" if draft_tokens else "autoregressive",
         draft=case.draft,
         draft_tokens=draft_tokens or AUTO,
@@ -176,7 +186,7 @@ def evaluate(case: Case, chosen: Plan, demand: Demand) -> Candidate:
         inner = 1 if method.inner_draft_tokens == AUTO else int(method.inner_draft_tokens)
         if not method.has_drafter:
             inner = 0
-        cached = fitting_budget(chosen.budget, CHUNK_TOKENS, case.context) + drafted // 2
+        cached = fitting_budget(chosen.budget, case.chunk_tokens, case.context) + drafted // 2
         # N-gram lookup mostly finds nothing, and the step is then over one token.
         proposed = 1.0 if case.draft_config else NGRAM_PROPOSED
         step = proposed * costs.resident_forward(1 + inner, cached) + costs.round
@@ -216,7 +226,8 @@ def _fit(case: Case, method: MethodSettings) -> Fitted:
         splits=MOST_SPLITS if hardware.asynchronous else 1,
         gathers_through_host=not hardware.asynchronous,
     )
-    fitted = fit(wanted, hardware.memory_bytes)
+    available = hardware.memory_bytes - case.library_bytes
+    fitted = fit(wanted, available)
     fixed = {n: case.fixed[n] for n in Placement.__dataclass_fields__ if n in case.fixed}
     if not fixed:
         return fitted
@@ -224,10 +235,10 @@ def _fit(case: Case, method: MethodSettings) -> Fitted:
     if "resident_kv_blocks" in fixed:
         fixed["resident_kv_blocks"] = min(fixed["resident_kv_blocks"], blocks)
         fixed.setdefault("lent_kv_blocks", 0)
-        if fixed["resident_kv_blocks"] < blocks and not placement.kv_slots:
-            placement = replace(placement, kv_slots=KV_SLOTS, staging_slots=STAGING_SLOTS)
     placement = replace(placement, **fixed)
-    check_placement(fitted.demand, placement, hardware.memory_bytes)
+    if placement.resident_kv_blocks < blocks:
+        placement = placement.with_slots()
+    check_placement(fitted.demand, placement, available)
     return replace(fitted, placement=placement)
 
 
@@ -257,13 +268,15 @@ def _refresh_seconds(case: Case, chosen: Plan, demand: Demand) -> float:
     costs, hardware = case.costs, case.hardware
     shape = kv_shape(case.rank, 1, case.dtype)
     cache = (
-        fitting_budget(chosen.budget, CHUNK_TOKENS, case.context) * shape.token_bytes * shape.layers
+        fitting_budget(chosen.budget, case.chunk_tokens, case.context)
+        * shape.token_bytes
+        * shape.layers
     )
     kept = chosen.placement.resident_kv_blocks + chosen.placement.lent_kv_blocks
     away = 1 - min(1.0, kept / max(1, demand.kv_blocks))
     moved = case.curve.churn * cache * away
     launches = 20 if hardware.asynchronous else 40 + 20 * shape.layers
-    chunks = case.length // CHUNK_TOKENS * shape.layers * shape.kv_heads
+    chunks = case.length // case.chunk_tokens * shape.layers * shape.kv_heads
     seconds = costs.piece(chunks * 40.0 + moved, 0, launches)
     seconds += moved / hardware.stream_bytes_per_second
     return seconds if hardware.asynchronous else seconds + moved / GATHER_BYTES_PER_SECOND

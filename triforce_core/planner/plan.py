@@ -43,12 +43,17 @@ class Plan:
 
     @classmethod
     def of(cls, method: MethodSettings, demand: Demand, placement: Placement, budget: int) -> Plan:
-        """What an engine is made with. budget: tokens of the retrieval cache, 0 for none."""
+        """What an engine is made with. budget: tokens of the retrieval cache, 0 for none: then
+        `triforce` comes to `speculative`.
+        """
         resident = min(placement.resident_kv_blocks, demand.kv_blocks)
+        name = method.method
+        if name == "triforce" and not budget:
+            name = "speculative"
         return cls(
             demand.context_tokens,
             demand.kv.block_tokens,
-            replace(method, draft=str(method.draft), budget=budget or None),
+            replace(method, method=name, draft=str(method.draft), budget=budget or None),
             replace(placement, resident_kv_blocks=resident),
         )
 
@@ -58,13 +63,18 @@ class Plan:
         return self.method.budget or 0
 
     def config(self, like: EngineConfig) -> EngineConfig:
-        """What an engine is made with by it. like: the rest. Raises UsageError for a plan that an
-        engine cannot take.
+        """What an engine is made with by it. like: the rest, a longest context of its own among it.
+
+        Raises UsageError for a plan that an engine cannot take.
         """
         if self.gpus != 1:
             raise UsageError(f"the plan is for {self.gpus} GPUs, and an engine runs on one")
         return replace(
-            like, method=self.method, block_tokens=self.block_tokens, placement=self.placement
+            like,
+            method=self.method,
+            max_context=like.max_context or self.context_tokens,
+            block_tokens=self.block_tokens,
+            placement=self.placement,
         )
 
     def line(self, layers: int, kv_blocks: int) -> str:

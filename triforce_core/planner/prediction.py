@@ -121,7 +121,8 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
         + (demand.gather_bytes if resident < demand.kv_blocks else 0),
         "slots_bytes": placement.weight_slots * demand.layer_bytes
         + (placement.kv_slots + placement.staging_slots) * block,
-        "workspace_bytes": max(demand.reading_bytes, demand.pass_bytes + lent),
+        "workspace_bytes": max(demand.reading_bytes, demand.pass_bytes + lent)
+        + chosen.case.library_bytes,
         "lent_kv_bytes": lent,
         "streamed_weights_bytes": streamed * demand.layer_bytes,
         "streamed_kv_bytes": (demand.kv_blocks - resident) * block - lent,

@@ -57,7 +57,9 @@ class RoundCost:
 
     @property
     def link_seconds(self) -> float:
-        """The floor: no pass is faster than its bytes over the link."""
+        """What a pass's bytes take over the link. Nobody waits for those that come while
+        drafting: a pass may be a little faster, a round is not.
+        """
         return self.link_bytes / self._rate
 
     @cached_property

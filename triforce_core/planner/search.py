@@ -49,16 +49,24 @@ def _fastest(candidates: list[Candidate]) -> Candidate:
 
 def _budgets(case: Case) -> tuple[int, ...]:
     """Retrieval budgets that are looked at, the smallest first; 0 for no such level."""
-    method = case.fixed.get("method", "triforce")
+    method, budget = case.fixed.get("method"), case.fixed.get("budget")
     if method == "speculative" and case.draft == NO_DRAFTER:
         raise UsageError("--method speculative needs a drafter, and --draft is none")
-    if method != "triforce":
+    if method in ("speculative", "autoregressive"):
         return (0,)
-    if "budget" in case.fixed:
-        return (int(case.fixed["budget"]),)
-    budgets = tuple(budget for budget in BUDGETS if budget < 2 * case.context)
+    if streamed := case.fixed.get("streamed_layers"):
+        if budget:
+            raise UsageError(
+                f"a retrieval budget of {budget} tokens needs all weights on the device, and the "
+                f"plan streams {len(streamed)} layers"
+            )
+        return (0,)
+    if budget:
+        return (int(budget),)
+    least, most = 2 * case.chunk_tokens, 2 * case.context
+    budgets = tuple(budget for budget in BUDGETS if least <= budget < most) or (least,)
     # Where weights must stream there is no retrieval model; without a drafter nothing drafts then.
-    return budgets if case.draft == NO_DRAFTER else (0, *budgets)
+    return budgets if method == "triforce" or case.draft == NO_DRAFTER else (0, *budgets)
 
 
 def _lengths(case: Case, budget: int) -> Iterator[tuple[int, int]]:

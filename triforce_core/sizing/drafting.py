@@ -52,4 +52,10 @@ def retrieval_bytes(
     """Device bytes of a retrieval cache and of what it is chosen by."""
     budget = fitting_budget(budget, chunk_tokens, context_tokens)
     tokens = budget + own_tokens(chunk_tokens, max_draft_tokens)
-    return dense_bytes(shape, tokens) + scores_bytes(shape, chunk_tokens, context_tokens)
+    chosen = chosen_bytes(shape, budget // chunk_tokens)
+    return dense_bytes(shape, tokens) + scores_bytes(shape, chunk_tokens, context_tokens) + chosen
+
+
+def chosen_bytes(shape: KVShape, slots: int) -> int:
+    """Device bytes of what says which chunk each slot of a retrieval cache holds."""
+    return shape.layers * shape.kv_heads * slots * 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.errors import DoesNotFitError
+from offload.errors import DoesNotFitError, UsageError
 from offload.placement import Demand, Placement, least_bytes, place
 from triforce_core.sizing.demand import Wanted
 
@@ -28,8 +28,15 @@ def fit(wanted: Wanted, available_bytes: int, placement: Placement | None = None
     """
     method = wanted.method
     without = wanted.demand(0)
-    if method.method != "triforce" or (placement and placement.streamed_layers):
+    if method.method != "triforce":
         return Fitted(without, placement or place(without, available_bytes), 0)
+    if placement and placement.streamed_layers:
+        if method.budget is not None:
+            raise UsageError(
+                f"a retrieval budget of {method.budget} tokens needs all weights on the device, "
+                f"and the placement streams {len(placement.streamed_layers)} layers"
+            )
+        return Fitted(without, placement, 0)
     if method.budget is not None:
         cache = method.budget * without.kv.token_bytes * wanted.config.layers
         if cache > available_bytes:

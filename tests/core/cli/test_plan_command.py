@@ -236,3 +236,19 @@ def test_acceptance_comes_from_a_run(capsys, speaking, tmp_path) -> None:
     code, _, err = run(capsys, "plan", "llama2-7b-128k", "--gpu", "h100", "--stats", __file__)
     assert code == 2
     assert "stats" in err
+
+
+def test_a_plan_of_a_file_keeps_what_no_flag_changes(capsys, tmp_path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    options = ("llama2-7b-128k", "--gpu", "rtx4090", "--gpus", 2, "--context", 32768)
+    figures(capsys, *options, "--save", first)
+    raw = json.loads(first.read_text())
+    raw |= {"chunk_size": 16, "accept": "coupled", "retrieval": "mean", "budget": 4096}
+    first.write_text(json.dumps(raw))
+    figures(capsys, *options[:3], "--plan", first, "--save", second)
+    changed = json.loads(second.read_text())
+    names = ("chunk_size", "accept", "retrieval", "budget", "gpus", "context_tokens")
+    assert {name: changed[name] for name in names} == {name: raw[name] for name in names}
+    # Layers of the plan's own blocks.
+    third = figures(capsys, *options[:3], "--plan", first, "--resident-kv", "2layers")
+    assert third["placement"]["resident_kv_blocks"] == 2 * (32768 // raw["block_tokens"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,8 @@ from helpers import BLOCK, PLACEMENTS, VOCAB, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 from recorder import ReplayRecorder
 
-from offload.errors import LinkError
+from offload.errors import LinkError, OutOfDeviceMemoryError
+from offload.kv.store import KVStore
 from offload.link.emulated import EmulatedLink
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context, Interrupted
@@ -231,3 +234,73 @@ def test_a_stream_that_is_dropped_leaves_a_context_that_serves(tiny) -> None:
         result = ours.generate(prompt, greedy(30))
     assert result.token_ids == expected
     assert result.stats["reused_tokens"] >= 59
+
+
+def test_hidden_states_are_gone_when_their_memory_is_lent(tiny, monkeypatch) -> None:
+    path, _ = tiny("llama")
+    with engine(path, "ngram", "kv-lent") as ours:
+        prompt = [token % VOCAB for token in range(77)]
+        alive: list[int] = []
+        lend = KVStore.lend
+
+        def look(store: KVStore, counts: Sequence[int]) -> None:
+            shape = (len(prompt), ours.config.hidden)
+            tensors = (o for o in gc.get_objects() if type(o) is torch.Tensor)
+            alive.append(sum(tensor.shape == shape for tensor in tensors))
+            lend(store, counts)
+
+        monkeypatch.setattr(KVStore, "lend", look)
+        ours.generate(prompt, SamplingParams(4, temperature=0))
+        assert alive == [0]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_lent_memory_comes_back_after_a_reading_that_is_interrupted(
+    tiny, monkeypatch, refused: bool
+) -> None:
+    """And where it is refused, blocks stream and one warning says so."""
+    path, _ = tiny("llama")
+    prompt = [token % VOCAB for token in range(100)]
+    with engine(path, "ngram", "kv-lent") as ours:
+        context = Context(ours.models)
+        passes, placement = context.passes, ours.runtime.placement
+        if refused:
+
+            def refuse(*_: object) -> None:
+                raise OutOfDeviceMemoryError("planted")
+
+            monkeypatch.setattr(KVStore, "lend", refuse)
+
+        def stop(layer: int) -> None:
+            raise Interrupted
+
+        def on_device() -> int:
+            return sum(map(passes.kv.on_device, range(3)))
+
+        context.read(prompt, 20, lambda _: None)
+        with pytest.raises(Interrupted):
+            context.read([*prompt, *range(60)], 20, stop)
+        assert on_device() == placement.resident_kv_blocks
+        with pytest.warns(RuntimeWarning, match="planted") if refused else nullcontext():
+            # So few tokens are a pass.
+            context.read([*prompt, 1], 20, lambda _: None)
+        lent = 0 if refused else placement.lent_kv_blocks
+        assert on_device() == placement.resident_kv_blocks + lent
+        context.close()
+
+
+def test_buffers_that_gather_chunks_are_given_back_before_text_is_read(tiny) -> None:
+    path, _ = tiny("llama")
+    held: list[int] = []
+
+    def look(what: str, done: int, total: int) -> None:
+        held.append(ours.runtime.memory.by_purpose().get("retrieval gather", 0))
+
+    with engine(path, "retrieval", "kv") as ours:
+        ours.progress = look
+        for seed in range(3):
+            prompt = [(seed + token) % VOCAB for token in range(70)]
+            ours.generate(prompt, SamplingParams(4, temperature=0))
+            assert ours.runtime.memory.by_purpose()["retrieval gather"] > 0
+    assert held
+    assert not any(held)

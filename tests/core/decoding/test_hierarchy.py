@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import BLOCK, FAMILIES, PLACEMENTS, make_model, random_ids
+from helpers import BLOCK, FAMILIES, PLACEMENTS, make_model, placed, random_ids
 from oracle import LogitsRecorder, assert_equal_but_for_ties, greedy
 
 from offload.errors import CheckpointError, DoesNotFitError, LinkError, UsageError
@@ -150,7 +150,7 @@ def test_coupled_text_depends_on_the_seed_alone(tiny, temperature: float) -> Non
     for i, options in enumerate(RUNS):
         placement = ("kv", "resident", "both", "kv-one-slot")[i % 4]
         options = filled({**options, "accept": "coupled"}, path, other)
-        with engine(path, placement, **options) as ours:
+        with engine(path, **placed(placement, options)) as ours:
             assert ours.generate(prompt, params).token_ids == expected
 
 

@@ -138,8 +138,8 @@ def test_mass_follows_what_queries_attend_to(tiny, watched, monkeypatch) -> None
         budget=48,
     ) as engine:
         engine.generate(random_ids(90), SamplingParams(40, temperature=1.0, seed=1))
-    for (layer, head), chunk in wanted.items():
-        assert chunk in watched[0]._chunk_of[layer, head].tolist()
+        for (layer, head), chunk in wanted.items():
+            assert chunk in watched[0]._chunk_of[layer, head].tolist()
 
 
 @pytest.mark.parametrize("placement", ["resident", "kv"])

@@ -9,6 +9,7 @@ import pytest
 
 from offload.errors import DoesNotFitError, UsageError
 from offload.machine.profiles import gpu_names, named
+from offload.memory.available import LIBRARY_BYTES
 from offload.placement import check_placement
 from triforce_core.model.shapes import SHAPES, read_shape
 from triforce_core.planner.acceptance_curve import AcceptanceCurve, expected_tokens
@@ -135,3 +136,29 @@ def test_two_gpus_halve_what_each_streams() -> None:
     assert double.round.link_bytes < 0.45 * single.round.link_bytes  # and more of it is resident
     with pytest.raises(UsageError, match=r"3 kv_heads|9 heads"):
         choose(replace(doubled, config=read_shape("smollm2-135m"), context=8192))
+
+
+def test_a_plan_for_a_gpu_leaves_room_for_libraries() -> None:
+    """As an engine does before it places anything (`memory/device`)."""
+    case = Case(read_shape("llama2-7b-128k"), named("rtx4090"), 131072)
+    case = replace(case, hardware=replace(case.hardware, memory_bytes=22 << 30))
+    chosen = choose(case)
+    check_placement(chosen.demand, chosen.plan.placement, (22 << 30) - LIBRARY_BYTES)
+    assert chosen.device_bytes <= 22 << 30
+
+
+def test_an_explicit_method_is_the_one_that_is_planned() -> None:
+    case = Case(read_shape("llama2-7b"), named("rtx3060"), 4096, 128)
+    assert choose(case).plan.method.method == "speculative"
+    with pytest.raises(DoesNotFitError):
+        choose(replace(case, fixed={"method": "triforce"}))
+    case = replace(case, hardware=named("rtx4090"))
+    assert choose(replace(case, fixed={"method": "triforce"})).plan.budget > 0
+
+
+def test_weights_that_stream_leave_no_retrieval_model() -> None:
+    fixed = {"streamed_layers": (1, 2), "weight_slots": 2}
+    case = Case(read_shape("llama2-7b"), named("h100"), 4096, 128, fixed=fixed)
+    assert choose(case).plan.budget == 0
+    with pytest.raises(UsageError, match="plan streams 2 layers"):
+        choose(replace(case, fixed=fixed | {"budget": 1024}))
