@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-GIB = 1 << 30
-
 
 class TriforceError(Exception):
     """Base of every error that is the input's or the machine's, not a fault in this code."""
@@ -26,9 +24,14 @@ class DoesNotFitError(TriforceError):
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         super().__init__(
-            f"{what} needs {needed_bytes / GIB:.4g} GiB and "
-            f"{max(0, available_bytes) / GIB:.4g} GiB is available; {remedy}"
+            f"{what} needs {in_gib(needed_bytes)} and {in_gib(max(0, available_bytes))} is "
+            f"available; {remedy}"
         )
+
+
+def in_gib(size: int) -> str:
+    """Bytes in GiB, or as they are if they are few."""
+    return f"{size / (1 << 30):.4g} GiB" if size >= 1 << 16 else f"{size} bytes"
 
 
 class OutOfDeviceMemoryError(DoesNotFitError):
@@ -36,7 +39,7 @@ class OutOfDeviceMemoryError(DoesNotFitError):
 
     def __init__(self, what: str) -> None:
         TriforceError.__init__(
-            self, f"the device ran out of memory ({what}); use a smaller --device-memory"
+            self, f"the device ran out of memory ({what}); use a smaller budget of device memory"
         )
 
 
@@ -48,6 +51,12 @@ class CheckpointError(TriforceError):
 
 class UnsupportedModelError(CheckpointError):
     """A sound checkpoint of a kind this runtime does not run."""
+
+
+class OutputError(TriforceError):
+    """What a run gave could not be written where it was to go."""
+
+    exit_code = 5
 
 
 class LinkError(TriforceError):

@@ -115,7 +115,7 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
             f"device memory for {demand.context_tokens} tokens of context with everything streamed",
             limit_bytes - spare,
             limit_bytes,
-            "use a shorter context (--max-new-tokens, max_context) or more --device-memory",
+            "use a shorter context or more device memory",
         )
     embedding_resident = demand.embedding_bytes <= spare
     if embedding_resident:
@@ -205,7 +205,7 @@ def check_host(demand: Demand, placement: Placement, *, device_is_host: bool) ->
             f"host memory for {demand.context_tokens} tokens of context",
             needed,
             available,
-            "use a shorter context (--max-new-tokens, max_context) or a smaller model",
+            "use a shorter context or a smaller model",
         )
 
 

@@ -1,4 +1,4 @@
-"""Sizes and rates as people write them: 22GiB, 512MiB, 25GB/s."""
+"""Sizes and rates as people write them: 22GiB, 22g, 512MiB, 25GB/s."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ _UNITS = {
     "b": 1,
     **{p + "b": 1000 ** (i + 1) for i, p in enumerate("kmgt")},
     **{p + "ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")},
+    # Alone, as other programs take it.
+    **{p: 1024 ** (i + 1) for i, p in enumerate("kmgt")},
 }
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str | int) -> int:
-    """`"22GiB"`, `"500MB"`, `"4096"` or an int, in bytes. Raises UsageError."""
+    """`"22GiB"`, `"22g"` (the same), `"500MB"`, `"4096"` or an int, in bytes. Raises UsageError."""
     if isinstance(text, int) and not isinstance(text, bool):
         size = text
     else:

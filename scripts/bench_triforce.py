@@ -33,8 +33,10 @@ from results import write_result
 from rich.console import Console
 from rich.table import Table
 
+from offload.files import Output
 from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
+from triforce_core.cli.plot import picture
 from triforce_core.model.tokenizer import load_tokenizer
 
 PLOT = Path(__file__).parent.parent / "docs" / "bench_triforce.png"
@@ -298,7 +300,7 @@ def plot(ratios: dict[int, dict[str, Any]]) -> None:
         axis.tick_params(axis="x", labelsize=7)
     figure.supylabel("seconds per token, emulated link", fontsize=9)
     figure.tight_layout()
-    figure.savefig(PLOT, dpi=120)
+    Output(PLOT, "plot").write(picture(figure, PLOT, dpi=120))
 
 
 if __name__ == "__main__":

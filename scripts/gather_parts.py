@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from offload.files import Output
 from offload.machine.hardware import provenance
 
 
@@ -25,7 +26,7 @@ def main() -> None:
             "output": _parsed(output),
         }
     result.parent.mkdir(parents=True, exist_ok=True)
-    result.write_text(json.dumps(record, indent=2) + "\n")
+    Output(result, "result").write(json.dumps(record, indent=2) + "\n")
     print(f"written to {result}")
 
 

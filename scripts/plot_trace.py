@@ -16,6 +16,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.patches import Patch
 
+from offload.files import Output
+from triforce_core.cli.plot import picture
+
 _COLORS = {
     "weights": "#8e7cc3",
     "kv": "#3d85c6",
@@ -66,7 +69,7 @@ def main() -> None:
         bbox_to_anchor=(0.5, 1.15),
     )
     figure.tight_layout()
-    figure.savefig(args.picture, dpi=130)
+    Output(args.picture, "picture").write(picture(figure, args.picture, dpi=130))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from offload.files import Output
 from offload.machine.hardware import provenance
 
 DIRECTORY = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -22,5 +23,5 @@ def write_result(name: str, figures: dict[str, Any]) -> Path:
         **provenance(shlex.join(["python", *arguments])),
         **figures,
     }
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    Output(path, "result").write(json.dumps(record, indent=2) + "\n")
     return path

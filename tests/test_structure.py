@@ -27,7 +27,7 @@ FLOORS = (
         *("triforce_core.stream", "triforce_core.stats", "triforce_core.text"),
     ),
     ("triforce_core.bench",),
-    ("triforce_core.cli",),
+    ("triforce_core.cli", "triforce_core.__main__"),
     ("scripts",),
 )
 # Rooms of one floor that know nothing of each other.

@@ -5,24 +5,55 @@ from triforce_core import Engine, SamplingParams
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offload.errors import (
+        CheckpointError,
+        DoesNotFitError,
+        LinkError,
+        OutputError,
+        TriforceError,
+        UnsupportedModelError,
+        UsageError,
+    )
     from triforce_core.engine import Engine
     from triforce_core.params import SamplingParams
+    from triforce_core.planner.plan import Plan
+    from triforce_core.settings import EngineConfig
     from triforce_core.stream import Completion
 
-__all__ = ["Completion", "Engine", "SamplingParams"]
+__all__ = [
+    "CheckpointError",
+    "Completion",
+    "DoesNotFitError",
+    "Engine",
+    "EngineConfig",
+    "LinkError",
+    "OutputError",
+    "Plan",
+    "SamplingParams",
+    "TriforceError",
+    "UnsupportedModelError",
+    "UsageError",
+]
+
+_PLACES = {
+    "Completion": "triforce_core.stream",
+    "Engine": "triforce_core.engine",
+    "EngineConfig": "triforce_core.settings",
+    "Plan": "triforce_core.planner.plan",
+    "SamplingParams": "triforce_core.params",
+}
 
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use, so that `triforce --help` does not wait for torch.
-    if name in ("Engine", "Completion"):
-        from triforce_core import engine
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PLACES.get(name, "offload.errors")), name)
 
-        return getattr(engine, name)
-    if name == "SamplingParams":
-        from triforce_core.params import SamplingParams
 
-        return SamplingParams
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

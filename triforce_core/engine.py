@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from offload.errors import UsageError
-from offload.files import check_writable
+from offload.files import Output
+from offload.memory.device import device_name
 from offload.runtime import Runtime
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.models import Models
-from triforce_core.loading import OpenModel, Progress, load
+from triforce_core.loading import OpenModel, Progress, load, open_device
 from triforce_core.model.llama import Model
 from triforce_core.model.tokenizer import Tokenizer
 from triforce_core.params import SamplingParams
@@ -58,7 +60,6 @@ class Engine:
         self._load_seconds = load_seconds
         self._trace = trace
         self._context: Context | None = None
-        self._interrupted = threading.Event()
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._streaming = False
         self._closed = False
@@ -69,7 +70,7 @@ class Engine:
         model: str | Path | OpenModel,
         config: EngineConfig | None = None,
         *,
-        plan: Plan | None = None,
+        plan: Plan | str | Path | None = None,
         tokenizer: Tokenizer | None = None,
         progress: Progress | None = None,
         **fields: Any,
@@ -77,7 +78,7 @@ class Engine:
         """Loads a model.
 
         model: a directory with safetensors, a .gguf file, a hub id, or one that is open already
-        plan: sets method, placement and block size
+        plan: sets method, placement and block size; a Plan, or the path of one that was written
         fields: of EngineConfig, MachineSettings and MethodSettings, by their names; they change
             what the config and the plan say
         tokenizer: one that is loaded already
@@ -88,10 +89,11 @@ class Engine:
         began = time.perf_counter()
         config = config or EngineConfig()
         if plan is not None:
+            plan = plan if isinstance(plan, Plan) else Plan.read(plan)
             config = plan.config(config)
         config = config.changed(**fields)
         if config.trace is not None:
-            check_writable(config.trace)
+            Output(config.trace, "trace").check()
         progress = progress or (lambda *_: None)
         with ExitStack() as files:
             if isinstance(model, OpenModel):
@@ -109,6 +111,9 @@ class Engine:
             if config.method.drafts and config.method.draft_model is not None:
                 drafter = files.enter_context(OpenModel.at(config.method.draft_model))
                 model.check_drafter(drafter)
+            if plan is not None:
+                device = device_name(open_device(config.machine.device))
+                plan.check(model.name, model.checkpoint.config, device)
             models = load(
                 model.checkpoint, config, context, drafter and drafter.checkpoint, progress
             )
@@ -127,13 +132,19 @@ class Engine:
     def plan(self) -> Plan:
         """What lives where, and how long drafts are."""
         runtime = self.runtime
-        return Plan.of(self.models.method, runtime.demand, runtime.placement, self.models.budget)
+        plan = Plan.of(self.models.method, runtime.demand, runtime.placement, self.models.budget)
+        return plan.named(self._name, self.config, device_name(runtime.memory.device))
 
     @property
     def plan_line(self) -> str:
-        """The plan on one line."""
-        demand = self.runtime.demand
-        return self.plan.line(demand.layers, demand.kv_blocks)
+        """What runs, on one line."""
+        demand, models = self.runtime.demand, self.models
+        line = self.plan.line(demand.layers, demand.kv_blocks)
+        if models.method.method == "triforce" and not models.budget:
+            streams = bool(self.runtime.placement.streamed_layers)
+            why = "weights stream" if streams else "there is no room for it"
+            line += f"; no retrieval model, since {why}"
+        return line
 
     def generate(
         self,
@@ -155,6 +166,27 @@ class Engine:
             pass
         return stream.result
 
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        params: SamplingParams | None = None,
+        *,
+        reuse: bool = True,
+    ) -> Completion:
+        """Runs a request over messages put into the model's chat template.
+
+        messages: each with a "role" and its "content", or what the user says first
+
+        Raises UsageError, if there is no template too, DoesNotFitError or LinkError.
+        """
+        return self.generate(self.chat_tokens(messages), params, reuse=reuse)
+
+    def chat_tokens(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of messages in the model's chat template, ready for its answer."""
+        if self.tokenizer is None:
+            raise UsageError("the model has no tokenizer, and so no chat template")
+        return self.tokenizer.chat(messages)
+
     def stream(
         self,
         prompt: str | Sequence[int],
@@ -167,7 +199,6 @@ class Engine:
         Raises UsageError at once if the prompt cannot be taken.
         """
         self._check_free()
-        self._interrupted.clear()
         params = params or SamplingParams()
         token_ids = self._token_ids(prompt)
         limit = self.runtime.demand.context_tokens
@@ -177,13 +208,15 @@ class Engine:
             limit,
             "the model has" if limit == self.config.positions else "the engine was made for",
         )
-        stream = Stream(self._run(token_ids, params, reuse))
+        interrupted = threading.Event()
+        stream = Stream(self._run(token_ids, params, reuse, interrupted), interrupted)
         self._streams.add(stream)
         return stream
 
     def interrupt(self) -> None:
         """Ends the request under way within one pass; what it gave so far is its result."""
-        self._interrupted.set()
+        for stream in tuple(self._streams):
+            stream.interrupt()
 
     def forget(self) -> None:
         """Gives back what was computed for the text at hand. Raises UsageError during a request."""
@@ -229,20 +262,36 @@ class Engine:
             if self.tokenizer is None:
                 raise UsageError("the model has no tokenizer; give the prompt as token ids")
             token_ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)):
+            token_ids = [self._token_id(token) for token in prompt]
         else:
-            token_ids = list(prompt)
-        for token in token_ids:
-            if not isinstance(token, int) or not 0 <= token < self.config.vocab:
-                raise UsageError(
-                    f"token id {token!r} is not a number from 0 to {self.config.vocab - 1}"
-                )
+            kind = type(prompt).__name__
+            raise UsageError(f"a prompt is text or a list of token ids, and this is {kind}")
         if not token_ids:
             raise UsageError("the prompt is empty")
         return token_ids
 
+    def _token_id(self, token: object) -> int:
+        """A token id that may be a number of numpy or torch."""
+        vocab = self.config.vocab
+        try:
+            number = -1 if isinstance(token, bool) else operator.index(token)
+        except TypeError:
+            number = -1
+        if not 0 <= number < vocab:
+            kind = type(token).__name__
+            raise UsageError(
+                f"token id {token!r} ({kind}) is not a whole number from 0 to {vocab - 1}"
+            )
+        return number
+
     def _run(
-        self, tokens: list[int], params: SamplingParams, reuse: bool
-    ) -> Iterator[Piece | Completion]:
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        reuse: bool,
+        interrupted: threading.Event,
+    ) -> Generator[Piece | Completion]:
         """Yields text as each pass lands, then the Completion."""
         self._check_free()
         self._streaming, sound = True, False
@@ -254,18 +303,14 @@ class Engine:
                     tokens,
                     TextStream(self.tokenizer),
                     self._report_layer,
-                    self._interrupted,
+                    interrupted,
                     reuse=reuse,
                 ):
+                    sound = isinstance(piece, Completion)
                     yield piece
                     if self._trace and isinstance(piece, Completion):
                         about = {name: piece.stats[name] for name in _TRACED_STATS}
                         self.runtime.trace.write(self._trace, about)
-            sound = True
-        except GeneratorExit:
-            # The reader has gone, between two steps.
-            sound = True
-            raise
         finally:
             self._streaming = False
             if not sound:

@@ -175,6 +175,8 @@ def load(
     Raises UsageError, DoesNotFitError before anything is read, or CheckpointError.
     """
     machine = config.machine
+    if machine.threads is not None:
+        torch.set_num_threads(machine.threads)
     device = open_device(machine.device)
     dtype = choose_dtype(config.dtype, checkpoint.stored_dtype, device)
     with ExitStack() as stack:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+
 from triforce_core.decoding.acceptance import make_rule
 from triforce_core.decoding.context import Context, Interrupted, Prompt
 from triforce_core.decoding.drafting import Drafting
@@ -73,9 +75,9 @@ class Request:
                 reason = "stop"
             elif len(self._tokens) >= self._params.max_new_tokens:
                 reason = "length"
-            elif interrupted.is_set():
-                reason = "interrupted"
             yield from pieces_of(text, taken, step)
+            if not reason and interrupted.is_set():
+                reason = "interrupted"
         if self._tokens:
             self._clock.end_decode()
         with self._on_device():
@@ -131,6 +133,7 @@ class Request:
             "method": self._models.method.method,
             "model": self._name,
             "device": str(runtime.memory.device),
+            "threads": torch.get_num_threads(),
             "dtype": str(runtime.demand.kv.dtype).removeprefix("torch."),
             "seed": self.seed,
             "new_tokens": len(self._tokens),

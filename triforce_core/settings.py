@@ -6,6 +6,7 @@ Each default is written here and nowhere else: the command line takes its own fr
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class MachineSettings:
         memory if None
     pin: whether host memory that streams is registered with the CUDA driver, for direct copies
     cuda_graphs: whether forwards that draft are recorded as CUDA graphs
+    threads: of the CPU that compute, for all of the process; as PyTorch has them if None
     """
 
     device: str | None = None
@@ -48,6 +50,7 @@ class MachineSettings:
     link_bandwidth: float | None = None
     pin: bool = True
     cuda_graphs: bool = True
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.device is not None:
@@ -56,6 +59,8 @@ class MachineSettings:
             object.__setattr__(self, "device_memory", parse_bytes(self.device_memory))
         if self.link_bandwidth is not None:
             object.__setattr__(self, "link_bandwidth", parse_bandwidth(self.link_bandwidth))
+        if self.threads is not None and not _whole(self.threads, 1):
+            raise UsageError(f"threads must be 1 or more, got {self.threads!r}")
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,17 @@ class MethodSettings:
                 )
         if not isinstance(self.draft, (str, Path)) or not str(self.draft):
             raise UsageError(f"draft must be auto, ngram, none or a model, got {self.draft!r}")
+
+    def without_effect(self, names: Iterable[str]) -> list[str]:
+        """Which of some fields change nothing of how this method decodes."""
+        unused = set()
+        if not self.drafts:
+            unused |= {"draft", "draft_tokens"}
+        if self.method != "triforce":
+            unused |= {"inner_draft_tokens", "budget", "chunk_size", "retrieval"}
+        elif not self.has_drafter:
+            unused |= {"inner_draft_tokens"}
+        return [name for name in names if name in unused]
 
     @property
     def drafts(self) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,10 +41,16 @@ class Piece:
 
 
 class Stream:
-    """The text of a request, as each pass lands; `result` once it has ended."""
+    """The text of a request, as each pass lands; `result` once it has ended.
 
-    def __init__(self, pieces: Iterator[Piece | Completion]) -> None:
+    A loop that is left, `close`, or letting go of the stream ends the request: its result is what
+    was generated until then.
+    """
+
+    def __init__(self, pieces: Generator[Piece | Completion], interrupted: threading.Event) -> None:
+        """interrupted: ends the request within a layer of its prompt, or a pass."""
         self._pieces = pieces
+        self._interrupted = interrupted
         self._result: Completion | None = None
 
     @property
@@ -51,31 +60,50 @@ class Stream:
 
     @property
     def result(self) -> Completion:
-        """The whole completion. Raises RuntimeError before the stream has ended."""
+        """The whole completion. Raises RuntimeError before the stream has ended, or if it was
+        closed before it began.
+        """
         if self._result is None:
             raise RuntimeError("the stream has not ended")
         return self._result
 
     def __iter__(self) -> Iterator[str]:
-        for piece in self.pieces():
-            yield piece.text
+        with closing(self.pieces()) as pieces:
+            for piece in pieces:
+                yield piece.text
 
     def pieces(self) -> Iterator[Piece]:
         """The same text with the origin of each piece."""
+        try:
+            for piece in self._pieces:
+                if isinstance(piece, Completion):
+                    self._result = piece
+                else:
+                    yield piece
+        except GeneratorExit:
+            self.close()
+            raise
+
+    def interrupt(self) -> None:
+        """Ends the request within one pass; what it gave so far is its result."""
+        self._interrupted.set()
+
+    def close(self) -> None:
+        """Ends the request. Raises UsageError from within one of its passes."""
+        state = inspect.getgeneratorstate(self._pieces)
+        if state == inspect.GEN_RUNNING:
+            raise UsageError("the request is in the middle of a pass: interrupt it first")
+        if state == inspect.GEN_CREATED:
+            self._pieces.close()
+            return
+        self.interrupt()
         for piece in self._pieces:
             if isinstance(piece, Completion):
                 self._result = piece
-            else:
-                yield piece
 
-    def close(self) -> None:
-        """Ends the request early. Raises UsageError from within one of its passes."""
-        try:
-            self._pieces.close()
-        except ValueError as error:
-            raise UsageError(
-                "the request is in the middle of a pass: interrupt it first"
-            ) from error
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()
 
 
 def until_stop(tokens: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:

@@ -75,8 +75,12 @@ class SafetensorsSource:
 def _shards(directory: Path) -> dict[Path, set[str] | None]:
     """Each file and the tensors the index places in it, None for all it holds."""
     index = directory / _INDEX
-    if (directory / _SINGLE).exists() or not index.exists():
+    if (directory / _SINGLE).exists():
         return {directory / _SINGLE: None}
+    if not index.exists():
+        others = sorted(path.name for path in directory.glob("*.bin"))
+        held = f"; {others[0]} is not read: save the model as safetensors" if others else ""
+        raise CheckpointError(f"{directory} holds neither {_SINGLE} nor {_INDEX}{held}")
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise CheckpointError(f"{index} has no weight_map")

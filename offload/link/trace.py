@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from offload.files import write_whole
+from offload.files import Output
 from offload.link.link import Event, Link, WrappedLink
 
 if TYPE_CHECKING:
@@ -103,13 +103,13 @@ class Trace:
     def write(self, path: Path, about: dict[str, Any]) -> None:
         """Writes the file whole or not at all. about: what the run was, kept beside the events.
 
-        Raises UsageError or LinkError.
+        Raises OutputError or LinkError.
         """
         write_spans(self.spans(), path, about)
 
 
 def write_spans(spans: Sequence[Span], path: Path, about: dict[str, Any]) -> None:
-    """Writes a timeline whole or not at all. Raises UsageError."""
+    """Writes a timeline whole or not at all. Raises OutputError."""
     zero = min((span.began for span in spans), default=0.0)
     named = [
         {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": track}}
@@ -132,7 +132,7 @@ def write_spans(spans: Sequence[Span], path: Path, about: dict[str, Any]) -> Non
         for span in sorted(spans, key=lambda span: span.began)
     ]
     whole = {"traceEvents": named + order + events, "displayTimeUnit": "ms", "otherData": about}
-    write_whole(path, json.dumps(whole), "trace")
+    Output(path, "trace").write(json.dumps(whole))
 
 
 _WAIT = "wait"

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offload.errors import UsageError
-from offload.files import write_whole
-from offload.machine.profiles import Hardware
+from offload.errors import OutputError, UsageError
+from offload.files import Output
+from offload.machine.profiles import EMULATED, Hardware
 from offload.memory.available import available_host_bytes, lendable_bytes
 from offload.units import parse_bandwidth
 
@@ -82,7 +82,7 @@ def emulated(rates: Rates, link_bytes_per_second: float) -> Hardware:
     """The emulated device: its memory is the host's, its link a paced thread."""
     available = available_host_bytes()
     return Hardware(
-        name="emulated device (CPU)",
+        name=EMULATED,
         source="measured on this machine",
         memory_bytes=available // 2,
         memory_bytes_per_second=rates.memory_bytes_per_second,
@@ -185,8 +185,9 @@ def cached(key: str, measure: Callable[[], Rates]) -> Rates:
         known = {}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(known | {key: asdict(rates)}, indent=2) + "\n", "hardware")
-    except (OSError, UsageError) as error:
+        kept = json.dumps(known | {key: asdict(rates)}, indent=2) + "\n"
+        Output(path, "hardware").write(kept)
+    except (OSError, OutputError) as error:
         warnings.warn(f"measured rates are not kept: {error}", RuntimeWarning, stacklevel=2)
     return rates
 

@@ -29,6 +29,8 @@ GRAPH_LAUNCH_SECONDS = 0.5e-6
 # An all-reduce of a few bytes over two cards without peer-to-peer takes so long: two trips through
 # host memory.
 ALL_REDUCE_SECONDS = 40e-6
+# The device of a machine without a GPU.
+EMULATED = "emulated device (CPU)"
 _LINK = re.compile(r"pcie([345])x(1|2|4|8|16)")
 
 
@@ -85,6 +87,7 @@ def named(name: str, itemsize: int = 2) -> Hardware:
     """
     table = _table()
     cards = gpu_names()
+    name = next((card for card in cards if plain_name(card) == plain_name(name)), name)
     if name not in cards:
         raise UsageError(
             f"GPU {name!r} is not known; {nearest(name, cards)} (--gpu takes {', '.join(cards)})"
@@ -100,6 +103,11 @@ def named(name: str, itemsize: int = 2) -> Hardware:
         link=card["link"],
         link_bytes_per_second=link_rate(card["link"]),
     )
+
+
+def plain_name(card: str) -> str:
+    """What "RTX 4090", "rtx4090" and "NVIDIA GeForce RTX 4090" have in common."""
+    return re.sub(r"nvidia|geforce|[\s_-]", "", card.lower())
 
 
 def gpu_names() -> tuple[str, ...]:

@@ -10,10 +10,11 @@ import psutil
 import torch
 
 from offload.errors import DoesNotFitError, LinkError, OutOfDeviceMemoryError, UsageError
+from offload.machine.profiles import EMULATED
 from offload.memory.available import LIBRARY_BYTES, available_host_bytes, lendable_bytes
 from offload.units import format_bytes
 
-_REMEDY = "use a shorter context or more --device-memory"
+_REMEDY = "use a shorter context or more device memory"
 
 
 @dataclass
@@ -144,3 +145,8 @@ def put(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Te
     """Whole numbers of the host as int64 on the device, without waiting for what it computes."""
     here = torch.as_tensor(numbers, dtype=torch.int64)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
+
+
+def device_name(device: torch.device) -> str:
+    """The card, as its driver names it, or the emulated device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else EMULATED

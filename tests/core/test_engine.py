@@ -6,10 +6,12 @@ import gc
 import json
 import threading
 
+import numpy as np
 import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
 
+import triforce_core
 from offload.errors import DoesNotFitError, LinkError, UsageError
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
@@ -165,7 +167,8 @@ def test_one_request_at_a_time_and_none_after_close(speaking) -> None:
     engine = make(speaking)
     params = SamplingParams(max_new_tokens=20, temperature=0)
     stream = engine.stream("Hello", params)
-    next(iter(stream))
+    pieces = iter(stream)
+    next(pieces)
     with pytest.raises(UsageError, match="one request at a time"):
         engine.generate("Hello", params)
     stream.close()
@@ -197,8 +200,9 @@ def test_of_two_streams_the_second_to_begin_is_refused(speaking) -> None:
         assert text + "".join(pieces) == expected
         first = engine.stream("Hello", params)
         second = engine.stream("Hello", params)
-        next(iter(first))
-    assert list(first) == list(second) == []
+        pieces = iter(first)
+        next(pieces)
+    assert list(pieces) == list(second) == []
     assert engine.runtime.memory.available_bytes == engine.runtime.memory.limit_bytes
 
 
@@ -298,3 +302,84 @@ def test_a_tokenizer_that_is_given_is_the_one_that_is_used(speaking) -> None:
             assert engine.tokenizer is tokenizer
         with Engine.from_pretrained(model, device="cpu") as engine:
             assert engine.tokenizer is model.tokenizer
+
+
+@pytest.mark.parametrize("how", ["break", "close", "drop", "next"])
+def test_a_stream_that_is_left_ends_and_has_what_it_gave(speaking, how: str) -> None:
+    with make(speaking, method="autoregressive") as engine:
+        params = SamplingParams(max_new_tokens=30, temperature=0)
+        whole = engine.generate("Hello", params)
+        stream, text = engine.stream("Hello", params), ""
+        if how == "next":
+            text = next(iter(stream))
+        else:
+            pieces = iter(stream)
+            for piece in pieces:
+                text += piece
+                if len(text) >= 4:
+                    break
+        if how == "close":
+            stream.close()
+        elif how == "break":
+            del pieces
+        if how != "drop":
+            result = stream.result
+            assert result.finish_reason == "interrupted"
+            assert result.text.startswith(text)
+            assert whole.token_ids[: len(result.token_ids)] == result.token_ids
+            assert 0 < len(result.token_ids) < 30
+            assert list(stream) == []
+        else:
+            del pieces, stream
+        # Nothing is under way any more.
+        assert engine.generate("Hello", params).token_ids == whole.token_ids
+
+
+def test_a_stream_that_never_began_has_no_result(speaking) -> None:
+    with make(speaking) as engine:
+        stream = engine.stream("Hello", SamplingParams(max_new_tokens=5))
+        stream.close()
+        assert list(stream) == []
+        with pytest.raises(RuntimeError, match="has not ended"):
+            _ = stream.result
+
+
+def test_prefill_that_is_interrupted_has_taken_its_time(speaking) -> None:
+    with make(speaking) as engine:
+        engine.progress = lambda *_: engine.interrupt()
+        result = engine.generate("Hello", SamplingParams(max_new_tokens=5))
+    assert result.finish_reason == "interrupted"
+    assert result.stats["seconds"]["prefill"] > 0
+
+
+def test_token_ids_may_be_numbers_of_any_library(speaking) -> None:
+    params = SamplingParams(max_new_tokens=5, temperature=0)
+    with make(speaking) as engine:
+        expected = engine.generate([5, 6, 7], params).token_ids
+        assert engine.generate(np.array([5, 6, 7]), params).token_ids == expected
+        assert engine.generate(torch.tensor([5, 6, 7]), params).token_ids == expected
+        for prompt, kind in ((b"Hello", "bytes"), (None, "NoneType"), (3.5, "float")):
+            with pytest.raises(UsageError, match=f"and this is {kind}"):
+                engine.generate(prompt, params)
+        for token, kind in ((1.0, "float"), (True, "bool"), ("a", "str"), (10**9, "int")):
+            with pytest.raises(UsageError, match=f"token id .* \\({kind}\\) is not"):
+                engine.generate([5, token], params)
+
+
+def test_messages_go_through_the_template(speaking) -> None:
+    params = SamplingParams(max_new_tokens=5, temperature=0)
+    with make(speaking) as engine:
+        expected = engine.generate("<u>Hi<a>", params).token_ids
+        assert engine.chat("Hi", params).token_ids == expected
+        messages = [{"role": "user", "content": "Hi"}]
+        assert engine.chat(messages, params).token_ids == expected
+        assert engine.tokenizer.decode(engine.chat_tokens("Hi")).endswith("Hi<a>")
+        with pytest.raises(UsageError, match="template does not take"):
+            engine.chat([3], params)
+
+
+def test_the_package_gives_what_a_program_needs() -> None:
+    for name in triforce_core.__all__:
+        assert getattr(triforce_core, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
+        _ = triforce_core.Motor

@@ -29,7 +29,7 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def prompt(tokenizer) -> list[int]:
     text = manual(4000) + "\n\nWhat does the `with` statement do?"
-    token_ids = tokenizer.encode(text, chat=True)
+    token_ids = tokenizer.chat(text)
     assert len(token_ids) > 900
     return token_ids
 
@@ -55,7 +55,7 @@ def test_the_chat_template_is_that_of_transformers(tokenizer) -> None:
     twin = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     message = [{"role": "user", "content": "Hi ☕"}]
     expected = twin.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-    assert tokenizer.encode("Hi ☕", chat=True) == expected
+    assert tokenizer.chat("Hi ☕") == expected
 
 
 def test_greedy_equals_transformers_wherever_it_lives(prompt, theirs, tokenizer) -> None:

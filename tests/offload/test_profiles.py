@@ -59,3 +59,8 @@ def test_an_unknown_card_lists_the_nearest(wrong: str) -> None:
 def test_a_link_that_is_none_is_refused(wrong: str) -> None:
     with pytest.raises(UsageError, match="pcie4x16"):
         parse_link(wrong)
+
+
+@pytest.mark.parametrize("name", ["RTX 4090", "rtx-4090", "NVIDIA GeForce RTX 4090"])
+def test_a_card_is_known_by_any_of_its_names(name: str) -> None:
+    assert named(name) == named("rtx4090")

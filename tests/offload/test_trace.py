@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import BLOCK, LAYERS, PLACEMENTS, random_ids
 
-from offload.errors import UsageError
+from offload.errors import OutputError, UsageError
 from offload.link.emulated import EmulatedLink
 from offload.link.trace import COMPUTE, COPY_IN, COPY_OUT, HOST, NoTrace, Trace, TracedLink
 from triforce_core import Engine, SamplingParams
@@ -118,7 +118,7 @@ def test_a_trace_that_cannot_be_written_in_the_end_loses_nothing_else(tiny, tmp_
     with Engine.from_pretrained(path, trace=folder / "t.json", **OPTIONS) as engine:
         folder.rmdir()
         stream = engine.stream(random_ids(75), PARAMS)
-        with pytest.raises(UsageError, match="cannot write the trace"):
+        with pytest.raises(OutputError, match="cannot write the trace"):
             list(stream)
         assert len(stream.result.token_ids) == 30
 

@@ -16,6 +16,8 @@ from offload.units import format_bytes, parse_bandwidth, parse_bytes
         ("4096", 4096),
         ("7b", 7),
         ("2tib", 2 << 40),
+        ("22g", 22 << 30),
+        ("24GB", 24 * 10**9),
         (123, 123),
     ],
 )

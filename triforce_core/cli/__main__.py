@@ -2,6 +2,6 @@
 
 import sys
 
-from triforce_core.cli.main import main
+from triforce_core.cli.entry import main
 
 sys.exit(main())

@@ -16,6 +16,7 @@ from triforce_core.bench.bench import Bench
 from triforce_core.bench.rows import Row
 from triforce_core.bench.settings import TESTS, BenchSettings
 from triforce_core.cli.options import given
+from triforce_core.cli.signals import raising
 from triforce_core.model.shapes import for_timing, read_shape
 from triforce_core.settings import NO_DRAFTER, EngineConfig, MachineSettings
 
@@ -34,7 +35,7 @@ def bench(args: argparse.Namespace) -> int:
         running = Bench(settings, config, draft, EngineConfig(machine, dtype=dtype), stack)
         about = describe(running)
         try:
-            with running.runtime.memory.typed_errors():
+            with raising(), running.runtime.memory.typed_errors():
                 for row in running.rows():
                     print(f"{row.test}: {row.what}: {row.median:.6f} s", file=sys.stderr)
                     rows.append(row)

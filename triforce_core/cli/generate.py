@@ -4,48 +4,63 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 
 from offload.errors import UsageError
-from offload.files import write_whole
-from triforce_core.cli.codes import INTERRUPTED
+from offload.files import Output, check_outputs
+from offload.memory.device import device_name
 from triforce_core.cli.options import engine_config, given
+from triforce_core.cli.output import TextOutput
 from triforce_core.cli.prompt import read_prompt
-from triforce_core.cli.report import LEVEL_LEGEND, ProgressBars, colored, print_run
+from triforce_core.cli.report import (
+    LEVEL_LEGEND,
+    ProgressBars,
+    colored,
+    print_run,
+    takes_colors,
+)
+from triforce_core.cli.signals import Stop, exit_code
 from triforce_core.engine import Engine, check_context
-from triforce_core.loading import OpenModel
+from triforce_core.loading import OpenModel, open_device
 from triforce_core.params import SamplingParams
 from triforce_core.planner.plan import Plan
-from triforce_core.settings import EngineConfig
+from triforce_core.settings import EngineConfig, MethodSettings
 from triforce_core.stream import Completion
 
 
 def generate(args: argparse.Namespace) -> int:
     """Loads the model, streams the text to stdout and reports on stderr. Returns the exit code."""
+    _check_outputs(args)
     prompt = read_prompt(args)
     params = SamplingParams(**given(args, SamplingParams))
-    config = engine_config(args, _planned(args))
-    with OpenModel.at(args.model) as model:
+    plan = _planned(args)
+    config = engine_config(args, plan and plan.config(EngineConfig()))
+    _say_what_has_no_effect(args, config)
+    with ExitStack() as stack:
+        bars = stack.enter_context(ProgressBars(show=not args.quiet))
+        stop = stack.enter_context(Stop(bars.stop).listening())
+        model = stack.enter_context(OpenModel.at(args.model))
         if model.tokenizer is None:
             raise UsageError(f"{model.checkpoint.path} has no tokenizer")
-        token_ids = model.tokenizer.encode(prompt, chat=args.chat)
+        if plan is not None:
+            device = device_name(open_device(config.machine.device))
+            plan.check(model.name, model.checkpoint.config, device)
+        tokenizer = model.tokenizer
+        token_ids = tokenizer.chat(prompt) if args.chat else tokenizer.encode(prompt)
         new = params.max_new_tokens
         check_context(len(token_ids), new, model.checkpoint.config.positions, "the model has")
-        if args.color_levels and not args.quiet:
+        asked = given(args, EngineConfig).get("max_context")
+        if asked is not None:
+            check_context(len(token_ids), new, asked, "--ctx-size gives")
+        if args.color_levels and not args.quiet and takes_colors(sys.stderr):
             print(LEVEL_LEGEND, file=sys.stderr)
-        with ProgressBars(show=not args.quiet) as bars:
-            engine = Engine.from_pretrained(
-                model, replace(config, max_context=len(token_ids) + new), progress=bars.update
-            )
-            model.close()
-            with engine, _interruptible(engine, bars):
-                return _stream(engine, token_ids, params, bars, args)
+        config = replace(config, max_context=asked or len(token_ids) + new)
+        engine = stack.enter_context(Engine.from_pretrained(model, config, progress=bars.update))
+        model.close()
+        stop.end = engine.interrupt
+        return _stream(engine, token_ids, params, bars, stop, args)
 
 
 def _stream(
@@ -53,26 +68,46 @@ def _stream(
     token_ids: list[int],
     params: SamplingParams,
     bars: ProgressBars,
+    stop: Stop,
     args: argparse.Namespace,
 ) -> int:
     if not args.quiet:
         print(f"plan: {engine.plan_line}", file=sys.stderr)
-    stream = engine.stream(token_ids, params)
+    stream, output = engine.stream(token_ids, params), TextOutput()
+    colors = args.color_levels and takes_colors(sys.stdout)
     try:
         for piece in stream.pieces():
             # The text owns the terminal from its first piece on.
             bars.stop()
-            sys.stdout.write(colored(piece) if args.color_levels else piece.text)
-            sys.stdout.flush()
+            if not output.write(colored(piece) if colors else piece.text):
+                stream.interrupt()
     finally:
         bars.stop()
         if stream.ended:
-            _report(stream.result, args)
-    return INTERRUPTED if stream.result.finish_reason == "interrupted" else 0
+            _report(stream.result, output, args)
+    if output.code:
+        return output.code
+    return 0 if stop.number is None else exit_code(stop.number)
 
 
-def _planned(args: argparse.Namespace) -> EngineConfig | None:
-    """What the plan of a file says, if one is given. Raises UsageError."""
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Raises UsageError, before anything is loaded, for what could not be written."""
+    outputs = {"stats": args.stats, "trace": given(args, EngineConfig).get("trace")}
+    read = [path for path in (args.prompt_file, args.plan) if path not in (None, "-")]
+    check_outputs((Output(path, what) for what, path in outputs.items() if path), read)
+    if sys.stdout is None and not args.stats:
+        raise UsageError("standard output is closed: the text would go nowhere (--stats keeps it)")
+
+
+def _say_what_has_no_effect(args: argparse.Namespace, config: EngineConfig) -> None:
+    names = config.method.without_effect(given(args, MethodSettings))
+    if names and not args.quiet:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        print(f"triforce: no effect with --method {config.method.method}: {flags}", file=sys.stderr)
+
+
+def _planned(args: argparse.Namespace) -> Plan | None:
+    """The plan of a file, if one is given. Raises UsageError."""
     blocks = args.resident_kv_blocks
     if args.plan is None:
         if blocks is not None:
@@ -81,39 +116,24 @@ def _planned(args: argparse.Namespace) -> EngineConfig | None:
     plan = Plan.read(args.plan)
     if blocks is not None:
         plan = replace(plan, placement=plan.placement.with_resident_blocks(blocks))
-    return plan.config(EngineConfig())
+    return plan
 
 
-def _report(result: Completion, args: argparse.Namespace) -> None:
-    """What follows the text. Raises UsageError if the stats cannot be written."""
+def _report(result: Completion, output: TextOutput, args: argparse.Namespace) -> None:
+    """What follows the text. Raises OutputError if the stats cannot be written."""
     if result.text and not result.text.endswith("\n"):
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        output.write("\n")
+    kept = f"{args.stats} has it whole" if args.stats else "--stats would have kept it"
+    if output.why:
+        print(f"triforce: {output.why}; {kept}", file=sys.stderr)
+    elif output.escaped:
+        print(
+            f"triforce: standard output is {sys.stdout.encoding}, which lacks characters of the "
+            f"text: they were written as escapes; {kept}",
+            file=sys.stderr,
+        )
     if args.stats:
         stats = json.dumps(result.stats, indent=2, ensure_ascii=False) + "\n"
-        write_whole(args.stats, stats, "stats")
+        Output(args.stats, "stats").write(stats)
     if not args.quiet:
         print_run(result.stats)
-
-
-@contextmanager
-def _interruptible(engine: Engine, bars: ProgressBars) -> Iterator[None]:
-    """The first interrupt ends the request within one pass, a second one the process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(*_: object) -> None:
-        engine.interrupt()
-        signal.signal(signal.SIGINT, leave)
-
-    def leave(*_: object) -> None:
-        # Gives the terminal its cursor back.
-        bars.stop()
-        os._exit(INTERRUPTED)
-
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -19,16 +19,30 @@ from triforce_core.settings import (
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="directory with safetensors, .gguf file, or hub id")
+    where = parser.add_mutually_exclusive_group(required=True)
+    text = "directory with safetensors, .gguf file, or hub id"
+    where.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=text)
+    where.add_argument("-m", "--model", metavar="MODEL", default=argparse.SUPPRESS, help="the same")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--prompt", metavar="TEXT", help="prompt (default: standard input)")
-    source.add_argument("--prompt-file", metavar="FILE", help="file that holds the prompt")
+    source.add_argument("-p", "--prompt", metavar="TEXT", help="prompt (default: standard input)")
+    source.add_argument(
+        "--prompt-file", metavar="FILE", help="file that holds the prompt; - for standard input"
+    )
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
     _add_sampling(parser)
     _add_method(parser)
     add("--plan", metavar="FILE", help="what `triforce plan --save` wrote; flags change it")
     add("--resident-kv-blocks", type=int, metavar="N", help="on the device, instead of the plan's")
     add_machine_options(parser)
+    add_option(
+        parser,
+        EngineConfig,
+        "max_context",
+        "tokens that device memory is divided for (default: prompt and new tokens)",
+        flags=("-c", "--ctx-size"),
+        type=int,
+        metavar="N",
+    )
     add_option(
         parser,
         EngineConfig,
@@ -49,11 +63,23 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     def add(name: str, text: str, **options: Any) -> None:
         add_option(parser, SamplingParams, name, text, **options)
 
-    add("max_new_tokens", "most tokens to generate", type=int, metavar="N")
+    add(
+        "max_new_tokens",
+        "most tokens to generate",
+        flags=("-n", "--max-new-tokens"),
+        type=int,
+        metavar="N",
+    )
     add("temperature", "0 takes the likeliest token", type=float, metavar="T")
     add("top_p", "nucleus that is sampled from", type=float, metavar="P")
     add("top_k", "likeliest tokens kept; 0 keeps all", type=int, metavar="K")
-    add("seed", "of the random draws (default: a new one)", type=int, metavar="N")
+    add(
+        "seed",
+        "of the random draws (default: a new one)",
+        flags=("-s", "--seed"),
+        type=int,
+        metavar="N",
+    )
 
 
 def _add_method(parser: argparse.ArgumentParser) -> None:

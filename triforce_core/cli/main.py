@@ -10,14 +10,15 @@ from importlib.metadata import version
 
 from offload.errors import TriforceError
 from triforce_core.cli.bench_arguments import add_bench_arguments
-from triforce_core.cli.codes import INTERRUPTED
+from triforce_core.cli.codes import INTERRUPTED, READER_GONE
 from triforce_core.cli.generate_arguments import add_generate_arguments
+from triforce_core.cli.parser import Parser
 from triforce_core.cli.plan_arguments import add_plan_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1, 2 usage, 3 does not fit, 4 bad checkpoint,
-    130 interrupted.
+    5 output that could not be written, 128 and its number for a signal, 141 a reader that left.
     """
     args = _parser().parse_args(argv)
     try:
@@ -26,9 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our text has gone; what is left in the buffer has nowhere to go.
+        # Whoever read what was printed has gone; what is left in the buffer has nowhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return READER_GONE
     except TriforceError as error:
         if args.debug:
             raise
@@ -62,7 +63,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="triforce",
         description="Lossless generation from models whose KV cache or weights do not fit the GPU.",
     )
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         ("env", _env, None, "show what was found on this machine"),
     ):
         command = commands.add_parser(name, parents=[common], help=text, formatter_class=_Help)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, parser=command)
         if add_arguments:
             add_arguments(command)
     return parser

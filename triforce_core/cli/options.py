@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -21,18 +22,19 @@ def add_option(
     name: str,
     text: str,
     *,
-    flag: str | None = None,
+    flags: Sequence[str] = (),
     **options: Any,
 ) -> None:
     """An option for a field of a settings class. The namespace has it only where it was given.
 
-    text: for the help, to which the default is added if there is one. options: of `add_argument`
+    text: for the help, to which the default is added if there is one. flags: by the field's name if
+        none are given. options: of `add_argument`
     """
     (default,) = (field.default for field in fields(settings) if field.name == name)
     if default not in (None, MISSING) and not isinstance(default, bool):
         text += f" (default: {default})"
-    flag = flag or f"--{name.replace('_', '-')}"
-    parser.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **options)
+    flags = flags or (f"--{name.replace('_', '-')}",)
+    parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **options)
 
 
 def given(args: argparse.Namespace, *settings: type) -> dict[str, Any]:
@@ -60,6 +62,7 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         "of the emulated link on cpu, e.g. 25GB/s (default: as fast as memory)",
         metavar="RATE",
     )
+    add("threads", "of the CPU (default: its physical cores)", type=int, metavar="N")
     add(
         "dtype",
         "of weights and KV; auto: float32 on cpu, as stored on a GPU",
@@ -69,13 +72,13 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     add(
         "pin",
         "leave host memory pageable: slower, never capped",
-        flag="--no-pin",
+        flags=("--no-pin",),
         action="store_false",
     )
     add(
         "cuda_graphs",
         "launch what drafts kernel by kernel (CUDA)",
-        flag="--no-graphs",
+        flags=("--no-graphs",),
         action="store_false",
     )
 

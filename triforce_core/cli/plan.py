@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from offload.errors import UsageError
-from offload.files import check_writable
+from offload.files import Output, check_outputs
 from offload.formats import DTYPES
 from offload.kv.sizes import COPY_BYTES
 from offload.link.trace import write_spans
@@ -41,8 +41,9 @@ from triforce_core.sizing.demand import choose_block_tokens
 
 def plan(args: argparse.Namespace) -> int:
     """Plans and prints. Returns the exit code. Raises UsageError, DoesNotFitError and more."""
-    for path in filter(None, (args.plot, args.trace, args.save)):
-        check_writable(Path(path))
+    given = {"plot": args.plot, "trace": args.trace, "plan": args.save}
+    read = filter(None, (args.stats,))
+    check_outputs((Output(path, what) for what, path in given.items() if path), read)
     case = _case(args)
     if args.sweep or args.plot:
         return _sweep(args, case)
@@ -52,7 +53,8 @@ def plan(args: argparse.Namespace) -> int:
     if args.compare:
         compared = predict(choose(replace(case, fixed={"method": args.compare})))
     if args.save:
-        replace(chosen.plan, predicted=prediction.as_dict()).write(args.save)
+        made = chosen.plan.named(args.model, case.config, case.hardware.name)
+        replace(made, predicted=prediction.as_dict()).write(args.save)
     if args.trace:
         write_spans(trace_of(chosen), Path(args.trace), {"simulated": True, "model": args.model})
     if args.json:
@@ -72,6 +74,9 @@ def _case(args: argparse.Namespace) -> Case:
     config = read_shape(args.model)
     dtype = DTYPES[args.dtype]
     planned = Plan.read(args.plan) if args.plan else None
+    if planned:
+        # Of another device it may be looked at: that is what planning is for.
+        planned.check(args.model, config, (planned.made_for or {}).get("device", ""))
     context = args.context or (
         planned.context_tokens if planned else min(DEFAULT_CONTEXT, config.positions)
     )

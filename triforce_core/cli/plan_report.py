@@ -113,9 +113,11 @@ def _seconds(prediction: Prediction) -> Table:
     p = prediction
     table = Table("SIMULATED", "seconds", "", title_justify="left")
     add = table.add_row
-    share = f"{p.floor_share:.0%} of the pass: {format_bytes(p.bytes_per_pass)} over the link"
-    add("pass", f"{p.seconds_per_pass:.4f}", "")
-    add("  its floor on the link", f"{p.floor_seconds_per_pass:.4f}", share)
+    crossing = f"{format_bytes(p.bytes_per_pass)} over the link"
+    if p.prefetched_bytes:
+        crossing += f", {format_bytes(p.prefetched_bytes)} of it while drafting"
+    add("pass", f"{p.seconds_per_pass:.4f}", f"the link carries for {p.floor_share:.0%} of it")
+    add("  its bytes", f"{p.floor_seconds_per_pass:.4f}", crossing)
     add("  its compute", f"{p.compute_seconds:.4f}", "while the link carries")
     add("  waiting for the link", f"{p.wait_seconds:.4f}", "")
     if p.draft_seconds:

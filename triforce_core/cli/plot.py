@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload.errors import UsageError
+from offload.files import Output
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def plot(rows: list[dict[str, Any]], kind: str, model: str, path: Path) -> None:
-    """Seconds per token, a line for each number of GPUs. Raises UsageError."""
+    """Seconds per token, a line for each number of GPUs. Raises UsageError or OutputError."""
     try:
         import matplotlib
     except ImportError as error:
@@ -34,7 +39,16 @@ def plot(rows: list[dict[str, Any]], kind: str, model: str, path: Path) -> None:
     axes.set_title(f"{model} on {rows[0]['gpu']}", fontsize=10)
     axes.legend()
     figure.tight_layout()
+    Output(path, "plot").write(picture(figure, path, dpi=130))
+
+
+def picture(figure: Figure, path: Path, dpi: int) -> bytes:
+    """A figure in the format that a file's name ends with, PNG if it ends with none. Raises
+    UsageError.
+    """
+    whole = io.BytesIO()
     try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write the plot to {path}: {error}") from error
+        figure.savefig(whole, format=path.suffix.removeprefix(".") or "png", dpi=dpi)
+    except ValueError as error:
+        raise UsageError(f"cannot draw {path}: {error}") from error
+    return whole.getvalue()

@@ -10,19 +10,23 @@ from offload.errors import UsageError
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt that was given, or a file's, or standard input's. Raises UsageError."""
+    """The prompt that was given, or a file's, or standard input's. Raises UsageError.
+
+    A byte order mark is no part of a file's or a pipe's text, and the last newline no part of a
+    pipe's.
+    """
     if args.prompt is not None:
         prompt = args.prompt
-    elif args.prompt_file is not None:
+    elif args.prompt_file not in (None, "-"):
         try:
-            prompt = Path(args.prompt_file).read_text(encoding="utf-8")
+            prompt = Path(args.prompt_file).read_text(encoding="utf-8-sig")
         except (OSError, ValueError) as error:
             raise UsageError(f"cannot read the prompt from {args.prompt_file}: {error}") from error
     elif sys.stdin is None or sys.stdin.isatty():
         raise UsageError("no prompt: give --prompt, --prompt-file or standard input")
     else:
         try:
-            prompt = sys.stdin.read()
+            prompt = sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
         except ValueError as error:
             raise UsageError(f"standard input is no text: {error}") from error
     if not prompt:

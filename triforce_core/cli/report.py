@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -15,6 +16,15 @@ from triforce_core.stream import Piece
 
 _COLORS = {"accepted": "32", "corrected": "31", "bonus": "36"}
 _RESET = "\x1b[0m"
+
+
+def takes_colors(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal that shows colours, or somebody insists (FORCE_COLOR)."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def colored(piece: Piece) -> str:
@@ -48,7 +58,7 @@ class ProgressBars:
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=not (show and console.is_terminal),
+            disable=not (show and console.is_terminal) or console.is_dumb_terminal,
         )
 
     def update(self, what: str, done: int, total: int) -> None:
@@ -103,6 +113,7 @@ def print_run(stats: dict[str, Any]) -> None:
             f"{stats['passes']} passes of {stats['tokens_per_pass']:.2f} tokens",
         )
     add("levels", _levels(stats))
+    add("seed", str(stats["seed"]))
     kind = "EMULATED on this machine's memory" if link["emulated"] else "PCIe"
     if link["floor_seconds_per_pass"]:
         share = link["floor_seconds_per_pass"] * stats["passes"] / seconds["decode"]

@@ -141,10 +141,12 @@ def resolve(model: str | Path) -> Path:
 
     Raises UsageError if it is neither, CheckpointError if the hub does not give it.
     """
+    name = str(model)
+    if not name:
+        raise UsageError("the model's name is empty")
     path = Path(model).expanduser()
     if path.exists():
         return path
-    name = str(model)
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith(".gguf"):
         raise UsageError(f"there is no file or directory {name}, and it is no hub id (owner/name)")
     from huggingface_hub import snapshot_download

@@ -65,6 +65,14 @@ class ModelConfig:
             raise CheckpointError(f"{self.layers} layers are more than {_MAX_LAYERS}")
 
     @property
+    def in_words(self) -> str:
+        """What tells models of different shapes apart."""
+        return (
+            f"{self.family}, {self.layers} layers of {self.hidden}, {self.heads} heads over "
+            f"{self.kv_heads} of {self.head_dim}, vocabulary of {self.vocab}"
+        )
+
+    @property
     def positions(self) -> int:
         """As vLLM derives it: a scaled rope multiplies the positions it was trained on."""
         factor = self.rope.parameters.get("factor", 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,27 @@ class Tokenizer:
         self.load_seconds = load_seconds
         self._tokenizer = tokenizer
 
-    def encode(self, text: str, *, chat: bool = False) -> list[int]:
-        """Token ids of a text, or of a chat's first message by the user. Raises UsageError."""
-        if not chat:
-            return list(self._tokenizer(text)["input_ids"])
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return list(self._tokenizer(text)["input_ids"])
+
+    def chat(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of messages in the chat template, ready for the model's answer.
+
+        messages: each with a "role" and its "content", or what the user says first
+        Raises UsageError if there is no template, or it does not take them.
+        """
         if not self._tokenizer.chat_template:
-            raise UsageError("the model has no chat template; leave --chat away")
-        rendered = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
+            raise UsageError("the model has no chat template: give it plain text")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise UsageError(f"the chat template does not take these messages: {reason}") from error
         return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
     def save(self, directory: Path) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import UsageError
-from offload.files import write_whole
+from offload.files import Output
+from offload.machine.profiles import plain_name
 from offload.placement import Demand, Placement
+from triforce_core.model.config import ModelConfig
 from triforce_core.settings import EngineConfig, MethodSettings
 
 
@@ -22,6 +24,7 @@ class Plan:
     block_tokens: of a KV block
     method: its budget is None where there is no retrieval cache
     gpus: how many it was made for
+    made_for: the model's name, its shape in words, the device: None where nobody said
     predicted: figures of the simulation it was chosen by; of no use to a run
     """
 
@@ -30,6 +33,7 @@ class Plan:
     method: MethodSettings
     placement: Placement
     gpus: int = 1
+    made_for: Mapping[str, str] | None = None
     predicted: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -38,8 +42,10 @@ class Plan:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise UsageError(f"{name} of a plan cannot be {value!r}")
-        if self.predicted is not None and not isinstance(self.predicted, Mapping):
-            raise UsageError(f"predicted of a plan cannot be {self.predicted!r}")
+        for name in ("made_for", "predicted"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                raise UsageError(f"{name} of a plan cannot be {value!r}")
 
     @classmethod
     def of(cls, method: MethodSettings, demand: Demand, placement: Placement, budget: int) -> Plan:
@@ -61,6 +67,22 @@ class Plan:
     def budget(self) -> int:
         """Tokens of the retrieval cache, 0 for none."""
         return self.method.budget or 0
+
+    def named(self, model: str, config: ModelConfig, device: str) -> Plan:
+        """The same, which says what it was made for."""
+        made_for = {"model": model, "shape": config.in_words, "device": device}
+        return replace(self, made_for=made_for)
+
+    def check(self, model: str, config: ModelConfig, device: str) -> None:
+        """Raises UsageError if it was made for another model, or another device."""
+        made = self.made_for or {}
+        if made.get("shape", config.in_words) != config.in_words:
+            raise UsageError(
+                f"the plan was made for {made.get('model')} ({made['shape']}), and this is {model} "
+                f"({config.in_words})"
+            )
+        if plain_name(made.get("device", device)) != plain_name(device):
+            raise UsageError(f"the plan was made for {made['device']}, and this is {device}")
 
     def config(self, like: EngineConfig) -> EngineConfig:
         """What an engine is made with by it. like: the rest, a longest context of its own among it.
@@ -101,8 +123,8 @@ class Plan:
         return own | parts | {"budget": self.budget}
 
     def write(self, path: str | Path) -> None:
-        """Writes the plan as JSON, whole or not at all. Raises UsageError."""
-        write_whole(path, json.dumps(self.as_dict(), indent=2) + "\n", "plan")
+        """Writes the plan as JSON, whole or not at all. Raises OutputError."""
+        Output(path, "plan").write(json.dumps(self.as_dict(), indent=2) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Plan:
@@ -136,4 +158,4 @@ _METHOD = tuple(field.name for field in fields(MethodSettings))
 _PLACEMENT = tuple(field.name for field in fields(Placement))
 _OWN = tuple(f.name for f in fields(Plan) if f.name not in ("method", "placement"))
 # What a plan may lack: files from before there was such a choice do.
-_OPTIONAL = {"gpus", "predicted", "chunk_size", "retrieval", "accept", "lent_kv_blocks"}
+_OPTIONAL = {"gpus", "made_for", "predicted", "chunk_size", "retrieval", "accept", "lent_kv_blocks"}

@@ -17,7 +17,8 @@ class Prediction:
     seconds_per_round: refresh, draft and pass, which give tokens_per_pass tokens
     seconds_per_pass: of a verifying pass; of it compute_seconds compute and wait_seconds wait for
         the link
-    floor_seconds_per_pass: bytes_per_pass over the link's rate
+    floor_seconds_per_pass: bytes_per_pass over the link's rate, of which prefetched_bytes cross
+        while drafting
     """
 
     method: str
@@ -28,6 +29,7 @@ class Prediction:
     refresh_seconds: float
     tokens_per_pass: float
     bytes_per_pass: int
+    prefetched_bytes: int
     floor_seconds_per_pass: float
     compute_seconds: float
     wait_seconds: float
@@ -42,8 +44,9 @@ class Prediction:
 
     @property
     def floor_share(self) -> float:
-        """The share of a pass that its bytes take over the link."""
-        return self.floor_seconds_per_pass / self.seconds_per_pass
+        """The share of a pass that its bytes take over the link, without those before it."""
+        waited_for = 1 - self.prefetched_bytes / max(1, self.bytes_per_pass)
+        return self.floor_seconds_per_pass * waited_for / self.seconds_per_pass
 
     @property
     def seconds_to_first_token(self) -> float:
@@ -73,6 +76,7 @@ def predict(chosen: Candidate) -> Prediction:
         refresh_seconds=cost.refresh_seconds,
         tokens_per_pass=chosen.tokens_per_pass,
         bytes_per_pass=cost.link_bytes,
+        prefetched_bytes=cost.prefetched_bytes,
         floor_seconds_per_pass=cost.link_seconds,
         compute_seconds=cost.compute_seconds,
         wait_seconds=wait,

@@ -116,6 +116,19 @@ class RoundCost:
         return self.seconds - self.draft_seconds - self.refresh_seconds
 
     @property
+    def prefetched_bytes(self) -> int:
+        """What of a pass crosses before it begins: while drafting, as far as the slots take it."""
+        crossings, _, timeline = self.executed
+        begins = self.refresh_seconds + self.draft_seconds
+        early = 0.0
+        for crossing, (began, ended) in zip(crossings, timeline.crossings, strict=True):
+            if began >= begins:
+                break
+            share = (min(ended, begins) - began) / (ended - began)
+            early += share * crossing.nbytes
+        return round(early)
+
+    @property
     def _rate(self) -> float:
         return self.costs.hardware.stream_bytes_per_second
 

@@ -24,7 +24,10 @@ def _cases(case: Case, kind: str) -> list[Case]:
     if kind == "gpus":
         return [replace(case, hardware=_gpus(case.hardware, gpus)) for gpus in (1, 2)]
     if kind == "link":
-        return [replace(case, hardware=_in_slot(case.hardware, link)) for link in LINKS]
+        slots = [with_link(case.hardware, link) for link in LINKS]
+        # Slots that are more than the card come to the same.
+        distinct = {hardware.link: hardware for hardware in slots}
+        return [replace(case, hardware=hardware) for hardware in distinct.values()]
     contexts = []
     size = _LEAST_CONTEXT
     while size <= case.config.positions:
@@ -44,11 +47,6 @@ def _cases(case: Case, kind: str) -> list[Case]:
 
 def _gpus(hardware: Hardware, gpus: int) -> Hardware:
     return replace(hardware, gpus=gpus)
-
-
-def _in_slot(hardware: Hardware, link: str) -> Hardware:
-    """The card as if it could use all of the slot."""
-    return with_link(replace(hardware, link=link), link)
 
 
 def _row(case: Case) -> dict[str, Any]:

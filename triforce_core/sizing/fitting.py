@@ -58,5 +58,5 @@ def _refused(how: str, budget: int, needed: int, available_bytes: int) -> DoesNo
         f"device memory {how} a retrieval budget of {budget} tokens",
         needed,
         available_bytes,
-        "use a smaller --budget or none, a shorter context or more --device-memory",
+        "use a smaller budget or none, a shorter context or more device memory",
     )

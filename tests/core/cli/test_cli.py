@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import re
 import shutil
 import signal
@@ -16,6 +16,8 @@ import pytest
 from helpers import add_tokenizer, make_model
 
 from triforce_core.cli.main import main
+from triforce_core.cli.output import TextOutput
+from triforce_core.cli.report import takes_colors
 from triforce_core.settings import METHODS
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "20", "--device", "cpu")
@@ -50,7 +52,10 @@ def test_quiet_says_nothing_but_the_text(speaking, capsys) -> None:
     assert out
 
 
-def test_colours_say_where_tokens_come_from_and_change_nothing_else(speaking, capsys) -> None:
+def test_colours_say_where_tokens_come_from_and_change_nothing_else(
+    speaking, capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
     lengths = ("--draft-tokens", "4", "--inner-draft-tokens", "2", "--budget", "32")
     drafts = ("--draft", speaking, *lengths, "--seed", "2", "--temperature", "0.9")
     base = ("generate", speaking, "--prompt", "Hello", "--device", "cpu", *drafts)
@@ -76,11 +81,15 @@ def test_all_sources_of_a_prompt_agree(speaking, capsys, tmp_path, monkeypatch) 
     file = tmp_path / "prompt.txt"
     file.write_text("Hello")
     outs = {run(capsys, "generate", speaking, "--prompt", "Hello", *GREEDY)[1]}
+    outs.add(run(capsys, "generate", "-m", speaking, "-p", "Hello", *GREEDY)[1])
     outs.add(run(capsys, "generate", speaking, "--prompt-file", file, *GREEDY)[1])
-    with open(file) as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        outs.add(run(capsys, "generate", speaking, *GREEDY)[1])
+    # A byte order mark and the last newline of a pipe are no part of the text.
+    for text, extra in (("Hello\n", ()), ("\ufeffHello", ()), ("Hello", ("--prompt-file", "-"))):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        outs.add(run(capsys, "generate", speaking, *extra, *GREEDY)[1])
     assert len(outs) == 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n\n"))
+    assert run(capsys, "generate", speaking, *GREEDY)[1] not in outs
 
 
 def test_chat_uses_the_template(speaking, capsys) -> None:
@@ -181,11 +190,9 @@ def test_stats_that_cannot_be_written(speaking, capsys, stats: str) -> None:
     code, out, err = run(
         capsys, *("generate", speaking, "--prompt", "x", "--stats", where), *GREEDY
     )
-    plan, said = err.strip().splitlines()
-    assert code == 2
-    assert plan.startswith("plan: ")
+    (said,) = err.strip().splitlines()
+    assert (code, out) == (2, "")
     assert "cannot write the stats" in said
-    assert out, "the text is not lost"
 
 
 def test_a_prompt_that_is_no_text_is_refused(speaking, tmp_path) -> None:
@@ -237,7 +244,8 @@ def start(*arguments: object, **options: object) -> subprocess.Popen:
 SLOW = ("--device", "cpu", "--device-memory", "2050KiB", "--link-bandwidth")
 
 
-def test_an_interrupt_keeps_text_and_stats_and_exits_130(speaking, tmp_path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_keeps_text_and_stats(speaking, tmp_path, number: signal.Signals) -> None:
     """K1, over a link so slow that a pass takes a third of a second."""
     prompt = "Hello there, this is a text of some length. " * 8
     stats = tmp_path / "stats.json"
@@ -246,9 +254,9 @@ def test_an_interrupt_keeps_text_and_stats_and_exits_130(speaking, tmp_path) -> 
         *("--temperature", "0", *SLOW, "2MB/s"),
     )
     first = process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     written = json.loads(stats.read_text())
     assert written["finish_reason"] == "interrupted"
     assert (first + out).rstrip("\n") == written["text"].rstrip("\n")
@@ -272,21 +280,154 @@ def test_a_second_interrupt_exits_at_once(speaking) -> None:
     assert process.returncode == 130
 
 
-def test_a_reader_that_leaves_ends_the_run_quietly(speaking) -> None:
+@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4, 0.8, 1.6, 2.4])
+def test_an_interrupt_while_starting_leaves_at_once(speaking, seconds: float) -> None:
+    """In the middle of imports, of loading, or already of the text."""
+    process = start("generate", speaking, "--prompt", "Hello", "--max-new-tokens", "400")
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+def test_a_reader_that_leaves_ends_the_run_and_the_stats_are_kept(speaking, tmp_path) -> None:
+    stats = tmp_path / "stats.json"
     process = start(
         *("generate", speaking, "--prompt", "Hello", "--max-new-tokens", "400", "--quiet"),
-        *("--device", "cpu"),
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        *("--device", "cpu", "--stats", stats),
     )
     process.stdout.read(1)
     process.stdout.close()
-    err = process.stderr.read()
-    process.wait(timeout=60)
-    assert "Traceback" not in err
-    assert process.returncode in (0, 1)
+    (said,) = process.stderr.read().strip().splitlines()
+    assert process.wait(timeout=60) == 141
+    assert "whoever read the text has gone" in said
+    assert json.loads(stats.read_text())["finish_reason"] == "interrupted"
+
+
+def test_a_full_disk_ends_the_run_and_the_stats_are_kept(speaking, tmp_path) -> None:
+    stats = tmp_path / "stats.json"
+    command = [sys.executable, "-P", "-m", "triforce_core.cli", "generate", speaking]
+    command += ["--prompt", "Hello", "--max-new-tokens", "400", "--quiet", "--stats", stats]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    (said,) = done.stderr.strip().splitlines()
+    assert done.returncode == 5
+    assert "No space left" in said
+    assert str(stats) in said
+    written = json.loads(stats.read_text())
+    assert 0 < written["new_tokens"] < 400
+
+
+def test_a_closed_standard_output_wants_a_file_for_the_text(speaking, tmp_path) -> None:
+    stats = tmp_path / "stats.json"
+    command = f"{sys.executable} -P -m triforce_core.cli generate {speaking} --prompt Hello --quiet"
+    command += f" {' '.join(GREEDY)}"
+    done = subprocess.run(f"{command} >&-", shell=True, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "standard output is closed" in done.stderr
+    done = subprocess.run(f"{command} --stats {stats} >&-", shell=True, capture_output=True)
+    assert done.returncode == 0
+    assert json.loads(stats.read_text())["new_tokens"] == 20
+
+
+def test_characters_that_standard_output_lacks_are_escaped(monkeypatch) -> None:
+    there = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(there, "ascii"))
+    output = TextOutput()
+    assert output.write("plain ")
+    assert not output.escaped
+    assert output.write("caf\xe9")
+    assert output.escaped
+    assert there.getvalue() == b"plain caf\\xe9"
+
+
+def test_outputs_are_checked_before_anything_is_loaded(speaking, capsys, tmp_path) -> None:
+    file = tmp_path / "file"
+    base = ("generate", speaking, "--prompt", "Hello", *GREEDY, "--quiet")
+    code, out, err = run(capsys, *base, "--stats", file, "--trace", file)
+    assert (code, out) == (2, "")
+    assert "was given for the trace and for the stats" in err
+    file.write_text("Hello")
+    code, out, err = run(
+        capsys, "generate", speaking, "--prompt-file", file, *GREEDY, "--stats", file
+    )
+    assert (code, out, file.read_text()) == (2, "", "Hello")
+    code, out, _ = run(capsys, *base, "--stats", "-")
+    assert code == 0
+    text, stats = out.split("\n{\n", 1)
+    assert json.loads("{" + stats)["text"].rstrip("\n") == text.rstrip("\n")
 
 
 def test_help_does_not_wait_for_torch() -> None:
     code = "import sys, triforce_core.cli.main as c; c._parser(); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("genrate", "x"), "did you mean generate?"),
+        (("generate", "x", "--temprature", "3"), "did you mean --temperature?"),
+        (("plan", "llama2-7b", "--method", "trifoce"), "did you mean triforce?"),
+        (("generate", ""), "the model's name is empty"),
+        (("generate", "a", "-m", "b"), "not allowed with argument"),
+    ],
+)
+def test_a_typo_gets_one_line_with_what_may_have_been_meant(capsys, arguments, said) -> None:
+    code, out, err = run(capsys, *arguments, *(("--prompt", "x") if arguments[1] == "" else ()))
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_options_without_effect_are_named(speaking, capsys) -> None:
+    base = ("generate", speaking, "--prompt", "Hello", *GREEDY, "--method", "autoregressive")
+    _, _, err = run(capsys, *base, "--draft", "ngram", "--budget", "64")
+    assert "no effect with --method autoregressive: --draft, --budget" in err
+    assert "no effect" not in run(capsys, *base)[2]
+
+
+def test_the_plan_says_what_runs_and_not_what_was_asked(speaking, capsys) -> None:
+    base = ("generate", speaking, "--prompt", "Hello" * 40, *GREEDY)
+    for memory, why in (("1150KiB", "weights stream"), ("1500KiB", "there is no room for it")):
+        _, _, err = run(capsys, *base, "--device-memory", memory)
+        (line,) = [line for line in err.splitlines() if line.startswith("plan: ")]
+        assert line.startswith("plan: speculative, ")
+        assert line.endswith(f"no retrieval model, since {why}")
+
+
+def test_a_context_that_is_asked_for_must_hold_the_text(speaking, capsys) -> None:
+    base = ("generate", speaking, "-p", "Hello", *GREEDY[:2], "--device", "cpu", "-n", "20")
+    code, _, err = run(capsys, *base, "-c", "24")
+    assert code == 2
+    assert "5 prompt tokens and 20 new ones are more than the 24 positions --ctx-size gives" in err
+    code, _, err = run(capsys, *base, "-c", "300")
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "terminal", "colors"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, True, False),
+        ({"FORCE_COLOR": "1"}, False, True),
+    ],
+)
+def test_colours_go_to_terminals_that_show_them(monkeypatch, environment, terminal, colors) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    assert takes_colors(stream) is colors
+
+
+def test_the_package_runs_as_a_module_too() -> None:
+    command = [sys.executable, "-P", "-m", "triforce_core", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("triforce ")

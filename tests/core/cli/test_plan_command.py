@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 from gguf_files import write_gguf
+from helpers import add_tokenizer, make_model
 from trace_file import read_trace
 
-from triforce_core import Engine, SamplingParams
+from offload.checkpoint.header import read_json
+from offload.machine.profiles import EMULATED
+from triforce_core import Engine, SamplingParams, UsageError
 from triforce_core.cli.main import main
+from triforce_core.model.config import from_hf
 from triforce_core.planner.plan import Plan
 
 KEYS = {
@@ -142,7 +146,9 @@ def test_sweeps(capsys, tmp_path, kind: str) -> None:
         assert seconds[2, "pcie4x16", 131072] < seconds[1, "pcie4x16", 131072]
         assert seconds[1, "pcie4x16", 4096] < seconds[1, "pcie4x16", 131072]
     if kind == "link":
-        assert seconds[1, "pcie5x16", 131072] < seconds[1, "pcie4x8", 131072]
+        assert seconds[1, "pcie4x16", 131072] < seconds[1, "pcie4x8", 131072]
+        # A link is the lesser of slot and card.
+        assert not any(link.startswith("pcie5") for _, link, _ in seconds)
     code, out, _ = run(capsys, "plan", "llama2-7b-128k", "--gpu", "rtx4090", "--sweep", kind)
     assert code == 0
     assert "SIMULATED" in out
@@ -166,6 +172,9 @@ def test_the_trace_draws_and_says_that_it_is_simulated(capsys, tmp_path) -> None
 
 
 def test_a_plan_goes_to_a_file_and_to_an_engine(capsys, speaking, tmp_path) -> None:
+    other = tmp_path / "other"
+    make_model("qwen3", other)
+    add_tokenizer(other)
     file = tmp_path / "plan.json"
     saved = figures(
         capsys,
@@ -179,9 +188,11 @@ def test_a_plan_goes_to_a_file_and_to_an_engine(capsys, speaking, tmp_path) -> N
     assert again["plan"]["resident_kv_blocks"] == 5
     changed = figures(capsys, speaking, "--gpu", "rtx4090", "--plan", file, "--draft-tokens", 3)
     assert changed["plan"]["draft_tokens"] == 3
-    with Engine.from_pretrained(
-        speaking, device="cpu", plan=plan, max_context=plan.context_tokens
-    ) as engine:
+    with pytest.raises(UsageError, match="was made for rtx4090, and this is emulated device"):
+        Engine.from_pretrained(speaking, device="cpu", plan=file)
+    plan = plan.named("elsewhere", from_hf(read_json(speaking / "config.json"), {}), EMULATED)
+    plan.write(file)
+    with Engine.from_pretrained(speaking, device="cpu", plan=file) as engine:
         stats = engine.generate("Hello" * 50, SamplingParams(20, temperature=0)).stats
         taken = engine.plan
     assert taken.placement == plan.placement
@@ -196,6 +207,11 @@ def test_a_plan_goes_to_a_file_and_to_an_engine(capsys, speaking, tmp_path) -> N
     (line,) = [line for line in err.splitlines() if line.startswith("plan: ")]
     assert "retrieval budget 64" in line
     assert "drafts of 4" in line
+    # Another model of other shape.
+    code, _, err = run(capsys, "generate", other, *options)
+    assert code == 2
+    assert "was made for elsewhere (llama" in err
+    assert "qwen3" in err
 
 
 @pytest.mark.parametrize(

@@ -155,3 +155,10 @@ def test_weights_are_never_twice_in_memory(tiny, tmp_path, monkeypatch) -> None:
     assert len(tokens) == NEW
     # A head's rows are one step where q and k are permuted: 16 rows of 64.
     assert max(sizes) <= 16 * 64
+
+
+def test_weights_of_another_format_are_named(tmp_path) -> None:
+    make_model("llama", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is not read"):
+        Engine.from_pretrained(tmp_path)

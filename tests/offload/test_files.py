@@ -1,0 +1,122 @@
+"""What is written: whole files through links, with their modes; pipes and devices as they are."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from offload.errors import OutputError, UsageError
+from offload.files import Output, check_outputs
+
+
+def write(path: object, content: str | bytes = "new") -> None:
+    output = Output(path, "stats")
+    output.check()
+    output.write(content)
+
+
+def test_a_file_is_replaced_and_keeps_its_mode(tmp_path) -> None:
+    path = tmp_path / "stats.json"
+    write(path)
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask()
+    path.chmod(0o640)
+    write(path, b"newer")
+    assert path.read_text() == "newer"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert [file.name for file in tmp_path.iterdir()] == ["stats.json"]
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_a_link_stays_and_its_target_changes(tmp_path) -> None:
+    target, link = tmp_path / "target", tmp_path / "sub" / "link"
+    link.parent.mkdir()
+    link.symlink_to("../target")
+    for content in ("first", "second"):
+        # The first time the link leads nowhere yet.
+        write(link, content)
+        assert link.is_symlink()
+        assert target.read_text() == content
+
+
+def test_a_pipe_and_a_device_are_written_to(tmp_path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    write(pipe)
+    reader.join(10)
+    assert read == ["new"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    write("/dev/null")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    with pytest.raises(OutputError, match="cannot write the stats to /dev/full: No space left"):
+        write("/dev/full")
+    assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+
+
+@pytest.mark.parametrize("path", ["-", "/dev/stdout", "own"])
+def test_standard_output_gets_it_behind_the_text(tmp_path, path: str) -> None:
+    """A file that the text goes to is not replaced under it."""
+    out = tmp_path / "out"
+    path = str(out) if path == "own" else path
+    code = (
+        "import sys; from offload.files import Output; sys.stdout.write('text '); "
+        f"o = Output({path!r}, 'stats'); o.check(); o.write('stats'); sys.stdout.write(' more')"
+    )
+    with open(out, "w") as file:
+        subprocess.run([sys.executable, "-c", code], stdout=file, check=True)
+    assert out.read_text() == "text stats more"
+
+
+def test_what_cannot_be_written_is_refused_before(tmp_path) -> None:
+    for path in (tmp_path, tmp_path / "missing" / "file", read_only(tmp_path)):
+        with pytest.raises(UsageError, match=f"cannot write the stats to {path}: "):
+            Output(path, "stats").check()
+    assert read_only(tmp_path).read_text() == "mine"
+
+
+def read_only(directory: Path) -> Path:
+    path = directory / "kept"
+    if not path.exists():
+        path.write_text("mine")
+        path.chmod(0o444)
+    return path
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "stats.json"
+    path.write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OutputError, match="No space left"):
+        write(path)
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["stats.json"]
+
+
+def test_one_path_is_for_one_thing(tmp_path) -> None:
+    file, link = tmp_path / "file", tmp_path / "link"
+    link.symlink_to(file)
+    check_outputs([Output(file, "stats"), Output(tmp_path / "other", "trace")])
+    for pair in ((file, file), (file, link), ("-", "-")):
+        with pytest.raises(UsageError, match="was given for the trace and for the stats"):
+            check_outputs([Output(pair[0], "stats"), Output(pair[1], "trace")])
+    file.write_text("a prompt")
+    with pytest.raises(UsageError, match="for the stats and for the input"):
+        check_outputs([Output(link, "stats")], inputs=[file])

@@ -1,0 +1,78 @@
+"""What an interrupt does to a run: Ctrl-C, a `kill`, a terminal that closes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
+
+
+def exit_code(number: int) -> int:
+    """The code of a process that a signal ended, as shells have it: 130 for an interrupt."""
+    return 128 + number
+
+
+def leave(number: int, frame: FrameType | None = None) -> None:
+    """Ends the process at once. What was written to standard output so far gets there."""
+    with suppress(Exception):
+        sys.stdout.flush()
+    os._exit(exit_code(number))
+
+
+def leave_at_once() -> None:
+    """From now on signals end the process: no traceback out of the middle of an import."""
+    for number in SIGNALS:
+        signal.signal(number, leave)
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """Inside, an interrupt raises KeyboardInterrupt, so that what was found is still shown."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Stop:
+    """Ends a request within one pass when the first signal comes, the process at the second.
+
+    end: what ends the request, once there is one. number: of the signal that came, if one did
+    """
+
+    def __init__(self, before_leaving: Callable[[], None]) -> None:
+        """before_leaving: gives a terminal its cursor back."""
+        self.end: Callable[[], None] | None = None
+        self.number: int | None = None
+        self._before_leaving = before_leaving
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.end is None or self.number is not None:
+            self._before_leaving()
+            leave(number)
+        self.number = number
+        self.end()
+
+    @contextmanager
+    def listening(self) -> Iterator[Stop]:
+        """Inside, signals come here; only the main thread gets any."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self) for number in SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
