@@ -6,30 +6,16 @@ import io
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from command import GREEDY, run
 from helpers import add_tokenizer, make_model
 
-from triforce_core.cli.main import main
-from triforce_core.cli.output import TextOutput
 from triforce_core.cli.report import takes_colors
 from triforce_core.settings import METHODS
-
-GREEDY = ("--temperature", "0", "--max-new-tokens", "20", "--device", "cpu")
-
-
-def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    try:
-        code = main([str(argument) for argument in arguments])
-    except SystemExit as exit_:  # argparse
-        code = exit_.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def test_stdout_is_the_text_and_stats_are_whole(speaking, capsys, tmp_path) -> None:
@@ -228,135 +214,6 @@ def test_help_and_version(capsys) -> None:
     for option in ("--prompt-file", "--chat", "--device-memory", "--link-bandwidth", "--stats"):
         assert option in out
     assert "triforce" in run(capsys, "--version")[1]
-
-
-def start(*arguments: object, **options: object) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "triforce_core.cli", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-        **options,
-    )
-
-
-SLOW = ("--device", "cpu", "--device-memory", "2050KiB", "--link-bandwidth")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_keeps_text_and_stats(speaking, tmp_path, number: signal.Signals) -> None:
-    """K1, over a link so slow that a pass takes a third of a second."""
-    prompt = "Hello there, this is a text of some length. " * 8
-    stats = tmp_path / "stats.json"
-    process = start(
-        *("generate", speaking, "--prompt", prompt, "--max-new-tokens", "60", "--stats", stats),
-        *("--temperature", "0", *SLOW, "2MB/s"),
-    )
-    first = process.stdout.read(1)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    written = json.loads(stats.read_text())
-    assert written["finish_reason"] == "interrupted"
-    assert (first + out).rstrip("\n") == written["text"].rstrip("\n")
-    assert 0 < written["new_tokens"] < 60
-    assert "interrupted" in err
-    assert "Traceback" not in err
-
-
-def test_a_second_interrupt_exits_at_once(speaking) -> None:
-    prompt = "Hello there, this is a text of some length. " * 8
-    process = start(
-        *("generate", speaking, "--prompt", prompt, "--max-new-tokens", "60"),
-        *(*SLOW, "60KB/s"),
-    )
-    process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.3)  # the pass under way takes ten seconds
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=5)
-    assert process.returncode == 130
-
-
-@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4, 0.8, 1.6, 2.4])
-def test_an_interrupt_while_starting_leaves_at_once(speaking, seconds: float) -> None:
-    """In the middle of imports, of loading, or already of the text."""
-    process = start("generate", speaking, "--prompt", "Hello", "--max-new-tokens", "400")
-    time.sleep(seconds)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in err
-
-
-def test_a_reader_that_leaves_ends_the_run_and_the_stats_are_kept(speaking, tmp_path) -> None:
-    stats = tmp_path / "stats.json"
-    process = start(
-        *("generate", speaking, "--prompt", "Hello", "--max-new-tokens", "400", "--quiet"),
-        *("--device", "cpu", "--stats", stats),
-    )
-    process.stdout.read(1)
-    process.stdout.close()
-    (said,) = process.stderr.read().strip().splitlines()
-    assert process.wait(timeout=60) == 141
-    assert "whoever read the text has gone" in said
-    assert json.loads(stats.read_text())["finish_reason"] == "interrupted"
-
-
-def test_a_full_disk_ends_the_run_and_the_stats_are_kept(speaking, tmp_path) -> None:
-    stats = tmp_path / "stats.json"
-    command = [sys.executable, "-P", "-m", "triforce_core.cli", "generate", speaking]
-    command += ["--prompt", "Hello", "--max-new-tokens", "400", "--quiet", "--stats", stats]
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    (said,) = done.stderr.strip().splitlines()
-    assert done.returncode == 5
-    assert "No space left" in said
-    assert str(stats) in said
-    written = json.loads(stats.read_text())
-    assert 0 < written["new_tokens"] < 400
-
-
-def test_a_closed_standard_output_wants_a_file_for_the_text(speaking, tmp_path) -> None:
-    stats = tmp_path / "stats.json"
-    command = f"{sys.executable} -P -m triforce_core.cli generate {speaking} --prompt Hello --quiet"
-    command += f" {' '.join(GREEDY)}"
-    done = subprocess.run(f"{command} >&-", shell=True, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "standard output is closed" in done.stderr
-    done = subprocess.run(f"{command} --stats {stats} >&-", shell=True, capture_output=True)
-    assert done.returncode == 0
-    assert json.loads(stats.read_text())["new_tokens"] == 20
-
-
-def test_characters_that_standard_output_lacks_are_escaped(monkeypatch) -> None:
-    there = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(there, "ascii"))
-    output = TextOutput()
-    assert output.write("plain ")
-    assert not output.escaped
-    assert output.write("caf\xe9")
-    assert output.escaped
-    assert there.getvalue() == b"plain caf\\xe9"
-
-
-def test_outputs_are_checked_before_anything_is_loaded(speaking, capsys, tmp_path) -> None:
-    file = tmp_path / "file"
-    base = ("generate", speaking, "--prompt", "Hello", *GREEDY, "--quiet")
-    code, out, err = run(capsys, *base, "--stats", file, "--trace", file)
-    assert (code, out) == (2, "")
-    assert "was given for the trace and for the stats" in err
-    file.write_text("Hello")
-    code, out, err = run(
-        capsys, "generate", speaking, "--prompt-file", file, *GREEDY, "--stats", file
-    )
-    assert (code, out, file.read_text()) == (2, "", "Hello")
-    code, out, _ = run(capsys, *base, "--stats", "-")
-    assert code == 0
-    text, stats = out.split("\n{\n", 1)
-    assert json.loads("{" + stats)["text"].rstrip("\n") == text.rstrip("\n")
 
 
 def test_help_does_not_wait_for_torch() -> None:

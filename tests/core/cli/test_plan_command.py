@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from command import run
 from gguf_files import write_gguf
 from helpers import add_tokenizer, make_model
 from trace_file import read_trace
@@ -16,7 +17,6 @@ from trace_file import read_trace
 from offload.checkpoint.header import read_json
 from offload.machine.profiles import EMULATED
 from triforce_core import Engine, SamplingParams, UsageError
-from triforce_core.cli.main import main
 from triforce_core.model.config import from_hf
 from triforce_core.planner.plan import Plan
 
@@ -24,15 +24,6 @@ KEYS = {
     *("seconds_per_token", "seconds_per_pass", "draft_seconds", "tokens_per_pass"),
     *("bytes_per_pass", "floor_seconds_per_pass", "bottleneck", "placement", "memory"),
 }
-
-
-def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    try:
-        code = main([str(argument) for argument in arguments])
-    except SystemExit as exit_:  # argparse
-        code = exit_.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 def figures(capsys, *arguments: object) -> dict:
