@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from offload.machine.profiles import EMULATED, Hardware
 from offload.memory.available import available_host_bytes, lendable_bytes
 from offload.units import parse_bandwidth
 
-# Each of the rates is measured for so many seconds.
-_PART_SECONDS = 0.25
+# Each of the rates is measured in so many windows of so many seconds: others that use the machine
+# disturb some of them.
+_WINDOWS, _WINDOW_SECONDS = 5, 0.05
 # The host runs so many operations for each kernel that `costs` counts: torch's profiler tells about
 # 80, views included, for the 39 kernels of a layer's forward over one token.
 OPERATIONS = 2
@@ -42,6 +44,8 @@ class Rates:
 
     link_bytes_per_second: of pinned copies to the device; None without a GPU
     product_seconds_per_byte and what follows: as Hardware has them, of a CPU
+    measured: the day, as 2026-11-21; load: processes that wanted the processors meanwhile, on
+        average over a minute
     """
 
     memory_bytes_per_second: float
@@ -51,6 +55,13 @@ class Rates:
     product_seconds_per_byte: tuple[tuple[int, float], ...] = ()
     attend_bytes_per_second: float | None = None
     attend_flops_per_second: float | None = None
+    measured: str = ""
+    load: float = 0.0
+
+    @property
+    def source(self) -> str:
+        """Where they come from, in words."""
+        return f"measured on this machine on {self.measured}, at a load of {self.load:.1f}"
 
 
 Matrices = Sequence[tuple[int, int]]
@@ -83,7 +94,7 @@ def emulated(rates: Rates, link_bytes_per_second: float) -> Hardware:
     available = available_host_bytes()
     return Hardware(
         name=EMULATED,
-        source="measured on this machine",
+        source=rates.source,
         memory_bytes=available // 2,
         memory_bytes_per_second=rates.memory_bytes_per_second,
         flops_per_second=rates.flops_per_second,
@@ -140,7 +151,7 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
         taken = {rows: _seconds(products(rows)) / nbytes for rows in _ROWS}
         attended, wide = (_seconds(attention(rows)) for rows in (query, queries))
         tiny = _seconds(operations)
-    return Rates(
+    rates = Rates(
         memory_bytes_per_second=1 / taken[_ROWS[0]],
         flops_per_second=2 * _ROWS[-1] / 4 / taken[_ROWS[-1]],
         launch_seconds=tiny / (_KERNELS * _CHAIN),
@@ -148,6 +159,7 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
         attend_bytes_per_second=sum(cache.numel() for cache in caches) * 4 / attended,
         attend_flops_per_second=4 * queries.numel() * _CACHE_KEYS * _CACHES / wide,
     )
+    return _now(rates)
 
 
 def measure_gpu() -> Rates:
@@ -168,12 +180,12 @@ def measure_gpu() -> Rates:
     memory = _seconds(lambda: other.copy_(there), torch.cuda.synchronize)
     product = _seconds(lambda: matrix @ matrix, torch.cuda.synchronize)
     tiny = _seconds(launches, torch.cuda.synchronize)
-    return Rates(2 * size / memory, 2 * 4096**3 / product, tiny / _LAUNCHES, size / link)
+    return _now(Rates(2 * size / memory, 2 * 4096**3 / product, tiny / _LAUNCHES, size / link))
 
 
 def cached(key: str, measure: Callable[[], Rates]) -> Rates:
     """What was measured for `key` before, or now. A cache that cannot be read counts for nothing;
-    it is written whole.
+    it is written whole. `forget` empties it.
     """
     path = _cache_file()
     known: dict[str, Any] = {}
@@ -192,6 +204,17 @@ def cached(key: str, measure: Callable[[], Rates]) -> Rates:
     return rates
 
 
+def forget() -> None:
+    """Lets everything be measured again when it is next asked for."""
+    with suppress(OSError):
+        _cache_file().unlink()
+
+
+def _now(rates: Rates) -> Rates:
+    """Rates that were measured just now."""
+    return replace(rates, measured=date.today().isoformat(), load=round(os.getloadavg()[0], 2))
+
+
 def _checked(raw: Any) -> Rates:
     """Raises ValueError or TypeError for what cannot be rates."""
     rates = Rates(**raw)
@@ -206,6 +229,9 @@ def _checked(raw: Any) -> Rates:
     numbers += [number for pair in pairs for number in pair]
     if not all(isinstance(n, (int, float)) and 0 < n < float("inf") for n in numbers):
         raise ValueError("rates must be positive numbers")
+    date.fromisoformat(rates.measured)
+    if not isinstance(rates.load, (int, float)):
+        raise ValueError("the load must be a number")
     return replace(rates, product_seconds_per_byte=pairs)
 
 
@@ -232,7 +258,7 @@ def _gpu(rate: float | None) -> Hardware:
         full = card.link_width == card.link_width_most
     return Hardware(
         name=name,
-        source="measured on this machine",
+        source=rates.source,
         memory_bytes=memory,
         memory_bytes_per_second=rates.memory_bytes_per_second,
         flops_per_second=rates.flops_per_second,
@@ -245,16 +271,21 @@ def _gpu(rate: float | None) -> Hardware:
 
 
 def _seconds(run: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> float:
-    """What one run takes: the median of as many as fit into its part, after one that warms up."""
+    """What one run takes: the median of a window, in the best of several, after one that warms
+    up.
+    """
     run()
     settle()
-    taken: list[float] = []
-    while sum(taken) < _PART_SECONDS:
-        began = time.perf_counter()
-        run()
-        settle()
-        taken.append(time.perf_counter() - began)
-    return sorted(taken)[len(taken) // 2]
+    medians = []
+    for _ in range(_WINDOWS):
+        taken: list[float] = []
+        while sum(taken) < _WINDOW_SECONDS:
+            began = time.perf_counter()
+            run()
+            settle()
+            taken.append(time.perf_counter() - began)
+        medians.append(sorted(taken)[len(taken) // 2])
+    return min(medians)
 
 
 def _processor() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from datetime import date
 
 import pytest
 
@@ -11,7 +12,7 @@ from offload.errors import UsageError
 from offload.machine import probe
 from offload.machine.probe import Rates, cached, emulated, measure_cpu
 
-RATES = Rates(1e10, 1e11, 3e-6, None, ((1, 7e-11), (64, 4e-10)), 8e9, 5e10)
+RATES = Rates(1e10, 1e11, 3e-6, None, ((1, 7e-11), (64, 4e-10)), 8e9, 5e10, "2026-11-21", 0.5)
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def never() -> Rates:
 def test_what_was_measured_is_kept_for_its_key(cache) -> None:
     assert cached("a", lambda: RATES) == RATES
     assert cached("a", never) == RATES
-    other = Rates(2e10, 1e11, 3e-6, 25e9)
+    other = Rates(2e10, 1e11, 3e-6, 25e9, measured="2026-11-20")
     assert cached("b", lambda: other) == other
     assert cached("a", never) == RATES
     assert cached("b", never) == other
@@ -47,6 +48,8 @@ def test_what_was_measured_is_kept_for_its_key(cache) -> None:
         json.dumps({"a": asdict(RATES) | {"memory_bytes_per_second": "fast"}}),
         json.dumps({"a": asdict(RATES) | {"product_seconds_per_byte": [[1]]}}),
         json.dumps({"a": asdict(RATES) | {"surprise": 1}}),
+        # From before there was a day.
+        json.dumps({"a": {k: v for k, v in asdict(RATES).items() if k != "measured"}}),
     ],
 )
 def test_a_damaged_cache_is_ignored_and_written_anew(cache, damage: str) -> None:
@@ -63,7 +66,7 @@ def test_a_cache_that_cannot_be_written_is_said_once(cache, monkeypatch) -> None
 
 
 def test_the_cpu_reads_a_matrix_once_for_many_rows(monkeypatch) -> None:
-    monkeypatch.setattr(probe, "_PART_SECONDS", 0.01)
+    monkeypatch.setattr(probe, "_WINDOW_SECONDS", 0.002)
     monkeypatch.setattr(probe, "_MATRIX_BYTES", 8 << 20)
     rates = measure_cpu([(256, 128), (128, 256)])
     each = dict(rates.product_seconds_per_byte)
@@ -72,6 +75,26 @@ def test_the_cpu_reads_a_matrix_once_for_many_rows(monkeypatch) -> None:
     hardware = emulated(rates, 1e8)
     assert hardware.emulated
     assert hardware.stream_bytes_per_second == 1e8
+    assert hardware.source.startswith(f"measured on this machine on {date.today()}, at a load of")
+
+
+def test_of_several_windows_the_best_counts(monkeypatch) -> None:
+    """Somebody else has the machine for some of them."""
+    seconds = iter([0.0, 0.08, 0.08, 0.06, 0.07, 0.051])
+    clock = [0.0]
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
+
+    def run() -> None:
+        clock[0] += next(seconds)
+
+    assert probe._seconds(run) == pytest.approx(0.051)
+
+
+def test_what_is_forgotten_is_measured_again(cache) -> None:
+    cached("a", lambda: RATES)
+    probe.forget()
+    with pytest.raises(AssertionError, match="measured again"):
+        cached("a", never)
 
 
 def test_without_a_gpu_a_link_or_a_card_must_be_named(monkeypatch) -> None:

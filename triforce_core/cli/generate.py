@@ -29,6 +29,9 @@ from triforce_core.planner.plan import Plan
 from triforce_core.settings import EngineConfig, MethodSettings
 from triforce_core.stream import Completion
 
+# A run that differs from its plan by this factor says so.
+_FAR = 2.0
+
 
 def generate(args: argparse.Namespace) -> int:
     """Loads the model, streams the text to stdout and reports on stderr. Returns the exit code."""
@@ -60,7 +63,7 @@ def generate(args: argparse.Namespace) -> int:
         engine = stack.enter_context(Engine.from_pretrained(model, config, progress=bars.update))
         model.close()
         stop.end = engine.interrupt
-        return _stream(engine, token_ids, params, bars, stop, args)
+        return _stream(engine, token_ids, params, bars, stop, plan, args)
 
 
 def _stream(
@@ -69,6 +72,7 @@ def _stream(
     params: SamplingParams,
     bars: ProgressBars,
     stop: Stop,
+    plan: Plan | None,
     args: argparse.Namespace,
 ) -> int:
     if not args.quiet:
@@ -85,6 +89,8 @@ def _stream(
         bars.stop()
         if stream.ended:
             _report(stream.result, output, args)
+            if not args.quiet:
+                _say_if_planned_otherwise(plan, stream.result.stats["seconds_per_token"])
     if output.code:
         return output.code
     return 0 if stop.number is None else exit_code(stop.number)
@@ -104,6 +110,18 @@ def _say_what_has_no_effect(args: argparse.Namespace, config: EngineConfig) -> N
     if names and not args.quiet:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         print(f"triforce: no effect with --method {config.method.method}: {flags}", file=sys.stderr)
+
+
+def _say_if_planned_otherwise(plan: Plan | None, measured: float | None) -> None:
+    """A plan by rates that a busy machine gave, or of another machine, is far off."""
+    predicted = (plan.predicted or {}).get("seconds_per_token") if plan else None
+    if not predicted or not measured or 1 / _FAR < measured / predicted < _FAR:
+        return
+    print(
+        f"triforce: the plan predicts {predicted:.3g} s a token, and {measured:.3g} were measured; "
+        "`triforce env --probe` lets rates be measured again",
+        file=sys.stderr,
+    )
 
 
 def _planned(args: argparse.Namespace) -> Plan | None:

@@ -46,8 +46,16 @@ def _generate(args: argparse.Namespace) -> int:
 def _env(args: argparse.Namespace) -> int:
     from triforce_core.cli.report import print_machine
 
-    print_machine()
+    print_machine(probe=args.probe)
     return 0
+
+
+def _add_env_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="measure what plans for this machine are made with, again",
+    )
 
 
 def _bench(args: argparse.Namespace) -> int:
@@ -87,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
             add_plan_arguments,
             "what fits where and how fast it would be, simulated; needs no GPU",
         ),
-        ("env", _env, None, "show what was found on this machine"),
+        ("env", _env, _add_env_arguments, "show what was found on this machine"),
     ):
         command = commands.add_parser(name, parents=[common], help=text, formatter_class=_Help)
         command.set_defaults(run=run, parser=command)

@@ -29,6 +29,12 @@ def print_plan(
         highlight=False,
         soft_wrap=True,
     )
+    if hardware.source.startswith("measured"):
+        console.print(
+            f"Rates {hardware.source}; `triforce env --probe` lets them be measured again.",
+            highlight=False,
+            soft_wrap=True,
+        )
     console.print(_places(prediction, hardware.gpus))
     console.print(_seconds(prediction))
     console.print(f"Bottleneck: {prediction.bottleneck}.", highlight=False, soft_wrap=True)

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from offload.machine.hardware import Gpu, inspect_machine
+from offload.machine.probe import forget, measure_cpu, measure_gpu
 from offload.units import format_bytes
 from triforce_core.stream import Piece
 
@@ -142,8 +143,11 @@ def _levels(stats: dict[str, Any]) -> str:
     return said
 
 
-def print_machine() -> None:
-    """What `triforce env` found: the report is what was asked for, so it goes to stdout."""
+def print_machine(*, probe: bool) -> None:
+    """What `triforce env` found: the report is what was asked for, so it goes to stdout.
+
+    probe: whether rates are measured, and what was measured before is forgotten
+    """
     machine = inspect_machine()
     table = Table(show_header=False)
     for index, gpu in enumerate(machine.gpus):
@@ -161,6 +165,17 @@ def print_machine() -> None:
     table.add_row("system", f"Python {machine.python}, {machine.platform}")
     for name, found in machine.packages.items():
         table.add_row(name, found or "not installed")
+    if probe:
+        import torch
+
+        forget()
+        rates = measure_gpu() if torch.cuda.is_available() else measure_cpu()
+        table.add_row("memory", f"{rates.memory_bytes_per_second / 1e9:.1f} GB/s read")
+        table.add_row("products", f"{rates.flops_per_second / 1e12:.3g} TFLOP/s")
+        table.add_row("launching", f"{rates.launch_seconds * 1e6:.1f} us")
+        if rates.link_bytes_per_second:
+            table.add_row("link", f"{rates.link_bytes_per_second / 1e9:.1f} GB/s to the device")
+        table.add_row("rates", rates.source)
     Console().print(table)
 
 
