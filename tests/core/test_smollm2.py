@@ -56,6 +56,12 @@ def test_the_chat_template_is_that_of_transformers(tokenizer) -> None:
     message = [{"role": "user", "content": "Hi ☕"}]
     expected = twin.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
     assert tokenizer.chat("Hi ☕") == expected
+    # Texts of all kinds, both ways, though it is read another way.
+    text = manual(60_000) + "  <|im_start|>user e\u0301 \U0001f600 日本語 \n\n\t 123456 "
+    token_ids = twin(text)["input_ids"]
+    assert tokenizer.encode(text) == token_ids
+    assert tokenizer.decode(token_ids) == twin.decode(token_ids, skip_special_tokens=True)
+    assert tokenizer.vocabulary == twin.get_vocab()
 
 
 def test_greedy_equals_transformers_wherever_it_lives(prompt, theirs, tokenizer) -> None:

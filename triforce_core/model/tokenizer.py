@@ -72,7 +72,6 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     """
     if not _has_tokenizer(path):
         return None
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     began = time.perf_counter()
@@ -80,12 +79,7 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        if path.is_dir():
-            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(
-                path.parent, gguf_file=path.name, local_files_only=True
-            )
+        tokenizer = _from_folder(path) if path.is_dir() else _byte_level(path) or _from_gguf(path)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
@@ -97,6 +91,37 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
         logging.set_verbosity(before)
         logging.enable_progress_bar()
     return Tokenizer(tokenizer, time.perf_counter() - began)
+
+
+def _from_folder(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
+def _from_gguf(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+
+
+def _byte_level(path: Path) -> Any:
+    """A GGUF file's tokenizer if it is of GPT-2's kind, as Llama 3's and Qwen's are; else None.
+
+    The same as AutoTokenizer's, which reads the whole header once more for the model's config, in
+    several seconds.
+    """
+    try:
+        from transformers import PreTrainedTokenizerFast
+        from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+    except ImportError:
+        # Older versions read a tokenizer by AutoTokenizer alone.
+        return None
+    architecture, parts, settings = get_gguf_tokenizer(str(path))
+    if parts.get("tokenizer_type") != "gpt2":
+        return None
+    tokenizer, more = convert_gguf_tokenizer(architecture, parts)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings | more)
 
 
 def check_same_vocabulary(
