@@ -1,8 +1,9 @@
-"""Rotary position embedding, by transformers' own module so that no variant drifts from it."""
+"""Rotary position embedding. Scaled frequencies are transformers' own, so that none drifts."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from triforce_kernels.layer import rotate
@@ -18,26 +19,15 @@ class Rope:
         self, config: ModelConfig, device: torch.device, factors: torch.Tensor | None
     ) -> None:
         """factors: divisors of the inverse frequencies, [head_dim / 2], or None."""
-        from transformers import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        parameters = {"rope_type": config.rope.type, "rope_theta": config.rope.theta}
-
-        try:
-            # The hidden size is that of the heads: rope wants it for nothing else.
-            self._config = LlamaConfig(
-                hidden_size=config.heads * config.head_dim,
-                num_attention_heads=config.heads,
-                num_key_value_heads=config.kv_heads,
-                head_dim=config.head_dim,
-                max_position_embeddings=config.trained_positions,
-                rope_parameters=parameters | dict(config.rope.parameters),
-            )
-            self._module = LlamaRotaryEmbedding(self._config).to(device)
-        except Exception as error:
-            raise CheckpointError(f"rope of type {config.rope.type}: {error}") from error
+        if config.rope.type == "default":
+            # Loading transformers' module takes seconds, and this is all it would compute.
+            powers = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
+            self._inverse, self._scaling = 1.0 / config.rope.theta**powers, 1.0
+        else:
+            self._config, self._inverse, self._scaling = _scaled(config)
+        self._inverse = self._inverse.to(device)
         if factors is not None:
-            self._module.inv_freq.div_(factors.to(device))
+            self._inverse.div_(factors.to(device))
         dynamic = config.rope.type == "dynamic"
         self._unscaled = config.trained_positions if dynamic else math.inf
 
@@ -64,16 +54,16 @@ class Rope:
         # Multiplied element by element: a matrix product may round to TF32.
         angles = positions.unsqueeze(1).float() * self._frequencies_at(positions)
         angles = torch.cat((angles, angles), -1)
-        scaling = self._module.attention_scaling
-        return (angles.cos() * scaling).to(like.dtype), (angles.sin() * scaling).to(like.dtype)
+        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
+        return cos.to(like.dtype), sin.to(like.dtype)
 
     def _frequencies_at(self, positions: torch.Tensor) -> torch.Tensor:
         """Inverse frequencies, [head_dim / 2], or [rows, head_dim / 2] where rows differ."""
         if not self.depends_on_length:
-            return self._module.inv_freq
+            return self._inverse
         known = positions.tolist()
         if max(known) < self._unscaled:
-            return self._module.inv_freq
+            return self._inverse
         lengths = [max(known) + 1] if known[0] == 0 else [place + 1 for place in known]
         return torch.stack([self._frequencies(length) for length in lengths])
 
@@ -81,7 +71,7 @@ class Rope:
         """Dynamic inverse frequencies in a text of `length` tokens, [head_dim / 2]."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        device = self._module.inv_freq.device
+        device = self._inverse.device
         return ROPE_INIT_FUNCTIONS["dynamic"](self._config, device, seq_len=length)[0]
 
     def turned_back(self, keys: torch.Tensor, by: int) -> torch.Tensor:
@@ -89,6 +79,30 @@ class Rope:
 
         Rotations add up, so the difference is one more rotation; it scales nothing.
         """
-        angles = self._module.inv_freq.float() * by
+        angles = self._inverse.float() * by
         angles = torch.cat((angles, angles))
         return rotate(keys, angles.cos().to(keys.dtype), -angles.sin().to(keys.dtype))
+
+
+def _scaled(config: ModelConfig) -> tuple[Any, torch.Tensor, float]:
+    """transformers' config, and what it makes of it: inverse frequencies and the scaling of cosines
+    and sines. Raises CheckpointError.
+    """
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    parameters = {"rope_type": config.rope.type, "rope_theta": config.rope.theta}
+    try:
+        # The hidden size is that of the heads: rope wants it for nothing else.
+        theirs = LlamaConfig(
+            hidden_size=config.heads * config.head_dim,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.trained_positions,
+            rope_parameters=parameters | dict(config.rope.parameters),
+        )
+        module = LlamaRotaryEmbedding(theirs)
+    except Exception as error:
+        raise CheckpointError(f"rope of type {config.rope.type}: {error}") from error
+    return theirs, module.inv_freq, module.attention_scaling
