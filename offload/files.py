@@ -1,14 +1,18 @@
 """Where a run writes what it gives: files that are whole or not there, pipes, devices.
 
 A regular file is replaced when all of it is written, through symbolic links. A pipe, a terminal or
-a device is opened and written to. What standard output is already gets it behind what that holds.
+a device is opened and written to. What a descriptor of this process leads to already, standard
+output or error among them, gets it behind what it holds: nothing is replaced under them.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import stat
 import sys
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +21,10 @@ from pathlib import Path
 from offload.errors import OutputError, UsageError
 
 STANDARD_OUTPUT = "-"
+_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
+_NAMED = {"/dev/stdout": 1, "/dev/stderr": 2}
+# With these there is no room, or no way: what is there already is left as it is.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 @dataclass(frozen=True)
@@ -28,8 +36,11 @@ class Output:
 
     def check(self) -> None:
         """Raises UsageError, before any work is done, if this cannot be written."""
-        if self._is_standard_output():
-            if sys.stdout is None:
+        if not str(self.path):
+            raise self._refusal("its name is empty")
+        descriptor = self._descriptor()
+        if descriptor is not None:
+            if descriptor == 1 and sys.stdout is None:
                 raise self._refusal("standard output is closed")
             return
         target, status = self._target()
@@ -46,43 +57,58 @@ class Output:
         """Writes all of it, or leaves a file as it was. Raises OutputError."""
         data = content.encode() if isinstance(content, str) else content
         try:
-            if self._is_standard_output():
-                _to_standard_output(data)
+            descriptor = self._descriptor()
+            if descriptor is not None:
+                _append(descriptor, data)
                 return
             target, status = self._target()
             if status is not None and not stat.S_ISREG(status.st_mode):
-                with open(target, "wb", buffering=0) as device:
-                    device.write(data)
+                target.write_bytes(data)
             else:
                 _replace(target, status, data)
+        except UsageError as error:
+            raise OutputError(str(error)) from error
         except OSError as error:
             reason = error.strerror or str(error)
             raise OutputError(f"cannot write the {self.what} to {self.path}: {reason}") from error
 
     def identity(self) -> object:
-        """What two paths to the same thing have in common."""
-        if self._is_standard_output():
-            return STANDARD_OUTPUT
-        target, status = self._target()
-        return str(target) if status is None else (status.st_dev, status.st_ino)
+        """What two paths to the same thing have in common; None of a device, which takes all."""
+        with suppress(OSError):
+            path = "/dev/fd/1" if str(self.path) == STANDARD_OUTPUT else self.path
+            status = os.stat(path)
+            if stat.S_ISCHR(status.st_mode) and str(self.path) != STANDARD_OUTPUT:
+                return None
+            return status.st_dev, status.st_ino
+        with suppress(OSError, RuntimeError):
+            return str(Path(self.path).expanduser().resolve())
+        return None
 
     def _target(self) -> tuple[Path, os.stat_result | None]:
-        """Where links lead, and what is there."""
+        """Where links lead, and what is there. What is no file is opened by the name it has."""
+        path = Path(self.path).expanduser()
         try:
-            target = Path(self.path).expanduser().resolve()
-            return target, target.stat()
+            status = path.stat()
+            return (path.resolve() if stat.S_ISREG(status.st_mode) else path), status
         except FileNotFoundError:
-            return target, None
+            return path.resolve(), None
         except (OSError, RuntimeError) as error:
             raise self._refusal(getattr(error, "strerror", None) or str(error)) from error
 
-    def _is_standard_output(self) -> bool:
-        if str(self.path) == STANDARD_OUTPUT:
-            return True
-        # Such as /dev/stdout, or the file that the text goes to: it is not replaced under it.
-        with suppress(OSError, AttributeError, ValueError):
-            return os.path.samestat(os.stat(self.path), os.fstat(sys.stdout.fileno()))
-        return False
+    def _descriptor(self) -> int | None:
+        """The descriptor of this process that leads there already, if one does."""
+        name = str(self.path)
+        if name == STANDARD_OUTPUT:
+            return 1
+        if name in _NAMED:
+            return _NAMED[name]
+        if match := _DESCRIPTOR.fullmatch(name):
+            return int(match[1])
+        for descriptor in (1, 2):
+            with suppress(OSError):
+                if os.path.samestat(os.stat(name), os.fstat(descriptor)):
+                    return descriptor
+        return None
 
     def _refusal(self, why: str) -> UsageError:
         return UsageError(f"cannot write the {self.what} to {self.path}: {why}")
@@ -93,48 +119,63 @@ def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | Path] = ()) 
 
     inputs: files that are read in the same run
     """
-    seen: dict[object, Output] = {}
-    for given in inputs:
-        source = Output(given, "input")
-        seen[source.identity()] = source
+    seen = {source.identity(): source for source in (Output(path, "input") for path in inputs)}
     for output in outputs:
         output.check()
-        other = seen.setdefault(output.identity(), output)
+        identity = output.identity()
+        other = seen.setdefault(identity, output) if identity is not None else output
         if other is not output:
             raise UsageError(
                 f"{output.path} was given for the {output.what} and for the {other.what}"
             )
 
 
-def _to_standard_output(data: bytes) -> None:
-    sys.stdout.flush()
-    binary = getattr(sys.stdout, "buffer", None)
-    if binary is None:
-        # Some stand-in for it that takes text alone.
-        sys.stdout.write(data.decode())
-    else:
-        binary.write(data)
-    sys.stdout.flush()
+def _append(descriptor: int, data: bytes) -> None:
+    """Writes to a descriptor of this process, behind what it holds."""
+    stream = {1: sys.stdout, 2: sys.stderr}.get(descriptor)
+    if stream is not None:
+        stream.flush()
+        if not hasattr(stream, "buffer"):
+            # Some stand-in for it that takes text alone.
+            stream.write(data.decode())
+            return
+        if not _leads_to(stream, descriptor):
+            stream.buffer.write(data)
+            stream.flush()
+            return
+    with open(os.dup(descriptor), "wb") as file:
+        file.write(data)
+
+
+def _leads_to(stream: object, descriptor: int) -> bool:
+    with suppress(OSError, ValueError):
+        return stream.fileno() == descriptor
+    return False
 
 
 def _replace(target: Path, status: os.stat_result | None, data: bytes) -> None:
-    """Puts a file in place when all of it is written, with the mode of the one before it."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    """Puts a file in place when all of it is written, with the mode of the one before it. Where the
+    directory does not let that be, the file itself is written.
+    """
+    partial: str | None = None
     try:
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except PermissionError:
-        if status is None:
-            raise
-        # A directory that takes no new files: the file itself is all there is.
-        target.write_bytes(data)
-        return
-    try:
+        descriptor, partial = tempfile.mkstemp(prefix=".", suffix=".partial", dir=target.parent)
         with open(descriptor, "wb") as file:
             file.write(data)
-            if status is not None:
-                os.fchmod(file.fileno(), stat.S_IMODE(status.st_mode))
-        partial.replace(target)
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
+            os.fchmod(file.fileno(), _mode(status))
+        os.replace(partial, target)
+    except BaseException as error:
+        if partial is not None:
+            with suppress(OSError):
+                os.unlink(partial)
+        if status is None or not isinstance(error, OSError) or error.errno in _FULL:
+            raise
+        target.write_bytes(data)
+
+
+def _mode(status: os.stat_result | None) -> int:
+    if status is not None:
+        return stat.S_IMODE(status.st_mode)
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask

@@ -230,14 +230,17 @@ class Engine:
         """
         if self._closed:
             return
-        for stream in tuple(self._streams):
-            stream.close()
-        self._closed = True
-        with self.runtime.memory.current():
-            try:
-                self._forget()
-            finally:
-                self.models.close()
+        with ExitStack() as stack:
+            stack.enter_context(self.runtime.memory.current())
+            for stream in tuple(self._streams):
+                if stream.running:
+                    raise UsageError("the engine is in the middle of a pass: interrupt it first")
+            # In reverse: streams, then the context, then everything that loading took.
+            stack.callback(self.models.close)
+            stack.callback(self._forget)
+            for stream in tuple(self._streams):
+                stack.callback(stream.close)
+            self._closed = True
 
     def __enter__(self) -> Engine:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
@@ -59,6 +60,11 @@ class Stream:
         return self._result is not None
 
     @property
+    def running(self) -> bool:
+        """Whether it is in the middle of a pass: somebody asks from within one."""
+        return inspect.getgeneratorstate(self._pieces) == inspect.GEN_RUNNING
+
+    @property
     def result(self) -> Completion:
         """The whole completion. Raises RuntimeError before the stream has ended, or if it was
         closed before it began.
@@ -90,10 +96,12 @@ class Stream:
 
     def close(self) -> None:
         """Ends the request. Raises UsageError from within one of its passes."""
-        state = inspect.getgeneratorstate(self._pieces)
-        if state == inspect.GEN_RUNNING:
+        if sys.is_finalizing():
+            # Threads that carry copies are gone: a pass would wait for them in vain.
+            return
+        if self.running:
             raise UsageError("the request is in the middle of a pass: interrupt it first")
-        if state == inspect.GEN_CREATED:
+        if inspect.getgeneratorstate(self._pieces) == inspect.GEN_CREATED:
             self._pieces.close()
             return
         self.interrupt()

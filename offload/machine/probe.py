@@ -210,6 +210,27 @@ def forget() -> None:
         _cache_file().unlink()
 
 
+def remeasured() -> Rates:
+    """Rates of the first GPU, which plans take from now on; or of this CPU with matrices of no
+    particular model: a plan measures its own model's anew.
+    """
+    import torch
+
+    forget()
+    if not torch.cuda.is_available():
+        return measure_cpu()
+    return cached(_gpu_key(), measure_gpu)
+
+
+def _gpu_key() -> str:
+    import torch
+
+    from offload.machine.hardware import inspect_machine
+
+    name = torch.cuda.get_device_name()
+    return f"{name}, driver {inspect_machine().driver}, torch {torch.__version__}"
+
+
 def _now(rates: Rates) -> Rates:
     """Rates that were measured just now."""
     return replace(rates, measured=date.today().isoformat(), load=round(os.getloadavg()[0], 2))
@@ -248,7 +269,7 @@ def _gpu(rate: float | None) -> Hardware:
     machine = inspect_machine()
     card = machine.gpus[0] if machine.gpus else None
     name = torch.cuda.get_device_name()
-    rates = cached(f"{name}, driver {machine.driver}, torch {torch.__version__}", measure_gpu)
+    rates = cached(_gpu_key(), measure_gpu)
     free, _ = torch.cuda.mem_get_info()
     # A plan may let as much stream as host memory holds.
     memory = lendable_bytes(free, machine.host_available_bytes)

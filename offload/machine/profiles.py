@@ -110,6 +110,16 @@ def plain_name(card: str) -> str:
     return re.sub(r"nvidia|geforce|[\s_-]", "", card.lower())
 
 
+def same_card(name: str, other: str) -> bool:
+    """Whether two names may be of one kind of card: "h100" and "NVIDIA H100 80GB HBM3". Its memory
+    and its slot are no part of that; "Ti", "Super" and the like are.
+    """
+    kinds = sorted((re.sub(r"-\d+gb$", "", each.lower()) for each in (name, other)), key=len)
+    short, long = map(plain_name, kinds)
+    rest = long.removeprefix(short)
+    return long.startswith(short) and re.fullmatch(r"(\d+gb|pcie|sxm|nvl|hbm).*|", rest) is not None
+
+
 def gpu_names() -> tuple[str, ...]:
     return tuple(name for name in _table() if name != "link")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -82,7 +83,7 @@ def test_standard_output_gets_it_behind_the_text(tmp_path, path: str) -> None:
 
 
 def test_what_cannot_be_written_is_refused_before(tmp_path) -> None:
-    for path in (tmp_path, tmp_path / "missing" / "file", read_only(tmp_path)):
+    for path in ("", tmp_path, tmp_path / "missing" / "file", read_only(tmp_path)):
         with pytest.raises(UsageError, match=f"cannot write the stats to {path}: "):
             Output(path, "stats").check()
     assert read_only(tmp_path).read_text() == "mine"
@@ -103,7 +104,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch) -> 
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OutputError, match="No space left"):
         write(path)
     assert path.read_text() == "old"
@@ -120,3 +121,51 @@ def test_one_path_is_for_one_thing(tmp_path) -> None:
     file.write_text("a prompt")
     with pytest.raises(UsageError, match="for the stats and for the input"):
         check_outputs([Output(link, "stats")], inputs=[file])
+
+
+def test_a_pipe_that_a_shell_made_gets_all_of_it(tmp_path) -> None:
+    """As of `>(cat)`: what it is called resolves to nothing that can be opened."""
+    read, written = os.pipe()
+    content = "x" * 300_000
+    code = (
+        "import sys; from offload.files import Output; "
+        "o = Output(f'/dev/fd/{sys.argv[1]}', 'stats'); o.check(); o.write('x' * 300_000)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(written)], pass_fds=[written])
+    os.close(written)
+    with open(read) as file:
+        assert file.read() == content
+    assert process.wait(10) == 0
+
+
+def test_a_log_that_standard_error_goes_to_is_not_replaced(tmp_path) -> None:
+    log = tmp_path / "log"
+    code = (
+        "import sys; from offload.files import Output; sys.stderr.write('before '); "
+        "o = Output(sys.argv[1], 'stats'); o.check(); o.write('stats'); sys.stderr.write(' after')"
+    )
+    for path in ("/dev/stderr", str(log)):
+        with open(log, "w") as file:
+            subprocess.run([sys.executable, "-c", code, path], stderr=file, check=True)
+        assert log.read_text() == "before stats after"
+
+
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.EPERM, errno.EROFS])
+def test_a_file_that_cannot_be_replaced_is_written(tmp_path, monkeypatch, number: int) -> None:
+    """As one that is mounted by itself, or that is another's in a shared folder."""
+    path = tmp_path / "stats.json"
+    path.write_text("old")
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "replace", fail)
+    write(path)
+    assert path.read_text() == "new"
+    assert [file.name for file in tmp_path.iterdir()] == ["stats.json"]
+    with pytest.raises(OutputError):
+        write(tmp_path / "another")
+
+
+def test_a_device_takes_several_things() -> None:
+    check_outputs([Output("/dev/null", "stats"), Output("/dev/null", "trace")])

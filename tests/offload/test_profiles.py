@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from offload.errors import UsageError
-from offload.machine.profiles import gpu_names, link_rate, named, parse_link, with_link
+from offload.machine.profiles import (
+    EMULATED,
+    gpu_names,
+    link_rate,
+    named,
+    parse_link,
+    same_card,
+    with_link,
+)
 
 NAMES = {
     *("rtx3060", "rtx3090", "rtx4060ti-16gb", "rtx4070ti", "rtx4080", "rtx4090", "rtx5090"),
@@ -64,3 +72,21 @@ def test_a_link_that_is_none_is_refused(wrong: str) -> None:
 @pytest.mark.parametrize("name", ["RTX 4090", "rtx-4090", "NVIDIA GeForce RTX 4090"])
 def test_a_card_is_known_by_any_of_its_names(name: str) -> None:
     assert named(name) == named("rtx4090")
+
+
+def test_cards_are_told_apart_by_what_drivers_call_them() -> None:
+    same = (
+        ("rtx4090", "NVIDIA GeForce RTX 4090"),
+        ("a100-80gb", "NVIDIA A100-SXM4-80GB"),
+        ("a100-80gb", "NVIDIA A100 80GB PCIe"),
+        ("h100", "NVIDIA H100 80GB HBM3"),
+        ("rtx4060ti-16gb", "NVIDIA GeForce RTX 4060 Ti"),
+    )
+    other = (
+        ("rtx4090", "NVIDIA GeForce RTX 4090 Laptop GPU"),
+        ("rtx3060", "NVIDIA GeForce RTX 3060 Ti"),
+        ("rtx4090", "NVIDIA GeForce RTX 3090"),
+        ("rtx4090", EMULATED),
+    )
+    assert all(same_card(*pair) for pair in same)
+    assert not any(same_card(*pair) for pair in other)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from offload.errors import UsageError
 from offload.files import Output, check_outputs
 from offload.memory.device import device_name
 from triforce_core.cli.options import engine_config, given
-from triforce_core.cli.output import TextOutput
+from triforce_core.cli.output import TextOutput, say
 from triforce_core.cli.prompt import read_prompt
 from triforce_core.cli.report import (
     LEVEL_LEGEND,
@@ -58,11 +58,10 @@ def generate(args: argparse.Namespace) -> int:
         if asked is not None:
             check_context(len(token_ids), new, asked, "--ctx-size gives")
         if args.color_levels and not args.quiet and takes_colors(sys.stderr):
-            print(LEVEL_LEGEND, file=sys.stderr)
+            say(LEVEL_LEGEND)
         config = replace(config, max_context=asked or len(token_ids) + new)
         engine = stack.enter_context(Engine.from_pretrained(model, config, progress=bars.update))
         model.close()
-        stop.end = engine.interrupt
         return _stream(engine, token_ids, params, bars, stop, plan, args)
 
 
@@ -76,32 +75,34 @@ def _stream(
     args: argparse.Namespace,
 ) -> int:
     if not args.quiet:
-        print(f"plan: {engine.plan_line}", file=sys.stderr)
+        say(f"plan: {engine.plan_line}")
     stream, output = engine.stream(token_ids, params), TextOutput()
+    stop.end = stream.interrupt
     colors = args.color_levels and takes_colors(sys.stdout)
     try:
         for piece in stream.pieces():
             # The text owns the terminal from its first piece on.
-            bars.stop()
+            with suppress(OSError):
+                bars.stop()
             if not output.write(colored(piece) if colors else piece.text):
                 stream.interrupt()
     finally:
-        bars.stop()
+        with suppress(OSError):
+            bars.stop()
         if stream.ended:
             _report(stream.result, output, args)
-            if not args.quiet:
-                _say_if_planned_otherwise(plan, stream.result.stats["seconds_per_token"])
-    if output.code:
-        return output.code
-    return 0 if stop.number is None else exit_code(stop.number)
+            _say_if_planned_otherwise(plan, engine, stream.result, args)
+    if stop.number is not None and stream.result.finish_reason == "interrupted":
+        return exit_code(stop.number)
+    return output.code
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Raises UsageError, before anything is loaded, for what could not be written."""
     outputs = {"stats": args.stats, "trace": given(args, EngineConfig).get("trace")}
     read = [path for path in (args.prompt_file, args.plan) if path not in (None, "-")]
-    check_outputs((Output(path, what) for what, path in outputs.items() if path), read)
-    if sys.stdout is None and not args.stats:
+    check_outputs((Output(path, what) for what, path in outputs.items() if path is not None), read)
+    if sys.stdout is None and args.stats is None:
         raise UsageError("standard output is closed: the text would go nowhere (--stats keeps it)")
 
 
@@ -109,19 +110,23 @@ def _say_what_has_no_effect(args: argparse.Namespace, config: EngineConfig) -> N
     names = config.method.without_effect(given(args, MethodSettings))
     if names and not args.quiet:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        print(f"triforce: no effect with --method {config.method.method}: {flags}", file=sys.stderr)
+        say(f"triforce: no effect with --method {config.method.method}: {flags}")
 
 
-def _say_if_planned_otherwise(plan: Plan | None, measured: float | None) -> None:
-    """A plan by rates that a busy machine gave, or of another machine, is far off."""
-    predicted = (plan.predicted or {}).get("seconds_per_token") if plan else None
-    if not predicted or not measured or 1 / _FAR < measured / predicted < _FAR:
+def _say_if_planned_otherwise(
+    plan: Plan | None, engine: Engine, result: Completion, args: argparse.Namespace
+) -> None:
+    """What a plan predicts by rates that a busy machine gave is far off."""
+    predicted = plan and plan.predicted and plan.predicted.get("seconds_per_token")
+    measured = result.stats["seconds_per_token"]
+    if args.quiet or not predicted or not measured or engine.plan != plan.as_run(engine.plan):
         return
-    print(
-        f"triforce: the plan predicts {predicted:.3g} s a token, and {measured:.3g} were measured; "
-        "`triforce env --probe` lets rates be measured again",
-        file=sys.stderr,
-    )
+    if not 1 / _FAR < measured / predicted < _FAR:
+        say(
+            f"triforce: the plan predicts {predicted:.3g} s a token, and {measured:.3g} were "
+            "measured; if its rates were measured on a busy machine, `triforce env --probe` "
+            "forgets them"
+        )
 
 
 def _planned(args: argparse.Namespace) -> Plan | None:
@@ -141,17 +146,19 @@ def _report(result: Completion, output: TextOutput, args: argparse.Namespace) ->
     """What follows the text. Raises OutputError if the stats cannot be written."""
     if result.text and not result.text.endswith("\n"):
         output.write("\n")
-    kept = f"{args.stats} has it whole" if args.stats else "--stats would have kept it"
-    if output.why:
-        print(f"triforce: {output.why}; {kept}", file=sys.stderr)
-    elif output.escaped:
-        print(
-            f"triforce: standard output is {sys.stdout.encoding}, which lacks characters of the "
-            f"text: they were written as escapes; {kept}",
-            file=sys.stderr,
-        )
-    if args.stats:
+    kept = "--stats would have kept it"
+    if args.stats is not None:
+        # First of all: standard error may have gone the way of standard output.
         stats = json.dumps(result.stats, indent=2, ensure_ascii=False) + "\n"
         Output(args.stats, "stats").write(stats)
+        kept = "what was there is lost" if args.stats == "-" else f"{args.stats} has it whole"
+    if output.why:
+        say(f"triforce: {output.why}; {kept}")
+    elif output.escaped:
+        say(
+            f"triforce: standard output is {sys.stdout.encoding}, which lacks characters of the "
+            f"text: they were written as escapes; {kept}"
+        )
     if not args.quiet:
-        print_run(result.stats)
+        with suppress(OSError):
+            print_run(result.stats)

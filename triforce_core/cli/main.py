@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
+import errno
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
 from offload.errors import TriforceError
 from triforce_core.cli.bench_arguments import add_bench_arguments
-from triforce_core.cli.codes import INTERRUPTED, READER_GONE
+from triforce_core.cli.codes import INTERRUPTED, OUTPUT_FAILED, READER_GONE
 from triforce_core.cli.generate_arguments import add_generate_arguments
+from triforce_core.cli.output import abandon_stdout, say
 from triforce_core.cli.parser import Parser
 from triforce_core.cli.plan_arguments import add_plan_arguments
 
@@ -22,14 +23,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        return args.run(args)
+        code = args.run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read what was printed has gone; what is left in the buffer has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        abandon_stdout()
         return READER_GONE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG):
+            raise
+        abandon_stdout()
+        say(f"triforce: what was to be printed could not be: {error.strerror}")
+        return OUTPUT_FAILED
     except TriforceError as error:
         if args.debug:
             raise
@@ -54,7 +63,7 @@ def _add_env_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--probe",
         action="store_true",
-        help="measure what plans for this machine are made with, again",
+        help="forget the rates that plans for this machine are made with, and measure now",
     )
 
 

@@ -10,6 +10,20 @@ from contextlib import suppress
 from triforce_core.cli.codes import OUTPUT_FAILED, READER_GONE
 
 
+def say(line: str) -> None:
+    """A line on standard error, if anybody is there."""
+    with suppress(OSError, AttributeError):
+        print(line, file=sys.stderr, flush=True)
+
+
+def abandon_stdout() -> None:
+    """Points standard output to nowhere, where what is left in its buffer can go."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 class TextOutput:
     """Takes text until a write fails; then says why and takes no more.
 
@@ -47,10 +61,7 @@ class TextOutput:
 
     def _failed(self, why: str, code: int) -> None:
         self.why, self.code = why, code
-        with suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, sys.stdout.fileno())
-            os.close(nowhere)
+        abandon_stdout()
 
 
 def _encodable(text: str) -> bool:

@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
             known = [name.strip(" '") for name in choice[2].split(",")]
             return _nearest(choice[1], known)
         if unknown := _UNKNOWN.search(message):
-            flag = unknown[1].split()[0].split("=")[0]
+            flag = unknown[1].split("=")[0].partition(" ")[0]
             flags = [name for name in self._option_string_actions if name.startswith("--")]
             return _nearest(flag, flags)
         return ""

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from offload.machine.hardware import Gpu, inspect_machine
-from offload.machine.probe import forget, measure_cpu, measure_gpu
+from offload.machine.probe import remeasured
 from offload.units import format_bytes
 from triforce_core.stream import Piece
 
@@ -166,10 +166,7 @@ def print_machine(*, probe: bool) -> None:
     for name, found in machine.packages.items():
         table.add_row(name, found or "not installed")
     if probe:
-        import torch
-
-        forget()
-        rates = measure_gpu() if torch.cuda.is_available() else measure_cpu()
+        rates = remeasured()
         table.add_row("memory", f"{rates.memory_bytes_per_second / 1e9:.1f} GB/s read")
         table.add_row("products", f"{rates.flops_per_second / 1e12:.3g} TFLOP/s")
         table.add_row("launching", f"{rates.launch_seconds * 1e6:.1f} us")

@@ -27,15 +27,18 @@ def leave(number: int, frame: FrameType | None = None) -> None:
 
 
 def leave_at_once() -> None:
-    """From now on signals end the process: no traceback out of the middle of an import."""
-    for number in SIGNALS:
+    """From now on signals end the process: no traceback out of the middle of an import. Those that
+    whoever started it had ignored, as `nohup` does, stay ignored.
+    """
+    for number in _heeded():
         signal.signal(number, leave)
 
 
 @contextmanager
 def raising() -> Iterator[None]:
     """Inside, an interrupt raises KeyboardInterrupt, so that what was found is still shown."""
-    if threading.current_thread() is not threading.main_thread():
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.SIGINT not in _heeded():
         yield
         return
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,6 +46,10 @@ def raising() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _heeded() -> list[int]:
+    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Stop:
@@ -59,7 +66,8 @@ class Stop:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.end is None or self.number is not None:
-            self._before_leaving()
+            with suppress(OSError):
+                self._before_leaving()
             leave(number)
         self.number = number
         self.end()
@@ -70,7 +78,7 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self) for number in SIGNALS}
+        before = {number: signal.signal(number, self) for number in _heeded()}
         try:
             yield self
         finally:

@@ -66,9 +66,9 @@ class ModelConfig:
 
     @property
     def in_words(self) -> str:
-        """What tells models of different shapes apart."""
+        """What tells models of different shapes apart, whatever file they come from."""
         return (
-            f"{self.family}, {self.layers} layers of {self.hidden}, {self.heads} heads over "
+            f"{self.layers} layers of {self.hidden} and {self.mlp}, {self.heads} heads over "
             f"{self.kv_heads} of {self.head_dim}, vocabulary of {self.vocab}"
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from offload.errors import UsageError
 from offload.files import Output
-from offload.machine.profiles import plain_name
+from offload.machine.profiles import same_card
 from offload.placement import Demand, Placement
 from triforce_core.model.config import ModelConfig
 from triforce_core.settings import EngineConfig, MethodSettings
@@ -46,6 +46,12 @@ class Plan:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
                 raise UsageError(f"{name} of a plan cannot be {value!r}")
+        for name, value in (self.made_for or {}).items():
+            if not isinstance(value, str):
+                raise UsageError(f"what a plan was made for cannot have {name} {value!r}")
+        seconds = (self.predicted or {}).get("seconds_per_token", 1.0)
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+            raise UsageError(f"seconds_per_token of a plan cannot be {seconds!r}")
 
     @classmethod
     def of(cls, method: MethodSettings, demand: Demand, placement: Placement, budget: int) -> Plan:
@@ -81,8 +87,12 @@ class Plan:
                 f"the plan was made for {made.get('model')} ({made['shape']}), and this is {model} "
                 f"({config.in_words})"
             )
-        if plain_name(made.get("device", device)) != plain_name(device):
+        if not same_card(made.get("device", device), device):
             raise UsageError(f"the plan was made for {made['device']}, and this is {device}")
+
+    def as_run(self, taken: Plan) -> Plan:
+        """The same with what an engine says otherwise in passing: names and predictions."""
+        return replace(self, made_for=taken.made_for, predicted=taken.predicted)
 
     def config(self, like: EngineConfig) -> EngineConfig:
         """What an engine is made with by it. like: the rest, a longest context of its own among it.

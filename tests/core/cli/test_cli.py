@@ -230,6 +230,7 @@ def test_help_does_not_wait_for_torch() -> None:
         (("plan", "llama2-7b", "--method", "trifoce"), "did you mean triforce?"),
         (("generate", ""), "the model's name is empty"),
         (("generate", "a", "-m", "b"), "not allowed with argument"),
+        (("plan", "llama2-7b", "", ""), "unrecognized arguments"),
     ],
 )
 def test_a_typo_gets_one_line_with_what_may_have_been_meant(capsys, arguments, said) -> None:

@@ -142,3 +142,37 @@ def test_outputs_are_checked_before_anything_is_loaded(speaking, capsys, tmp_pat
     assert code == 0
     text, stats = out.split("\n{\n", 1)
     assert json.loads("{" + stats)["text"].rstrip("\n") == text.rstrip("\n")
+
+
+def test_stats_outlive_standard_error_too(speaking, tmp_path) -> None:
+    stats = tmp_path / "stats.json"
+    command = [sys.executable, "-P", "-m", "triforce_core.cli", "generate", speaking]
+    command += ["--prompt", "Hello", "--max-new-tokens", "40", "--stats", stats]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=full, check=False)
+    assert done.returncode == 5
+    assert json.loads(stats.read_text())["new_tokens"] > 0
+
+
+def test_what_a_table_cannot_be_printed_to_is_said(tmp_path) -> None:
+    command = [sys.executable, "-P", "-m", "triforce_core.cli", "plan", "llama2-7b"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*command, "--gpu", "h100", "--json"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 5
+    assert done.stderr.startswith("triforce: what was to be printed could not be: No space left")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_signal_that_was_ignored_stays_ignored() -> None:
+    """As `nohup` leaves it."""
+    code = (
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+        "from triforce_core.cli.signals import Stop, leave_at_once; leave_at_once(); "
+        "stop = Stop(print).listening(); stop.__enter__(); "
+        "print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, "
+        "signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
