@@ -43,9 +43,9 @@ class Passes:
     while whatever comes before it computes), a forward over `weights` and `cache`, `keep`. A pass
     that is begun and never run is dropped by `end`.
 
-    Between texts that are read, the memory that only reading needs is lent to KV blocks: it is
-    taken when the first pass after a reading begins, by when whoever read has let go of its
-    hidden states, and blocks come to lie there as they cross.
+    Between texts that are read, the memory that only reading needs, and what `lend` adds, is lent
+    to KV blocks: it is taken when the first pass after a reading begins, by when whoever read has
+    let go of its hidden states, and blocks come to lie there as they cross.
     """
 
     def __init__(
@@ -57,24 +57,21 @@ class Passes:
         demand: Demand,
         placement: Placement,
         trace: Tracer,
-        scores: ChunkScores | None,
     ) -> None:
-        """scores: collects, in reading and in passes, what each chunk of keys is worth.
-
-        Raises DoesNotFitError.
-        """
+        """Raises DoesNotFitError."""
         self.kv = kv
         self.trace = trace
         self.weights = StreamedWeights(weights, conveyor, trace)
-        self.cache = PassCache(kv, conveyor, scores)
+        self.cache = PassCache(kv, conveyor)
         self._store = weights
         self._conveyor = conveyor
         self._memory = memory
         self._demand = demand
         self._placement = placement
-        self._scores = scores
+        self._scores: ChunkScores | None = None
         self._begun: list[Crossing] | None = None
-        self._lends = placement.lent_kv_blocks > 0
+        self._lent_blocks = placement.lent_kv_blocks
+        self._lends = self._lent_blocks > 0
         self._counters = PassCounters()
         self._workspace = memory.reserve(demand.pass_bytes, "workspace")
 
@@ -87,6 +84,22 @@ class Passes:
     def counters(self) -> PassCounters:
         """Since these passes were made."""
         return PassCounters(self._counters.passes, self._counters.bytes_to_device)
+
+    def collect(self, scores: ChunkScores | None) -> None:
+        """Collects what each chunk of keys is worth, in readings and passes to come; or no more."""
+        self._scores = scores
+        self.cache = PassCache(self.kv, self._conveyor, scores)
+
+    def lend(self, nbytes: int) -> None:
+        """Lends so much more of the device's memory to KV: somebody gave it back for good. It is
+        taken when the next pass begins.
+        """
+        if blocks := nbytes // self.kv.shape.block_bytes:
+            self.end()
+            self.kv.reclaim()
+            self._memory.trim()
+            self._lent_blocks += blocks
+            self._lends = True
 
     def begin(self) -> None:
         """Starts the copies of a pass over everything that is kept, unless they have been."""
@@ -114,7 +127,7 @@ class Passes:
             # Whole, or the first tensor of the reading would be cut out of it and the next one
             # find no room in what is left.
             self._memory.trim()
-        self._lends = self._placement.lent_kv_blocks > 0
+        self._lends = self._lent_blocks > 0
         self._set_workspace(self._demand.reading_bytes)
         kv = self.kv
         gathered = torch.empty(
@@ -176,10 +189,12 @@ class Passes:
     def _lend(self) -> None:
         """Lends what only reading needs to KV blocks, once after each reading."""
         self._lends = False
-        shape, resident = self.kv.shape, self._placement.resident_kv_blocks
-        lent = min(
-            self._placement.lent_kv_blocks, self._memory.available_bytes // shape.block_bytes
-        )
+        shape, blocks = self.kv.shape, self._demand.kv_blocks
+        resident = min(self._placement.resident_kv_blocks, blocks)
+        spare = self._memory.available_bytes // shape.block_bytes
+        lent = min(self._lent_blocks, blocks - resident, spare)
+        if not lent:
+            return
         shares = zip(
             share_blocks(resident, shape.layers),
             share_blocks(resident + lent, shape.layers),

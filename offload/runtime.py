@@ -9,7 +9,6 @@ import torch
 
 from offload.conveyor import Conveyor
 from offload.errors import LinkError
-from offload.kv.scores import ChunkScores
 from offload.kv.store import KVStore
 from offload.layouts import FlatLayout
 from offload.link.link import Link
@@ -65,10 +64,15 @@ class Runtime:
             )
             undo.pop_all()
 
-    def passes(self, scores: ChunkScores | None = None) -> Passes:
+    @property
+    def streams(self) -> bool:
+        """Whether anything crosses the link in a pass over a full context."""
+        blocks, resident = self.demand.kv_blocks, self.placement.resident_kv_blocks
+        return bool(self.placement.streamed_layers) or blocks > resident
+
+    def passes(self) -> Passes:
         """Memory for one text: tail, KV blocks on the device and temporaries of its forwards.
 
-        scores: collects, while text is read and in passes, what each chunk of keys is worth.
         Raises DoesNotFitError.
         """
         demand, placement = self.demand, self.placement
@@ -91,7 +95,6 @@ class Runtime:
                 demand,
                 placement,
                 self.trace,
-                scores,
             )
         except BaseException:
             kv.close()

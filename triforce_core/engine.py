@@ -141,8 +141,12 @@ class Engine:
         demand, models = self.runtime.demand, self.models
         line = self.plan.line(demand.layers, demand.kv_blocks)
         if models.method.method == "triforce" and not models.budget:
-            streams = bool(self.runtime.placement.streamed_layers)
-            why = "weights stream" if streams else "there is no room for it"
+            if any(dropped.level == "retrieval" for dropped in models.dropped):
+                why = "it never paid"
+            elif self.runtime.placement.streamed_layers:
+                why = "weights stream"
+            else:
+                why = "there is no room for it"
             line += f"; no retrieval model, since {why}"
         return line
 

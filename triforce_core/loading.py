@@ -220,7 +220,8 @@ def load(
             small = None
             if drafter:
                 most = config.method.max_draft_tokens
-                small = _load_small_model(drafter, demand.kv, most, memory, host, stack)
+                small = _load_small_model(drafter, demand.kv, most, memory, host)
+                stack.callback(small.close)
             ends = _load_ends(checkpoint, dtype, memory, host, placement.embedding_resident, stack)
             runtime = Runtime(memory, host, link, demand, placement, layouts, fill, tracer)
         stack.callback(runtime.close)
@@ -240,19 +241,20 @@ def _load_small_model(
     max_draft_tokens: int,
     memory: DeviceMemory,
     host: HostMemory,
-    stack: ExitStack,
 ) -> SmallModel:
     config, dtype = checkpoint.config, like.dtype
     rope = Rope(config, memory.device, checkpoint.rope_factors())
-    ends = _load_ends(checkpoint, dtype, memory, host, True, stack)
-    store = WeightStore(_layouts(config, dtype), (), memory, host, checkpoint.read_layer)
-    stack.callback(store.close)
-    return SmallModel(
-        Model(config, ends, rope, memory.device),
-        store,
-        small_model_shape(config, like),
-        window_tokens(config, max_draft_tokens),
-    )
+    with ExitStack() as stack:
+        ends = _load_ends(checkpoint, dtype, memory, host, True, stack)
+        store = WeightStore(_layouts(config, dtype), (), memory, host, checkpoint.read_layer)
+        stack.callback(store.close)
+        return SmallModel(
+            Model(config, ends, rope, memory.device),
+            store,
+            small_model_shape(config, like),
+            window_tokens(config, max_draft_tokens),
+            stack.pop_all(),
+        )
 
 
 def _load_ends(

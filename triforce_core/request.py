@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from triforce_core.decoding.acceptance import make_rule
+from triforce_core.decoding.autoregressive import Decoder
 from triforce_core.decoding.context import Context, Interrupted, Prompt
 from triforce_core.decoding.drafting import Drafting
+from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.decoding.models import Models
 from triforce_core.params import SamplingParams
 from triforce_core.stats import Clock, drafting_stats, request_stats
@@ -43,8 +45,10 @@ class Request:
         self._name = name
         self._clock = Clock(models.runtime.link, load_seconds)
         self._stops = frozenset(models.target.config.eos_token_ids + params.stop_token_ids)
-        rule = make_rule(models.method.accept, self.seed, models.target.device)
-        self._decoder = drafting.decoder(context, params, rule, self._stops)
+        self._rule = make_rule(models.method.accept, self.seed, models.target.device)
+        self._drafting = drafting
+        self._tallies = Tallies(Tally(), Tally())
+        self._decoder = self._make_decoder()
         self._tokens: list[int] = []
 
     def run(
@@ -78,6 +82,8 @@ class Request:
             yield from pieces_of(text, taken, step)
             if not reason and interrupted.is_set():
                 reason = "interrupted"
+            if not reason:
+                self._drop_what_never_pays()
         if self._tokens:
             self._clock.end_decode()
         with self._on_device():
@@ -96,10 +102,10 @@ class Request:
                 passes,
                 passes.counters - before,
                 self._clock,
-                self._decoder.tally,
+                self._tallies.target,
                 len(self._tokens),
             ),
-            **drafting_stats(self._models, self._decoder, self._context.retrieval),
+            **drafting_stats(self._models, self._tallies, self._context.retrieval),
         }
         yield Completion(self._tokens, text.text, reason, stats)
 
@@ -126,6 +132,16 @@ class Request:
             self._clock.end_prefill()
             return None, "interrupted"
         return read, ""
+
+    def _make_decoder(self) -> Decoder:
+        return self._drafting.decoder(
+            self._context, self._params, self._rule, self._stops, self._tallies
+        )
+
+    def _drop_what_never_pays(self) -> None:
+        with self._on_device():
+            while self._drafting.drop_lost(self._context):
+                self._decoder = self._make_decoder()
 
     def _stats(self, text: TextStream, about: dict[str, Any]) -> dict[str, Any]:
         runtime = self._models.runtime

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from offload.link.link import Link, LinkCounters
 from offload.passes import PassCounters, Passes
 from offload.runtime import Runtime
-from triforce_core.decoding.autoregressive import Decoder
-from triforce_core.decoding.levels import Tally
+from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.decoding.models import Models
 from triforce_core.decoding.retrieval import RetrievalCache
 
@@ -109,12 +109,13 @@ def request_stats(
 
 
 def drafting_stats(
-    models: Models, decoder: Decoder, cache: RetrievalCache | None
+    models: Models, tallies: Tallies, cache: RetrievalCache | None
 ) -> dict[str, Any]:
     """What was drafted and how much of it held. Shares are None where nothing was drafted."""
-    outer, inner, method = decoder.tally, decoder.inner_tally, models.method
+    outer, inner, method = *tallies, models.method
     return {
         "levels": models.levels,
+        "dropped": [asdict(dropped) for dropped in models.dropped],
         "accept": method.accept,
         "acceptance": {
             "target": outer.acceptance,

@@ -114,6 +114,8 @@ def print_run(stats: dict[str, Any]) -> None:
             f"{stats['passes']} passes of {stats['tokens_per_pass']:.2f} tokens",
         )
     add("levels", _levels(stats))
+    for dropped in stats["dropped"]:
+        add("dropped", _dropped(dropped))
     add("seed", str(stats["seed"]))
     kind = "EMULATED on this machine's memory" if link["emulated"] else "PCIe"
     if link["floor_seconds_per_pass"]:
@@ -141,6 +143,15 @@ def _levels(stats: dict[str, Any]) -> str:
         if share is not None:
             said += f"; {name} accepts {share:.1%} of drafts of {mean:.1f}"
     return said
+
+
+def _dropped(dropped: dict[str, Any]) -> str:
+    """A level that is used no longer, and why."""
+    what = {"model": "the drafter", "retrieval": "the retrieval model"}[dropped["level"]]
+    return (
+        f"{what}: {dropped['drafts']} drafts took {dropped['spent']:.2f} s and saved "
+        f"{dropped['saved']:.2f} s; its {format_bytes(dropped['nbytes'])} hold KV if any streams"
+    )
 
 
 def print_machine(*, probe: bool) -> None:

@@ -11,7 +11,7 @@ from offload.feed import Feed
 from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.context import Context, Prompt
 from triforce_core.decoding.laws import laws
-from triforce_core.decoding.levels import Tally, check_token
+from triforce_core.decoding.levels import check_token
 from triforce_core.params import SamplingParams
 
 
@@ -25,13 +25,7 @@ class Step(NamedTuple):
 
 
 class Decoder(Protocol):
-    """Decodes one request over a context whose text is the prompt.
-
-    tally, inner_tally: of the drafts that the target verified, and the retrieval model
-    """
-
-    tally: Tally
-    inner_tally: Tally
+    """Decodes one request over a context whose text is the prompt."""
 
     def start(self, prompt: Prompt) -> None:
         """Takes the prompt that the context has read."""
@@ -48,7 +42,6 @@ class Autoregressive:
     """Feeds the last token through the full model and draws the next from its law."""
 
     def __init__(self, context: Context, params: SamplingParams, rule: Rule) -> None:
-        self.tally = self.inner_tally = Tally()
         self._context = context
         self._params = params
         self._rule = rule

@@ -59,32 +59,16 @@ class Context:
         self.retrieval: RetrievalCache | None = None
         self.level: ResidentModel | None = None
         self._reads_alike = True
-        runtime, method = models.runtime, models.method
-        demand = runtime.demand
+        runtime = models.runtime
         with ExitStack() as stack:
-            scores = None
-            if models.budget:
-                score = POLICIES[method.retrieval]
-                scores = ChunkScores(
-                    demand.kv, method.chunk_size, demand.context_tokens, score, runtime.memory
-                )
-                stack.callback(scores.close)
-            self.passes = runtime.passes(scores)
+            self.passes = runtime.passes()
             stack.callback(self.passes.close)
+            self.passes.lend(models.dropped_bytes)
             self.drafter = make_drafter(models)
-            stack.callback(self.drafter.close)
-            if scores:
-                self.retrieval = self._retrieval_cache(models, scores)
-                stack.callback(self.retrieval.close)
-                self.level = ResidentModel(
-                    models.target,
-                    ResidentWeights(runtime.weights),
-                    self.retrieval.kv,
-                    models.recorder,
-                    runtime.trace,
-                    "retrieval model",
-                )
-                stack.callback(self.level.close)
+            stack.callback(lambda: self.drafter.close())
+            self._retrieving = stack.enter_context(ExitStack())
+            if models.budget:
+                self._retrieve(models)
             self._resources = stack.pop_all()
 
     @torch.inference_mode()
@@ -129,6 +113,18 @@ class Context:
             self.retrieval.roll_back(tokens)
         self.text = Text(self.text.tokens[:tokens])
 
+    def drop_drafter(self) -> None:
+        """Lets go of the drafter: nothing proposes at the lowest level from now on."""
+        self.drafter.close()
+        self.drafter = Nothing(self.model.device)
+
+    def drop_retrieval(self) -> None:
+        """Lets go of the retrieval cache, of the model over it and of the scores it is chosen by.
+        Not in the middle of a pass.
+        """
+        self._retrieving.close()
+        self.retrieval = self.level = None
+
     def close(self) -> None:
         """Gives all memory back."""
         self._resources.close()
@@ -158,6 +154,27 @@ class Context:
                 feed, self.passes.weights, cache, chunk=PREFILL_CHUNK, each_layer=each_layer
             )
             return hidden[-1:].clone()
+
+    def _retrieve(self, models: Models) -> None:
+        runtime, method, demand = models.runtime, models.method, models.runtime.demand
+        score, resources = POLICIES[method.retrieval], self._retrieving
+        scores = ChunkScores(
+            demand.kv, method.chunk_size, demand.context_tokens, score, runtime.memory
+        )
+        resources.callback(scores.close)
+        self.passes.collect(scores)
+        resources.callback(self.passes.collect, None)
+        self.retrieval = self._retrieval_cache(models, scores)
+        resources.callback(self.retrieval.close)
+        self.level = ResidentModel(
+            models.target,
+            ResidentWeights(runtime.weights),
+            self.retrieval.kv,
+            models.recorder,
+            runtime.trace,
+            "retrieval model",
+        )
+        resources.callback(self.level.close)
 
     def _retrieval_cache(self, models: Models, scores: ChunkScores) -> RetrievalCache:
         runtime, method, kv = models.runtime, models.method, self.passes.kv

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -18,7 +19,36 @@ class Observed(Protocol):
     warm: bool
 
 
+@dataclass
+class Ledger:
+    """Seconds that a level's drafts took, and that they saved, over all requests.
+
+    drafts: how many it counts, those of rounds that were not warm left out
+    idle: rounds since drafts last had a gain to show in which none was worth its seconds
+    """
+
+    drafts: int = 0
+    spent: float = 0.0
+    saved: float = 0.0
+    idle: int = 0
+
+    def count(self, outcome: Observed, plain_seconds: float) -> None:
+        """plain_seconds: of a round without a draft, which every accepted token saves."""
+        self.drafts += 1
+        self.spent += outcome.draft_seconds + max(0.0, outcome.verify_seconds - plain_seconds)
+        self.saved += outcome.accepted * plain_seconds
+        if self.saved >= self.spent:
+            self.idle = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether drafts have only lost time, and are not expected to do better."""
+        return self.idle >= _IDLE_ROUNDS
+
+
 class DraftLength(Protocol):
+    ledger: Ledger
+
     def choose(self, most: int) -> int:
         """How many tokens to propose next at most, 0 to `most`."""
 
@@ -30,6 +60,7 @@ class DraftLength(Protocol):
 
 class Fixed:
     def __init__(self, tokens: int) -> None:
+        self.ledger = Ledger()
         self._tokens = tokens
 
     def choose(self, most: int) -> int:
@@ -61,6 +92,9 @@ class Auto:
     A round in which a kernel was compiled or a graph recorded teaches what was accepted, not how
     long that takes.
 
+    A level never pays if its `ledger` is lost: what drafts took was never made up for, and none
+    has been worth its seconds for many rounds.
+
     Only drafted tokens and their laws decide, never the verifier's coins: the output law is
     untouched.
     """
@@ -69,6 +103,7 @@ class Auto:
         self, most: int, acceptance: float, first: int, *, by_confidence: bool = False
     ) -> None:
         """most: longest length. acceptance: assumed at first. first: length of the first draft."""
+        self.ledger = Ledger()
         self._most = most
         self._first = first
         self._prior = acceptance
@@ -96,6 +131,8 @@ class Auto:
             if cost < least:
                 best, least = length, cost
         self._seconds_per_token = least
+        if most and not best and self.ledger.saved < self.ledger.spent:
+            self.ledger.idle += 1
         return most if best and self._by_confidence else min(best, most)
 
     def goes_on(self, confidence: Sequence[float]) -> bool:
@@ -125,6 +162,7 @@ class Auto:
             return
         self._verify.observe(outcome.drafted, outcome.verify_seconds)
         if outcome.drafted:
+            self.ledger.count(outcome, self._verify.at(0))
             self._draft_seconds = self._draft_seconds * _MEMORY + outcome.draft_seconds
             self._draft_tokens = self._draft_tokens * _MEMORY + outcome.drafted
 
@@ -151,6 +189,8 @@ class Auto:
         ]
 
 
+# Rounds without a draft worth its seconds after which a level that only lost is given up.
+_IDLE_ROUNDS = 64
 # What a round counts for when the next one has been seen: about 30 rounds are remembered.
 _MEMORY = 0.97
 # Rounds that the assumed acceptance counts for at first, and tokens that it counts for always.

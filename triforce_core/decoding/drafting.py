@@ -1,4 +1,4 @@
-"""How long drafts are, learned over all requests, and the decoder of each."""
+"""How long drafts are, learned over all requests; the decoder of each; who drafts no longer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from triforce_core.decoding.autoregressive import Autoregressive, Decoder
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.draft_length import Auto, DraftLength, Fixed
 from triforce_core.decoding.hierarchy import Hierarchy, RetrievalModel
-from triforce_core.decoding.levels import Middle
-from triforce_core.decoding.models import Models
+from triforce_core.decoding.levels import Middle, Tallies
+from triforce_core.decoding.models import Dropped, Models
 from triforce_core.params import SamplingParams
 from triforce_core.settings import AUTO, AUTO_DRAFT_TOKENS
 
@@ -22,44 +22,104 @@ _DRAFTER_ACCEPTANCE, _DRAFTER_FIRST = 0.6, 4
 
 
 class Drafting:
-    """The levels below the target. Lengths chosen by `auto` are learned over all requests."""
+    """The levels below the target. Lengths chosen by `auto` are learned over all requests, and so
+    is whether a level pays at all.
+    """
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        method = models.method
         self._inner: DraftLength = Fixed(0)
         self._outer: DraftLength = Fixed(0)
         if models.budget:
-            self._outer = _length(
-                method.draft_tokens,
-                AUTO_DRAFT_TOKENS,
-                _RETRIEVAL_ACCEPTANCE,
-                _RETRIEVAL_FIRST,
-                by_confidence=True,
-            )
-            if method.has_drafter:
+            self._outer = self._retrieval_length()
+            if models.method.has_drafter:
                 self._inner = _length(
-                    method.inner_draft_tokens,
+                    models.method.inner_draft_tokens,
                     AUTO_INNER_TOKENS,
                     _DRAFTER_ACCEPTANCE,
                     _DRAFTER_FIRST,
                 )
-        elif method.has_drafter:
-            self._outer = _length(
-                method.draft_tokens, AUTO_DRAFT_TOKENS, _DRAFTER_ACCEPTANCE, _DRAFTER_FIRST
-            )
+        elif models.method.has_drafter:
+            self._outer = self._drafter_length()
 
     def decoder(
-        self, context: Context, params: SamplingParams, rule: Rule, stops: Collection[int]
+        self,
+        context: Context,
+        params: SamplingParams,
+        rule: Rule,
+        stops: Collection[int],
+        tallies: Tallies,
     ) -> Decoder:
-        """The decoder of one request. stops: tokens that end its text."""
+        """A decoder of one request, by the levels that there are now.
+
+        stops: tokens that end its text. tallies: count its drafts.
+        """
         if not self._models.method.drafts:
             return Autoregressive(context, params, rule)
         proposer = context.drafter.proposer(params, rule)
         if context.retrieval:
             verifier = RetrievalModel(context, params)
-            proposer = Middle(proposer, verifier, rule, self._inner, self._outer, stops)
-        return Hierarchy(context, params, rule, proposer, self._outer, frozenset(stops))
+            proposer = Middle(
+                proposer, verifier, rule, self._inner, self._outer, stops, tallies.retrieval
+            )
+        return Hierarchy(
+            context, params, rule, proposer, self._outer, frozenset(stops), tallies.target
+        )
+
+    def drop_lost(self, context: Context) -> bool:
+        """Drops a level whose drafts have only lost time, if it takes device memory, which is lent
+        to KV from now on. Lengths that were asked for are kept to, whatever they cost.
+
+        Says whether one was dropped: a decoder that was made before is of no use then. Not in the
+        middle of a pass.
+        """
+        models, memory = self._models, self._models.runtime.memory
+        lowest = self._inner if models.budget else self._outer
+        if models.budget and self._outer.ledger.is_lost:
+            level, ledger, drop = "retrieval", self._outer.ledger, self._drop_retrieval
+        elif models.small and lowest.ledger.is_lost:
+            level, ledger, drop = "model", lowest.ledger, self._drop_drafter
+        else:
+            return False
+        before = memory.available_bytes
+        drop(context)
+        freed = memory.available_bytes - before
+        models.dropped.append(Dropped(level, ledger.drafts, ledger.spent, ledger.saved, freed))
+        context.passes.lend(freed)
+        return True
+
+    def _drop_retrieval(self, context: Context) -> None:
+        context.drop_retrieval()
+        self._models.drop_retrieval()
+        self._inner = Fixed(0)
+        self._outer = self._drafter_length() if self._models.method.has_drafter else Fixed(0)
+
+    def _drop_drafter(self, context: Context) -> None:
+        context.drop_drafter()
+        self._models.drop_drafter()
+        if self._models.budget:
+            self._inner = Fixed(0)
+        else:
+            self._outer = Fixed(0)
+
+    def _retrieval_length(self) -> DraftLength:
+        # Where nothing streams a pass is cheap: drafts must pay before they are long.
+        streams = self._models.runtime.streams
+        return _length(
+            self._models.method.draft_tokens,
+            AUTO_DRAFT_TOKENS,
+            _RETRIEVAL_ACCEPTANCE,
+            _RETRIEVAL_FIRST if streams else _DRAFTER_FIRST,
+            by_confidence=True,
+        )
+
+    def _drafter_length(self) -> DraftLength:
+        return _length(
+            self._models.method.draft_tokens,
+            AUTO_DRAFT_TOKENS,
+            _DRAFTER_ACCEPTANCE,
+            _DRAFTER_FIRST,
+        )
 
 
 def _length(

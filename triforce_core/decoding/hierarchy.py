@@ -13,14 +13,7 @@ from triforce_core.decoding.autoregressive import Step
 from triforce_core.decoding.context import Context, Prompt
 from triforce_core.decoding.draft_length import DraftLength
 from triforce_core.decoding.laws import laws
-from triforce_core.decoding.levels import (
-    Middle,
-    Proposer,
-    Round,
-    Tally,
-    check_token,
-    speculate,
-)
+from triforce_core.decoding.levels import Proposer, Round, Tally, check_token, speculate
 from triforce_core.params import SamplingParams
 
 
@@ -80,10 +73,10 @@ class Hierarchy:
         proposer: Proposer,
         length: DraftLength,
         stops: Collection[int],
+        tally: Tally,
     ) -> None:
-        """length: of the proposer's drafts. stops: tokens that end the text."""
-        self.tally = Tally()
-        self.inner_tally = proposer.tally if isinstance(proposer, Middle) else Tally()
+        """length: of the proposer's drafts. stops: tokens that end the text. tally: of drafts."""
+        self._tally = tally
         self._context = context
         self._params = params
         self._rule = rule
@@ -131,7 +124,7 @@ class Hierarchy:
         began = time.perf_counter()
         outcome = speculate(self._proposer, self._target, self._rule, context.text, count)
         self._trace(began, outcome)
-        self.tally.count(outcome)
+        self._tally.count(outcome)
         self._length.observe(outcome)
         return Step(outcome.tokens, outcome.drafted)
 

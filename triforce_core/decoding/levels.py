@@ -182,6 +182,13 @@ class Tally:
         return self.accepted / self.examined if self.examined else None
 
 
+class Tallies(NamedTuple):
+    """Of the drafts of a request that the target verified, and the retrieval model."""
+
+    target: Tally
+    retrieval: Tally
+
+
 class Middle:
     """A verifier that hands its tokens up, each with the verifier's own law: rounds of `speculate`
     until there are enough tokens.
@@ -195,12 +202,13 @@ class Middle:
         length: DraftLength,
         length_above: DraftLength,
         stops: Collection[int],
+        tally: Tally,
     ) -> None:
         """length: of the proposer's drafts; length_above: of this level's own.
 
-        stops: tokens after which there is nothing to propose.
+        stops: tokens after which there is nothing to propose. tally: counts the proposer's drafts.
         """
-        self.tally = Tally()
+        self.tally = tally
         self._proposer = proposer
         self._verifier = verifier
         self._rule = rule

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from offload.graphs import Recorder
 from offload.kv.shape import KVShape
 from offload.runtime import Runtime
 from offload.weights import WeightStore
 from triforce_core.model.llama import Model
-from triforce_core.settings import MethodSettings
+from triforce_core.settings import NO_DRAFTER, MethodSettings
 
 
 @dataclass(frozen=True)
@@ -18,23 +18,46 @@ class SmallModel:
     """A drafter's weights, all on the device, and the shape of its KV.
 
     capacity: tokens of its window
+    resources: closes its weights
     """
 
     model: Model
     store: WeightStore
     shape: KVShape
     capacity: int
+    resources: ExitStack = field(default_factory=ExitStack)
+
+    def close(self) -> None:
+        """Gives its memory back; more than once is no harm."""
+        self.resources.close()
 
 
 @dataclass(frozen=True)
+class Dropped:
+    """A level that was dropped, and why: its drafts took `spent` seconds and saved `saved`.
+
+    nbytes: of device memory that KV may use instead
+    """
+
+    level: str
+    drafts: int
+    spent: float
+    saved: float
+    nbytes: int
+
+
+@dataclass
 class Models:
-    """What loading gives: everything that outlives texts and requests.
+    """What loading gives: everything that outlives texts and requests. A level that never pays is
+    dropped from it, for good.
 
     target: the full model, whose weights are the runtime's
+    method: as asked for, but for what was dropped
     budget: tokens of the retrieval cache, 0 if there is no such level
     small: the model that drafts, if one does
     recorder: records forwards of what drafts as graphs, if given
     resources: closes all of it
+    dropped: what drafted once, in the order in which it was dropped
     """
 
     target: Model
@@ -44,10 +67,27 @@ class Models:
     small: SmallModel | None = None
     recorder: Recorder | None = None
     resources: ExitStack = field(default_factory=ExitStack)
+    dropped: list[Dropped] = field(default_factory=list)
 
     def close(self) -> None:
         """Releases everything that loading took."""
         self.resources.close()
+
+    def drop_drafter(self) -> None:
+        """Does without the drafter. Whoever uses it has let go of it."""
+        self.method = replace(self.method, draft=NO_DRAFTER)
+        if self.small is not None:
+            self.small.close()
+            self.small = None
+
+    def drop_retrieval(self) -> None:
+        """Does without the retrieval model: the drafter proposes to the target directly."""
+        self.budget = 0
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Device memory that dropped levels gave back."""
+        return sum(dropped.nbytes for dropped in self.dropped)
 
     @property
     def levels(self) -> list[str]:

@@ -17,7 +17,7 @@ from law_tests import LEAST_P, p_value
 from triforce_core.decoding.acceptance import Draft, Optimal, Verdict, accept
 from triforce_core.decoding.draft_length import Fixed
 from triforce_core.decoding.laws import draw
-from triforce_core.decoding.levels import Middle, Nothing, Text, speculate
+from triforce_core.decoding.levels import Middle, Nothing, Tally, Text, speculate
 
 VOCAB = 6
 # What kills the most stubborn fault; the sound levels pass over as many. Ten times as many:
@@ -152,6 +152,7 @@ def run(
         Fixed(lengths[1]),
         Fixed(lengths[0]),
         (),
+        Tally(),
     )
     text, accepted, p = Text([0]), [], 1.0
     for looked in range(BETWEEN, tokens + BETWEEN, BETWEEN):
