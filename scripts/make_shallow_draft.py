@@ -2,11 +2,13 @@
 
 For models that have no small relative with the same vocabulary.
 
-    python scripts/make_shallow_draft.py MODEL DIRECTORY [--layers 4] [--dtype float16]
+    python scripts/make_shallow_draft.py MODEL DIRECTORY [--layers N] [--text FILE]
 
 MODEL is a directory with safetensors, a .gguf file or a hub id. DIRECTORY must not exist; what it
 gets is an ordinary checkpoint with its tokenizer, to be given to `--draft`. Nothing is trained, so
-its drafts are much worse than a small model's.
+its drafts are much worse than a small model's: how often they would be accepted is measured on a
+text, for several depths, and the depth that gains most is taken. If none gains anything, nothing is
+written, unless `--layers` asks for it.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from safetensors.torch import save_file
+from shallow_depths import LEAST_GAIN, Depth, best, candidates, measure
 
 from offload.errors import TriforceError, UsageError
 from triforce_core.model.checkpoint import Checkpoint, open_checkpoint, resolve
@@ -26,6 +32,8 @@ from triforce_core.model.config import ARCHITECTURES, ModelConfig
 from triforce_core.model.tensors import layer_shapes
 from triforce_core.model.tokenizer import load_tokenizer
 
+# Tokens of the text that depths are tried on.
+TEXT_TOKENS = 512
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -33,32 +41,88 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("directory", metavar="DIRECTORY", type=Path)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, help="this many, whatever they gain")
+    parser.add_argument("--text", type=Path, help="what depths are tried on (Python's manual)")
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
     args = parser.parse_args()
     try:
-        make_shallow_draft(args.model, args.directory, args.layers, DTYPES[args.dtype])
+        check(args.model, args.directory, args.layers)
+        tried = try_depths(args.model, args.text, args.layers)
+        show(tried)
+        chosen = tried[0] if args.layers else best(tried)
+        if chosen is None:
+            print(
+                "make_shallow_draft: no depth makes decoding more than "
+                f"{LEAST_GAIN - 1:.0%} faster, so nothing was written (--layers N insists)"
+            )
+            return 1
+        make_shallow_draft(args.model, args.directory, chosen.layers, DTYPES[args.dtype])
     except TriforceError as error:
         print(f"make_shallow_draft: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{args.directory}: the first {args.layers} layers of {args.model}")
+    print(f"{args.directory}: the first {chosen.layers} layers of {args.model}")
     return 0
+
+
+def check(model: str | Path, directory: Path, layers: int | None) -> None:
+    """Raises UsageError or CheckpointError for what could not be made."""
+    if directory.exists():
+        raise UsageError(f"{directory} exists already")
+    path = resolve(model)
+    checkpoint = open_checkpoint(path)
+    try:
+        most = checkpoint.config.layers
+        if layers is not None and not 1 <= layers <= most:
+            raise UsageError(f"{layers} layers of a model that has {most}")
+        if checkpoint.rope_factors() is not None:
+            raise UsageError(f"{path} stores its rope frequencies; use its safetensors instead")
+    finally:
+        checkpoint.close()
+
+
+def try_depths(model: str | Path, text: Path | None, layers: int | None) -> list[Depth]:
+    """Depths of a model as drafters on a text. layers: the only depth, if given."""
+    path = resolve(model)
+    checkpoint = open_checkpoint(path)
+    depths = [layers] if layers else candidates(checkpoint.config.layers)
+    checkpoint.close()
+    tokenizer = load_tokenizer(path)
+    if tokenizer is None:
+        raise UsageError(f"{path} has no tokenizer, so there is no text to try depths on")
+    try:
+        words = text.read_text(encoding="utf-8") if text else "\n".join(topics.values())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {text}: {error}") from error
+    tokens = tokenizer.encode(words[: 16 * TEXT_TOKENS])[:TEXT_TOKENS]
+    if not tokens:
+        raise UsageError(f"{text} is empty")
+    return measure(path, tokens, depths)
+
+
+def show(tried: list[Depth]) -> None:
+    """Prints how often drafts would be accepted, and what that gains at best."""
+    table = Table("layers", "accepted at T=1", "at T=0", "a token costs", "draft", "faster by")
+    for depth in tried:
+        table.add_row(
+            str(depth.layers),
+            f"{depth.acceptance:.1%}",
+            f"{depth.agreement:.1%}",
+            f"{depth.cost:.2f} forwards",
+            f"{depth.draft_tokens} tokens",
+            f"{depth.gain - 1:.0%}",
+        )
+    Console().print(table)
 
 
 def make_shallow_draft(
     model: str | Path, directory: Path, layers: int, dtype: torch.dtype = torch.float16
 ) -> None:
     """Writes the checkpoint, whole or not at all. Raises UsageError or CheckpointError."""
-    if directory.exists():
-        raise UsageError(f"{directory} exists already")
+    check(model, directory, layers)
     path = resolve(model)
     checkpoint = open_checkpoint(path)
     try:
         config = checkpoint.config
-        if not 1 <= layers <= config.layers:
-            raise UsageError(f"{layers} layers of a model that has {config.layers}")
-        if checkpoint.rope_factors() is not None:
-            raise UsageError(f"{path} stores its rope frequencies; use its safetensors instead")
         directory.mkdir(parents=True)
         try:
             save_file(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import time
 
 import pytest
 import torch
 from helpers import VOCAB, random_ids
 
-from offload.errors import UsageError
 from offload.kv.store import KVShape
 from offload.link.trace import NoTrace
 from offload.memory.device import DeviceMemory
@@ -191,51 +189,3 @@ def test_keys_turned_back_are_keys_of_the_new_positions(tiny) -> None:
         expected = rotate(kept, *rope.rotation(torch.arange(cache.kv.end), kept))
         torch.testing.assert_close(turned, expected, atol=1e-5, rtol=1e-5)
         assert torch.equal(cache.kv.rows[0, 1, :, : cache.kv.end], kept)
-
-
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3", "llama3-rope"])
-def test_a_shallow_draft_is_the_models_first_layers(tiny, tmp_path, family: str) -> None:
-    from make_shallow_draft import make_shallow_draft
-    from transformers import AutoModelForCausalLM
-
-    path, twin = tiny(family)
-    make_shallow_draft(path, tmp_path / "all", 3, torch.float32)
-    make_shallow_draft(path, tmp_path / "two", 2, torch.float32)
-    prompt = torch.tensor([random_ids(30)])
-    with torch.no_grad():
-        expected = twin(prompt).logits
-        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "all")(prompt).logits
-        torch.testing.assert_close(whole, expected)
-        twin = copy.deepcopy(twin)
-        del twin.model.layers[2:]
-        expected = twin(prompt).logits
-        shallow = AutoModelForCausalLM.from_pretrained(tmp_path / "two")(prompt).logits
-    torch.testing.assert_close(shallow, expected)
-    with Engine.from_pretrained(path, device="cpu", draft=tmp_path / "two") as engine:
-        stats = engine.generate(random_ids(30), SamplingParams(30, temperature=0)).stats
-    assert stats["levels"] == ["model", "retrieval", "target"]
-
-
-def test_a_shallow_draft_of_a_gguf_file_and_what_is_refused(tiny, tmp_path) -> None:
-    import make_shallow_draft
-    from gguf_files import write_gguf
-    from transformers import AutoModelForCausalLM
-
-    _, twin = tiny("llama")
-    write_gguf(twin, tmp_path / "model.gguf")
-    make_shallow_draft.make_shallow_draft(
-        tmp_path / "model.gguf", tmp_path / "all", 3, torch.float32
-    )
-    prompt = torch.tensor([random_ids(30)])
-    with torch.no_grad():
-        made = AutoModelForCausalLM.from_pretrained(tmp_path / "all")(prompt).logits
-        torch.testing.assert_close(made, twin(prompt).logits)
-    for layers, directory, said in (
-        (4, "new", "4 layers of a model that has 3"),
-        (2, "all", "all"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            make_shallow_draft.make_shallow_draft(
-                tmp_path / "model.gguf", tmp_path / directory, layers
-            )
-        assert not (tmp_path / "new").exists()
