@@ -164,6 +164,11 @@ def device_bytes(demand: Demand, placement: Placement) -> int:
     )
 
 
+def streams(demand: Demand, placement: Placement) -> bool:
+    """Whether anything crosses the link in a pass over a full context."""
+    return bool(placement.streamed_layers) or demand.kv_blocks > placement.resident_kv_blocks
+
+
 def host_bytes(demand: Demand, placement: Placement) -> int:
     """Host memory that a placement takes when its context is full."""
     streamed_blocks = max(0, demand.kv_blocks - placement.resident_kv_blocks)

@@ -16,7 +16,7 @@ from offload.link.trace import Tracer
 from offload.memory.device import DeviceMemory
 from offload.memory.host import HostBlocks, HostMemory
 from offload.passes import Passes
-from offload.placement import Demand, Placement, share_blocks
+from offload.placement import Demand, Placement, share_blocks, streams
 from offload.schedule import KV, WEIGHTS
 from offload.weights import Fill, WeightStore
 
@@ -67,8 +67,7 @@ class Runtime:
     @property
     def streams(self) -> bool:
         """Whether anything crosses the link in a pass over a full context."""
-        blocks, resident = self.demand.kv_blocks, self.placement.resident_kv_blocks
-        return bool(self.placement.streamed_layers) or blocks > resident
+        return streams(self.demand, self.placement)
 
     def passes(self) -> Passes:
         """Memory for one text: tail, KV blocks on the device and temporaries of its forwards.

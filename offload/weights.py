@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -16,6 +17,8 @@ from offload.memory.device import Allocation, DeviceMemory
 from offload.memory.host import HostBuffers, HostMemory
 from offload.schedule import WEIGHTS
 
+# Layers that are read and dequantised at a time.
+_READERS = 4
 Views = Mapping[str, torch.Tensor]
 Fill = Callable[[int, Views], None]
 
@@ -41,7 +44,7 @@ class WeightStore:
         host: HostMemory,
         fill: Fill,
     ) -> None:
-        """fill(layer, views) writes a layer's tensors where they will live.
+        """fill(layer, views) writes a layer's tensors where they will live; threads call it.
 
         Raises DoesNotFitError before anything is read.
         """
@@ -60,10 +63,19 @@ class WeightStore:
         on_device = iter(self._device.bytes.split([sizes[i] for i in resident]))
         on_host = iter(self._host.buffers)
         self.homes: list[Home] = []
+        views = []
         for layer, layout in enumerate(layouts):
             buffer = next(on_host if layer in streamed else on_device)
             self.homes.append((HostHome if layer in streamed else DeviceHome)(buffer))
-            fill(layer, layout.views(buffer))
+            views.append(layout.views(buffer))
+        try:
+            with ThreadPoolExecutor(_READERS, "weights") as readers:
+                # What fails first ends it; layers that are not begun are left.
+                for _ in readers.map(fill, range(len(views)), views):
+                    pass
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def resident_layers(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -33,10 +34,11 @@ def write_gguf(
     path: Path,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     extra: dict[str, np.ndarray] | None = None,
+    describe: Callable[[gguf.GGUFWriter], None] | None = None,
     **metadata: object,
 ) -> None:
     """A transformers model as GGUF: q and k permuted for the llama architecture, matrices in `kind`
-    where their rows divide into its blocks, vectors in float32.
+    where their rows divide into its blocks, vectors in float32. describe: adds more metadata
     """
     config = model.config
     architecture = "llama" if config.model_type == "mistral" else config.model_type
@@ -55,6 +57,8 @@ def write_gguf(
     writer.add_value_length(head_dim)
     for name, value in metadata.items():
         writer.add_uint32(name.replace("__", "."), value)
+    if describe:
+        describe(writer)
     tensors = dict(extra or {})
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:

@@ -19,10 +19,11 @@ from offload.runtime import Runtime
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.models import Models
-from triforce_core.loading import OpenModel, Progress, load, open_device
+from triforce_core.loading import Progress, load, open_device
 from triforce_core.model.llama import Model
 from triforce_core.model.tokenizer import Tokenizer
-from triforce_core.params import SamplingParams
+from triforce_core.opening import OpenModel
+from triforce_core.params import SamplingParams, check_context
 from triforce_core.planner.plan import Plan
 from triforce_core.request import Request
 from triforce_core.settings import EngineConfig
@@ -145,6 +146,8 @@ class Engine:
                 why = "it never paid"
             elif self.runtime.placement.streamed_layers:
                 why = "weights stream"
+            elif not self.runtime.streams:
+                why = "nothing streams"
             else:
                 why = "there is no room for it"
             line += f"; no retrieval model, since {why}"
@@ -336,12 +339,3 @@ class Engine:
 
 
 _TRACED_STATS = ("method", "model", "device", "dtype", "prompt_tokens", "new_tokens", "link")
-
-
-def check_context(prompt_tokens: int, new_tokens: int, limit: int, whose: str) -> None:
-    """Raises UsageError if a prompt and its new tokens exceed `limit` positions."""
-    if prompt_tokens + new_tokens > limit:
-        raise UsageError(
-            f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} "
-            f"positions {whose}"
-        )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import itertools
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -30,12 +29,10 @@ from offload.placement import check_host, check_placement
 from offload.runtime import Runtime
 from offload.weights import Views, WeightStore
 from triforce_core.decoding.models import Models, SmallModel
-from triforce_core.model.checkpoint import Checkpoint, open_checkpoint, resolve
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.llama import Ends, Model
 from triforce_core.model.rope import Rope
 from triforce_core.model.tensors import embedding_layout, head_layout, layer_layout
-from triforce_core.model.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from triforce_core.settings import AUTO, EngineConfig, MachineSettings
 from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.drafting import small_model_shape, window_tokens
@@ -43,7 +40,8 @@ from triforce_core.sizing.fitting import fit
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Called with what is under way, how much of it is done, and how much there is.
+# Called with what is under way, how much of it is done, and how much there is; by one thread at a
+# time, not always the same.
 Progress = Callable[[str, int, int], None]
 
 
@@ -60,54 +58,6 @@ class Readable(Protocol):
     def read(self, name: str, into: torch.Tensor) -> None: ...
 
     def rope_factors(self) -> torch.Tensor | None: ...
-
-
-@dataclass(frozen=True)
-class OpenModel:
-    """A model on disk of which all but the weights was read. Closed by `close` or `with`.
-
-    seconds: that it took
-    """
-
-    name: str
-    checkpoint: Checkpoint
-    tokenizer: Tokenizer | None
-    seconds: float = 0.0
-
-    @classmethod
-    def at(cls, model: str | Path, tokenizer: Tokenizer | None = None) -> OpenModel:
-        """model: a directory with safetensors, a .gguf file or a hub id. tokenizer: one that is
-        loaded already.
-
-        Raises UsageError or CheckpointError.
-        """
-        began = time.perf_counter()
-        checkpoint = open_checkpoint(resolve(model))
-        try:
-            tokenizer = tokenizer or load_tokenizer(checkpoint.path)
-        except BaseException:
-            checkpoint.close()
-            raise
-        return cls(str(model), checkpoint, tokenizer, time.perf_counter() - began)
-
-    def check_drafter(self, drafter: OpenModel) -> None:
-        """Raises UsageError if a drafter's tokens are not the model's."""
-        check_same_vocabulary(
-            str(drafter.checkpoint.path),
-            drafter.tokenizer,
-            drafter.checkpoint.config.vocab,
-            self.tokenizer,
-            self.checkpoint.config.vocab,
-        )
-
-    def close(self) -> None:
-        self.checkpoint.close()
-
-    def __enter__(self) -> OpenModel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def open_device(name: str | None) -> torch.device:
@@ -208,11 +158,12 @@ def load(
         check_placement(demand, placement, memory.available_bytes)
         check_host(demand, placement, device_is_host=not on_gpu)
         rope = Rope(checkpoint.config, device, checkpoint.rope_factors())
-        layers = checkpoint.config.layers
+        layers, read, one_by_one = checkpoint.config.layers, itertools.count(1), threading.Lock()
 
         def fill(layer: int, views: Views) -> None:
             checkpoint.read_layer(layer, views)
-            progress("load", layer + 1, layers)
+            with one_by_one:
+                progress("load", next(read), layers)
 
         layouts = _layouts(checkpoint.config, dtype)
         with memory.typed_errors(), memory.current():

@@ -63,3 +63,12 @@ def _whole(value: object, least: int) -> bool:
 
 def _real(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_context(prompt_tokens: int, new_tokens: int, limit: int, whose: str) -> None:
+    """Raises UsageError if a prompt and its new tokens exceed `limit` positions."""
+    if prompt_tokens + new_tokens > limit:
+        raise UsageError(
+            f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} "
+            f"positions {whose}"
+        )

@@ -64,10 +64,10 @@ class _Entry:
 
 @dataclass(frozen=True)
 class GGUFArray:
-    """A metadata array: its length, and its values if they are numbers (strings are skipped)."""
+    """A metadata array: its length and its values. Arrays of arrays have none."""
 
     length: int
-    values: np.ndarray | None
+    values: np.ndarray | list[str] | None
 
 
 class GGUFSource:
@@ -205,11 +205,10 @@ class _Walker:
             raw = self._take(length * size)
             return GGUFArray(length, np.frombuffer(raw, "<" + _SCALARS[kind]))
         length = self._count(8)
+        if kind == GGUFValueType.STRING:
+            return GGUFArray(length, self._strings(length))
         for _ in range(length):
-            if kind == GGUFValueType.STRING:
-                self._take(self._count(1))
-            else:
-                self._value(kind, depth + 1)
+            self._value(kind, depth + 1)
         return GGUFArray(length, None)
 
     def _kind(self) -> GGUFValueType:
@@ -218,6 +217,21 @@ class _Walker:
             return GGUFValueType(number)
         except ValueError:
             raise self._error(f"unknown value type {number}") from None
+
+    def _strings(self, length: int) -> list[str]:
+        """So many strings, in one tight loop: a vocabulary has a hundred thousand."""
+        data, at, end, size_at = self._data, self._at, self._size, struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(length):
+            start = at + 8
+            if start > end:
+                raise self._error("it ends inside its header")
+            at = start + size_at(data, at)[0]
+            if at > end:
+                raise self._error(f"a length of {at - start} is more than the file holds")
+            found.append(data[start:at].decode("utf-8", "replace"))
+        self._at = at
+        return found
 
     def _string(self) -> str:
         return self._take(self._count(1)).decode("utf-8", "replace")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from offload.checkpoint.header import read_json
 from offload.errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import torch
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -15,8 +15,8 @@ import triforce_core
 from offload.errors import DoesNotFitError, LinkError, UsageError
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
-from triforce_core.loading import OpenModel
 from triforce_core.model.tokenizer import Tokenizer
+from triforce_core.opening import OpenModel
 
 
 def make(path, **options) -> Engine:

@@ -128,22 +128,26 @@ def test_a_context_takes_its_memory_once_and_gives_it_back(tiny, memory_bytes) -
     assert torch.is_inference_mode_enabled() is False
 
 
-def test_the_retrieval_model_is_there_if_the_weights_fit(tiny) -> None:
-    """And if they do not, the drafter proposes to the target; a default budget shrinks first."""
-    path, _ = tiny("llama")
+def test_the_retrieval_model_is_there_if_the_weights_fit(tmp_path) -> None:
+    """And if they do not, the drafter proposes to the target. Where nothing streams there is
+    nothing to gain.
+    """
+    make_model("llama-mha", tmp_path, max_position_embeddings=1024)
     seen = []
-    for budget in range(2_600_000, 7_000_000, 250_000):
+    for budget in range(4_800_000, 7_600_000, 350_000):
         with Engine.from_pretrained(
             path, device="cpu", device_memory=budget, max_context=500, block_tokens=BLOCK
         ) as engine:
-            stats = engine.generate(random_ids(400), SamplingParams(4, temperature=0)).stats
+            stats = engine.generate(random_ids(900), SamplingParams(4, temperature=0)).stats
+            resident = not engine.runtime.streams
         cache = stats["retrieval"]
         streamed = stats["placement"]["resident_weight_layers"] < 3
         assert (cache is None) == ("retrieval" not in stats["levels"])
-        assert not (cache and streamed)
+        assert not (cache and (streamed or resident))
         assert stats["memory"]["device_peak_bytes"] <= budget
-        seen.append(cache["budget_tokens"] if cache else 0)
+        if not resident:
+            seen.append(cache["budget_tokens"] if cache else 0)
+    assert resident
     assert seen == sorted(seen)
     assert seen[0] == 0
-    # All that the context could ever fill.
-    assert seen[-1] == 504
+    assert seen[-1] >= 256

@@ -11,7 +11,7 @@ from oracle import greedy
 
 from offload.errors import DoesNotFitError, UsageError
 from offload.placement import Placement
-from triforce_core import Engine, SamplingParams, loading
+from triforce_core import Engine, SamplingParams, opening
 from triforce_core.bench.settings import TESTS, BenchSettings
 from triforce_core.cli.main import _parser, main
 from triforce_core.cli.options import engine_config, given
@@ -68,7 +68,7 @@ def test_a_run_opens_its_model_once(speaking, monkeypatch) -> None:
     opened = []
 
     def counted(name: str):
-        original = getattr(loading, name)
+        original = getattr(opening, name)
 
         def count(*args: object) -> object:
             opened.append(name)
@@ -77,7 +77,7 @@ def test_a_run_opens_its_model_once(speaking, monkeypatch) -> None:
         return count
 
     for name in ("open_checkpoint", "load_tokenizer"):
-        monkeypatch.setattr(loading, name, counted(name))
+        monkeypatch.setattr(opening, name, counted(name))
     arguments = ["generate", str(speaking), "--prompt", "Hello", "--device", "cpu"]
     assert main([*arguments, "--max-new-tokens", "3"]) == 0
     assert sorted(opened) == ["load_tokenizer", "open_checkpoint"]

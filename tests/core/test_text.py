@@ -9,7 +9,7 @@ from triforce_core.text import TextStream
 class ByteTokenizer:
     """A token a byte: any character beyond ASCII comes in pieces."""
 
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+    def decode(self, ids: list[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
 

@@ -57,7 +57,7 @@ def test_metadata(tmp_path) -> None:
     source = GGUFSource(tmp_path / "m.gguf")
     assert source.metadata["general.architecture"] == "llama"
     assert source.metadata["numbers"].values.tolist() == [1, 2, 3]
-    assert source.metadata["words"] == GGUFArray(2, None)
+    assert source.metadata["words"] == GGUFArray(2, ["a", "bc"])
     assert source.metadata["flag"] is True
     assert source.metadata["third"] == 1 / 3
     source.close()

@@ -37,7 +37,7 @@ def test_a_shallow_draft_is_the_models_first_layers(tiny, tmp_path, family: str)
     torch.testing.assert_close(shallow, expected)
     with Engine.from_pretrained(path, device="cpu", draft=tmp_path / "two") as engine:
         stats = engine.generate(random_ids(30), SamplingParams(30, temperature=0)).stats
-    assert stats["levels"] == ["model", "retrieval", "target"]
+    assert stats["levels"] == ["model", "target"]
 
 
 def test_a_shallow_draft_of_a_gguf_file_and_what_is_refused(tiny, tmp_path) -> None:

@@ -53,7 +53,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _env(args: argparse.Namespace) -> int:
-    from triforce_core.cli.report import print_machine
+    from triforce_core.cli.machine import print_machine
 
     print_machine(probe=args.probe)
     return 0

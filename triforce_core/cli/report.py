@@ -1,4 +1,4 @@
-"""What a person sees on stderr: progress bars, the table of a run, the table of a machine."""
+"""What a person sees of a run: colours of its text, and a table on stderr."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from offload.machine.hardware import Gpu, inspect_machine
-from offload.machine.probe import remeasured
 from offload.units import format_bytes
 from triforce_core.stream import Piece
 
@@ -41,42 +38,6 @@ LEVEL_LEGEND = " ".join(
         colored(Piece("bonus after a whole draft", "bonus")),
     )
 )
-
-_LABELS = {"load": "loading", "prefill": "reading the prompt"}
-
-
-class ProgressBars:
-    """Bars for loading and prefill, shown only on a terminal."""
-
-    def __init__(self, *, show: bool) -> None:
-        console = Console(stderr=True)
-        self._tasks: dict[str, Any] = {}
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("layers"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not (show and console.is_terminal) or console.is_dumb_terminal,
-        )
-
-    def update(self, what: str, done: int, total: int) -> None:
-        if what not in self._tasks:
-            self._tasks[what] = self._progress.add_task(_LABELS[what], total=total)
-        self._progress.update(self._tasks[what], completed=done)
-
-    def stop(self) -> None:
-        """Takes the bars off the terminal; more than once is no harm."""
-        self._progress.stop()
-
-    def __enter__(self) -> ProgressBars:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
 
 def print_run(stats: dict[str, Any]) -> None:
@@ -152,44 +113,3 @@ def _dropped(dropped: dict[str, Any]) -> str:
         f"{what}: {dropped['drafts']} drafts took {dropped['spent']:.2f} s and saved "
         f"{dropped['saved']:.2f} s; its {format_bytes(dropped['nbytes'])} hold KV if any streams"
     )
-
-
-def print_machine(*, probe: bool) -> None:
-    """What `triforce env` found: the report is what was asked for, so it goes to stdout.
-
-    probe: whether rates are measured, and what was measured before is forgotten
-    """
-    machine = inspect_machine()
-    table = Table(show_header=False)
-    for index, gpu in enumerate(machine.gpus):
-        table.add_row(f"GPU {index}", _describe(gpu))
-    if not machine.gpus:
-        table.add_row("GPU", "none found; the link will be emulated (--device cpu)")
-    table.add_row("driver", machine.driver or "none")
-    table.add_row(
-        "host memory",
-        f"{format_bytes(machine.host_bytes)}, {format_bytes(machine.host_available_bytes)} free",
-    )
-    limit = machine.pinning_limit_bytes
-    table.add_row("pinning limit", "none" if limit is None else format_bytes(limit))
-    table.add_row("cores", str(machine.cores))
-    table.add_row("system", f"Python {machine.python}, {machine.platform}")
-    for name, found in machine.packages.items():
-        table.add_row(name, found or "not installed")
-    if probe:
-        rates = remeasured()
-        table.add_row("memory", f"{rates.memory_bytes_per_second / 1e9:.1f} GB/s read")
-        table.add_row("products", f"{rates.flops_per_second / 1e12:.3g} TFLOP/s")
-        table.add_row("launching", f"{rates.launch_seconds * 1e6:.1f} us")
-        if rates.link_bytes_per_second:
-            table.add_row("link", f"{rates.link_bytes_per_second / 1e9:.1f} GB/s to the device")
-        table.add_row("rates", rates.source)
-    Console().print(table)
-
-
-def _describe(gpu: Gpu) -> str:
-    link = (
-        f"PCIe {gpu.link_generation or '?'}.0 x{gpu.link_width or '?'} now, "
-        f"{gpu.link_generation_most or '?'}.0 x{gpu.link_width_most or '?'} at most"
-    )
-    return f"{gpu.name}, {format_bytes(gpu.memory_bytes)}, {link}"

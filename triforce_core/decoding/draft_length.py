@@ -37,12 +37,16 @@ class Ledger:
         self.drafts += 1
         self.spent += outcome.draft_seconds + max(0.0, outcome.verify_seconds - plain_seconds)
         self.saved += outcome.accepted * plain_seconds
-        if self.saved >= self.spent:
+        if self.has_paid:
             self.idle = 0
 
     @property
+    def has_paid(self) -> bool:
+        return self.saved >= _LEAST_GAIN * self.spent
+
+    @property
     def is_lost(self) -> bool:
-        """Whether drafts have only lost time, and are not expected to do better."""
+        """Whether drafts never gained anything to speak of, and are not expected to do better."""
         return self.idle >= _IDLE_ROUNDS
 
 
@@ -92,7 +96,8 @@ class Auto:
     A round in which a kernel was compiled or a graph recorded teaches what was accepted, not how
     long that takes.
 
-    A level never pays if its `ledger` is lost: what drafts took was never made up for, and none
+    Drafts that would gain less than a tenth are not made: text would come in bursts for nothing. A
+    level never pays if its `ledger` is lost: what drafts took was never made up for, and none
     has been worth its seconds for many rounds.
 
     Only drafted tokens and their laws decide, never the verifier's coins: the output law is
@@ -100,14 +105,25 @@ class Auto:
     """
 
     def __init__(
-        self, most: int, acceptance: float, first: int, *, by_confidence: bool = False
+        self,
+        most: int,
+        acceptance: float,
+        first: int,
+        *,
+        by_confidence: bool = False,
+        plain_first: bool = False,
     ) -> None:
-        """most: longest length. acceptance: assumed at first. first: length of the first draft."""
+        """most: longest length. acceptance: assumed at first. first: length of the first draft.
+
+        plain_first: whether the first round goes without a draft, so that it is known what drafts
+            have to beat; a round that is worth many others is not spent on that
+        """
         self.ledger = Ledger()
         self._most = most
         self._first = first
         self._prior = acceptance
         self._by_confidence = by_confidence
+        self._plain_first = plain_first
         # As if a few rounds had been seen, which fade like any other.
         reached = [_PRIOR_ROUNDS * acceptance**i for i in range(most + 1)]
         self._examined, self._held = reached[:-1], reached[1:]
@@ -121,7 +137,8 @@ class Auto:
     def choose(self, most: int) -> int:
         most = min(most, self._most)
         if not self._known:
-            return min(self._first, most)
+            plain = self._plain_first and not self._verify.known
+            return 0 if plain else min(self._first, most)
         best, least = 0, self._verify.at(0)
         expected = alive = 1.0
         for length, chance in enumerate(self._chances(), start=1):
@@ -131,8 +148,10 @@ class Auto:
             if cost < least:
                 best, least = length, cost
         self._seconds_per_token = least
-        if most and not best and self.ledger.saved < self.ledger.spent:
-            self.ledger.idle += 1
+        if least * _LEAST_GAIN > self._verify.at(0):
+            best = 0
+            if most and not self.ledger.has_paid:
+                self.ledger.idle += 1
         return most if best and self._by_confidence else min(best, most)
 
     def goes_on(self, confidence: Sequence[float]) -> bool:
@@ -189,6 +208,8 @@ class Auto:
         ]
 
 
+# How much faster drafts must make decoding to be worth the wait for a whole draft.
+_LEAST_GAIN = 1.1
 # Rounds without a draft worth its seconds after which a level that only lost is given up.
 _IDLE_ROUNDS = 64
 # What a round counts for when the next one has been seen: about 30 rounds are remembered.

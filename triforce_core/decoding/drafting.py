@@ -33,7 +33,7 @@ class Drafting:
         if models.budget:
             self._outer = self._retrieval_length()
             if models.method.has_drafter:
-                self._inner = _length(
+                self._inner = self._length(
                     models.method.inner_draft_tokens,
                     AUTO_INNER_TOKENS,
                     _DRAFTER_ACCEPTANCE,
@@ -103,28 +103,33 @@ class Drafting:
             self._outer = Fixed(0)
 
     def _retrieval_length(self) -> DraftLength:
-        # Where nothing streams a pass is cheap: drafts must pay before they are long.
-        streams = self._models.runtime.streams
-        return _length(
+        return self._length(
             self._models.method.draft_tokens,
             AUTO_DRAFT_TOKENS,
             _RETRIEVAL_ACCEPTANCE,
-            _RETRIEVAL_FIRST if streams else _DRAFTER_FIRST,
+            _RETRIEVAL_FIRST if self._models.runtime.streams else _DRAFTER_FIRST,
             by_confidence=True,
         )
 
     def _drafter_length(self) -> DraftLength:
-        return _length(
+        return self._length(
             self._models.method.draft_tokens,
             AUTO_DRAFT_TOKENS,
             _DRAFTER_ACCEPTANCE,
             _DRAFTER_FIRST,
         )
 
-
-def _length(
-    tokens: int | str, most: int, acceptance: float, first: int, *, by_confidence: bool = False
-) -> DraftLength:
-    if tokens != AUTO:
-        return Fixed(int(tokens))
-    return Auto(most, acceptance, first, by_confidence=by_confidence)
+    def _length(
+        self,
+        tokens: int | str,
+        most: int,
+        acceptance: float,
+        first: int,
+        *,
+        by_confidence: bool = False,
+    ) -> DraftLength:
+        if tokens != AUTO:
+            return Fixed(int(tokens))
+        # Where nothing streams a pass is cheap, and drafts may well not pay.
+        plain_first = not self._models.runtime.streams
+        return Auto(most, acceptance, first, by_confidence=by_confidence, plain_first=plain_first)

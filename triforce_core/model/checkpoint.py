@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.header import read_json
 from offload.checkpoint.safetensors import SafetensorsSource
@@ -15,6 +14,9 @@ from offload.errors import CheckpointError, TriforceError, UnsupportedModelError
 from triforce_core.model.config import ModelConfig, from_hf
 from triforce_core.model.gguf_config import gguf_config
 from triforce_core.model.tensors import layer_shapes
+
+if TYPE_CHECKING:
+    import torch
 
 _HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
 # Some repositories hold copies of the same weights in other layouts.
@@ -45,9 +47,12 @@ class Checkpoint:
         source: TensorSource,
         names: Callable[[str], list[_Piece]],
         rope_factors: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
+        """metadata: of a GGUF file, whose tokenizer is in it."""
         self.path = path
         self.config = config
+        self.metadata = metadata
         self._source = source
         self._names = names
         self._rope_factors = rope_factors
@@ -71,6 +76,9 @@ class Checkpoint:
         """Divisors of the inverse frequencies, [head_dim / 2], which GGUF stores for Llama 3."""
         if self._rope_factors is None:
             return None
+        # A header is read without torch.
+        import torch
+
         factors = torch.empty(self._source.shape(self._rope_factors))
         self._source.read(self._rope_factors, factors)
         return factors
@@ -183,7 +191,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         source.close()
         raise
     factors = "rope_freqs.weight" if "rope_freqs.weight" in source.names() else None
-    return Checkpoint(path, config, source, _gguf_names(config), factors)
+    return Checkpoint(path, config, source, _gguf_names(config), factors, source.metadata)
 
 
 def _optional_json(path: Path) -> dict:

@@ -4,24 +4,66 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from offload.errors import CheckpointError, UsageError
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-class Tokenizer:
-    """A transformers tokenizer, with its failures made typed."""
+class Backend(Protocol):
+    """What knows the tokens."""
 
-    def __init__(self, tokenizer: Any, load_seconds: float = 0.0) -> None:
-        self.load_seconds = load_seconds
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids. special: with what the model wants before and behind a text."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text; special tokens have none."""
+
+    def vocabulary(self) -> dict[str, int]: ...
+
+    def in_transformers(self) -> Any:
+        """The same as a tokenizer of transformers."""
+
+
+class TransformersTokenizer:
+    """A tokenizer of transformers as a Backend."""
+
+    def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._tokenizer.chat_template
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab()
+
+    def in_transformers(self) -> Any:
+        return self._tokenizer
+
+
+class Tokenizer:
+    """A model's tokens and its chat template, with failures made typed."""
+
+    def __init__(self, backend: Backend, load_seconds: float = 0.0) -> None:
+        self.load_seconds = load_seconds
+        self._backend = backend
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
-        return list(self._tokenizer(text)["input_ids"])
+        return self._backend.encode(text)
 
     def chat(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of messages in the chat template, ready for the model's answer.
@@ -29,99 +71,90 @@ class Tokenizer:
         messages: each with a "role" and its "content", or what the user says first
         Raises UsageError if there is no template, or it does not take them.
         """
-        if not self._tokenizer.chat_template:
+        if not self._backend.chat_template:
             raise UsageError("the model has no chat template: give it plain text")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         try:
-            rendered = self._tokenizer.apply_chat_template(
+            rendered = self._in_transformers.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
             )
         except Exception as error:
             reason = str(error) or type(error).__name__
             raise UsageError(f"the chat template does not take these messages: {reason}") from error
-        return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        return self._backend.encode(rendered, special=False)
 
     def save(self, directory: Path) -> None:
         """Writes it beside a checkpoint in `directory`."""
-        self._tokenizer.save_pretrained(directory)
+        self._in_transformers.save_pretrained(directory)
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        return self._tokenizer.get_vocab()
+        return self._backend.vocabulary()
 
-    def decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens; special ones have none."""
+        return self._backend.decode(token_ids)
 
-
-def _has_tokenizer(path: Path) -> bool:
-    if path.is_dir():
-        return any((path / name).exists() for name in _FILES)
-    from offload.checkpoint.gguf import GGUFSource
-
-    # Opening it here also checks its lengths before transformers' reader sees the file.
-    source = GGUFSource(path)
-    source.close()
-    return "tokenizer.ggml.model" in source.metadata
+    @cached_property
+    def _in_transformers(self) -> Any:
+        return self._backend.in_transformers()
 
 
-def load_tokenizer(path: Path) -> Tokenizer | None:
+def load_tokenizer(path: Path, metadata: Mapping[str, Any] | None = None) -> Tokenizer | None:
     """The tokenizer beside (or inside) a checkpoint, None if there is none.
 
-    Raises CheckpointError if it cannot be read.
+    metadata: of a GGUF file that was read already. Raises CheckpointError if it cannot be read.
     """
-    if not _has_tokenizer(path):
-        return None
-    from transformers.utils import logging
-
     began = time.perf_counter()
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
-        tokenizer = _from_folder(path) if path.is_dir() else _byte_level(path) or _from_gguf(path)
-    except (KeyboardInterrupt, SystemExit):
+        backend = _from_folder(path) if path.is_dir() else _from_gguf(path, metadata)
+    except (KeyboardInterrupt, SystemExit, CheckpointError):
         raise
     except BaseException as error:
         # The Rust tokenizer's panics are BaseExceptions.
         raise CheckpointError(
             f"cannot read the tokenizer of {path}: {type(error).__name__}: {error}"
         ) from error
+    return backend and Tokenizer(backend, time.perf_counter() - began)
+
+
+def _from_folder(path: Path) -> Backend | None:
+    if not any((path / name).exists() for name in _FILES):
+        return None
+    return _from_transformers(path)
+
+
+def _from_gguf(path: Path, metadata: Mapping[str, Any] | None) -> Backend | None:
+    from offload.checkpoint.gguf import GGUFSource
+    from triforce_core.model.byte_level import ByteLevelTokenizer, is_known
+
+    if metadata is None:
+        # Opening it here also checks its lengths before transformers' reader sees the file.
+        source = GGUFSource(path)
+        source.close()
+        metadata = source.metadata
+    if "tokenizer.ggml.model" not in metadata:
+        return None
+    if is_known(metadata):
+        return ByteLevelTokenizer(metadata)
+    return _from_transformers(path.parent, gguf_file=path.name)
+
+
+def _from_transformers(directory: Path, **options: str) -> TransformersTokenizer:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        return TransformersTokenizer(
+            AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
+        )
     finally:
         logging.set_verbosity(before)
         logging.enable_progress_bar()
-    return Tokenizer(tokenizer, time.perf_counter() - began)
-
-
-def _from_folder(path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, local_files_only=True)
-
-
-def _from_gguf(path: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
-
-
-def _byte_level(path: Path) -> Any:
-    """A GGUF file's tokenizer if it is of GPT-2's kind, as Llama 3's and Qwen's are; else None.
-
-    The same as AutoTokenizer's, which reads the whole header once more for the model's config, in
-    several seconds.
-    """
-    try:
-        from transformers import PreTrainedTokenizerFast
-        from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
-    except ImportError:
-        # Older versions read a tokenizer by AutoTokenizer alone.
-        return None
-    architecture, parts, settings = get_gguf_tokenizer(str(path))
-    if parts.get("tokenizer_type") != "gpt2":
-        return None
-    tokenizer, more = convert_gguf_tokenizer(architecture, parts)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings | more)
 
 
 def check_same_vocabulary(

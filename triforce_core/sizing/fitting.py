@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.errors import DoesNotFitError, UsageError
-from offload.placement import Demand, Placement, least_bytes, place
+from offload.placement import Demand, Placement, least_bytes, place, streams
 from triforce_core.sizing.demand import Wanted
+
+# Where nothing streams a retrieval model saves nothing but reads of KV. It must read so much less
+# than the target, weights included, to be made unasked.
+_LEAST_SAVING = 1.25
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,9 @@ def fit(wanted: Wanted, available_bytes: int, placement: Placement | None = None
 
     placement: where everything goes, instead of `place`'s choice. The retrieval model computes with
     the target's own weights, so it is there if they all stay on the device; if they have to stream,
-    the drafter proposes to the target directly. A budget that was asked for is never given up: it
-    fits or is refused. Raises DoesNotFitError, or UsageError.
+    or if nothing does and a pass reads little more than the retrieval model would, the drafter
+    proposes to the target directly. A budget that was asked for is never given up: it fits or is
+    refused. Raises DoesNotFitError, or UsageError.
     """
     method = wanted.method
     without = wanted.demand(0)
@@ -37,7 +42,11 @@ def fit(wanted: Wanted, available_bytes: int, placement: Placement | None = None
                 f"and the placement streams {len(placement.streamed_layers)} layers"
             )
         return Fitted(without, placement, 0)
-    if method.budget is not None:
+    if method.budget is None:
+        placed = placement or place(without, available_bytes)
+        if not _saves(without, placed, method.budgets[0]):
+            return Fitted(without, placed, 0)
+    else:
         cache = method.budget * without.kv.token_bytes * wanted.config.layers
         if cache > available_bytes:
             raise _refused("for", method.budget, cache, available_bytes)
@@ -50,7 +59,17 @@ def fit(wanted: Wanted, available_bytes: int, placement: Placement | None = None
             return Fitted(demand, place(demand, available_bytes), budget)
     if method.budget is not None:
         raise _refused("with", method.budget, needed, available_bytes)
-    return Fitted(without, place(without, available_bytes), 0)
+    return Fitted(without, placed, 0)
+
+
+def _saves(demand: Demand, placement: Placement, budget: int) -> bool:
+    """Whether a retrieval model of a budget could save time. demand, placement: without it."""
+    if streams(demand, placement):
+        return True
+    weights = demand.layers * demand.layer_bytes + demand.head_bytes
+    kept = min(budget, demand.context_tokens) * demand.kv.token_bytes * demand.layers
+    read = demand.context_tokens * demand.kv.token_bytes * demand.layers
+    return weights + read >= _LEAST_SAVING * (weights + kept)
 
 
 def _refused(how: str, budget: int, needed: int, available_bytes: int) -> DoesNotFitError:

@@ -46,7 +46,8 @@ def run(capsys, shape, *options: str) -> tuple[int, str, str]:
 
 
 def test_every_test_gives_its_figure(capsys, tiny_shape) -> None:
-    code, out, err = run(capsys, tiny_shape, "--output", "json")
+    # Nothing streams, so there is a retrieval model only if one is asked for.
+    code, out, err = run(capsys, tiny_shape, "--output", "json", "--budget", "64")
     result = json.loads(out)
     assert code == 0
     rows = result["rows"]
@@ -87,7 +88,7 @@ def test_the_floor_of_a_pass_is_its_bytes_over_the_link(capsys, tiny_shape) -> N
 
 
 def test_a_table_is_the_default(capsys, tiny_shape) -> None:
-    code, out, _ = run(capsys, tiny_shape, "--tests", "link,retrieval")
+    code, out, _ = run(capsys, tiny_shape, "--tests", "link,retrieval", "--budget", "64")
     assert code == 0
     lines = out.splitlines()
     assert lines[2].startswith("| test | what |")

@@ -20,6 +20,7 @@ from offload.kv.store import KVStore
 from offload.link.emulated import EmulatedLink
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context, Interrupted
+from triforce_core.decoding.levels import Tallies, Tally
 
 CONTEXT = 160
 METHODS = {
@@ -81,7 +82,9 @@ def test_logits_equal_those_of_a_fresh_model_whatever_the_context_held(
                 expected = twin(torch.tensor([prompt])).logits[0, -1:]
             torch.testing.assert_close(read.logits, expected, rtol=0, atol=1e-4)
             assert read.logits.argmax() == expected.argmax()
-            decoder = ours.drafting.decoder(context, SamplingParams(20), _rule(choose), ())
+            decoder = ours.drafting.decoder(
+                context, SamplingParams(20), _rule(choose), (), Tallies(Tally(), Tally())
+            )
             decoder.start(read)
             for _ in range(choose.randint(0, 4)):
                 decoder.step(16)

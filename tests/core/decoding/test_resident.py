@@ -96,6 +96,7 @@ def test_what_cannot_be_recorded_runs_eagerly_with_a_warning(tiny, recwarn) -> N
 
     path, _ = tiny("llama")
     options = {"device": "cpu", "max_context": 120, "draft": "none", "draft_tokens": 5}
+    options["budget"] = 64
     texts = []
     for recorder in (None, Refusing()):
         with Engine.from_pretrained(path, **options) as engine:

@@ -105,7 +105,13 @@ def test_it_holds_exact_kv_after_every_pass(
 def test_short_prompts_are_all_in(tiny, watched) -> None:
     path, _ = tiny("llama")
     with Engine.from_pretrained(
-        path, device="cpu", max_context=200, block_tokens=BLOCK, draft="none", draft_tokens=5
+        path,
+        device="cpu",
+        max_context=200,
+        block_tokens=BLOCK,
+        draft="none",
+        draft_tokens=5,
+        budget=200,
     ) as engine:
         result = engine.generate(random_ids(61), SamplingParams(100, temperature=1.0, seed=1))
     # As of the last refresh; the request's last pass needs none after it.
@@ -224,7 +230,13 @@ def test_step_uses_what_was_committed(tiny, watched, monkeypatch) -> None:
 
     monkeypatch.setattr(Hierarchy, "step", step)
     with Engine.from_pretrained(
-        path, device="cpu", max_context=200, block_tokens=BLOCK, draft="none", draft_tokens=5
+        path,
+        device="cpu",
+        max_context=200,
+        block_tokens=BLOCK,
+        draft="none",
+        draft_tokens=5,
+        budget=200,
     ) as engine:
         engine.generate(random_ids(30), SamplingParams(40, temperature=1.0, seed=1))
     assert all(own == committed for own, committed in lengths[:-1])

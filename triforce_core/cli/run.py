@@ -1,0 +1,111 @@
+"""A run of `triforce generate`: the model is loaded, its text streams, its figures follow."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import ExitStack, suppress
+
+from offload.files import Output
+from offload.memory.device import device_name
+from triforce_core.cli.output import TextOutput, say
+from triforce_core.cli.progress import ProgressBars
+from triforce_core.cli.report import LEVEL_LEGEND, colored, print_run, takes_colors
+from triforce_core.cli.signals import Stop, exit_code
+from triforce_core.engine import Engine
+from triforce_core.loading import open_device
+from triforce_core.opening import OpenModel
+from triforce_core.params import SamplingParams
+from triforce_core.planner.plan import Plan
+from triforce_core.settings import EngineConfig
+from triforce_core.stream import Completion
+
+# A run that differs from its plan by this factor says so.
+_FAR = 2.0
+
+
+class Run:
+    """One request of a command, and what a person sees of it."""
+
+    def __init__(
+        self, args: argparse.Namespace, bars: ProgressBars, stop: Stop, plan: Plan | None
+    ) -> None:
+        """plan: that was given, if one was."""
+        self._args = args
+        self._bars = bars
+        self._stop = stop
+        self._plan = plan
+
+    def text(
+        self, model: OpenModel, token_ids: list[int], params: SamplingParams, config: EngineConfig
+    ) -> int:
+        """Generates what follows the prompt. Returns the exit code."""
+        args, bars, stop = self._args, self._bars, self._stop
+        if self._plan is not None:
+            device = device_name(open_device(config.machine.device))
+            self._plan.check(model.name, model.checkpoint.config, device)
+        if args.color_levels and not args.quiet and takes_colors(sys.stderr):
+            say(LEVEL_LEGEND)
+        with ExitStack() as stack:
+            engine = stack.enter_context(
+                Engine.from_pretrained(model, config, progress=bars.update)
+            )
+            model.close()
+            if not args.quiet:
+                say(f"plan: {engine.plan_line}")
+            stream, output = engine.stream(token_ids, params), TextOutput()
+            stop.end = stream.interrupt
+            colors = args.color_levels and takes_colors(sys.stdout)
+            try:
+                for piece in stream.pieces():
+                    # The text owns the terminal from its first piece on.
+                    with suppress(OSError):
+                        bars.stop()
+                    if not output.write(colored(piece) if colors else piece.text):
+                        stream.interrupt()
+            finally:
+                with suppress(OSError):
+                    bars.stop()
+                if stream.ended:
+                    self._report(stream.result, output)
+                    self._say_if_planned_otherwise(engine, stream.result)
+        if stop.number is not None and stream.result.finish_reason == "interrupted":
+            return exit_code(stop.number)
+        return output.code
+
+    def _report(self, result: Completion, output: TextOutput) -> None:
+        """What follows the text. Raises OutputError if the stats cannot be written."""
+        args = self._args
+        if result.text and not result.text.endswith("\n"):
+            output.write("\n")
+        kept = "--stats would have kept it"
+        if args.stats is not None:
+            # First of all: standard error may have gone the way of standard output.
+            stats = json.dumps(result.stats, indent=2, ensure_ascii=False) + "\n"
+            Output(args.stats, "stats").write(stats)
+            kept = "what was there is lost" if args.stats == "-" else f"{args.stats} has it whole"
+        if output.why:
+            say(f"triforce: {output.why}; {kept}")
+        elif output.escaped:
+            say(
+                f"triforce: standard output is {sys.stdout.encoding}, which lacks characters of "
+                f"the text: they were written as escapes; {kept}"
+            )
+        if not args.quiet:
+            with suppress(OSError):
+                print_run(result.stats)
+
+    def _say_if_planned_otherwise(self, engine: Engine, result: Completion) -> None:
+        """What a plan predicts by rates that a busy machine gave is far off."""
+        plan = self._plan
+        predicted = plan and plan.predicted and plan.predicted.get("seconds_per_token")
+        measured = result.stats["seconds_per_token"]
+        if self._args.quiet or not predicted or not measured:
+            return
+        if engine.plan == plan.as_run(engine.plan) and not 1 / _FAR < measured / predicted < _FAR:
+            say(
+                f"triforce: the plan predicts {predicted:.3g} s a token, and {measured:.3g} were "
+                "measured; if its rates were measured on a busy machine, `triforce env --probe` "
+                "forgets them"
+            )
