@@ -136,7 +136,7 @@ def test_the_retrieval_model_is_there_if_the_weights_fit(tmp_path) -> None:
     seen = []
     for budget in range(4_800_000, 7_600_000, 350_000):
         with Engine.from_pretrained(
-            path, device="cpu", device_memory=budget, max_context=500, block_tokens=BLOCK
+            tmp_path, device="cpu", device_memory=budget, max_context=1012, block_tokens=BLOCK
         ) as engine:
             stats = engine.generate(random_ids(900), SamplingParams(4, temperature=0)).stats
             resident = not engine.runtime.streams
