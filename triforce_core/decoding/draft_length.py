@@ -210,8 +210,9 @@ class Auto:
 
 # How much faster drafts must make decoding to be worth the wait for a whole draft.
 _LEAST_GAIN = 1.1
-# Rounds without a draft worth its seconds after which a level that only lost is given up.
-_IDLE_ROUNDS = 64
+# A level that gained nothing is given up after so many rounds without a draft worth its seconds:
+# enough for what was seen of it to fade, and for it to be tried again.
+_IDLE_ROUNDS = 128
 # What a round counts for when the next one has been seen: about 30 rounds are remembered.
 _MEMORY = 0.97
 # Rounds that the assumed acceptance counts for at first, and tokens that it counts for always.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from byte_level_files import write_byte_level
 from command import GREEDY, run
 from helpers import add_tokenizer, make_model
 
@@ -238,6 +241,44 @@ def test_a_typo_gets_one_line_with_what_may_have_been_meant(capsys, arguments, s
     assert (code, out) == (2, "")
     assert said in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_what_can_be_refused_is_refused_before_torch_is_loaded(tiny, tmp_path) -> None:
+    path = write_byte_level(tiny, tmp_path / "m.gguf", "llama-bpe")
+    (tmp_path / "long").write_text("again " * 5000)
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from triforce_core.cli.main import main\n"
+        f"sys.exit(main(['generate', {str(path)!r}, '--prompt-file', {str(tmp_path / 'long')!r}]))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "positions the model has" in ended.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a terminal")
+def test_a_terminal_shows_what_is_waited_for(speaking) -> None:
+    terminal, theirs = os.openpty()
+    command = [sys.executable, "-P", "-m", "triforce_core.cli", "generate", speaking, "-p", "Hello"]
+    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+    with subprocess.Popen(
+        [*command, *GREEDY], stdout=subprocess.PIPE, stderr=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        # Linux ends a terminal that all others have closed with an error.
+        with suppress(OSError):
+            while more := os.read(terminal, 1 << 16):
+                shown += more
+        text = process.stdout.read()
+    os.close(terminal)
+    assert process.returncode == 0
+    assert text.strip()
+    order = [shown.find(said) for said in (b"opening the model", b"3/3 layers", b"tokens/s")]
+    assert -1 not in order
+    assert order == sorted(order)
 
 
 def test_options_without_effect_are_named(speaking, capsys) -> None:

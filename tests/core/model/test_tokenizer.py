@@ -4,66 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
-from pydoc_data.topics import topics
 
 import gguf
 import pytest
+from byte_level_files import MANUAL, tokenizer_metadata, write_byte_level
 from gguf_files import write_gguf
-from tokenizers import Tokenizer as Library
-from tokenizers import models, pre_tokenizers, trainers
 
 from offload.errors import CheckpointError, UsageError
-from triforce_core.model.byte_level import _SPLITS, _split
+from triforce_core.model.byte_level import _SPLITS
 from triforce_core.model.tokenizer import load_tokenizer
 
-CONTROL = ("<|begin|>", "<|end|>", "<|said by|>")
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}"
-    "{% endfor %}{% if add_generation_prompt %}me: {% endif %}"
-)
-MANUAL = "\n".join(topics.values())
 TEXT = (
     MANUAL[40_000:70_000]
     + "  it's WE'LL 'Re 12345 1 22,333.4444 e\u0301 \U0001f600 日本語 \r\n\n\t   x<|end|>y"
     + " <think> \u00a0<|said by|> <|begin|>"
 )
-
-
-def tokenizer_metadata(writer: gguf.GGUFWriter, pre: str, *, adds: bool) -> None:
-    """Of merges that were learned with the splitting `pre`, as llama.cpp's converter writes it."""
-    library = Library(models.BPE())
-    library.pre_tokenizer = _split(pre)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=alphabet, show_progress=False, special_tokens=[CONTROL[0]]
-    )
-    library.train_from_iterator(MANUAL[:40_000].splitlines(), trainer)
-    learned = library.get_vocab()
-    tokens = [*sorted(learned, key=learned.get), *CONTROL[1:], "<think>"]
-    kinds = [3 if token in CONTROL else 4 if token == "<think>" else 1 for token in tokens]
-    merges = [" ".join(pair) for pair in library_merges(library)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(kinds)
-    writer.add_token_merges(merges)
-    writer.add_bos_token_id(tokens.index(CONTROL[0]))
-    writer.add_eos_token_id(tokens.index(CONTROL[1]))
-    writer.add_add_bos_token(adds)
-    writer.add_chat_template(TEMPLATE)
-
-
-def library_merges(library: Library) -> list[list[str]]:
-    import json
-
-    return json.loads(library.to_str())["model"]["merges"]
-
-
-def write(tiny, path: Path, pre: str, *, adds: bool = False) -> Path:
-    _, twin = tiny("llama")
-    write_gguf(twin, path, describe=lambda writer: tokenizer_metadata(writer, pre, adds=adds))
-    return path
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -73,7 +28,7 @@ def test_a_byte_level_tokenizer_is_that_of_transformers(
 ) -> None:
     from transformers import AutoTokenizer
 
-    path = write(tiny, tmp_path / "m.gguf", pre, adds=adds)
+    path = write_byte_level(tiny, tmp_path / "m.gguf", pre, adds=adds)
     ours = load_tokenizer(path)
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     expected = theirs(TEXT)["input_ids"]
@@ -91,7 +46,7 @@ def test_a_byte_level_tokenizer_is_that_of_transformers(
 
 
 def test_what_is_saved_is_the_same_tokenizer(tiny, tmp_path) -> None:
-    ours = load_tokenizer(write(tiny, tmp_path / "m.gguf", "llama-bpe", adds=True))
+    ours = load_tokenizer(write_byte_level(tiny, tmp_path / "m.gguf", "llama-bpe", adds=True))
     ours.save(tmp_path / "saved")
     again = load_tokenizer(tmp_path / "saved")
     assert again.encode(TEXT) == ours.encode(TEXT)
@@ -100,7 +55,7 @@ def test_what_is_saved_is_the_same_tokenizer(tiny, tmp_path) -> None:
 
 
 def test_transformers_and_torch_are_not_loaded_for_it(tiny, tmp_path) -> None:
-    path = write(tiny, tmp_path / "m.gguf", "qwen2")
+    path = write_byte_level(tiny, tmp_path / "m.gguf", "qwen2")
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from pathlib import Path\n"
@@ -111,7 +66,7 @@ def test_transformers_and_torch_are_not_loaded_for_it(tiny, tmp_path) -> None:
 
 
 def test_a_template_that_does_not_take_messages_is_a_usage_error(tiny, tmp_path) -> None:
-    ours = load_tokenizer(write(tiny, tmp_path / "m.gguf", "smollm"))
+    ours = load_tokenizer(write_byte_level(tiny, tmp_path / "m.gguf", "smollm"))
     with pytest.raises(UsageError, match="does not take these messages"):
         ours.chat([{"who": "me"}, 3])
 
