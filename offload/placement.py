@@ -17,6 +17,7 @@ STAGING_SLOTS = 2
 class Demand:
     """What a model and a context ask for. Sizes in bytes.
 
+    layer_bytes: of each layer's weights, as they are stored
     head_bytes: final norm and output matrix, always on the device
     embedding_bytes: the input embedding if it is a matrix of its own, 0 when tied to the head
     reading_bytes: temporaries of reading a prompt that fills the context
@@ -25,8 +26,7 @@ class Demand:
     gather_bytes: of buffers through which chunks of streamed KV are retrieved; as many on the host
     """
 
-    layers: int
-    layer_bytes: int
+    layer_bytes: tuple[int, ...]
     head_bytes: int
     embedding_bytes: int
     reading_bytes: int
@@ -36,6 +36,24 @@ class Demand:
     max_pass_tokens: int
     drafting_bytes: int = 0
     gather_bytes: int = 0
+
+    @property
+    def layers(self) -> int:
+        return len(self.layer_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a weight slot, which takes any layer."""
+        return max(self.layer_bytes)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of all layers."""
+        return sum(self.layer_bytes)
+
+    def streamed_bytes(self, placement: Placement) -> int:
+        """Weights that cross the link in each pass."""
+        return sum(self.layer_bytes[layer] for layer in placement.streamed_layers)
 
     @property
     def kv_blocks(self) -> int:
@@ -150,7 +168,7 @@ def device_bytes(demand: Demand, placement: Placement) -> int:
     """Device memory that a placement takes when its context is full: while the prompt is read, or
     in passes if that is more.
     """
-    resident_layers = demand.layers - len(placement.streamed_layers)
+    resident_weights = demand.weights_bytes - demand.streamed_bytes(placement)
     resident_blocks = min(placement.resident_kv_blocks, demand.kv_blocks)
     blocks = resident_blocks + placement.kv_slots + placement.staging_slots
     lent = placement.lent_kv_blocks * demand.kv.block_bytes
@@ -159,7 +177,8 @@ def device_bytes(demand: Demand, placement: Placement) -> int:
         + (demand.gather_bytes if resident_blocks < demand.kv_blocks else 0)
         + max(demand.reading_bytes, demand.pass_bytes + lent)
         + (demand.embedding_bytes if placement.embedding_resident else 0)
-        + (resident_layers + placement.weight_slots) * demand.layer_bytes
+        + resident_weights
+        + placement.weight_slots * demand.slot_bytes
         + blocks * demand.kv.block_bytes
     )
 
@@ -173,7 +192,7 @@ def host_bytes(demand: Demand, placement: Placement) -> int:
     """Host memory that a placement takes when its context is full."""
     streamed_blocks = max(0, demand.kv_blocks - placement.resident_kv_blocks)
     return (
-        len(placement.streamed_layers) * demand.layer_bytes
+        demand.streamed_bytes(placement)
         + streamed_blocks * demand.kv.block_bytes
         + (0 if placement.embedding_resident else demand.embedding_bytes)
         + (demand.gather_bytes if streamed_blocks else 0)

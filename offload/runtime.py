@@ -55,7 +55,7 @@ class Runtime:
             self.conveyor = Conveyor(
                 link,
                 {
-                    WEIGHTS: self._ring(placement.weight_slots, demand.layer_bytes, "weight slots"),
+                    WEIGHTS: self._ring(placement.weight_slots, demand.slot_bytes, "weight slots"),
                     KV: self._ring(placement.kv_slots, demand.kv.block_bytes, "KV slots"),
                 },
             )

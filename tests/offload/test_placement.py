@@ -29,8 +29,7 @@ GIB = 1 << 30
 
 def llama2_7b(context: int = 131072) -> Demand:
     return Demand(
-        layers=32,
-        layer_bytes=405_000_000,
+        layer_bytes=(405_000_000,) * 32,
         head_bytes=262_000_000,
         embedding_bytes=262_000_000,
         reading_bytes=3 * GIB,
@@ -56,7 +55,8 @@ def test_a_placement_fits_and_leaves_no_room_unused(
     layers, layer_bytes, head, embedding, context, limit, reading, passing
 ) -> None:
     kv = KVShape(layers, 2, 8, 16, torch.float32)
-    demand = Demand(layers, layer_bytes, head, embedding, reading, passing, kv, context, 1)
+    sizes = (layer_bytes,) * layers
+    demand = Demand(sizes, head, embedding, reading, passing, kv, context, 1)
     try:
         placement = place(demand, limit)
     except DoesNotFitError as error:
@@ -80,6 +80,27 @@ def test_a_placement_fits_and_leaves_no_room_unused(
         )
     moved = host_bytes(demand, placement) + used
     assert moved >= layers * layer_bytes + demand.kv_blocks * kv.block_bytes + embedding
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 10**6), min_size=1, max_size=40), st.integers(0, 10**8))
+def test_layers_of_different_sizes_are_counted_as_they_are(sizes, limit) -> None:
+    kv = KVShape(len(sizes), 2, 8, 16, torch.float32)
+    demand = Demand(tuple(sizes), 10**5, 10**4, 10**5, 10**5, kv, 500, 1)
+    try:
+        placement = place(demand, limit)
+    except DoesNotFitError as error:
+        place(demand, error.needed_bytes)
+        return
+    resident = [i for i in range(len(sizes)) if i not in placement.streamed_layers]
+    weights = sum(sizes[i] for i in resident) + placement.weight_slots * max(sizes)
+    used = device_bytes(demand, placement)
+    assert weights < used <= limit
+    # Nothing else depends on where weights are.
+    without = replace(placement, streamed_layers=(), weight_slots=0)
+    assert device_bytes(demand, without) - used == sum(sizes) - weights
+    streamed = sum(sizes) - sum(sizes[i] for i in resident)
+    assert host_bytes(demand, placement) - host_bytes(demand, without) == streamed
 
 
 def test_llama2_7b_at_128k_on_24_gb_streams_kv_and_keeps_weights() -> None:

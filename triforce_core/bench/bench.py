@@ -200,7 +200,7 @@ class Bench:
 
         seconds = self._times(step, 4 * self.settings.repeats, before=USES_BEFORE + 1)
         demand = self.runtime.demand
-        read = demand.layers * demand.layer_bytes + demand.head_bytes
+        read = demand.weights_bytes + demand.head_bytes
         read += demand.kv.token_bytes * demand.layers * cache.kv.end
         floor = read / self.device_copy_bytes_per_second
         what = f"one token over {cache.kv.end}"

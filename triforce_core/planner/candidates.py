@@ -144,7 +144,7 @@ class Candidate:
         case, rank = self.case, self.case.rank
         prompt = case.context - case.new_tokens
         hardware, placement = case.hardware, self.plan.placement
-        matrices = len(placement.streamed_layers) * self.demand.layer_bytes
+        matrices = self.demand.streamed_bytes(placement)
         flops = prefill_flops(rank, prompt)
         compute = flops / hardware.flops_per_second + case.costs.head(1)
         if not hardware.asynchronous:
@@ -152,7 +152,7 @@ class Candidate:
             compute += rank.layers * chunks * case.costs.launches.layer * hardware.launch_seconds
         rate = hardware.stream_bytes_per_second
         outwards = max(0, host_bytes(self.demand, placement) - matrices)
-        first = self.demand.layer_bytes / rate if placement.streamed_layers else 0.0
+        first = self.demand.slot_bytes / rate if placement.streamed_layers else 0.0
         return first + max(compute, matrices / rate, outwards / rate)
 
 

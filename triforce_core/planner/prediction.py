@@ -110,25 +110,26 @@ def _placement(chosen: Candidate) -> dict[str, Any]:
 def _memory(chosen: Candidate) -> dict[str, Any]:
     """What the parts take, in bytes; together device_bytes."""
     demand, placement = chosen.demand, chosen.plan.placement
-    resident, streamed = placement.resident_kv_blocks, len(placement.streamed_layers)
+    resident, streamed = placement.resident_kv_blocks, demand.streamed_bytes(placement)
     block = demand.kv.block_bytes
     lent = placement.lent_kv_blocks * block
     return {
         "device_bytes": chosen.device_bytes,
         "device_available_bytes": chosen.case.hardware.memory_bytes,
         "host_bytes": chosen.host_bytes,
-        "weights_bytes": (demand.layers - streamed) * demand.layer_bytes
+        "weights_bytes": demand.weights_bytes
+        - streamed
         + demand.head_bytes
         + (demand.embedding_bytes if placement.embedding_resident else 0),
         "resident_kv_bytes": resident * block + demand.kv.tail_bytes(demand.max_pass_tokens),
         "drafting_bytes": demand.drafting_bytes
         + (demand.gather_bytes if resident < demand.kv_blocks else 0),
-        "slots_bytes": placement.weight_slots * demand.layer_bytes
+        "slots_bytes": placement.weight_slots * demand.slot_bytes
         + (placement.kv_slots + placement.staging_slots) * block,
         "workspace_bytes": max(demand.reading_bytes, demand.pass_bytes + lent)
         + chosen.case.library_bytes,
         "lent_kv_bytes": lent,
-        "streamed_weights_bytes": streamed * demand.layer_bytes,
+        "streamed_weights_bytes": streamed,
         "streamed_kv_bytes": (demand.kv_blocks - resident) * block - lent,
     }
 

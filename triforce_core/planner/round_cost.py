@@ -41,7 +41,7 @@ class RoundCost:
         resident = placement.resident_kv_blocks + placement.lent_kv_blocks
         return Places(
             streamed_layers=frozenset(placement.streamed_layers),
-            layer_bytes=[demand.layer_bytes] * demand.layers,
+            layer_bytes=demand.layer_bytes,
             kv_blocks=[self._blocks] * demand.layers,
             resident_blocks=share_blocks(min(resident, demand.kv_blocks), demand.layers),
             block_bytes=demand.kv.block_bytes,
@@ -52,7 +52,7 @@ class RoundCost:
         """What a pass brings to the device."""
         places = self.places
         blocks = sum(max(0, self._blocks - share) for share in places.resident_blocks)
-        weights = len(places.streamed_layers) * self.demand.layer_bytes
+        weights = self.demand.streamed_bytes(self.placement)
         return weights + blocks * places.block_bytes
 
     @property
@@ -79,7 +79,7 @@ class RoundCost:
         which no more crosses than the slots hold.
         """
         placement, demand = self.placement, self.demand
-        ahead = placement.weight_slots * demand.layer_bytes
+        ahead = placement.weight_slots * demand.slot_bytes
         ahead += placement.kv_slots * demand.kv.block_bytes
         crossing = max(0, self.link_bytes - ahead) / self._rate
         return self.refresh_seconds + self.draft_seconds + max(self.compute_seconds, crossing)

@@ -74,8 +74,7 @@ class Wanted:
         shape, verified = self._kv_shape(), method.max_draft_tokens + 1
         scored = method.chunk_size if budget else 0
         return Demand(
-            layers=config.layers,
-            layer_bytes=layer_layout(config, self.dtype).nbytes,
+            layer_bytes=self._layer_bytes(),
             head_bytes=head_layout(config, self.dtype).nbytes,
             embedding_bytes=0 if config.tied else embedding_layout(config, self.dtype).nbytes,
             reading_bytes=reading_bytes(
@@ -100,9 +99,12 @@ class Wanted:
     @property
     def stored_bytes(self) -> int:
         """Bytes of all layers and of a full context's KV, wherever they lie. Raises UsageError."""
-        layers, shape = self.config.layers, self._kv_shape()
-        blocks = self.max_context // shape.block_tokens * layers
-        return layers * layer_layout(self.config, self.dtype).nbytes + blocks * shape.block_bytes
+        shape = self._kv_shape()
+        blocks = self.max_context // shape.block_tokens * self.config.layers
+        return sum(self._layer_bytes()) + blocks * shape.block_bytes
+
+    def _layer_bytes(self) -> tuple[int, ...]:
+        return (layer_layout(self.config, self.dtype).nbytes,) * self.config.layers
 
     def _kv_shape(self) -> KVShape:
         shape, chunk = kv_shape(self.config, 1, self.dtype), self.method.chunk_size

@@ -66,7 +66,7 @@ def _saves(demand: Demand, placement: Placement, budget: int) -> bool:
     """Whether a retrieval model of a budget could save time. demand, placement: without it."""
     if streams(demand, placement):
         return True
-    weights = demand.layers * demand.layer_bytes + demand.head_bytes
+    weights = demand.weights_bytes + demand.head_bytes
     kept = min(budget, demand.context_tokens) * demand.kv.token_bytes * demand.layers
     read = demand.context_tokens * demand.kv.token_bytes * demand.layers
     return weights + read >= _LEAST_SAVING * (weights + kept)

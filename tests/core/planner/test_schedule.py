@@ -45,7 +45,9 @@ def test_a_run_copies_what_its_simulation_does_in_the_same_order(
         chosen = engine.runtime.placement
     copied = [described(event.name, event.args) for event in read_trace(file)["copy in"]]
     costs = Costs(engine.config, DTYPES["float32"], named("rtx4090", 4))
-    expected = [("weights", layer, None, demand.layer_bytes) for layer in chosen.streamed_layers]
+    expected = [
+        ("weights", layer, None, demand.layer_bytes[layer]) for layer in chosen.streamed_layers
+    ]
     for length in range(PROMPT, PROMPT + stats["passes"]):
         # Blocks come to lie in lent memory as they cross in the first pass.
         placed = replace(chosen, lent_kv_blocks=0) if length == PROMPT else chosen
