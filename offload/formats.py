@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from triforce_kernels.block_types import BlockType
+
 if TYPE_CHECKING:
     import torch
+    from triforce_kernels.blocks import BlockWeight
+    from triforce_kernels.linear import StackedWeight, Weight
 
 # Bytes. Equal alignment everywhere keeps vectorised kernels bitwise equal at any placement.
 ALIGNMENT = 256
@@ -37,7 +42,7 @@ class Format(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+    def view(self, buffer: torch.Tensor) -> Weight:
         """The tensor in a flat uint8 buffer of `nbytes` bytes."""
 
 
@@ -54,6 +59,62 @@ class Dense:
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer.view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix in one of GGUF's block types, row by row."""
+
+    rows: int
+    columns: int
+    kind: BlockType
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.kind.row_bytes(self.columns)
+
+    def view(self, buffer: torch.Tensor) -> BlockWeight:
+        from triforce_kernels.blocks import BlockWeight
+
+        return BlockWeight(buffer.view(self.rows, -1), self.kind, self.columns)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of different formats, one above the other."""
+
+    parts: tuple[Dense | Blocks, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(aligned(part.nbytes) for part in self.parts)
+
+    def view(self, buffer: torch.Tensor) -> StackedWeight:
+        from triforce_kernels.linear import StackedWeight
+
+        views, start = [], 0
+        for part in self.parts:
+            views.append(part.view(buffer[start : start + part.nbytes]))
+            start += aligned(part.nbytes)
+        return StackedWeight(tuple(views))
+
+
+def matrix(
+    pieces: Sequence[tuple[int, BlockType | None]], columns: int, dtype: ElementType
+) -> Format:
+    """The format of a matrix made of pieces: the rows of each, and its block type if it is stored
+    in blocks. What is not is kept in `dtype`.
+    """
+    merged: list[tuple[int, BlockType | None]] = []
+    for rows, kind in pieces:
+        if merged and merged[-1][1] == kind:
+            rows += merged.pop()[0]
+        merged.append((rows, kind))
+    parts = tuple(
+        Dense((rows, columns), dtype) if kind is None else Blocks(rows, columns, kind)
+        for rows, kind in merged
+    )
+    return parts[0] if len(parts) == 1 else Stack(parts)
 
 
 def aligned(nbytes: int) -> int:

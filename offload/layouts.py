@@ -11,6 +11,7 @@ from offload.formats import Format, aligned
 
 if TYPE_CHECKING:
     import torch
+    from triforce_kernels.linear import Weight
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class FlatLayout:
             end += aligned(stored.nbytes)
         return cls(MappingProxyType(dict(formats)), MappingProxyType(offsets), end)
 
-    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    def views(self, buffer: torch.Tensor) -> dict[str, Weight]:
         """The named tensors as views of a flat uint8 buffer of at least `nbytes` bytes."""
         return {
             name: stored.view(buffer[start : start + stored.nbytes])

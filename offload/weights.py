@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-import torch
+from triforce_kernels.linear import Weight
 
 from offload.conveyor import Conveyor
 from offload.homes import DeviceHome, Home, HostHome
@@ -19,7 +19,7 @@ from offload.schedule import WEIGHTS
 
 # Layers that are read and dequantised at a time.
 _READERS = 4
-Views = Mapping[str, torch.Tensor]
+Views = Mapping[str, Weight]
 Fill = Callable[[int, Views], None]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,16 +30,51 @@ _ENDS = {
 }
 
 
+# Where the half-precision numbers of a block lie, in types that the gguf package does not write.
+_SCALES = {
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    **{"IQ1_M": (), "IQ4_NL": (0,), "IQ4_XS": (0,)},
+}
+
+
+def in_blocks(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """A matrix [rows, columns] in a block type, [rows, bytes of a row]. Where the gguf package does
+    not write that type: random bits, with small scales.
+    """
+    try:
+        return gguf.quants.quantize(array, kind)
+    except NotImplementedError:
+        block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(array.size)
+    data = random.integers(0, 256, (array.shape[0], array.shape[1] // block * nbytes), np.uint8)
+    blocks = data.reshape(-1, nbytes)
+    for start in _SCALES[kind.name]:
+        scales = (random.random(len(blocks)) * 0.01).astype(np.float16)
+        blocks[:, start : start + 2] = scales.view(np.uint8).reshape(-1, 2)
+    if kind.name == "IQ1_M":
+        # Its scale lies in the upper four bits of each of the last four numbers: .0078.
+        blocks[:, -8:] = blocks[:, -8:] & 0x0F | np.array([0, 0, 0, 0, 0, 0, 0, 0x20], np.uint8)
+    return data
+
+
+_LARGER = re.compile(r"blk\.\d*[02468]\.(ffn_down|attn_v)\.weight")
+
+
 def write_gguf(
     model: torch.nn.Module,
     path: Path,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     extra: dict[str, np.ndarray] | None = None,
     describe: Callable[[gguf.GGUFWriter], None] | None = None,
+    *,
+    mixed: bool = False,
     **metadata: object,
 ) -> None:
     """A transformers model as GGUF: q and k permuted for the llama architecture, matrices in `kind`
-    where their rows divide into its blocks, vectors in float32. describe: adds more metadata
+    where their rows divide into its blocks, vectors in float32.
+
+    describe: adds more metadata. mixed: `down` and `v` of even layers are in Q8_0 instead
     """
     config = model.config
     architecture = "llama" if config.model_type == "mistral" else config.model_type
@@ -73,9 +109,10 @@ def write_gguf(
             )
         tensors[_gguf_name(name)] = array
     for name, array in tensors.items():
-        block = gguf.GGML_QUANT_SIZES[kind][0]
+        stored = gguf.GGMLQuantizationType.Q8_0 if mixed and _LARGER.match(name) else kind
+        block = gguf.GGML_QUANT_SIZES[stored][0]
         if array.ndim > 1 and array.shape[-1] % block == 0:
-            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(name, in_blocks(array, stored), raw_dtype=stored)
         else:
             writer.add_tensor(name, np.ascontiguousarray(array))
     writer.write_header_to_file()

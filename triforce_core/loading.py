@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
 import torch
+from triforce_kernels.block_types import BlockType
 from triforce_kernels.dispatch import TRITON, KernelsError, backend
 from triforce_kernels.limits import MOST_SPLITS
+from triforce_kernels.linear import Weight
 
 from offload.errors import UsageError
 from offload.graphs import CudaRecorder
 from offload.kv.direct import reads_in_place
 from offload.kv.shape import KVShape
-from offload.layouts import FlatLayout
 from offload.link.cuda import CudaLink
 from offload.link.emulated import EmulatedLink
 from offload.link.link import Link
@@ -32,7 +33,7 @@ from triforce_core.decoding.models import Models, SmallModel
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.llama import Ends, Model
 from triforce_core.model.rope import Rope
-from triforce_core.model.tensors import embedding_layout, head_layout, layer_layout
+from triforce_core.model.tensors import Layouts, dense_layouts, stored_layouts
 from triforce_core.settings import AUTO, EngineConfig, MachineSettings
 from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.drafting import small_model_shape, window_tokens
@@ -53,9 +54,11 @@ class Readable(Protocol):
     @property
     def stored_dtype(self) -> str | None: ...
 
+    def pieces(self, name: str) -> Sequence[tuple[int, BlockType | None]]: ...
+
     def read_layer(self, layer: int, views: Views) -> None: ...
 
-    def read(self, name: str, into: torch.Tensor) -> None: ...
+    def read(self, name: str, into: Weight) -> None: ...
 
     def rope_factors(self) -> torch.Tensor | None: ...
 
@@ -138,7 +141,9 @@ def load(
             tracer = Trace(link)
             link = TracedLink(link, tracer)
         on_gpu = device.type == "cuda"
-        graphs = machine.cuda_graphs and on_gpu
+        layouts = choose_layouts(checkpoint, config.weights, dtype)
+        # Decoding blocks brings small tables from the host, which no graph can hold.
+        graphs = machine.cuda_graphs and on_gpu and not layouts.decoded_numbers
         wanted = Wanted(
             checkpoint.config,
             dtype,
@@ -150,6 +155,7 @@ def load(
             graphs=graphs,
             splits=MOST_SPLITS if backend(device.type) == TRITON else 1,
             gathers_through_host=not (machine.pin and reads_in_place(device)),
+            layouts=layouts,
         )
         memory = DeviceMemory(device, machine.device_memory, wanted.stored_bytes)
         stack.callback(memory.close)
@@ -165,7 +171,6 @@ def load(
             with one_by_one:
                 progress("load", next(read), layers)
 
-        layouts = _layouts(checkpoint.config, dtype)
         with memory.typed_errors(), memory.current():
             recorder = CudaRecorder(device) if graphs else None
             small = None
@@ -173,8 +178,9 @@ def load(
                 most = config.method.max_draft_tokens
                 small = _load_small_model(drafter, demand.kv, most, memory, host)
                 stack.callback(small.close)
-            ends = _load_ends(checkpoint, dtype, memory, host, placement.embedding_resident, stack)
-            runtime = Runtime(memory, host, link, demand, placement, layouts, fill, tracer)
+            resident = placement.embedding_resident
+            ends = _load_ends(checkpoint, layouts, memory, host, resident, stack)
+            runtime = Runtime(memory, host, link, demand, placement, layouts.layers, fill, tracer)
         stack.callback(runtime.close)
         target = Model(checkpoint.config, ends, rope, device)
         return Models(
@@ -182,8 +188,15 @@ def load(
         )
 
 
-def _layouts(config: ModelConfig, dtype: torch.dtype) -> list[FlatLayout]:
-    return [layer_layout(config, dtype)] * config.layers
+def choose_layouts(checkpoint: Readable, weights: str, dtype: torch.dtype) -> Layouts:
+    """How the weights will lie in memory. weights: of EngineConfig. Raises UsageError."""
+    config = checkpoint.config
+    if weights == "dense":
+        return dense_layouts(config, dtype)
+    layouts = stored_layouts(config, dtype, checkpoint.pieces)
+    if not layouts.decoded_numbers:
+        raise UsageError("weights are kept as stored where they are quantised, and these are not")
+    return layouts
 
 
 def _load_small_model(
@@ -195,9 +208,10 @@ def _load_small_model(
 ) -> SmallModel:
     config, dtype = checkpoint.config, like.dtype
     rope = Rope(config, memory.device, checkpoint.rope_factors())
+    layouts = dense_layouts(config, dtype)
     with ExitStack() as stack:
-        ends = _load_ends(checkpoint, dtype, memory, host, True, stack)
-        store = WeightStore(_layouts(config, dtype), (), memory, host, checkpoint.read_layer)
+        ends = _load_ends(checkpoint, layouts, memory, host, True, stack)
+        store = WeightStore(layouts.layers, (), memory, host, checkpoint.read_layer)
         stack.callback(store.close)
         return SmallModel(
             Model(config, ends, rope, memory.device),
@@ -210,21 +224,20 @@ def _load_small_model(
 
 def _load_ends(
     checkpoint: Readable,
-    dtype: torch.dtype,
+    layouts: Layouts,
     memory: DeviceMemory,
     host: HostMemory,
     embedding_resident: bool,
     stack: ExitStack,
 ) -> Ends:
-    config = checkpoint.config
-    allocation = memory.allocate(head_layout(config, dtype).nbytes, "head")
+    allocation = memory.allocate(layouts.head.nbytes, "head")
     stack.callback(memory.free, allocation)
-    tensors = head_layout(config, dtype).views(allocation.bytes)
+    tensors = layouts.head.views(allocation.bytes)
     for name, view in tensors.items():
         checkpoint.read(name, view)
     embedding = tensors["head"]
-    if not config.tied:
-        layout = embedding_layout(config, dtype)
+    if layouts.embedding is not None:
+        layout = layouts.embedding
         if embedding_resident:
             resident = memory.allocate(layout.nbytes, "embedding")
             stack.callback(memory.free, resident)

@@ -19,6 +19,7 @@ METHODS = ("triforce", "speculative", "autoregressive")
 RETRIEVAL = ("mass", "mean")
 ACCEPT = ("optimal", "coupled")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
+WEIGHTS = ("dense", "stored")
 AUTO = "auto"
 NGRAM, NO_DRAFTER = "ngram", "none"
 DEFAULT_BUDGET = 4096
@@ -161,6 +162,7 @@ class EngineConfig:
 
     machine, method: as their classes say
     dtype: of weights and KV: "auto", "float32", "bfloat16" or "float16"
+    weights: "dense" (every number in dtype) or "stored" (a GGUF file's blocks as they are)
     max_context: prompt and new tokens that will be needed at most; the model's positions if None.
         What a longer context would take is used to keep weights and KV on the device
     block_tokens: tokens of a KV block, a power of two; chosen from the sizes if None
@@ -171,6 +173,7 @@ class EngineConfig:
     machine: MachineSettings = field(default_factory=MachineSettings)
     method: MethodSettings = field(default_factory=MethodSettings)
     dtype: str = "auto"
+    weights: str = "dense"
     max_context: int | None = None
     block_tokens: int | None = None
     placement: Placement | None = None
@@ -189,6 +192,8 @@ class EngineConfig:
             raise UsageError(f"block_tokens must be a power of two, got {self.block_tokens}")
         if self.dtype not in DTYPE_NAMES:
             raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_NAMES)}")
+        if self.weights not in WEIGHTS:
+            raise UsageError(f"weights {self.weights!r} is not one of {', '.join(WEIGHTS)}")
         if self.trace is not None:
             object.__setattr__(self, "trace", Path(self.trace))
 

@@ -93,6 +93,7 @@ def request_stats(
         "memory": {
             "device_budget_bytes": runtime.memory.limit_bytes,
             "device_peak_bytes": runtime.memory.peak_bytes,
+            "weights_bytes": demand.weights_bytes + demand.head_bytes + demand.embedding_bytes,
             "host_bytes": runtime.host.nbytes,
             "host_pageable_bytes": runtime.host.pageable_bytes,
         },

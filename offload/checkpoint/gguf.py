@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
+from triforce_kernels.block_types import BLOCK_TYPES, BlockType
 
 from offload.errors import CheckpointError, UnsupportedModelError
 
@@ -36,13 +37,7 @@ _SCALARS = {
     GGUFValueType.INT64: "q",
     GGUFValueType.FLOAT64: "d",
 }
-SUPPORTED = tuple(
-    GGMLQuantizationType[name]
-    for name in (
-        *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-    )
-)
+SUPPORTED = tuple(GGMLQuantizationType[name] for name in ("F32", "F16", "BF16", *BLOCK_TYPES))
 _PLAIN = {
     GGMLQuantizationType.F32: "float32",
     GGMLQuantizationType.F16: "float16",
@@ -98,6 +93,22 @@ class GGUFSource:
 
     def dtype(self, name: str) -> str | None:
         return _PLAIN.get(self._entries[name].kind)
+
+    def blocks(self, name: str) -> BlockType | None:
+        return BLOCK_TYPES.get(self._entries[name].kind.name)
+
+    def read_blocks(self, name: str, into: torch.Tensor) -> None:
+        import torch
+
+        entry = self._entries[name]
+        raw = np.frombuffer(self._map, np.uint8, entry.nbytes, entry.start)
+        index_bytes = entry.nbytes // into.shape[0]
+        step = max(1, _CHUNK_ELEMENTS // index_bytes)
+        for first in range(0, into.shape[0], step):
+            part = into[first : first + step]
+            chunk = raw[first * index_bytes : (first + part.shape[0]) * index_bytes]
+            # A copy, since torch takes no memory that it may not write to.
+            part.copy_(torch.from_numpy(chunk.copy()).view(part.shape))
 
     def read(self, name: str, into: torch.Tensor) -> None:
         # A header is read without torch.

@@ -57,6 +57,12 @@ class SafetensorsSource:
         _, handle = self._tensors[name]
         return _DTYPES.get(handle.get_slice(name).get_dtype())
 
+    def blocks(self, name: str) -> None:
+        return None
+
+    def read_blocks(self, name: str, into: torch.Tensor) -> None:
+        raise TypeError(f"{name} is not stored in blocks")
+
     def read(self, name: str, into: torch.Tensor) -> None:
         path, handle = self._tensors[name]
         try:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+    from triforce_kernels.block_types import BlockType
 
 
 class TensorSource(Protocol):
@@ -18,6 +19,14 @@ class TensorSource(Protocol):
 
     def dtype(self, name: str) -> str | None:
         """`float32`, `float16` or `bfloat16`; None for anything else, quantised tensors too."""
+
+    def blocks(self, name: str) -> BlockType | None:
+        """The block type that a tensor is stored in, if it is one that formats know."""
+
+    def read_blocks(self, name: str, into: torch.Tensor) -> None:
+        """Writes a tensor's blocks as they are into `into` [rows, bytes of a row] uint8, its first
+        dimension possibly split, or a transposed view.
+        """
 
     def read(self, name: str, into: torch.Tensor) -> None:
         """Writes tensor `name` into `into`, converting to its dtype.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gguf
 import pytest
 import torch
+from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
 from torch.profiler import ProfilerActivity, profile
 
@@ -79,6 +81,32 @@ def test_accounted_bytes_cover_what_is_allocated(
     assert peak <= accounted
     if prompt_tokens > new_tokens:  # the workspace is for a prompt that fills the context
         assert accounted <= 1.35 * peak
+
+
+@pytest.mark.parametrize("placement", ["resident", "weights"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
+def test_accounted_bytes_cover_what_decoding_takes(
+    tmp_path, two_threads, kind: str, placement: str
+) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
+    model = make_model("llama", tmp_path, **sizes)
+    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])
+    stats = {}
+
+    def run() -> None:
+        with Engine.from_pretrained(
+            tmp_path / "m.gguf",
+            device="cpu",
+            max_context=80,
+            weights="stored",
+            method="autoregressive",
+            placement=PLACEMENTS[placement],
+        ) as engine:
+            stats.update(engine.generate(random_ids(60), SamplingParams(10)).stats)
+
+    peak = allocated_peak(run, 0)
+    accounted = stats["memory"]["device_peak_bytes"]
+    assert peak <= accounted <= 3 * peak
 
 
 def test_whatever_the_budget_it_holds_or_is_refused(tiny) -> None:

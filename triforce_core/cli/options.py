@@ -10,6 +10,7 @@ from typing import Any
 from triforce_core.settings import (
     AUTO,
     DTYPE_NAMES,
+    WEIGHTS,
     EngineConfig,
     MachineSettings,
     MethodSettings,
@@ -68,6 +69,12 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         "of weights and KV; auto: float32 on cpu, as stored on a GPU",
         EngineConfig,
         choices=DTYPE_NAMES,
+    )
+    add(
+        "weights",
+        "stored: a GGUF file's blocks stay as they are, on the device, on the host and on the link",
+        EngineConfig,
+        choices=WEIGHTS,
     )
     add(
         "pin",

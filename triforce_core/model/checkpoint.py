@@ -17,6 +17,8 @@ from triforce_core.model.tensors import layer_shapes
 
 if TYPE_CHECKING:
     import torch
+    from triforce_kernels.block_types import BlockType
+    from triforce_kernels.linear import Weight
 
 _HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
 # Some repositories hold copies of the same weights in other layouts.
@@ -67,7 +69,7 @@ class Checkpoint:
         """The dtype of the layers' matrices, None if they are quantised."""
         return self._source.dtype(self._names("layers.0.o")[0].name)
 
-    def read_layer(self, layer: int, views: Mapping[str, torch.Tensor]) -> None:
+    def read_layer(self, layer: int, views: Mapping[str, Weight]) -> None:
         """Writes every tensor of a layer, named and shaped as `model.layer_shapes`."""
         for part, view in views.items():
             self.read(f"layers.{layer}.{part}", view)
@@ -86,15 +88,25 @@ class Checkpoint:
     def close(self) -> None:
         self._source.close()
 
-    def read(self, name: str, into: torch.Tensor) -> None:
-        """Writes `embedding`, `head`, `norm` or `layers.N.PART`."""
+    def pieces(self, name: str) -> list[tuple[int, BlockType | None]]:
+        """What makes up `embedding`, `head` or `layers.N.PART`: rows, and the block type they are
+        stored in, if they are.
+        """
+        return [(piece.rows, self._source.blocks(piece.name)) for piece in self._names(name)]
+
+    def read(self, name: str, into: Weight) -> None:
+        """Writes `embedding`, `head`, `norm` or `layers.N.PART`, dense or as it is stored."""
+        from triforce_kernels.linear import BlockWeight, rows_of
+
         first = 0
         for piece in self._names(name):
-            part = into[first : first + piece.rows]
+            part = rows_of(into, first, first + piece.rows)
+            stored = isinstance(part, BlockWeight)
+            rows = part.data if stored else part
             if piece.heads:
                 half = piece.rows // piece.heads // 2
-                part = part.unflatten(0, (piece.heads, 2, half)).transpose(1, 2)
-            self._source.read(piece.name, part)
+                rows = rows.unflatten(0, (piece.heads, 2, half)).transpose(1, 2)
+            (self._source.read_blocks if stored else self._source.read)(piece.name, rows)
             first += piece.rows
 
     def _check(self) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from triforce_kernels.layer import rms_norm, swiglu
+from triforce_kernels.linear import Weight, linear, lookup
 
 from offload.feed import Cache, Feed
 from offload.weights import Views, Weights
@@ -23,9 +23,9 @@ class Ends:
     norm: [hidden]; head: [vocab, hidden], on the device
     """
 
-    embedding: torch.Tensor
+    embedding: Weight
     norm: torch.Tensor
-    head: torch.Tensor
+    head: Weight
 
 
 class Model:
@@ -60,8 +60,8 @@ class Model:
         way. each_layer is called after each layer with its index.
         Returns hidden states before the final norm, [rows, hidden].
         """
-        embedding = self._ends.embedding
-        hidden = F.embedding(feed.tokens.to(embedding.device), embedding).to(self.device)
+        embedding, dtype = self._ends.embedding, self._ends.norm.dtype
+        hidden = lookup(embedding, feed.tokens.to(embedding.device), dtype).to(self.device)
         feed = replace(feed, rotation=self.rope.rotation(feed.positions, hidden))
         parts = list(feed.parts(chunk))
         for index in range(self.config.layers):
@@ -74,14 +74,14 @@ class Model:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] to float32 logits [tokens, vocab]."""
-        return F.linear(
+        return linear(
             rms_norm(hidden, self._ends.norm, self.config.norm_eps), self._ends.head
         ).float()
 
     def _layer(self, index: int, w: Views, hidden: torch.Tensor, cache: Cache, feed: Feed) -> None:
         """Adds attention and MLP of one layer to `hidden` [rows, hidden], in place."""
         config, eps = self.config, self.config.norm_eps
-        qkv = F.linear(rms_norm(hidden, w["input_norm"], eps), w["qkv"], w.get("qkv_bias"))
+        qkv = linear(rms_norm(hidden, w["input_norm"], eps), w["qkv"], w.get("qkv_bias"))
         heads = qkv.view(feed.rows, config.heads + 2 * config.kv_heads, config.head_dim)
         if config.qk_norm:
             for part, weight in zip(
@@ -91,6 +91,6 @@ class Model:
             ):
                 part.copy_(rms_norm(part, weight, eps))
         mixed = cache.attend(index, heads, feed).transpose(0, 1).reshape(feed.rows, -1)
-        mixed = F.linear(mixed, w["o"], w.get("o_bias"))
-        gate_up = F.linear(rms_norm(hidden, w["post_norm"], eps, mixed), w["gate_up"])
-        hidden += F.linear(swiglu(gate_up), w["down"])
+        mixed = linear(mixed, w["o"], w.get("o_bias"))
+        gate_up = linear(rms_norm(hidden, w["post_norm"], eps, mixed), w["gate_up"])
+        hidden += linear(swiglu(gate_up), w["down"])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.tensors import layer_shapes
 
 
 class RandomCheckpoint:
@@ -17,6 +18,10 @@ class RandomCheckpoint:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self._noise: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+    def pieces(self, name: str) -> list[tuple[int, None]]:
+        shapes = layer_shapes(self.config)
+        return [(shapes[name.split(".")[-1]][0] if "." in name else self.config.vocab, None)]
 
     def read_layer(self, layer: int, views: Mapping[str, torch.Tensor]) -> None:
         for part, view in views.items():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from offload.formats import Dense, ElementType
+from triforce_kernels.block_types import BlockType
+
+from offload.formats import Blocks, Dense, ElementType, Format, Stack, matrix
 from offload.kv.shape import KVShape
 from offload.layouts import FlatLayout
 from triforce_core.model.config import ModelConfig
@@ -49,6 +52,59 @@ def embedding_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
 
 def _dense(shapes: Mapping[str, tuple[int, ...]], dtype: ElementType) -> FlatLayout:
     return FlatLayout.of({name: Dense(shape, dtype) for name, shape in shapes.items()})
+
+
+# Of a tensor, by name: the rows of its pieces, and the block types they are stored in.
+Pieces = Callable[[str], Sequence[tuple[int, BlockType | None]]]
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """How all weights of a model lie in memory.
+
+    layers: of each; head: final norm and output matrix; embedding: None if it is the output matrix
+    """
+
+    layers: tuple[FlatLayout, ...]
+    head: FlatLayout
+    embedding: FlatLayout | None
+
+    @property
+    def decoded_numbers(self) -> int:
+        """Of the largest matrix that has to be decoded, 0 if all are dense."""
+        layouts = (*self.layers, self.head, *filter(None, (self.embedding,)))
+        formats = [stored for layout in layouts for stored in layout.formats.values()]
+        parts = [p for f in formats for p in (f.parts if isinstance(f, Stack) else (f,))]
+        return max((p.rows * p.columns for p in parts if isinstance(p, Blocks)), default=0)
+
+
+def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
+    """Every number in `dtype`."""
+    return Layouts(
+        (layer_layout(config, dtype),) * config.layers,
+        head_layout(config, dtype),
+        None if config.tied else embedding_layout(config, dtype),
+    )
+
+
+def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> Layouts:
+    """Matrices as the checkpoint stores them, everything else in `dtype`."""
+
+    def layout(shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> FlatLayout:
+        formats: dict[str, Format] = {
+            name: matrix(pieces(prefix + name), shape[1], dtype)
+            if len(shape) == 2
+            else Dense(shape, dtype)
+            for name, shape in shapes.items()
+        }
+        return FlatLayout.of(formats)
+
+    shapes, ends = layer_shapes(config), (config.vocab, config.hidden)
+    return Layouts(
+        tuple(layout(shapes, f"layers.{layer}.") for layer in range(config.layers)),
+        layout({"norm": (config.hidden,), "head": ends}),
+        None if config.tied else layout({"embedding": ends}),
+    )
 
 
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVShape:

@@ -10,7 +10,7 @@ from offload.kv.shape import KVShape
 from offload.kv.sizes import COPY_BYTES, reader_bytes
 from offload.placement import Demand
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.tensors import embedding_layout, head_layout, kv_shape, layer_layout
+from triforce_core.model.tensors import Layouts, dense_layouts, kv_shape
 from triforce_core.settings import MethodSettings
 from triforce_core.sizing.drafting import (
     LONGEST_RECORDED,
@@ -19,6 +19,7 @@ from triforce_core.sizing.drafting import (
     small_model_parts_bytes,
 )
 from triforce_core.sizing.workspace import (
+    decode_bytes,
     forward_bytes,
     graph_bytes,
     law_bytes,
@@ -50,6 +51,7 @@ class Wanted:
     block_tokens: of a KV block; about `block_bytes` of KV if None
     graphs: whether forwards that draft are recorded
     splits: parts into which the attention of a pass divides its keys, at most
+    layouts: of the weights; dense in `dtype` if None
     gathers_through_host: whether the host puts retrieved chunks together (`kv/gather`); where it
         should not have to, what that takes is found when it does
     """
@@ -64,6 +66,11 @@ class Wanted:
     graphs: bool = False
     splits: int = 1
     gathers_through_host: bool = True
+    layouts: Layouts | None = None
+
+    @property
+    def weights(self) -> Layouts:
+        return self.layouts or dense_layouts(self.config, self.dtype)
 
     def demand(self, budget: int) -> Demand:
         """What that asks for. budget: tokens of the retrieval cache, 0 for none.
@@ -73,13 +80,16 @@ class Wanted:
         config, method, itemsize = self.config, self.method, self.dtype.itemsize
         shape, verified = self._kv_shape(), method.max_draft_tokens + 1
         scored = method.chunk_size if budget else 0
+        weights = self.weights
+        numbers = weights.decoded_numbers
         return Demand(
-            layer_bytes=self._layer_bytes(),
-            head_bytes=head_layout(config, self.dtype).nbytes,
-            embedding_bytes=0 if config.tied else embedding_layout(config, self.dtype).nbytes,
+            layer_bytes=tuple(layer.nbytes for layer in weights.layers),
+            head_bytes=weights.head.nbytes,
+            embedding_bytes=weights.embedding.nbytes if weights.embedding else 0,
             reading_bytes=reading_bytes(
                 config, self.max_context, PREFILL_CHUNK, shape.block_tokens, scored, itemsize
-            ),
+            )
+            + decode_bytes(config, min(PREFILL_CHUNK, self.max_context), numbers, itemsize),
             pass_bytes=pass_bytes(
                 config,
                 self.max_context,
@@ -88,7 +98,8 @@ class Wanted:
                 scored,
                 itemsize,
                 self.splits,
-            ),
+            )
+            + decode_bytes(config, verified, numbers, itemsize),
             kv=shape,
             context_tokens=self.max_context,
             max_pass_tokens=verified,
@@ -101,10 +112,7 @@ class Wanted:
         """Bytes of all layers and of a full context's KV, wherever they lie. Raises UsageError."""
         shape = self._kv_shape()
         blocks = self.max_context // shape.block_tokens * self.config.layers
-        return sum(self._layer_bytes()) + blocks * shape.block_bytes
-
-    def _layer_bytes(self) -> tuple[int, ...]:
-        return (layer_layout(self.config, self.dtype).nbytes,) * self.config.layers
+        return sum(layer.nbytes for layer in self.weights.layers) + blocks * shape.block_bytes
 
     def _kv_shape(self) -> KVShape:
         shape, chunk = kv_shape(self.config, 1, self.dtype), self.method.chunk_size

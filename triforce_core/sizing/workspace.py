@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from triforce_kernels.limits import DECODE_BYTES, DECODED_AT_ONCE
+
 from offload.kv.sizes import SCORED_TOKENS
 from triforce_core.model.config import ModelConfig
 from triforce_core.sizing.drafting import LAW_ROWS
@@ -32,6 +34,17 @@ def forward_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     )
     mlp = tokens * (config.hidden * 2 + config.mlp * 3) * itemsize
     return max(attention, mlp)
+
+
+def decode_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:
+    """What it takes besides that weights are decoded: some rows of the largest matrix, of so many
+    numbers, and their product with `tokens` rows before it is put with the others.
+    """
+    if not numbers:
+        return 0
+    at_once = min(numbers, max(DECODED_AT_ONCE, config.hidden, config.mlp))
+    widest = max(2 * config.mlp, (config.heads + 2 * config.kv_heads) * config.head_dim)
+    return at_once * DECODE_BYTES + tokens * widest * itemsize
 
 
 def running_bytes(config: ModelConfig, tokens: int, splits: int) -> int:

@@ -1,0 +1,50 @@
+"""GGUF's block types: how many numbers a block holds, and in how many bytes. No tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """Numbers of a few bits that share scales.
+
+    name, number: as ggml has them; elements, nbytes: of a block
+    """
+
+    name: str
+    number: int
+    elements: int
+    nbytes: int
+
+    def row_bytes(self, columns: int) -> int:
+        """Of a row of so many columns. Raises ValueError if it is no whole number of blocks."""
+        if columns % self.elements:
+            raise ValueError(f"{columns} columns are not whole {self.name} blocks")
+        return columns // self.elements * self.nbytes
+
+
+BLOCK_TYPES = {
+    kind.name: kind
+    for kind in (
+        BlockType("Q4_0", 2, 32, 18),
+        BlockType("Q4_1", 3, 32, 20),
+        BlockType("Q5_0", 6, 32, 22),
+        BlockType("Q5_1", 7, 32, 24),
+        BlockType("Q8_0", 8, 32, 34),
+        BlockType("Q2_K", 10, 256, 84),
+        BlockType("Q3_K", 11, 256, 110),
+        BlockType("Q4_K", 12, 256, 144),
+        BlockType("Q5_K", 13, 256, 176),
+        BlockType("Q6_K", 14, 256, 210),
+        BlockType("IQ2_XXS", 16, 256, 66),
+        BlockType("IQ2_XS", 17, 256, 74),
+        BlockType("IQ3_XXS", 18, 256, 98),
+        BlockType("IQ1_S", 19, 256, 50),
+        BlockType("IQ4_NL", 20, 32, 18),
+        BlockType("IQ3_S", 21, 256, 110),
+        BlockType("IQ2_S", 22, 256, 82),
+        BlockType("IQ4_XS", 23, 256, 136),
+        BlockType("IQ1_M", 29, 256, 56),
+    )
+}

@@ -1,0 +1,85 @@
+"""Products with a weight, whatever its format. What computes cannot tell how it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from .blocks import BlockWeight, decode
+
+
+@dataclass(frozen=True)
+class StackedWeight:
+    """Matrices of different formats, one above the other: as many columns, each its rows."""
+
+    parts: tuple[Weight, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+
+Weight = torch.Tensor | BlockWeight | StackedWeight
+
+
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [rows, in] times a weight [out, in], transposed, plus bias [out]: [rows, out] in x's dtype.
+
+    What is not dense is decoded to x's dtype some rows at a time: the result is that of the dense
+    matrix of the same numbers.
+    """
+    if isinstance(weight, torch.Tensor):
+        return F.linear(x, weight, bias)
+    if isinstance(weight, BlockWeight) and weight.shape[0] <= weight.rows_at_once:
+        return F.linear(x, decode(weight.data, weight.kind).to(x.dtype), bias)
+    out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
+    for first, rows in dense_rows(weight, x.dtype):
+        out[..., first : first + rows.shape[0]] = F.linear(x, rows)
+    return out if bias is None else out.add_(bias)
+
+
+def lookup(weight: Weight, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of a weight [out, in], by index [n]: [n, in], where the weight is."""
+    if isinstance(weight, torch.Tensor):
+        return F.embedding(index, weight).to(dtype)
+    if isinstance(weight, BlockWeight):
+        return decode(weight.data[index], weight.kind).to(dtype)
+    raise TypeError("rows of a stack are not looked up")
+
+
+def rows_of(weight: Weight, first: int, end: int) -> torch.Tensor | BlockWeight:
+    """Some rows of a weight, which lie in one part of it; a view."""
+    if isinstance(weight, StackedWeight):
+        for part in weight.parts:
+            if first < part.shape[0]:
+                return rows_of(part, first, end)
+            first, end = first - part.shape[0], end - part.shape[0]
+        raise IndexError(f"row {first} behind the last")
+    if end > weight.shape[0]:
+        raise IndexError(f"rows {first} to {end} of {weight.shape[0]}")
+    if isinstance(weight, BlockWeight):
+        return replace(weight, data=weight.data[first:end])
+    return weight[first:end]
+
+
+def dense_rows(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    """The weight as dense rows [n, in], some at a time, each with the index of its first row."""
+    if isinstance(weight, StackedWeight):
+        above = 0
+        for part in weight.parts:
+            for first, rows in dense_rows(part, dtype):
+                yield above + first, rows
+            above += part.shape[0]
+    elif isinstance(weight, BlockWeight):
+        for first in range(0, weight.shape[0], weight.rows_at_once):
+            data = weight.data[first : first + weight.rows_at_once]
+            yield first, decode(data, weight.kind).to(dtype)
+    else:
+        yield 0, weight.to(dtype)

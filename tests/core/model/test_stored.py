@@ -1,0 +1,111 @@
+"""Weights as they are stored: the text of the dequantised model, in the bytes of the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from gguf_files import write_gguf
+from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
+from triforce_kernels.block_types import BLOCK_TYPES
+
+from offload.errors import UsageError
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.context import Context
+
+PROMPT, NEW = random_ids(60), 24
+GREEDY = SamplingParams(NEW, temperature=0)
+# What the gguf package can write.
+WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+
+
+def engine(path: Path, **options: object) -> Engine:
+    return Engine.from_pretrained(
+        path, **{"device": "cpu", "max_context": 120, "block_tokens": BLOCK, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """A family in a GGUF block type."""
+
+    def make(family: str, kind: str, **overrides: object) -> Path:
+        path = tmp_path_factory.mktemp("stored")
+        model = make_model(family, path, **overrides)
+        write_gguf(model, path / "m.gguf", gguf.GGMLQuantizationType[kind])
+        return path / "m.gguf"
+
+    return make
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3"])
+def test_greedy_text_is_that_of_the_dequantised_model(quantised, family: str, kind: str) -> None:
+    path = quantised(family, kind)
+    with engine(path, method="autoregressive") as dense:
+        expected = dense.generate(PROMPT, GREEDY)
+    with engine(path, method="autoregressive", weights="stored") as stored:
+        found = stored.generate(PROMPT, GREEDY)
+    assert found.token_ids == expected.token_ids
+    taken = [result.stats["memory"]["weights_bytes"] for result in (expected, found)]
+    block = BLOCK_TYPES[kind]
+    # Vectors and matrices whose rows are no whole blocks stay as they are.
+    assert taken[1] < taken[0] * (block.nbytes / (4 * block.elements) + 0.15)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BLOCK_TYPES if kind not in WRITTEN])
+def test_every_block_type_is_read_and_computed_with(quantised, kind: str) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 16}
+    path = quantised("llama", kind, **sizes)
+    logits = []
+    for weights in ("dense", "stored"):
+        with engine(path, method="autoregressive", weights=weights) as running:
+            context = Context(running.models)
+            logits.append(context.read(PROMPT, 1, lambda layer: None).logits)
+            context.close()
+    dense, stored = logits
+    assert dense.std() > 1e-3, "it would be no test"
+    torch.testing.assert_close(stored, dense, rtol=0, atol=1e-4 * float(dense.abs().max()))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_logits_are_bitwise_the_same_wherever_blocks_lie(quantised, placement: str) -> None:
+    path = quantised("llama", "Q4_0", tie_word_embeddings=placement == "kv")
+    texts, params = [], SamplingParams(NEW, temperature=1.0, seed=3)
+    for where in ("resident", placement):
+        options = placed(where, {"budget": 32, "accept": "coupled", "draft_tokens": 4})
+        with engine(path, weights="stored", **options) as stored:
+            result = stored.generate(PROMPT, params)
+        texts.append(result.token_ids)
+        memory = result.stats["memory"]
+        assert memory["device_peak_bytes"] <= memory["device_budget_bytes"]
+    assert texts[0] == texts[1]
+
+
+def test_layers_of_different_types_stream_in_their_own_sizes(tmp_path) -> None:
+    """As Q4_K_M has them: some matrices of some layers in more bits than others."""
+    model = make_model("llama", tmp_path)
+    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q4_0, mixed=True)
+    with engine(tmp_path / "m.gguf", method="autoregressive") as dense:
+        expected = dense.generate(PROMPT, GREEDY).token_ids
+    for placement in ("weights", "both-one-slot"):
+        options = {"method": "autoregressive", "placement": PLACEMENTS[placement]}
+        with engine(tmp_path / "m.gguf", weights="stored", **options) as stored:
+            result = stored.generate(PROMPT, GREEDY)
+            demand = stored.runtime.demand
+        assert result.token_ids == expected
+        sizes = demand.layer_bytes
+        assert len(set(sizes)) > 1
+        if placement == "weights":
+            crossed = result.stats["link"]["bytes_to_device"]
+            assert crossed == sum(sizes) * result.stats["passes"]
+
+
+def test_what_is_not_quantised_cannot_be_kept_so(tiny) -> None:
+    path, _ = tiny("llama")
+    with pytest.raises(UsageError, match="where they are quantised, and these are not"):
+        engine(path, weights="stored")
+    with pytest.raises(UsageError, match="weights 'q4' is not one of dense, stored"):
+        engine(path, weights="q4")

@@ -1,0 +1,92 @@
+"""Weights of every format multiply as the dense matrix of the same numbers does."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize
+from gguf_files import in_blocks
+from torch.profiler import ProfilerActivity, profile
+from triforce_kernels.block_types import BLOCK_TYPES
+from triforce_kernels.blocks import BlockWeight, NoDecoderError, decode
+from triforce_kernels.limits import DECODE_BYTES
+from triforce_kernels.linear import StackedWeight, linear, lookup
+
+ROWS, COLUMNS = 70, 512
+
+
+def blocks(name: str, rows: int = ROWS, seed: int = 0) -> tuple[BlockWeight, torch.Tensor]:
+    """A random weight in a block type, and the numbers that the gguf package finds in it."""
+    kind, number = BLOCK_TYPES[name], gguf.GGMLQuantizationType[name]
+    random = np.random.default_rng(seed)
+    values = random.standard_normal((rows, COLUMNS)).astype(np.float32)
+    data = in_blocks(values, number)
+    weight = BlockWeight(torch.from_numpy(data), kind, COLUMNS)
+    return weight, torch.from_numpy(dequantize(data, number).copy())
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_sizes_are_those_of_the_gguf_package(name: str) -> None:
+    kind, number = BLOCK_TYPES[name], gguf.GGMLQuantizationType[name]
+    assert kind.number == number
+    assert (kind.elements, kind.nbytes) == gguf.GGML_QUANT_SIZES[number]
+    with pytest.raises(ValueError, match="whole"):
+        kind.row_bytes(kind.elements + 1)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_decoded_numbers_are_those_of_the_gguf_package(name: str) -> None:
+    weight, expected = blocks(name)
+    assert weight.shape == (ROWS, COLUMNS)
+    assert torch.equal(decode(weight.data, weight.kind), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_a_product_is_that_of_the_dense_matrix(monkeypatch, name: str, dtype: torch.dtype) -> None:
+    # Some rows at a time, the last fewer.
+    monkeypatch.setattr("triforce_kernels.limits.DECODED_AT_ONCE", 16 * COLUMNS)
+    weight, numbers = blocks(name)
+    x = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias = torch.randn(ROWS).to(dtype)
+    dense = numbers.to(dtype)
+    share = 1e-5 if dtype == torch.float32 else 1e-2
+    for added in (None, bias):
+        expected = linear(x, dense, added)
+        off = (linear(x, weight, added) - expected).abs().max()
+        assert off <= share * expected.abs().max()
+    index = torch.tensor([3, 0, 69, 3])
+    assert torch.equal(lookup(weight, index, dtype), dense[index])
+    assert torch.equal(lookup(dense, index, dtype), dense[index])
+
+
+def test_matrices_of_different_formats_stand_one_above_the_other() -> None:
+    pairs = [blocks("Q4_K", 40), blocks("Q6_K", 7), blocks("Q8_0", 3)]
+    plain = torch.randn(5, COLUMNS)
+    stacked = StackedWeight((*(weight for weight, _ in pairs), plain))
+    whole = torch.cat([*(numbers for _, numbers in pairs), plain])
+    assert stacked.shape == whole.shape
+    x = torch.randn(4, COLUMNS)
+    torch.testing.assert_close(linear(x, stacked), linear(x, whole), atol=1e-4, rtol=1e-5)
+
+
+def test_what_nothing_decodes_is_said(monkeypatch) -> None:
+    monkeypatch.setattr("triforce_kernels.blocks._library", lambda: None)
+    weight, _ = blocks("Q4_0")
+    with pytest.raises(NoDecoderError, match=r"Q4_0 weights need transformers 5\.23"):
+        linear(torch.ones(1, COLUMNS), weight)
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_decoding_takes_no_more_than_plans_count(name: str) -> None:
+    weight, numbers = blocks(name, 2000)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        decode(weight.data, weight.kind)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    assert numbers.nbytes <= peak <= DECODE_BYTES * numbers.numel()
