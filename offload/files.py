@@ -117,17 +117,33 @@ class Output:
 def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | Path] = ()) -> None:
     """Raises UsageError if one cannot be written, if two are the same, or if one is also read.
 
-    inputs: files that are read in the same run
+    inputs: files that are read in the same run, and directories whose files are
     """
-    seen = {source.identity(): source for source in (Output(path, "input") for path in inputs)}
+    sources = [Output(path, "input") for path in inputs]
+    folders = [_resolved(source.path) for source in sources if _resolved(source.path).is_dir()]
+    seen = {source.identity(): source for source in sources}
     for output in outputs:
         output.check()
+        for folder in folders:
+            target = _resolved(output.path)
+            if target.is_file() and target.is_relative_to(folder):
+                raise UsageError(
+                    f"{output.path} was given for the {output.what} and belongs to {folder}"
+                )
         identity = output.identity()
         other = seen.setdefault(identity, output) if identity is not None else output
         if other is not output:
             raise UsageError(
                 f"{output.path} was given for the {output.what} and for the {other.what}"
             )
+
+
+def _resolved(path: str | Path) -> Path:
+    path = Path(path).expanduser()
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):
+        return path
 
 
 def _append(descriptor: int, data: bytes) -> None:

@@ -184,8 +184,11 @@ def device_bytes(demand: Demand, placement: Placement) -> int:
 
 
 def streams(demand: Demand, placement: Placement) -> bool:
-    """Whether anything crosses the link in a pass over a full context."""
-    return bool(placement.streamed_layers) or demand.kv_blocks > placement.resident_kv_blocks
+    """Whether anything crosses the link in passes over a full context, once lent memory holds what
+    it can.
+    """
+    on_device = placement.resident_kv_blocks + placement.lent_kv_blocks
+    return bool(placement.streamed_layers) or demand.kv_blocks > on_device
 
 
 def host_bytes(demand: Demand, placement: Placement) -> int:

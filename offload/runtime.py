@@ -66,7 +66,7 @@ class Runtime:
 
     @property
     def streams(self) -> bool:
-        """Whether anything crosses the link in a pass over a full context."""
+        """Whether anything crosses the link in passes over a full context."""
         return streams(self.demand, self.placement)
 
     def passes(self) -> Passes:

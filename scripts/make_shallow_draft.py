@@ -17,6 +17,9 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -24,12 +27,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
-from shallow_depths import LEAST_GAIN, Depth, best, candidates, measure
+from shallow_depths import Depth, best, candidates, measure
 
-from offload.errors import TriforceError, UsageError
+from offload.errors import DoesNotFitError, TriforceError, UsageError
+from offload.memory.available import available_host_bytes
+from triforce_core.decoding.draft_length import LEAST_GAIN
 from triforce_core.model.checkpoint import Checkpoint, open_checkpoint, resolve
 from triforce_core.model.config import ARCHITECTURES, ModelConfig
-from triforce_core.model.tensors import layer_shapes
+from triforce_core.model.tensors import dense_layouts, layer_shapes
 from triforce_core.model.tokenizer import load_tokenizer
 
 # Tokens of the text that depths are tried on.
@@ -41,62 +46,92 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("directory", metavar="DIRECTORY", type=Path)
-    parser.add_argument("--layers", type=int, help="this many, whatever they gain")
+    parser.add_argument("--layers", type=int, help="this many, untried")
     parser.add_argument("--text", type=Path, help="what depths are tried on (Python's manual)")
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
     args = parser.parse_args()
     try:
-        check(args.model, args.directory, args.layers)
-        tried = try_depths(args.model, args.text, args.layers)
-        show(tried)
-        chosen = tried[0] if args.layers else best(tried)
-        if chosen is None:
+        layers = args.layers
+        if layers is None:
+            layers = chosen_depth(args.model, args.directory, args.text)
+        if layers is None:
             print(
                 "make_shallow_draft: no depth makes decoding more than "
                 f"{LEAST_GAIN - 1:.0%} faster, so nothing was written (--layers N insists)"
             )
             return 1
-        make_shallow_draft(args.model, args.directory, chosen.layers, DTYPES[args.dtype])
+        make_shallow_draft(args.model, args.directory, layers, DTYPES[args.dtype])
     except TriforceError as error:
         print(f"make_shallow_draft: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{args.directory}: the first {chosen.layers} layers of {args.model}")
+    print(f"{args.directory}: the first {layers} layers of {args.model}")
     return 0
 
 
-def check(model: str | Path, directory: Path, layers: int | None) -> None:
-    """Raises UsageError or CheckpointError for what could not be made."""
-    if directory.exists():
-        raise UsageError(f"{directory} exists already")
-    path = resolve(model)
+def chosen_depth(model: str | Path, directory: Path, text: Path | None) -> int | None:
+    """The depth that gains most on a text, which is shown beside others; None if none is worth it.
+
+    Raises UsageError, CheckpointError or DoesNotFitError.
+    """
+    path = check(model, directory, 1)
+    if not path.is_dir() and find_spec("accelerate") is None:
+        raise UsageError("trying depths of a .gguf file takes accelerate: pip install accelerate")
+    tokens = read_text(path, text)
+    with open_model(path) as checkpoint:
+        depths = candidates(checkpoint.config.layers)
+        needed = sum(
+            layer.nbytes for layer in dense_layouts(checkpoint.config, torch.float32).layers
+        )
+    if not depths:
+        raise UsageError(f"{path} has one layer: there is none to leave out")
+    if needed > (available := available_host_bytes()):
+        raise DoesNotFitError(
+            "host memory to try depths", needed, available, "--layers N makes one without a trial"
+        )
+    tried = measure(path, tokens, depths)
+    show(tried)
+    chosen = best(tried)
+    return chosen and chosen.layers
+
+
+@contextmanager
+def open_model(path: Path) -> Iterator[Checkpoint]:
     checkpoint = open_checkpoint(path)
     try:
-        most = checkpoint.config.layers
-        if layers is not None and not 1 <= layers <= most:
-            raise UsageError(f"{layers} layers of a model that has {most}")
-        if checkpoint.rope_factors() is not None:
-            raise UsageError(f"{path} stores its rope frequencies; use its safetensors instead")
+        yield checkpoint
     finally:
         checkpoint.close()
 
 
-def try_depths(model: str | Path, text: Path | None, layers: int | None) -> list[Depth]:
-    """Depths of a model as drafters on a text. layers: the only depth, if given."""
+def check(model: str | Path, directory: Path, layers: int) -> Path:
+    """Where the model is. Raises UsageError or CheckpointError for what could not be made."""
+    if directory.exists():
+        raise UsageError(f"{directory} exists already")
     path = resolve(model)
-    checkpoint = open_checkpoint(path)
-    depths = [layers] if layers else candidates(checkpoint.config.layers)
-    checkpoint.close()
+    with open_model(path) as checkpoint:
+        most = checkpoint.config.layers
+        if not 1 <= layers <= most:
+            raise UsageError(f"{layers} layers of a model that has {most}")
+        if checkpoint.rope_factors() is not None:
+            raise UsageError(f"{path} stores its rope frequencies; use its safetensors instead")
+    return path
+
+
+def read_text(path: Path, text: Path | None) -> list[int]:
+    """Tokens of the text that depths are tried on. Raises UsageError or CheckpointError."""
     tokenizer = load_tokenizer(path)
     if tokenizer is None:
-        raise UsageError(f"{path} has no tokenizer, so there is no text to try depths on")
+        raise UsageError(
+            f"{path} has no tokenizer, so depths cannot be tried on a text; --layers N needs none"
+        )
     try:
         words = text.read_text(encoding="utf-8") if text else "\n".join(topics.values())
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read {text}: {error}") from error
     tokens = tokenizer.encode(words[: 16 * TEXT_TOKENS])[:TEXT_TOKENS]
-    if not tokens:
+    if not words or not tokens:
         raise UsageError(f"{text} is empty")
-    return measure(path, tokens, depths)
+    return tokens
 
 
 def show(tried: list[Depth]) -> None:
@@ -118,10 +153,8 @@ def make_shallow_draft(
     model: str | Path, directory: Path, layers: int, dtype: torch.dtype = torch.float16
 ) -> None:
     """Writes the checkpoint, whole or not at all. Raises UsageError or CheckpointError."""
-    check(model, directory, layers)
-    path = resolve(model)
-    checkpoint = open_checkpoint(path)
-    try:
+    path = check(model, directory, layers)
+    with open_model(path) as checkpoint:
         config = checkpoint.config
         directory.mkdir(parents=True)
         try:
@@ -137,8 +170,6 @@ def make_shallow_draft(
         except BaseException:
             shutil.rmtree(directory)
             raise
-    finally:
-        checkpoint.close()
 
 
 def read_tensors(

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from triforce_core.decoding.draft_length import LEAST_GAIN
+
 # Longest draft that is considered.
 MOST_DRAFT_TOKENS = 16
-# A drafter that saves less than this share is not worth its memory.
-LEAST_GAIN = 1.05
 # Positions whose laws are made at a time.
 _ROWS = 64
 
@@ -55,9 +55,9 @@ def candidates(layers: int) -> list[int]:
 
 
 def best(depths: Sequence[Depth]) -> Depth | None:
-    """The depth that gains most, None if none is worth its memory."""
-    chosen = max(depths, key=lambda depth: depth.gain)
-    return chosen if chosen.gain >= LEAST_GAIN else None
+    """The depth that gains most, None if `auto` would never draft with any."""
+    worth = [depth for depth in depths if depth.gain >= LEAST_GAIN]
+    return max(worth, key=lambda depth: depth.gain, default=None)
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from triforce_core.model.byte_level import _split
 
-CONTROL = ("<|begin|>", "<|end|>", "<|said by|>")
+CONTROL = ("<|begin|>", "<|end|>", "<|said_by|>")
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}me: {% endif %}"

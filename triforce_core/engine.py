@@ -90,6 +90,8 @@ class Engine:
         began = time.perf_counter()
         config = config or EngineConfig()
         if plan is not None:
+            if not isinstance(plan, (Plan, str, Path)):
+                raise UsageError(f"a plan is a Plan or a path, and this is {type(plan).__name__}")
             plan = plan if isinstance(plan, Plan) else Plan.read(plan)
             config = plan.config(config)
         config = config.changed(**fields)
@@ -206,7 +208,10 @@ class Engine:
         Raises UsageError at once if the prompt cannot be taken.
         """
         self._check_free()
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            kind = type(params).__name__
+            raise UsageError(f"params of a request are SamplingParams, and this is {kind}")
         token_ids = self._token_ids(prompt)
         limit = self.runtime.demand.context_tokens
         check_context(

@@ -28,7 +28,7 @@ from offload.memory.host import CudaDriver, HostMemory
 from offload.memory.numa import cpus_near
 from offload.placement import check_host, check_placement
 from offload.runtime import Runtime
-from offload.weights import Views, WeightStore
+from offload.weights import Fill, Views, WeightStore
 from triforce_core.decoding.models import Models, SmallModel
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.llama import Ends, Model
@@ -166,18 +166,19 @@ def load(
         rope = Rope(checkpoint.config, device, checkpoint.rope_factors())
         layers, read, one_by_one = checkpoint.config.layers, itertools.count(1), threading.Lock()
 
-        def fill(layer: int, views: Views) -> None:
-            checkpoint.read_layer(layer, views)
+        def report(_: int) -> None:
             with one_by_one:
                 progress("load", next(read), layers)
 
+        fill = _filler(checkpoint, memory, report)
         with memory.typed_errors(), memory.current():
             recorder = CudaRecorder(device) if graphs else None
             small = None
             if drafter:
                 most = config.method.max_draft_tokens
                 small = _load_small_model(drafter, demand.kv, most, memory, host)
-                stack.callback(small.close)
+                # Not the model's own method: a model that is dropped must not be held by it.
+                stack.callback(small.resources.close)
             resident = placement.embedding_resident
             ends = _load_ends(checkpoint, layouts, memory, host, resident, stack)
             runtime = Runtime(memory, host, link, demand, placement, layouts.layers, fill, tracer)
@@ -186,6 +187,23 @@ def load(
         return Models(
             target, runtime, config.method, fitted.budget, small, recorder, stack.pop_all()
         )
+
+
+def _filler(
+    checkpoint: Readable,
+    memory: DeviceMemory,
+    filled: Callable[[int], None] = lambda layer: None,
+) -> Fill:
+    """Fills layers from a checkpoint, in any thread. filled: called after each with its index."""
+    inference = torch.is_inference_mode_enabled()
+
+    def fill(layer: int, views: Views) -> None:
+        # Both are a thread's own.
+        with torch.inference_mode(inference), memory.current():
+            checkpoint.read_layer(layer, views)
+        filled(layer)
+
+    return fill
 
 
 def choose_layouts(checkpoint: Readable, weights: str, dtype: torch.dtype) -> Layouts:
@@ -211,7 +229,7 @@ def _load_small_model(
     layouts = dense_layouts(config, dtype)
     with ExitStack() as stack:
         ends = _load_ends(checkpoint, layouts, memory, host, True, stack)
-        store = WeightStore(layouts.layers, (), memory, host, checkpoint.read_layer)
+        store = WeightStore(layouts.layers, (), memory, host, _filler(checkpoint, memory))
         stack.callback(store.close)
         return SmallModel(
             Model(config, ends, rope, memory.device),

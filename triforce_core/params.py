@@ -32,7 +32,7 @@ class SamplingParams:
             "temperature",
             self.temperature,
             _real(self.temperature) and 0 <= self.temperature < math.inf,
-            "0 or more",
+            "a finite number, 0 or more",
         )
         _require(
             "top_p",

@@ -67,7 +67,7 @@ class Request:
         """
         read, reason = self._read(prompt, each_layer, interrupted, reuse)
         passes = self._context.passes
-        before = passes.counters
+        before, retrieval = passes.counters, self._context.retrieval
         while not reason:
             with self._on_device():
                 step = self._decoder.step(self._params.max_new_tokens - len(self._tokens))
@@ -105,7 +105,7 @@ class Request:
                 self._tallies.target,
                 len(self._tokens),
             ),
-            **drafting_stats(self._models, self._tallies, self._context.retrieval),
+            **drafting_stats(self._models, self._tallies, retrieval),
         }
         yield Completion(self._tokens, text.text, reason, stats)
 
@@ -141,7 +141,9 @@ class Request:
     def _drop_what_never_pays(self) -> None:
         with self._on_device():
             while self._drafting.drop_lost(self._context):
+                # The old decoder holds on to what was dropped.
                 self._decoder = self._make_decoder()
+                self._context.passes.lend(self._models.dropped[-1].nbytes)
 
     def _stats(self, text: TextStream, about: dict[str, Any]) -> dict[str, Any]:
         runtime = self._models.runtime

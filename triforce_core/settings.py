@@ -6,6 +6,7 @@ Each default is written here and nowhere else: the command line takes its own fr
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ NGRAM, NO_DRAFTER = "ngram", "none"
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
 MOST_DRAFT_TOKENS = 256
+# Threads for each processor, at most.
+MOST_THREADS_EACH = 4
 # The longest draft that `auto` chooses.
 AUTO_DRAFT_TOKENS = 64
 
@@ -60,8 +63,9 @@ class MachineSettings:
             object.__setattr__(self, "device_memory", parse_bytes(self.device_memory))
         if self.link_bandwidth is not None:
             object.__setattr__(self, "link_bandwidth", parse_bandwidth(self.link_bandwidth))
-        if self.threads is not None and not _whole(self.threads, 1):
-            raise UsageError(f"threads must be 1 or more, got {self.threads!r}")
+        most = MOST_THREADS_EACH * (os.cpu_count() or 1)
+        if self.threads is not None and not _whole(self.threads, 1, most):
+            raise UsageError(f"threads must be 1 to {most} on this machine, got {self.threads!r}")
 
 
 @dataclass(frozen=True)

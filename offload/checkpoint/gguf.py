@@ -46,7 +46,9 @@ _PLAIN = {
 _MAX_DIMENSIONS = 4
 _MAX_DEPTH = 4
 # So many elements are dequantised at a time: no large tensor exists in float32 as a whole.
-_CHUNK_ELEMENTS = 8 << 20
+_CHUNK_ELEMENTS = 2 << 20
+# A vocabulary has no more strings; zeros in a damaged file may look like any number of empty ones.
+_MOST_STRINGS = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,8 @@ class _Walker:
 
     def _strings(self, length: int) -> list[str]:
         """So many strings, in one tight loop: a vocabulary has a hundred thousand."""
+        if length > _MOST_STRINGS:
+            raise self._error(f"a list of {length} strings is longer than any vocabulary")
         data, at, end, size_at = self._data, self._at, self._size, struct.Struct("<Q").unpack_from
         found = []
         for _ in range(length):

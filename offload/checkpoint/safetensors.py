@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ class SafetensorsSource:
         """Raises CheckpointError if a file is missing or damaged."""
         self._stack = ExitStack()
         self._tensors: dict[str, tuple[Path, object]] = {}
+        self._readers: dict[Path, object] = {}
+        self._opening = threading.Lock()
         try:
             wanted = _shards(directory)
             for path, names in wanted.items():
@@ -64,7 +67,11 @@ class SafetensorsSource:
         raise TypeError(f"{name} is not stored in blocks")
 
     def read(self, name: str, into: torch.Tensor) -> None:
-        path, handle = self._tensors[name]
+        path, _ = self._tensors[name]
+        with self._opening:
+            # A header is read without torch, which takes longer to load than a small model.
+            handle = self._readers.get(path) or self._open(path, "pt")
+            self._readers[path] = handle
         try:
             into.copy_(handle.get_tensor(name).view(into.shape))
         except (SafetensorError, RuntimeError, OSError) as error:
@@ -72,11 +79,12 @@ class SafetensorsSource:
 
     def close(self) -> None:
         self._tensors.clear()
+        self._readers.clear()
         self._stack.close()
 
-    def _open(self, path: Path):
+    def _open(self, path: Path, framework: str = "numpy"):
         try:
-            return self._stack.enter_context(safe_open(path, framework="pt"))
+            return self._stack.enter_context(safe_open(path, framework=framework))
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
 

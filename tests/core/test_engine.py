@@ -295,6 +295,15 @@ def test_a_context_that_does_not_close_is_not_used_again(speaking, monkeypatch) 
     assert engine.runtime.memory.available_bytes == engine.runtime.memory.limit_bytes
 
 
+def test_a_model_may_be_loaded_in_inference_mode(speaking) -> None:
+    """Which a thread has for itself, and layers are read by several."""
+    params = SamplingParams(max_new_tokens=5, temperature=0)
+    with make(speaking, draft=speaking) as engine:
+        expected = engine.generate("Hello", params).token_ids
+    with torch.inference_mode(), make(speaking, draft=speaking) as engine:
+        assert engine.generate("Hello", params).token_ids == expected
+
+
 def test_a_tokenizer_that_is_given_is_the_one_that_is_used(speaking) -> None:
     with OpenModel.at(speaking) as model:
         tokenizer = Tokenizer(object())

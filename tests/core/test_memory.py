@@ -158,11 +158,10 @@ def test_a_context_takes_its_memory_once_and_gives_it_back(tiny, memory_bytes) -
 
 def test_the_retrieval_model_is_there_if_the_weights_fit(tmp_path) -> None:
     """And if they do not, the drafter proposes to the target. Where nothing streams there is
-    nothing to gain.
+    nothing to gain. `test_fitting` has what is between.
     """
     make_model("llama-mha", tmp_path, max_position_embeddings=1024)
-    seen = []
-    for budget in range(4_800_000, 7_600_000, 350_000):
+    for budget in range(4_800_000, 7_600_000, 700_000):
         with Engine.from_pretrained(
             tmp_path, device="cpu", device_memory=budget, max_context=1012, block_tokens=BLOCK
         ) as engine:
@@ -173,9 +172,4 @@ def test_the_retrieval_model_is_there_if_the_weights_fit(tmp_path) -> None:
         assert (cache is None) == ("retrieval" not in stats["levels"])
         assert not (cache and (streamed or resident))
         assert stats["memory"]["device_peak_bytes"] <= budget
-        if not resident:
-            seen.append(cache["budget_tokens"] if cache else 0)
     assert resident
-    assert seen == sorted(seen)
-    assert seen[0] == 0
-    assert seen[-1] >= 256

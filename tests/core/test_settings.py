@@ -190,3 +190,18 @@ def test_blocks_that_stream_have_slots_whatever_was_planned() -> None:
     assert fewer.resident_kv_blocks == 3
     assert min(fewer.kv_slots, fewer.staging_slots) > 0
     assert PLACEMENTS["both-one-slot"].with_resident_blocks(3).kv_slots == 1
+
+
+def test_what_is_of_the_wrong_kind_is_a_usage_error(speaking) -> None:
+    for wrong in (None, 3):
+        with pytest.raises(UsageError, match="a model is a path or a hub id"):
+            Engine.from_pretrained(wrong)
+    with pytest.raises(UsageError, match="a plan is a Plan or a path, and this is int"):
+        Engine.from_pretrained(speaking, plan=5)
+    with Engine.from_pretrained(speaking) as engine:
+        for params in ({"max_new_tokens": 3}, 5):
+            with pytest.raises(UsageError, match="params of a request are SamplingParams"):
+                engine.generate("hi", params)
+        for ask in (engine.generate, engine.chat):
+            with pytest.raises(UsageError, match="not Unicode text"):
+                ask("hi \udc80")

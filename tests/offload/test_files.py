@@ -169,3 +169,16 @@ def test_a_file_that_cannot_be_replaced_is_written(tmp_path, monkeypatch, number
 
 def test_a_device_takes_several_things() -> None:
     check_outputs([Output("/dev/null", "stats"), Output("/dev/null", "trace")])
+
+
+def test_files_of_a_directory_that_is_read_are_not_written_over(tmp_path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(model / "config.json")
+    for path in (model / "config.json", tmp_path / "link"):
+        with pytest.raises(UsageError, match="belongs to"):
+            check_outputs([Output(path, "stats")], [model])
+    check_outputs([Output(model / "new.json", "stats")], [model])
+    with pytest.raises(UsageError, match="and for the input"):
+        check_outputs([Output(model / "config.json", "stats")], [model / "config.json"])

@@ -12,10 +12,11 @@ import torch
 from gguf_files import write_gguf
 from helpers import VOCAB, add_tokenizer, random_ids
 from make_shallow_draft import make_shallow_draft
-from shallow_depths import LEAST_GAIN, Depth, best, candidates, measure
+from shallow_depths import Depth, best, candidates, measure
 
 from offload.errors import UsageError
 from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.draft_length import LEAST_GAIN
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3", "llama3-rope"])
@@ -86,6 +87,7 @@ def test_what_a_depth_gains() -> None:
     assert some.gain == pytest.approx(2.952 / 1.9)
     assert best([useless, some]) is some
     assert best([useless, Depth(2, LEAST_GAIN / 20, 0, 0.01)]) is None
+    assert best([]) is None
     assert candidates(32) == [1, 2, 4, 8, 12, 16, 20, 24, 28]
     assert candidates(1) == []
 
@@ -106,15 +108,10 @@ def test_the_depth_that_gains_most_is_made_or_none(
     assert ("nothing was written" in said) != pays
 
 
-def test_a_depth_that_is_asked_for_is_made_and_measured(
-    tiny, tmp_path, monkeypatch, capsys
-) -> None:
+def test_a_depth_that_is_asked_for_is_made_untried(tiny, tmp_path, monkeypatch, capsys) -> None:
     path = with_tokenizer(tiny, tmp_path)
     text = tmp_path / "text"
-    text.write_text("as we said before, and say again")
-    monkeypatch.setattr(
-        sys, "argv", f"make {path} {tmp_path / 'made'} --layers 1 --text {text}".split()
-    )
+    monkeypatch.setattr(sys, "argv", f"make {path} {tmp_path / 'made'} --layers 1".split())
     assert script.main() == 0
     assert "the first 1 layers" in capsys.readouterr().out
     with Engine.from_pretrained(path, device="cpu", draft=tmp_path / "made") as engine:
@@ -123,6 +120,7 @@ def test_a_depth_that_is_asked_for_is_made_and_measured(
     for argv, said in (
         (f"make {path} {tmp_path / 'made'}", "exists already"),
         (f"make {path} {tmp_path / 'new'} --layers 9", "9 layers of a model that has 3"),
+        (f"make {path} {tmp_path / 'new'} --layers 0", "0 layers of a model that has 3"),
         (f"make {path} {tmp_path / 'new'} --text {text}", "is empty"),
         (f"make {path} {tmp_path / 'new'} --text {text}.no", "cannot read"),
     ):

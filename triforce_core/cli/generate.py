@@ -6,6 +6,7 @@ import argparse
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 from offload.errors import UsageError
 from offload.files import Output, check_outputs
@@ -14,6 +15,7 @@ from triforce_core.cli.output import say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.prompt import read_prompt
 from triforce_core.cli.signals import Stop
+from triforce_core.model.checkpoint import resolve
 from triforce_core.opening import OpenModel
 from triforce_core.params import SamplingParams, check_context
 from triforce_core.planner.plan import Plan
@@ -31,9 +33,12 @@ def generate(args: argparse.Namespace) -> int:
     plan = _planned(args)
     config = engine_config(args, plan and plan.config(EngineConfig()))
     _say_what_has_no_effect(args, config)
+    if config.method.drafts and config.method.draft_model is not None:
+        resolve(config.method.draft_model)
     with ExitStack() as stack:
         bars = stack.enter_context(ProgressBars(show=not args.quiet))
-        stop = stack.enter_context(Stop(bars.stop).listening())
+        slowly = None if args.quiet else _say_that_it_ends
+        stop = stack.enter_context(Stop(bars.stop, slowly).listening())
         model = stack.enter_context(OpenModel.at(args.model))
         if model.tokenizer is None:
             raise UsageError(f"{model.checkpoint.path} has no tokenizer")
@@ -43,6 +48,11 @@ def generate(args: argparse.Namespace) -> int:
         check_context(len(token_ids), new, model.checkpoint.config.positions, "the model has")
         asked = given(args, EngineConfig).get("max_context")
         if asked is not None:
+            positions = model.checkpoint.config.positions
+            if asked > positions:
+                raise UsageError(
+                    f"--ctx-size {asked} is more than the {positions} positions the model has"
+                )
             check_context(len(token_ids), new, asked, "--ctx-size gives")
         config = replace(config, max_context=asked or len(token_ids) + new)
         # Only now, since loading torch takes longer than all of the above.
@@ -51,10 +61,16 @@ def generate(args: argparse.Namespace) -> int:
         return Run(args, bars, stop, plan).text(model, token_ids, params, config)
 
 
+def _say_that_it_ends() -> None:
+    say("triforce: ending after this pass; once more to end at once")
+
+
 def _check_outputs(args: argparse.Namespace) -> None:
     """Raises UsageError, before anything is loaded, for what could not be written."""
     outputs = {"stats": args.stats, "trace": given(args, EngineConfig).get("trace")}
-    read = [path for path in (args.prompt_file, args.plan) if path not in (None, "-")]
+    draft = given(args, MethodSettings).get("draft")
+    named = (args.prompt_file, args.plan, args.model, draft)
+    read = [path for path in named if path not in (None, "-") and Path(path).exists()]
     check_outputs((Output(path, what) for what, path in outputs.items() if path is not None), read)
     if sys.stdout is None and args.stats is None:
         raise UsageError("standard output is closed: the text would go nowhere (--stats keeps it)")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
 from offload.machine.hardware import Gpu, inspect_machine
 from offload.machine.probe import remeasured
 from offload.units import format_bytes
+from triforce_core.cli.console import Printer
 
 
 def print_machine(*, probe: bool) -> None:
@@ -40,7 +40,7 @@ def print_machine(*, probe: bool) -> None:
         if rates.link_bytes_per_second:
             table.add_row("link", f"{rates.link_bytes_per_second / 1e9:.1f} GB/s to the device")
         table.add_row("rates", rates.source)
-    Console().print(table)
+    Printer().print(table)
 
 
 def _describe(gpu: Gpu) -> str:

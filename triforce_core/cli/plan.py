@@ -42,7 +42,7 @@ from triforce_core.sizing.demand import choose_block_tokens
 def plan(args: argparse.Namespace) -> int:
     """Plans and prints. Returns the exit code. Raises UsageError, DoesNotFitError and more."""
     given = {"plot": args.plot, "trace": args.trace, "plan": args.save}
-    read = filter(None, (args.stats,))
+    read = [path for path in (args.stats, args.model, args.draft) if path and Path(path).exists()]
     check_outputs((Output(path, what) for what, path in given.items() if path), read)
     case = _case(args)
     if args.sweep or args.plot:
@@ -77,9 +77,9 @@ def _case(args: argparse.Namespace) -> Case:
     if planned:
         # Of another device it may be looked at: that is what planning is for.
         planned.check(args.model, config, (planned.made_for or {}).get("device", ""))
-    context = args.context or (
-        planned.context_tokens if planned else min(DEFAULT_CONTEXT, config.positions)
-    )
+    context = args.context
+    if context is None:
+        context = planned.context_tokens if planned else min(DEFAULT_CONTEXT, config.positions)
     draft = args.draft if args.draft is not None else planned.method.draft if planned else AUTO
     draft_config = None
     if draft not in (AUTO, NGRAM, NO_DRAFTER):

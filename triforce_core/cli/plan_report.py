@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from offload.units import format_bytes
+from triforce_core.cli.console import Printer
 from triforce_core.planner.candidates import Candidate, Case
 from triforce_core.planner.prediction import Prediction, links
 
@@ -81,10 +81,10 @@ def print_sweep(case: Case, model: str, kind: str, rows: list[dict[str, Any]]) -
             console.print(f"{what}: {row['refused']}", highlight=False, soft_wrap=True)
 
 
-def _console() -> Console:
+def _console() -> Printer:
     """Wide enough for the tables where there is no terminal to fit."""
-    console = Console()
-    return console if console.is_terminal else Console(width=110)
+    console = Printer()
+    return console if console.is_terminal else Printer(width=110)
 
 
 def _places(prediction: Prediction, gpus: int) -> Table:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import time
+
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from triforce_core.cli.output import say
+
+# Where bars cannot be drawn, a line says this often how far it is.
+_SECONDS = 5.0
 _LABELS = {"load": "loading", "prefill": "reading the prompt"}
 
 
 class ProgressBars:
-    """Bars for opening a model, loading it and prefill, shown only on a terminal."""
+    """Bars for opening a model, loading it and prefill; a line now and then where there is no
+    terminal to draw them on.
+    """
 
     def __init__(self, *, show: bool) -> None:
         console = Console(stderr=True)
+        terminal = console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
+        self._lines = show and not terminal
+        self._next_line = time.monotonic() + _SECONDS
         self._tasks: dict[str, TaskID] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -21,12 +32,15 @@ class ProgressBars:
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=not (show and console.is_terminal) or console.is_dumb_terminal,
+            disable=not (show and terminal),
         )
         self._opening = self._progress.add_task("opening the model", total=None, counted="")
 
     def update(self, what: str, done: int, total: int) -> None:
         """what: "load" or "prefill", of which so many layers are done."""
+        if self._lines and time.monotonic() > self._next_line:
+            self._next_line = time.monotonic() + _SECONDS
+            say(f"{_LABELS[what]}: {done} of {total} layers")
         if what not in self._tasks:
             self._progress.update(self._opening, visible=False)
             self._tasks[what] = self._progress.add_task(_LABELS[what], total=total, counted="")

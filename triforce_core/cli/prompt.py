@@ -12,16 +12,19 @@ from offload.errors import UsageError
 def read_prompt(args: argparse.Namespace) -> str:
     """The prompt that was given, or a file's, or standard input's. Raises UsageError.
 
-    A byte order mark is no part of a file's or a pipe's text, and the last newline no part of a
-    pipe's.
+    A byte order mark is no part of a file's or a pipe's text, nor is the newline that ends it.
     """
     if args.prompt is not None:
         prompt = args.prompt
     elif args.prompt_file not in (None, "-"):
         try:
-            prompt = Path(args.prompt_file).read_text(encoding="utf-8-sig")
+            prompt = Path(args.prompt_file).read_text(encoding="utf-8-sig").removesuffix("\n")
+        except UnicodeDecodeError as error:
+            where = f"{args.prompt_file} is not UTF-8 text (byte {error.start})"
+            raise UsageError(f"the prompt of {where}") from error
         except (OSError, ValueError) as error:
-            raise UsageError(f"cannot read the prompt from {args.prompt_file}: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"cannot read the prompt from {args.prompt_file}: {reason}") from error
     elif sys.stdin is None or sys.stdin.isatty():
         raise UsageError("no prompt: give --prompt, --prompt-file or standard input")
     else:

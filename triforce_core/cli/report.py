@@ -110,6 +110,7 @@ def _dropped(dropped: dict[str, Any]) -> str:
     """A level that is used no longer, and why."""
     what = {"model": "the drafter", "retrieval": "the retrieval model"}[dropped["level"]]
     return (
-        f"{what}: {dropped['drafts']} drafts took {dropped['spent']:.2f} s and saved "
-        f"{dropped['saved']:.2f} s; its {format_bytes(dropped['nbytes'])} hold KV if any streams"
+        f"{what}: its {dropped['drafts']} drafts took {dropped['seconds']:.2f} s, and "
+        f"{dropped['plain_seconds']:.2f} s without them; its {format_bytes(dropped['nbytes'])} "
+        "hold KV if any streams"
     )

@@ -14,6 +14,10 @@ NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
 
 
+# Seconds after which a person is told that a pass has to end first.
+_PATIENCE = 1.0
+
+
 def exit_code(number: int) -> int:
     """The code of a process that a signal ended, as shells have it: 130 for an interrupt."""
     return 128 + number
@@ -58,11 +62,16 @@ class Stop:
     end: what ends the request, once there is one. number: of the signal that came, if one did
     """
 
-    def __init__(self, before_leaving: Callable[[], None]) -> None:
-        """before_leaving: gives a terminal its cursor back."""
+    def __init__(
+        self, before_leaving: Callable[[], None], slowly: Callable[[], None] | None = None
+    ) -> None:
+        """before_leaving: gives a terminal its cursor back. slowly: called if the request has not
+        ended a second after the signal
+        """
         self.end: Callable[[], None] | None = None
         self.number: int | None = None
         self._before_leaving = before_leaving
+        self._slowly = slowly
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.end is None or self.number is not None:
@@ -71,6 +80,11 @@ class Stop:
             leave(number)
         self.number = number
         self.end()
+        if self._slowly:
+            # From another thread, since this one may be in the middle of a write.
+            timer = threading.Timer(_PATIENCE, self._slowly)
+            timer.daemon = True
+            timer.start()
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:

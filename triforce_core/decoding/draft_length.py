@@ -21,33 +21,32 @@ class Observed(Protocol):
 
 @dataclass
 class Ledger:
-    """Seconds that a level's drafts took, and that they saved, over all requests.
+    """Rounds with a draft of one level beside plain decoding, over all requests.
 
-    drafts: how many it counts, those of rounds that were not warm left out
-    idle: rounds since drafts last had a gain to show in which none was worth its seconds
+    drafts: how many are counted: of rounds that were warm, once one without a draft is known
+    seconds: that they took; plain_seconds: that their tokens would have taken without drafts
+    idle: passes since drafts last had a gain to show at whose end none was worth its seconds
     """
 
     drafts: int = 0
-    spent: float = 0.0
-    saved: float = 0.0
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
     idle: int = 0
 
     def count(self, outcome: Observed, plain_seconds: float) -> None:
-        """plain_seconds: of a round without a draft, which every accepted token saves."""
+        """plain_seconds: of a round without a draft."""
         self.drafts += 1
-        self.spent += outcome.draft_seconds + max(0.0, outcome.verify_seconds - plain_seconds)
-        self.saved += outcome.accepted * plain_seconds
-        if self.has_paid:
-            self.idle = 0
+        self.seconds += outcome.draft_seconds + outcome.verify_seconds
+        self.plain_seconds += (outcome.accepted + 1) * plain_seconds
 
     @property
     def has_paid(self) -> bool:
-        return self.saved >= _LEAST_GAIN * self.spent
+        return self.plain_seconds >= LEAST_GAIN * self.seconds
 
     @property
     def is_lost(self) -> bool:
         """Whether drafts never gained anything to speak of, and are not expected to do better."""
-        return self.idle >= _IDLE_ROUNDS
+        return self.drafts >= _LEAST_DRAFTS and self.idle >= _IDLE_PASSES
 
 
 class DraftLength(Protocol):
@@ -60,6 +59,9 @@ class DraftLength(Protocol):
         """Whether to draft one more token after some whose laws peak at `confidence`."""
 
     def observe(self, outcome: Observed) -> None: ...
+
+    def end_pass(self) -> None:
+        """A pass of the target has ended: `ledger.idle` counts those in which drafts do not pay."""
 
 
 class Fixed:
@@ -74,6 +76,9 @@ class Fixed:
         return True
 
     def observe(self, outcome: Observed) -> None:
+        pass
+
+    def end_pass(self) -> None:
         pass
 
 
@@ -133,6 +138,8 @@ class Auto:
         self._draft_seconds = 0.0
         self._draft_tokens = 0.0
         self._seconds_per_token = 0.0
+        self._plain_known = False
+        self._idle_rounds = 0
 
     def choose(self, most: int) -> int:
         most = min(most, self._most)
@@ -148,10 +155,11 @@ class Auto:
             if cost < least:
                 best, least = length, cost
         self._seconds_per_token = least
-        if least * _LEAST_GAIN > self._verify.at(0):
-            best = 0
-            if most and not self.ledger.has_paid:
-                self.ledger.idle += 1
+        if most and least * LEAST_GAIN > self._verify.at(0):
+            # Now and then a single token is tried: the text may have changed.
+            self._idle_rounds += 1
+            return int(self._idle_rounds % _TRY_EVERY == 0)
+        self._idle_rounds = 0
         return most if best and self._by_confidence else min(best, most)
 
     def goes_on(self, confidence: Sequence[float]) -> bool:
@@ -180,10 +188,19 @@ class Auto:
         if not outcome.warm:
             return
         self._verify.observe(outcome.drafted, outcome.verify_seconds)
+        self._plain_known |= not outcome.drafted
         if outcome.drafted:
-            self.ledger.count(outcome, self._verify.at(0))
+            if self._plain_known:
+                self.ledger.count(outcome, self._verify.at(0))
             self._draft_seconds = self._draft_seconds * _MEMORY + outcome.draft_seconds
             self._draft_tokens = self._draft_tokens * _MEMORY + outcome.drafted
+
+    def end_pass(self) -> None:
+        """DraftLength.end_pass."""
+        if self.ledger.has_paid and self.ledger.drafts:
+            self.ledger.idle = 0
+        elif self._idle_rounds:
+            self.ledger.idle += 1
 
     @property
     def _known(self) -> bool:
@@ -209,10 +226,13 @@ class Auto:
 
 
 # How much faster drafts must make decoding to be worth the wait for a whole draft.
-_LEAST_GAIN = 1.1
-# A level that gained nothing is given up after so many rounds without a draft worth its seconds:
-# enough for what was seen of it to fade, and for it to be tried again.
-_IDLE_ROUNDS = 128
+LEAST_GAIN = 1.1
+# Rounds in which drafts do not pay after which one token is drafted nevertheless.
+_TRY_EVERY = 48
+# A level that gained nothing is given up after so many passes in which drafts do not pay, if it was
+# tried so often.
+_IDLE_PASSES = 128
+_LEAST_DRAFTS = 3
 # What a round counts for when the next one has been seen: about 30 rounds are remembered.
 _MEMORY = 0.97
 # Rounds that the assumed acceptance counts for at first, and tokens that it counts for always.

@@ -67,25 +67,31 @@ class Drafting:
         )
 
     def drop_lost(self, context: Context) -> bool:
-        """Drops a level whose drafts have only lost time, if it takes device memory, which is lent
-        to KV from now on. Lengths that were asked for are kept to, whatever they cost.
+        """Asked after every pass: drops a level whose drafts have only lost time, if it takes
+        device memory. Lengths and a budget that were asked for are kept to, whatever they cost.
 
-        Says whether one was dropped: a decoder that was made before is of no use then. Not in the
-        middle of a pass.
+        Says whether one was dropped: a decoder that was made before is of no use then, and what
+        `models.dropped` gave back may be lent once that is gone.
         """
-        models, memory = self._models, self._models.runtime.memory
+        models, runtime = self._models, self._models.runtime
+        if runtime.streams and 2 * context.passes.length < runtime.demand.context_tokens:
+            # Little streams in passes over a short text: what drafts are worth there says nothing.
+            return False
+        for length in (self._inner, self._outer):
+            length.end_pass()
         lowest = self._inner if models.budget else self._outer
-        if models.budget and self._outer.ledger.is_lost:
+        if models.budget and models.method.budget is None and self._outer.ledger.is_lost:
             level, ledger, drop = "retrieval", self._outer.ledger, self._drop_retrieval
         elif models.small and lowest.ledger.is_lost:
             level, ledger, drop = "model", lowest.ledger, self._drop_drafter
         else:
             return False
-        before = memory.available_bytes
+        before = runtime.memory.available_bytes
         drop(context)
-        freed = memory.available_bytes - before
-        models.dropped.append(Dropped(level, ledger.drafts, ledger.spent, ledger.saved, freed))
-        context.passes.lend(freed)
+        freed = runtime.memory.available_bytes - before
+        models.dropped.append(
+            Dropped(level, ledger.drafts, ledger.seconds, ledger.plain_seconds, freed)
+        )
         return True
 
     def _drop_retrieval(self, context: Context) -> None:

@@ -34,15 +34,17 @@ class SmallModel:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A level that was dropped, and why: its drafts took `spent` seconds and saved `saved`.
+    """A level that was dropped, and why.
 
+    drafts, seconds, plain_seconds: how many drafts were counted, what they and their verification
+        took, and what their tokens would have taken without
     nbytes: of device memory that KV may use instead
     """
 
     level: str
     drafts: int
-    spent: float
-    saved: float
+    seconds: float
+    plain_seconds: float
     nbytes: int
 
 

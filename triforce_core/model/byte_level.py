@@ -18,6 +18,11 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # By the names that llama.cpp gives them; None is GPT-2's own way, built into the library.
 _SPLITS: Mapping[str, str | None] = {
     "gpt-2": None,
@@ -26,7 +31,12 @@ _SPLITS: Mapping[str, str | None] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
 }
+# In these a piece that is a token as a whole is not merged, and a text begins with BOS unless the
+# file says otherwise; llama.cpp has it so.
+_WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -47,31 +57,34 @@ class ByteLevelTokenizer:
             if key.startswith("tokenizer.ggml.")
         }
         tokens: Sequence[str] = about["tokens"].values
-        alphabet = set(ByteLevel.alphabet())
         merges = [tuple(merge.split(" ")) for merge in about["merges"].values]
-        vocabulary = {_spelled(token, alphabet): i for i, token in enumerate(tokens)}
-        tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+        kinds = about["token_type"].values if "token_type" in about else [0] * len(tokens)
+        ids = {name: about.get(f"{key}_token_id") for name, key in _NAMED.items()}
+        ids = {name: i for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
+        self.names = {name: tokens[i] for name, i in ids.items()}
+        control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
+        own = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED]
+        # Added tokens stand as they are; all others are spelled in the alphabet of bytes.
+        added, alphabet = {*control, *own, *self.names.values()}, set(ByteLevel.alphabet())
+        vocabulary = {
+            token if token in added else _spelled(token, alphabet): i
+            for i, token in enumerate(tokens)
+        }
+        llama3 = about["pre"] in _WHOLE_FIRST
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=llama3))
         tokenizer.pre_tokenizer = _split(about["pre"])
         tokenizer.decoder = decoders.ByteLevel()
-        kinds = about["token_type"].values if "token_type" in about else ()
-        # Llama.cpp marks some tokens as control that are not: real ones are in the alphabet.
-        control = [t for t, k in zip(tokens, kinds, strict=False) if k == _CONTROL]
-        own = [t for t, k in zip(tokens, kinds, strict=False) if k == _USER_DEFINED]
-        self.names = {
-            name: tokens[about[f"{key}_token_id"]]
-            for name, key in _NAMED.items()
-            if f"{key}_token_id" in about
-        }
-        special = [token for token in control if alphabet.issuperset(token)]
-        special += [token for token in self.names.values() if token in vocabulary]
+        special = [*control, *self.names.values()]
         tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in special])
-        tokenizer.add_tokens([AddedToken(t, normalized=False) for t in own if t in vocabulary])
+        tokenizer.add_tokens([AddedToken(t, normalized=False) for t in own])
         self.chat_template: str | None = metadata.get("tokenizer.chat_template")
         self.tokenizer = tokenizer
-        self._adds = {name: bool(about.get(f"add_{name}")) for name in ("bos_token", "eos_token")}
+        self._adds = {
+            "bos_token": bool(about.get("add_bos_token", llama3)),
+            "eos_token": bool(about.get("add_eos_token", False)),
+        }
         self._before, self._after = (
-            [tokens.index(self.names[name])] if adds and name in self.names else []
-            for name, adds in self._adds.items()
+            [ids[name]] if adds and name in ids else [] for name, adds in self._adds.items()
         )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:

@@ -161,6 +161,8 @@ def resolve(model: str | Path) -> Path:
 
     Raises UsageError if it is neither, CheckpointError if the hub does not give it.
     """
+    if not isinstance(model, (str, Path)):
+        raise UsageError(f"a model is a path or a hub id, and this is {type(model).__name__}")
     name = str(model)
     if not name:
         raise UsageError("the model's name is empty")

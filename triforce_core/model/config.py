@@ -198,7 +198,7 @@ def _family(raw: Mapping[str, Any]) -> str:
         return raw["model_type"]
     if not isinstance(names[0], str) or names[0] not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"architecture {names[0] or raw.get('model_type')!r} is not supported "
+            f"architecture {names[0] or raw.get('model_type') or 'unnamed'!r} is not supported "
             f"(only {', '.join(ARCHITECTURES)})"
         )
     return ARCHITECTURES[names[0]]

@@ -62,7 +62,8 @@ class Tokenizer:
         self._backend = backend
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text. Raises UsageError for what is no Unicode text."""
+        check_text(text)
         return self._backend.encode(text)
 
     def chat(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
@@ -82,6 +83,7 @@ class Tokenizer:
         except Exception as error:
             reason = str(error) or type(error).__name__
             raise UsageError(f"the chat template does not take these messages: {reason}") from error
+        check_text(rendered)
         return self._backend.encode(rendered, special=False)
 
     def save(self, directory: Path) -> None:
@@ -99,6 +101,14 @@ class Tokenizer:
     @cached_property
     def _in_transformers(self) -> Any:
         return self._backend.in_transformers()
+
+
+def check_text(text: str) -> None:
+    """Raises UsageError for lone surrogates, which stand for bytes that were no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the text is not Unicode text (character {error.start})") from error
 
 
 def load_tokenizer(path: Path, metadata: Mapping[str, Any] | None = None) -> Tokenizer | None:

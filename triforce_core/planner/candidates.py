@@ -94,6 +94,8 @@ class Case:
                 f"a context of {self.context} tokens is more than the {positions} positions the "
                 "model has"
             )
+        if self.context < 2:
+            raise UsageError(f"a context must have 2 tokens or more, got {self.context}")
         if not 0 < self.new_tokens < self.context:
             raise UsageError(
                 f"new tokens must be 1 to {self.context - 1} in a context of {self.context}, got "

@@ -119,7 +119,7 @@ class Plan:
         ]
         if self.budget:
             parts.append(f"retrieval budget {self.budget}")
-        if method.drafts:
+        if method.drafts and (self.budget or method.has_drafter):
             drafts = f"drafts of {method.draft_tokens}"
             if self.budget and method.has_drafter:
                 drafts += f" by steps of {method.inner_draft_tokens}"

@@ -44,7 +44,8 @@ def fit(wanted: Wanted, available_bytes: int, placement: Placement | None = None
         return Fitted(without, placement, 0)
     if method.budget is None:
         placed = placement or place(without, available_bytes)
-        if not _saves(without, placed, method.budgets[0]):
+        streaming = streams(without, placed)
+        if not may_save(without, placed, method.budgets[0]):
             return Fitted(without, placed, 0)
     else:
         cache = method.budget * without.kv.token_bytes * wanted.config.layers
@@ -56,14 +57,17 @@ def fit(wanted: Wanted, available_bytes: int, placement: Placement | None = None
             return Fitted(demand, placement, budget)
         needed = least_bytes(demand, streamed_layers=0)
         if needed <= available_bytes:
-            return Fitted(demand, place(demand, available_bytes), budget)
+            chosen = place(demand, available_bytes)
+            # A cache that nobody asked for must not send over the link what would not have to.
+            if method.budget is not None or streaming or not streams(demand, chosen):
+                return Fitted(demand, chosen, budget)
     if method.budget is not None:
         raise _refused("with", method.budget, needed, available_bytes)
     return Fitted(without, placed, 0)
 
 
-def _saves(demand: Demand, placement: Placement, budget: int) -> bool:
-    """Whether a retrieval model of a budget could save time. demand, placement: without it."""
+def may_save(demand: Demand, placement: Placement, budget: int) -> bool:
+    """Whether a retrieval model of a budget could save time, where that is placed so."""
     if streams(demand, placement):
         return True
     weights = demand.weights_bytes + demand.head_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from test_draft_length import WORLDS, World
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding import draft_length
-from triforce_core.decoding.draft_length import Auto, Fixed
+from triforce_core.decoding.draft_length import Auto, DraftLength, Fixed
 
 PROMPT, NEW = 130, 40
 
@@ -41,25 +43,51 @@ def hasty(monkeypatch):
 @pytest.mark.parametrize("world", WORLDS)
 def test_only_a_level_that_never_pays_is_lost(world: str) -> None:
     length = Auto(64, 0.9, 16)
-    cost = World(*WORLDS[world]).cost(length, 1000)
+    cost = decode(World(*WORLDS[world]), length, 1000)
     assert length.ledger.is_lost == (world == "drafting does not pay")
     # It was lost for little.
-    assert length.ledger.spent - length.ledger.saved < 0.05 * 1000 * cost
+    assert length.ledger.seconds - length.ledger.plain_seconds < 0.05 * 1000 * cost
 
 
 def test_a_level_that_has_paid_is_not_lost_by_a_text_it_does_not_pay_for() -> None:
-    world, length = World(1.0, 0.1, 0.1, 0.95, 0.95), Auto(16, 0.6, 4)
-    world.cost(length, 300)
+    world = World(1.0, 0.1, 0.1, 0.95, 0.95)
+    length = Auto(16, 0.6, 4, plain_first=True)
+    decode(world, length, 300)
     world.chances = dict.fromkeys(world.chances, 0.0)
-    world.cost(length, 300)
+    decode(world, length, 300)
     assert length.choose(16) == 0
     assert not length.ledger.is_lost
 
 
 def test_a_length_that_was_asked_for_is_kept_to() -> None:
     world, length = World(1.0, 1.0, 1.0, 0.0, 0.0), Fixed(8)
-    world.cost(length, 500)
+    decode(world, length, 500)
     assert not length.ledger.is_lost
+
+
+def test_a_gain_that_is_too_small_to_draft_for_loses_the_level() -> None:
+    """One yardstick: what is not worth a draft has not paid either."""
+    world, length = World(1.0, 0.0, 0.55, 0.73, 0.63), Auto(16, 0.6, 4, plain_first=True)
+    decode(world, length, 2000)
+    assert length.ledger.is_lost
+
+
+def test_drafts_are_judged_only_beside_a_round_without_one() -> None:
+    """A line through one length says nothing of what plain decoding takes."""
+    length = Auto(16, 0.6, 4)
+    world = World(1.0, 0.5, 0.1, 0.9, 0.9)
+    for _ in range(3):
+        world.round(length, confident=False)
+    assert length.ledger.drafts == 0
+
+
+def decode(world: World, length: DraftLength, rounds: int) -> float:
+    """Seconds a token of so many rounds, each a pass."""
+    cost = 0.0
+    for _ in range(rounds):
+        cost += world.cost(length, 1)
+        length.end_pass()
+    return cost / rounds
 
 
 @pytest.mark.parametrize("placement", ["resident", "kv", "kv-in-part", "kv-lent"])
@@ -78,15 +106,23 @@ def test_text_stays_what_it_is_when_levels_are_dropped(
         expected = [oracle.generate(prompt, params).token_ids for prompt in prompts]
     hasty(passes)
     lengths = {"draft_tokens": 6, "inner_draft_tokens": 3}
-    with engine(path, draft=other, budget=32, **lengths, **common) as dropping:
+    with engine(path, draft=other, **lengths, **common) as dropping:
+        model = weakref.ref(dropping.models.small.model)
+        retrieves = dropping.models.budget > 0
         results = [dropping.generate(prompt, params) for prompt in prompts]
         assert dropping.models.small is None
-        assert "it never paid" in dropping.plan_line
+        gc.collect()
+        assert model() is None, "its memory is used twice"
+        assert ("it never paid" in dropping.plan_line) == retrieves
+        assert "drafts of" not in dropping.plan_line
+    assert retrieves == (placement != "resident")
     assert [result.token_ids for result in results] == expected
     stats = results[-1].stats
     assert stats["levels"] == ["target"]
     assert stats["retrieval"] is None
-    assert [dropped["level"] for dropped in stats["dropped"]] == ["retrieval", "model"]
+    assert (results[0].stats["retrieval"] is not None) == retrieves
+    levels = ["retrieval", "model"] if retrieves else ["model"]
+    assert [dropped["level"] for dropped in stats["dropped"]] == levels
     assert all(dropped["nbytes"] > 0 for dropped in stats["dropped"])
     assert dropping.runtime.memory.by_purpose() == {}
 
@@ -100,12 +136,27 @@ def test_the_drafter_alone_is_dropped(tiny) -> None:
     with engine(path, **options) as kept:
         expected = kept.generate(prompt, params).token_ids
     with engine(path, **options) as dropping:
-        dropping.drafting._inner.ledger.idle = 10**6
+        ledger = dropping.drafting._inner.ledger
+        ledger.drafts = ledger.idle = 10**6
+        ledger.seconds = 1.0
         first, second = (dropping.generate(prompt, params) for _ in range(2))
     assert first.token_ids == second.token_ids == expected
     assert second.stats["levels"] == ["retrieval", "target"]
     assert [dropped["level"] for dropped in second.stats["dropped"]] == ["model"]
     assert second.stats["retrieval"]["steps"] > second.stats["passes"]
+
+
+def test_a_short_text_says_nothing_of_long_ones(tiny, hasty) -> None:
+    """And a budget that was asked for is kept to."""
+    path, _ = tiny("llama")
+    params = SamplingParams(20, temperature=0)
+    hasty(0)
+    for budget in (None, 32):
+        with engine(path, budget=budget, placement=PLACEMENTS["kv"]) as running:
+            short = running.generate(random_ids(30), params).stats
+            assert short["levels"] == ["ngram", "retrieval", "target"]
+            long = running.generate(random_ids(PROMPT), params).stats
+            assert ("retrieval" in long["levels"]) == (budget is not None)
 
 
 def test_kv_gets_the_memory_of_what_was_dropped(tiny, hasty) -> None:

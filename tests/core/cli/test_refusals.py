@@ -1,0 +1,62 @@
+"""What cannot be is refused before anything slow is loaded, and nothing is written over."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from byte_level_files import write_byte_level
+from command import GREEDY, run
+
+
+def test_what_can_be_refused_is_refused_before_torch_is_loaded(tiny, tmp_path) -> None:
+    path = write_byte_level(tiny, tmp_path / "m.gguf", "llama-bpe")
+    (tmp_path / "long").write_text("again " * 5000)
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from triforce_core.cli.main import main\n"
+        f"sys.exit(main(['generate', {str(path)!r}, '--prompt-file', {str(tmp_path / 'long')!r}]))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "positions the model has" in ended.stderr
+
+
+@pytest.mark.parametrize("option", ["--stats", "--trace"])
+def test_a_model_is_not_written_over(speaking, tmp_path, capsys, option: str) -> None:
+    for given in ((speaking, speaking), (speaking, tmp_path / "drafter")):
+        if not given[1].exists():
+            shutil.copytree(speaking, given[1])
+        for file in ("config.json", "model.safetensors"):
+            before = (given[1] / file).read_bytes()
+            arguments = (given[0], "-p", "x", "--draft", given[1], option, given[1] / file)
+            code, _, err = run(capsys, "generate", *arguments, *GREEDY)
+            assert code == 2
+            assert "belongs to" in err
+            assert (given[1] / file).read_bytes() == before
+    shape = speaking / "config.json"
+    code, _, err = run(capsys, "plan", shape, "--gpu", "rtx4090", "--save", shape)
+    assert code == 2
+    assert "and for the input" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("generate", "{model}", "-p", "x", "--threads", "100000"), "on this machine, got 100000"),
+        (("generate", "{model}", "-p", "x", "--threads", "99999999999"), "on this machine, got"),
+        (("generate", "{model}", "-p", "x", "--draft", "ngrm"), "no file or directory ngrm"),
+        (("generate", "{model}", "-p", "x", "-c", "100000"), "--ctx-size 100000 is more than"),
+        (("plan", "llama2-7b", "--gpu", "rtx4090", "--context", "0"), "2 tokens or more, got 0"),
+        (("plan", "llama2-7b", "--gpu", "rtx4090", "--context", "-5"), "2 tokens or more, got -5"),
+    ],
+)
+def test_what_cannot_be_is_refused_early(speaking, capsys, arguments, said: str) -> None:
+    code, out, err = run(capsys, *(str(speaking) if a == "{model}" else a for a in arguments))
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
