@@ -1,4 +1,4 @@
-"""A model on disk before its weights are read: config, tensors and tokenizer, without torch."""
+"""A model on disk before its weights are read; a GGUF file is opened without torch."""
 
 from __future__ import annotations
 

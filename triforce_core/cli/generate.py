@@ -25,7 +25,7 @@ from triforce_core.settings import EngineConfig, MethodSettings
 def generate(args: argparse.Namespace) -> int:
     """Streams the text to stdout and reports on stderr. Returns the exit code.
 
-    What can be refused is refused here, within a second.
+    What can be refused by a prompt and a header is refused here.
     """
     _check_outputs(args)
     prompt = read_prompt(args)
