@@ -13,17 +13,26 @@ import pytest
 from command import GREEDY, run
 
 from triforce_core.cli.output import TextOutput
+from triforce_core.cli.signals import NAMES
 
 
 def start(*arguments: object, **options: object) -> subprocess.Popen:
+    """A command that heeds signals, even if these tests were started to ignore some, as a shell
+    starts what runs in the background.
+    """
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "triforce_core.cli", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         bufsize=1,
-        **options,
+        **{"preexec_fn": heed_signals, **options},
     )
+
+
+def heed_signals() -> None:
+    for name in NAMES:
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
 SLOW = ("--device", "cpu", "--device-memory", "2050KiB", "--link-bandwidth")
