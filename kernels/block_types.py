@@ -1,4 +1,8 @@
-"""GGUF's block types: how many numbers a block holds, and in how many bytes. No tensors."""
+"""GGUF's block types: how many numbers a block holds, and in how many bytes. No tensors.
+
+The gguf package has the same table, but only who has such a file should load it; a test holds the
+two together.
+"""
 
 from __future__ import annotations
 

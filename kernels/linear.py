@@ -21,10 +21,6 @@ class StackedWeight:
     def shape(self) -> tuple[int, int]:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
-    @property
-    def device(self) -> torch.device:
-        return self.parts[0].device
-
 
 Weight = torch.Tensor | BlockWeight | StackedWeight
 

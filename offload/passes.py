@@ -71,7 +71,7 @@ class Passes:
         self._scores: ChunkScores | None = None
         self._begun: list[Crossing] | None = None
         self._lent_blocks = placement.lent_kv_blocks
-        self._lends = self._lent_blocks > 0
+        self._lend_due = self._lent_blocks > 0
         self._counters = PassCounters()
         self._workspace = memory.reserve(demand.pass_bytes, "workspace")
 
@@ -99,12 +99,12 @@ class Passes:
             self.kv.reclaim()
             self._memory.trim()
             self._lent_blocks += blocks
-            self._lends = True
+            self._lend_due = True
 
     def begin(self) -> None:
         """Starts the copies of a pass over everything that is kept, unless they have been."""
         if self._begun is None:
-            if self._lends:
+            if self._lend_due:
                 self._lend()
             self._begun = self._start()
 
@@ -127,7 +127,7 @@ class Passes:
             # Whole, or the first tensor of the reading would be cut out of it and the next one
             # find no room in what is left.
             self._memory.trim()
-        self._lends = self._lent_blocks > 0
+        self._lend_due = self._lent_blocks > 0
         self._set_workspace(self._demand.reading_bytes)
         kv = self.kv
         gathered = torch.empty(
@@ -188,7 +188,7 @@ class Passes:
 
     def _lend(self) -> None:
         """Lends what only reading needs to KV blocks, once after each reading."""
-        self._lends = False
+        self._lend_due = False
         shape, blocks = self.kv.shape, self._demand.kv_blocks
         resident = min(self._placement.resident_kv_blocks, blocks)
         spare = self._memory.available_bytes // shape.block_bytes

@@ -17,8 +17,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -77,11 +76,9 @@ def chosen_depth(model: str | Path, directory: Path, text: Path | None) -> int |
     if not path.is_dir() and find_spec("accelerate") is None:
         raise UsageError("trying depths of a .gguf file takes accelerate: pip install accelerate")
     tokens = read_text(path, text)
-    with open_model(path) as checkpoint:
+    with closing(open_checkpoint(path)) as checkpoint:
         depths = candidates(checkpoint.config.layers)
-        needed = sum(
-            layer.nbytes for layer in dense_layouts(checkpoint.config, torch.float32).layers
-        )
+        needed = dense_layouts(checkpoint.config, torch.float32).nbytes
     if not depths:
         raise UsageError(f"{path} has one layer: there is none to leave out")
     if needed > (available := available_host_bytes()):
@@ -94,21 +91,12 @@ def chosen_depth(model: str | Path, directory: Path, text: Path | None) -> int |
     return chosen and chosen.layers
 
 
-@contextmanager
-def open_model(path: Path) -> Iterator[Checkpoint]:
-    checkpoint = open_checkpoint(path)
-    try:
-        yield checkpoint
-    finally:
-        checkpoint.close()
-
-
 def check(model: str | Path, directory: Path, layers: int) -> Path:
     """Where the model is. Raises UsageError or CheckpointError for what could not be made."""
     if directory.exists():
         raise UsageError(f"{directory} exists already")
     path = resolve(model)
-    with open_model(path) as checkpoint:
+    with closing(open_checkpoint(path)) as checkpoint:
         most = checkpoint.config.layers
         if not 1 <= layers <= most:
             raise UsageError(f"{layers} layers of a model that has {most}")
@@ -154,7 +142,7 @@ def make_shallow_draft(
 ) -> None:
     """Writes the checkpoint, whole or not at all. Raises UsageError or CheckpointError."""
     path = check(model, directory, layers)
-    with open_model(path) as checkpoint:
+    with closing(open_checkpoint(path)) as checkpoint:
         config = checkpoint.config
         directory.mkdir(parents=True)
         try:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from triforce_kernels.block_types import BlockType
+from triforce_kernels.blocks import can_decode
 from triforce_kernels.dispatch import TRITON, KernelsError, backend
 from triforce_kernels.limits import MOST_SPLITS
 from triforce_kernels.linear import Weight
@@ -214,6 +215,11 @@ def choose_layouts(checkpoint: Readable, weights: str, dtype: torch.dtype) -> La
     layouts = stored_layouts(config, dtype, checkpoint.pieces)
     if not layouts.decoded_numbers:
         raise UsageError("weights are kept as stored where they are quantised, and these are not")
+    for kind in layouts.block_types:
+        if not can_decode(kind):
+            raise UsageError(
+                f"{kind.name} weights are kept as stored by transformers 5.23 or newer"
+            )
     return layouts
 
 

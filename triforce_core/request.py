@@ -140,7 +140,7 @@ class Request:
 
     def _drop_what_never_pays(self) -> None:
         with self._on_device():
-            while self._drafting.drop_lost(self._context):
+            if self._drafting.drop_lost(self._context):
                 # The old decoder holds on to what was dropped.
                 self._decoder = self._make_decoder()
                 self._context.passes.lend(self._models.dropped[-1].nbytes)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,35 +102,30 @@ class GGUFSource:
         return BLOCK_TYPES.get(self._entries[name].kind.name)
 
     def read_blocks(self, name: str, into: torch.Tensor) -> None:
-        import torch
-
-        entry = self._entries[name]
-        raw = np.frombuffer(self._map, np.uint8, entry.nbytes, entry.start)
-        index_bytes = entry.nbytes // into.shape[0]
-        step = max(1, _CHUNK_ELEMENTS // index_bytes)
-        for first in range(0, into.shape[0], step):
-            part = into[first : first + step]
-            chunk = raw[first * index_bytes : (first + part.shape[0]) * index_bytes]
-            # A copy, since torch takes no memory that it may not write to.
-            part.copy_(torch.from_numpy(chunk.copy()).view(part.shape))
+        # A copy, since torch takes no memory that it may not write to.
+        self._read(name, into, np.copy)
 
     def read(self, name: str, into: torch.Tensor) -> None:
+        self._read(name, into, partial(_dequantise, kind=self._entries[name].kind))
+
+    def _read(
+        self, name: str, into: torch.Tensor, converted: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
         # A header is read without torch.
         import torch
 
         entry = self._entries[name]
         raw = np.frombuffer(self._map, np.uint8, entry.nbytes, entry.start)
         if into.dim() < 2:
-            into.copy_(torch.from_numpy(_dequantise(raw, entry.kind)).view(into.shape))
+            into.copy_(torch.from_numpy(converted(raw)).view(into.shape))
             return
         # A step is some whole indices of the first dimension, so whole rows and whole blocks.
-        per_index = into[0].numel()
         index_bytes = entry.nbytes // into.shape[0]
-        step = max(1, _CHUNK_ELEMENTS // per_index)
+        step = max(1, _CHUNK_ELEMENTS // into[0].numel())
         for first in range(0, into.shape[0], step):
             part = into[first : first + step]
             chunk = raw[first * index_bytes : (first + part.shape[0]) * index_bytes]
-            part.copy_(torch.from_numpy(_dequantise(chunk, entry.kind)).view(part.shape))
+            part.copy_(torch.from_numpy(converted(chunk)).view(part.shape))
 
     def close(self) -> None:
         self._entries = {}

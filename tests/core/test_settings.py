@@ -203,5 +203,5 @@ def test_what_is_of_the_wrong_kind_is_a_usage_error(speaking) -> None:
             with pytest.raises(UsageError, match="params of a request are SamplingParams"):
                 engine.generate("hi", params)
         for ask in (engine.generate, engine.chat):
-            with pytest.raises(UsageError, match="not Unicode text"):
+            with pytest.raises(UsageError, match="the text is not UTF-8 text"):
                 ask("hi \udc80")

@@ -27,11 +27,11 @@ def generate(args: argparse.Namespace) -> int:
 
     What can be refused by a prompt and a header is refused here.
     """
-    _check_outputs(args)
-    prompt = read_prompt(args)
     params = SamplingParams(**given(args, SamplingParams))
     plan = _planned(args)
     config = engine_config(args, plan and plan.config(EngineConfig()))
+    _check_outputs(args, config)
+    prompt = read_prompt(args)
     _say_what_has_no_effect(args, config)
     if config.method.drafts and config.method.draft_model is not None:
         resolve(config.method.draft_model)
@@ -65,11 +65,10 @@ def _say_that_it_ends() -> None:
     say("triforce: ending after this pass; once more to end at once")
 
 
-def _check_outputs(args: argparse.Namespace) -> None:
+def _check_outputs(args: argparse.Namespace, config: EngineConfig) -> None:
     """Raises UsageError, before anything is loaded, for what could not be written."""
-    outputs = {"stats": args.stats, "trace": given(args, EngineConfig).get("trace")}
-    draft = given(args, MethodSettings).get("draft")
-    named = (args.prompt_file, args.plan, args.model, draft)
+    outputs = {"stats": args.stats, "trace": config.trace}
+    named = (args.prompt_file, args.plan, args.model, config.method.draft_model)
     read = [path for path in named if path not in (None, "-") and Path(path).exists()]
     check_outputs((Output(path, what) for what, path in outputs.items() if path is not None), read)
     if sys.stdout is None and args.stats is None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from offload.errors import UsageError
+from triforce_core.model.tokenizer import check_text
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -34,9 +35,5 @@ def read_prompt(args: argparse.Namespace) -> str:
             raise UsageError(f"standard input is no text: {error}") from error
     if not prompt:
         raise UsageError("the prompt is empty")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        # Bytes that are no UTF-8 come in as lone surrogates.
-        raise UsageError(f"the prompt is not UTF-8 text (character {error.start})") from error
+    check_text(prompt, "prompt")
     return prompt

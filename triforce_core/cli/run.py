@@ -65,6 +65,7 @@ class Run:
                     if not output.write(colored(piece) if colors else piece.text):
                         stream.interrupt()
             finally:
+                stop.ended()
                 with suppress(OSError):
                     bars.stop()
                 if stream.ended:

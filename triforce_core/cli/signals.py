@@ -12,8 +12,6 @@ from types import FrameType
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
-
-
 # Seconds after which a person is told that a pass has to end first.
 _PATIENCE = 1.0
 
@@ -72,6 +70,7 @@ class Stop:
         self.number: int | None = None
         self._before_leaving = before_leaving
         self._slowly = slowly
+        self._timer: threading.Timer | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.end is None or self.number is not None:
@@ -82,9 +81,14 @@ class Stop:
         self.end()
         if self._slowly:
             # From another thread, since this one may be in the middle of a write.
-            timer = threading.Timer(_PATIENCE, self._slowly)
-            timer.daemon = True
-            timer.start()
+            self._timer = threading.Timer(_PATIENCE, self._slowly)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def ended(self) -> None:
+        """Says that the request has ended."""
+        if self._timer:
+            self._timer.cancel()
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:

@@ -66,9 +66,9 @@ class Context:
             self.passes.lend(models.dropped_bytes)
             self.drafter = make_drafter(models)
             stack.callback(lambda: self.drafter.close())
-            self._retrieving = stack.enter_context(ExitStack())
+            self._level_resources = stack.enter_context(ExitStack())
             if models.budget:
-                self._retrieve(models)
+                self._add_retrieval(models)
             self._resources = stack.pop_all()
 
     @torch.inference_mode()
@@ -122,7 +122,7 @@ class Context:
         """Lets go of the retrieval cache, of the model over it and of the scores it is chosen by.
         Not in the middle of a pass.
         """
-        self._retrieving.close()
+        self._level_resources.close()
         self.retrieval = self.level = None
 
     def close(self) -> None:
@@ -155,9 +155,9 @@ class Context:
             )
             return hidden[-1:].clone()
 
-    def _retrieve(self, models: Models) -> None:
+    def _add_retrieval(self, models: Models) -> None:
         runtime, method, demand = models.runtime, models.method, models.runtime.demand
-        score, resources = POLICIES[method.retrieval], self._retrieving
+        score, resources = POLICIES[method.retrieval], self._level_resources
         scores = ChunkScores(
             demand.kv, method.chunk_size, demand.context_tokens, score, runtime.memory
         )

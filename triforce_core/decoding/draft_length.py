@@ -103,7 +103,7 @@ class Auto:
 
     Drafts that would gain less than a tenth are not made: text would come in bursts for nothing. A
     level never pays if its `ledger` is lost: what drafts took was never made up for, and none
-    has been worth its seconds for many rounds.
+    has been worth its seconds for many passes.
 
     Only drafted tokens and their laws decide, never the verifier's coins: the output law is
     untouched.

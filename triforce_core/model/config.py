@@ -197,10 +197,9 @@ def _family(raw: Mapping[str, Any]) -> str:
     if not isinstance(names[0], str) and raw.get("model_type") in ARCHITECTURES.values():
         return raw["model_type"]
     if not isinstance(names[0], str) or names[0] not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"architecture {names[0] or raw.get('model_type') or 'unnamed'!r} is not supported "
-            f"(only {', '.join(ARCHITECTURES)})"
-        )
+        named = names[0] or raw.get("model_type")
+        what = f"architecture {named!r} is" if named else "a config that names no architecture is"
+        raise UnsupportedModelError(f"{what} not supported (only {', '.join(ARCHITECTURES)})")
     return ARCHITECTURES[names[0]]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from triforce_kernels.block_types import BlockType
@@ -70,12 +70,28 @@ class Layouts:
     embedding: FlatLayout | None
 
     @property
+    def nbytes(self) -> int:
+        """Of all weights."""
+        return sum(layout.nbytes for layout in self._all())
+
+    @property
     def decoded_numbers(self) -> int:
         """Of the largest matrix that has to be decoded, 0 if all are dense."""
-        layouts = (*self.layers, self.head, *filter(None, (self.embedding,)))
-        formats = [stored for layout in layouts for stored in layout.formats.values()]
-        parts = [p for f in formats for p in (f.parts if isinstance(f, Stack) else (f,))]
-        return max((p.rows * p.columns for p in parts if isinstance(p, Blocks)), default=0)
+        return max((part.rows * part.columns for part in self._in_blocks()), default=0)
+
+    @property
+    def block_types(self) -> set[BlockType]:
+        """That matrices are kept in."""
+        return {part.kind for part in self._in_blocks()}
+
+    def _all(self) -> Iterator[FlatLayout]:
+        yield from filter(None, (*self.layers, self.head, self.embedding))
+
+    def _in_blocks(self) -> Iterator[Blocks]:
+        for layout in self._all():
+            for stored in layout.formats.values():
+                parts = stored.parts if isinstance(stored, Stack) else (stored,)
+                yield from (part for part in parts if isinstance(part, Blocks))
 
 
 def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:

@@ -103,12 +103,12 @@ class Tokenizer:
         return self._backend.in_transformers()
 
 
-def check_text(text: str) -> None:
+def check_text(text: str, what: str = "text") -> None:
     """Raises UsageError for lone surrogates, which stand for bytes that were no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"the text is not Unicode text (character {error.start})") from error
+        raise UsageError(f"the {what} is not UTF-8 text (character {error.start})") from error
 
 
 def load_tokenizer(path: Path, metadata: Mapping[str, Any] | None = None) -> Tokenizer | None:

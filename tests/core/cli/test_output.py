@@ -7,13 +7,14 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from command import GREEDY, run
 
 from triforce_core.cli.output import TextOutput
-from triforce_core.cli.signals import NAMES
+from triforce_core.cli.signals import NAMES, Stop
 
 
 def start(*arguments: object, **options: object) -> subprocess.Popen:
@@ -185,3 +186,15 @@ def test_a_signal_that_was_ignored_stays_ignored() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
+
+
+def test_a_person_is_told_that_a_pass_ends_first_and_not_after_it_has(monkeypatch) -> None:
+    monkeypatch.setattr("triforce_core.cli.signals._PATIENCE", 0.05)
+    said = threading.Event()
+    for ends, expected in ((True, False), (False, True)):
+        stop = Stop(lambda: None, said.set)
+        stop.end = lambda: None
+        stop(signal.SIGINT, None)
+        if ends:
+            stop.ended()
+        assert said.wait(0.5 if ends else 10) is expected

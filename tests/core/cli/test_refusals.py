@@ -10,6 +10,8 @@ import pytest
 from byte_level_files import write_byte_level
 from command import GREEDY, run
 
+from triforce_core import Engine
+
 
 def test_what_can_be_refused_is_refused_before_torch_is_loaded(tiny, tmp_path) -> None:
     path = write_byte_level(tiny, tmp_path / "m.gguf", "llama-bpe")
@@ -60,3 +62,15 @@ def test_what_cannot_be_is_refused_early(speaking, capsys, arguments, said: str)
     assert (code, out) == (2, "")
     assert said in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_a_plans_drafter_is_not_written_over(speaking, tmp_path, capsys) -> None:
+    shutil.copytree(speaking, drafter := tmp_path / "drafter")
+    base = ("generate", speaking, "-p", "x", *GREEDY)
+    with Engine.from_pretrained(speaking, device="cpu", draft=drafter, max_context=64) as engine:
+        engine.plan.write(tmp_path / "plan.json")
+    code, _, err = run(
+        capsys, *base, "--plan", tmp_path / "plan.json", "--stats", drafter / "config.json"
+    )
+    assert code == 2
+    assert "belongs to" in err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
@@ -26,6 +28,19 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[RetrievalCache]:
 
     monkeypatch.setattr(RetrievalCache, "__init__", init)
     return made
+
+
+def all_in(path: Path) -> Engine:
+    """Whose retrieval cache has room for the whole context."""
+    return Engine.from_pretrained(
+        path,
+        device="cpu",
+        max_context=200,
+        block_tokens=BLOCK,
+        draft="none",
+        draft_tokens=5,
+        budget=200,
+    )
 
 
 def full_kv(cache: RetrievalCache, layer: int) -> torch.Tensor:
@@ -104,15 +119,7 @@ def test_it_holds_exact_kv_after_every_pass(
 
 def test_short_prompts_are_all_in(tiny, watched) -> None:
     path, _ = tiny("llama")
-    with Engine.from_pretrained(
-        path,
-        device="cpu",
-        max_context=200,
-        block_tokens=BLOCK,
-        draft="none",
-        draft_tokens=5,
-        budget=200,
-    ) as engine:
+    with all_in(path) as engine:
         result = engine.generate(random_ids(61), SamplingParams(100, temperature=1.0, seed=1))
     # As of the last refresh; the request's last pass needs none after it.
     assert watched[0]._filled * 8 >= 160 - 16
@@ -229,14 +236,6 @@ def test_step_uses_what_was_committed(tiny, watched, monkeypatch) -> None:
         return result
 
     monkeypatch.setattr(Hierarchy, "step", step)
-    with Engine.from_pretrained(
-        path,
-        device="cpu",
-        max_context=200,
-        block_tokens=BLOCK,
-        draft="none",
-        draft_tokens=5,
-        budget=200,
-    ) as engine:
+    with all_in(path) as engine:
         engine.generate(random_ids(30), SamplingParams(40, temperature=1.0, seed=1))
     assert all(own == committed for own, committed in lengths[:-1])

@@ -109,3 +109,10 @@ def test_what_is_not_quantised_cannot_be_kept_so(tiny) -> None:
         engine(path, weights="stored")
     with pytest.raises(UsageError, match="weights 'q4' is not one of dense, stored"):
         engine(path, weights="q4")
+
+
+def test_what_nothing_here_decodes_is_refused_before_it_is_loaded(quantised, monkeypatch) -> None:
+    path = quantised("llama", "Q8_0")
+    monkeypatch.setattr("triforce_kernels.blocks._library", lambda: None)
+    with pytest.raises(UsageError, match=r"Q8_0 weights are kept as stored by transformers 5\.23"):
+        engine(path, weights="stored")
