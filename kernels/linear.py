@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from . import int4, limits
 from .blocks import BlockWeight, decode
+from .int4 import Int4Weight, int4_matmul
+
+# A product with more rows than this reads 4-bit weights as dense ones, some rows at a time.
+_FEW_ROWS = 64
+# On a CPU, products of half precision with more rows than this are made in float32.
+_NARROW_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -22,7 +29,7 @@ class StackedWeight:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
 
-Weight = torch.Tensor | BlockWeight | StackedWeight
+Weight = torch.Tensor | BlockWeight | Int4Weight | StackedWeight
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -31,14 +38,27 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     What is not dense is decoded to x's dtype some rows at a time: the result is that of the dense
     matrix of the same numbers.
     """
-    if isinstance(weight, torch.Tensor):
+    if isinstance(weight, torch.Tensor) and not widens(x.device, x.dtype, x.shape[0]):
         return F.linear(x, weight, bias)
     if isinstance(weight, BlockWeight) and weight.shape[0] <= weight.rows_at_once:
         return F.linear(x, decode(weight.data, weight.kind).to(x.dtype), bias)
+    if isinstance(weight, Int4Weight) and x.shape[0] <= _FEW_ROWS:
+        few = int4_matmul(x, weight)
+        return few if bias is None else few.add_(bias)
     out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
-    for first, rows in dense_rows(weight, x.dtype):
-        out[..., first : first + rows.shape[0]] = F.linear(x, rows)
+    wide = x.float() if widens(x.device, x.dtype, x.shape[0]) else x
+    for first, rows in dense_rows(weight, wide.dtype):
+        out[..., first : first + rows.shape[0]] = F.linear(wide, rows)
     return out if bias is None else out.add_(bias)
+
+
+def widens(device: torch.device, dtype: torch.dtype, rows: int = _NARROW_ROWS + 1) -> bool:
+    """Whether products with so many rows are made in float32 and rounded then.
+
+    Processors without half-precision units take 4 to 7 times as long otherwise (AVX2, 17 to 512
+    rows of bfloat16).
+    """
+    return device.type == "cpu" and dtype.itemsize == 2 and rows > _NARROW_ROWS
 
 
 def lookup(weight: Weight, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -47,10 +67,10 @@ def lookup(weight: Weight, index: torch.Tensor, dtype: torch.dtype) -> torch.Ten
         return F.embedding(index, weight).to(dtype)
     if isinstance(weight, BlockWeight):
         return decode(weight.data[index], weight.kind).to(dtype)
-    raise TypeError("rows of a stack are not looked up")
+    raise TypeError(f"rows of a {type(weight).__name__} are not looked up")
 
 
-def rows_of(weight: Weight, first: int, end: int) -> torch.Tensor | BlockWeight:
+def rows_of(weight: Weight, first: int, end: int) -> torch.Tensor | BlockWeight | Int4Weight:
     """Some rows of a weight, which lie in one part of it; a view."""
     if isinstance(weight, StackedWeight):
         for part in weight.parts:
@@ -62,6 +82,8 @@ def rows_of(weight: Weight, first: int, end: int) -> torch.Tensor | BlockWeight:
         raise IndexError(f"rows {first} to {end} of {weight.shape[0]}")
     if isinstance(weight, BlockWeight):
         return replace(weight, data=weight.data[first:end])
+    if isinstance(weight, Int4Weight):
+        return weight.rows(first, end)
     return weight[first:end]
 
 
@@ -77,5 +99,12 @@ def dense_rows(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[int, torch.
         for first in range(0, weight.shape[0], weight.rows_at_once):
             data = weight.data[first : first + weight.rows_at_once]
             yield first, decode(data, weight.kind).to(dtype)
+    elif isinstance(weight, Int4Weight):
+        for first, rows in int4.dense_rows(weight):
+            yield first, rows.to(dtype)
+    elif weight.dtype == dtype:
+        yield 0, weight
     else:
-        yield 0, weight.to(dtype)
+        step = max(1, limits.DECODED_AT_ONCE // weight.shape[1])
+        for first, rows in enumerate(weight.split(step)):
+            yield first * step, rows.to(dtype)

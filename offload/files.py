@@ -114,6 +114,12 @@ class Output:
         return UsageError(f"cannot write the {self.what} to {self.path}: {why}")
 
 
+def cache_directory() -> Path:
+    """Where this package keeps what can be made again."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "triforce-offload"
+
+
 def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | Path] = ()) -> None:
     """Raises UsageError if one cannot be written, if two are the same, or if one is also read.
 

@@ -12,6 +12,7 @@ from triforce_kernels.block_types import BlockType
 if TYPE_CHECKING:
     import torch
     from triforce_kernels.blocks import BlockWeight
+    from triforce_kernels.int4 import Int4Weight
     from triforce_kernels.linear import StackedWeight, Weight
 
 # Bytes. Equal alignment everywhere keeps vectorised kernels bitwise equal at any placement.
@@ -77,6 +78,40 @@ class Blocks:
         from triforce_kernels.blocks import BlockWeight
 
         return BlockWeight(buffer.view(self.rows, -1), self.kind, self.columns)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A matrix in 4 bits: whole numbers, with a scale and an offset in `dtype` for each `group`
+    columns of a row (`triforce_kernels.int4`).
+    """
+
+    rows: int
+    columns: int
+    group: int
+    dtype: ElementType
+
+    @property
+    def nbytes(self) -> int:
+        return aligned(self._packed_bytes) + 2 * aligned(self._scale_bytes)
+
+    def view(self, buffer: torch.Tensor) -> Int4Weight:
+        from triforce_kernels.int4 import Int4Weight
+
+        packed = buffer[: self._packed_bytes].view(self.rows, -1)
+        after, scales = aligned(self._packed_bytes), []
+        for start in (after, after + aligned(self._scale_bytes)):
+            scale = buffer[start : start + self._scale_bytes].view(self.dtype)
+            scales.append(scale.view(-1, self.rows))
+        return Int4Weight(packed, *scales, self.group)
+
+    @property
+    def _packed_bytes(self) -> int:
+        return self.rows * self.columns // 2
+
+    @property
+    def _scale_bytes(self) -> int:
+        return self.rows * self.columns // self.group * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from offload.formats import Format, aligned
+from offload.formats import Blocks, Format, Stack, aligned
 
 if TYPE_CHECKING:
     import torch
     from triforce_kernels.linear import Weight
+
+# Named tensors.
+Views = Mapping[str, "Weight"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class FlatLayout:
             offsets[name] = end
             end += aligned(stored.nbytes)
         return cls(MappingProxyType(dict(formats)), MappingProxyType(offsets), end)
+
+    def blocks(self) -> Iterator[Blocks]:
+        """The matrices, or parts of such, that are stored in blocks."""
+        for stored in self.formats.values():
+            parts = stored.parts if isinstance(stored, Stack) else (stored,)
+            yield from (part for part in parts if isinstance(part, Blocks))
 
     def views(self, buffer: torch.Tensor) -> dict[str, Weight]:
         """The named tensors as views of a flat uint8 buffer of at least `nbytes` bytes."""

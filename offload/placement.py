@@ -23,6 +23,9 @@ class Demand:
     reading_bytes: temporaries of reading a prompt that fills the context
     pass_bytes: temporaries of a pass, and of drafting and drawing
     drafting_bytes: everything that drafts, such as a retrieval cache, always on the device
+    substitute_bytes: of a layer's copy in fewer bits, which drafts where the layer itself streams;
+        0 where there is none
+    substitute_all: whether resident layers have such a copy too
     gather_bytes: of buffers through which chunks of streamed KV are retrieved; as many on the host
     """
 
@@ -36,6 +39,8 @@ class Demand:
     max_pass_tokens: int
     drafting_bytes: int = 0
     gather_bytes: int = 0
+    substitute_bytes: int = 0
+    substitute_all: bool = False
 
     @property
     def layers(self) -> int:
@@ -74,6 +79,7 @@ class Placement:
         there are means all
     lent_kv_blocks: how many more are on the device between texts that are read, in memory that
         only reading needs
+    substituted_layers: those with a copy in fewer bits on the device, by which they draft
     """
 
     streamed_layers: tuple[int, ...]
@@ -83,17 +89,24 @@ class Placement:
     kv_slots: int
     staging_slots: int
     lent_kv_blocks: int = 0
+    substituted_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises UsageError for what no placement can hold."""
-        layers = self.streamed_layers
-        if not isinstance(layers, tuple) or not all(map(_is_count, layers)):
-            raise UsageError(f"streamed_layers of a placement cannot be {layers!r}")
+        for name in LAYER_LISTS:
+            layers = getattr(self, name)
+            if not isinstance(layers, tuple) or not all(map(_is_count, layers)):
+                raise UsageError(f"{name} of a placement cannot be {layers!r}")
         if not isinstance(self.embedding_resident, bool):
             raise UsageError(f"embedding_resident cannot be {self.embedding_resident!r}")
         for name in _COUNTS:
             if not _is_count(getattr(self, name)):
                 raise UsageError(f"{name} of a placement cannot be {getattr(self, name)!r}")
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether each layer is on the device, itself or a copy in fewer bits."""
+        return set(self.streamed_layers) <= set(self.substituted_layers)
 
     def with_resident_blocks(self, blocks: int) -> Placement:
         """So many KV blocks on the device and none in lent memory; the others stream."""
@@ -108,6 +121,7 @@ class Placement:
         )
 
 
+LAYER_LISTS = ("streamed_layers", "substituted_layers")
 _COUNTS = ("resident_kv_blocks", "weight_slots", "kv_slots", "staging_slots", "lent_kv_blocks")
 
 
@@ -120,7 +134,7 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
 
     Raises DoesNotFitError, with what the least placement needs, when even that does not fit.
     """
-    everything = Placement((), True, demand.kv_blocks, 0, 0, 0)
+    everything = _everything(demand)
     if device_bytes(demand, everything) <= limit_bytes:
         return everything
     for streamed in range(demand.layers + 1):
@@ -131,7 +145,7 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
     else:
         raise DoesNotFitError(
             f"device memory for {demand.context_tokens} tokens of context with everything streamed",
-            limit_bytes - spare,
+            least_bytes(demand, streamed_layers=demand.layers),
             limit_bytes,
             "use a shorter context or more device memory",
         )
@@ -151,9 +165,14 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
 
 def least_bytes(demand: Demand, *, streamed_layers: int) -> int:
     """The least device memory with which no more than `streamed_layers` layers stream."""
-    everything = Placement((), True, demand.kv_blocks, 0, 0, 0)
-    return min(
-        device_bytes(demand, everything), device_bytes(demand, _least(demand, streamed_layers))
+    placements = [_least(demand, streamed) for streamed in range(streamed_layers + 1)]
+    return min(device_bytes(demand, each) for each in (_everything(demand), *placements))
+
+
+def _everything(demand: Demand) -> Placement:
+    """All on the device."""
+    return Placement(
+        (), True, demand.kv_blocks, 0, 0, 0, substituted_layers=_substituted(demand, ())
     )
 
 
@@ -161,7 +180,21 @@ def _least(demand: Demand, streamed: int) -> Placement:
     """The placement that takes least with so many layers streamed."""
     kv_slots, staging_slots = (KV_SLOTS, STAGING_SLOTS) if demand.kv_blocks else (0, 0)
     layers = spread(streamed, demand.layers)
-    return Placement(layers, False, 0, min(WEIGHT_SLOTS, streamed), kv_slots, staging_slots)
+    return Placement(
+        layers,
+        False,
+        0,
+        min(WEIGHT_SLOTS, streamed),
+        kv_slots,
+        staging_slots,
+        substituted_layers=_substituted(demand, layers),
+    )
+
+
+def _substituted(demand: Demand, streamed: tuple[int, ...]) -> tuple[int, ...]:
+    if not demand.substitute_bytes:
+        return ()
+    return tuple(range(demand.layers)) if demand.substitute_all else streamed
 
 
 def device_bytes(demand: Demand, placement: Placement) -> int:
@@ -178,6 +211,7 @@ def device_bytes(demand: Demand, placement: Placement) -> int:
         + max(demand.reading_bytes, demand.pass_bytes + lent)
         + (demand.embedding_bytes if placement.embedding_resident else 0)
         + resident_weights
+        + len(placement.substituted_layers) * demand.substitute_bytes
         + placement.weight_slots * demand.slot_bytes
         + blocks * demand.kv.block_bytes
     )
@@ -204,8 +238,11 @@ def host_bytes(demand: Demand, placement: Placement) -> int:
 
 def check_placement(demand: Demand, placement: Placement, limit_bytes: int) -> None:
     """Raises DoesNotFitError if a placement needs more than `limit_bytes` of the device, and
-    UsageError if it has nothing to stream through.
+    UsageError if it has nothing to stream through, or layers that the model has not.
     """
+    for name in LAYER_LISTS:
+        if (last := max(getattr(placement, name), default=0)) >= demand.layers:
+            raise UsageError(f"{name} of a placement cannot hold {last} of {demand.layers} layers")
     needed = device_bytes(demand, placement)
     if needed > limit_bytes:
         raise DoesNotFitError(

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-from triforce_kernels.linear import Weight
-
 from offload.conveyor import Conveyor
 from offload.homes import DeviceHome, Home, HostHome
-from offload.layouts import FlatLayout
+from offload.layouts import FlatLayout, Views
 from offload.link.trace import Tracer
 from offload.memory.device import Allocation, DeviceMemory
 from offload.memory.host import HostBuffers, HostMemory
 from offload.schedule import WEIGHTS
+from offload.substitutes import Substitutes
 
 # Layers that are read and dequantised at a time.
 _READERS = 4
-Views = Mapping[str, Weight]
 Fill = Callable[[int, Views], None]
 
 
@@ -113,12 +111,14 @@ class StreamedWeights:
 
 
 class ResidentWeights:
-    """The layers of a store that streams none: what a level on the device computes with."""
+    """Layers that are all on the device, exact or not: what a level that drafts computes with."""
 
-    def __init__(self, store: WeightStore) -> None:
+    def __init__(self, store: WeightStore, substitutes: Substitutes | None = None) -> None:
+        """substitutes: of layers that are taken from there, streamed ones or more."""
+        instead = substitutes.views if substitutes else {}
         self._views = [
-            layout.views(home.read(None))
-            for layout, home in zip(store.layouts, store.homes, strict=True)
+            instead[layer] if layer in instead else layout.views(home.read(None))
+            for layer, (layout, home) in enumerate(zip(store.layouts, store.homes, strict=True))
         ]
 
     def layer(self, index: int) -> AbstractContextManager[Views]:

@@ -15,6 +15,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # threads of several processes would wait for one another
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Commands that tests run keep their caches there too."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, torch.nn.Module]]:
     """tiny(family): the directory of a tiny model and its transformers twin, made once."""

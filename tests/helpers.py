@@ -82,15 +82,18 @@ PLACEMENTS = {
     "weights-one-slot": Placement((0, 2), False, 10**6, 1, 0, 0),
     "both": Placement((0, 1, 2), False, 0, 2, 3, 2),
     "both-one-slot": Placement((1, 2), False, 4, 1, 1, 1),
+    "substituted": Placement((0, 1, 2), False, 0, 2, 3, 2, substituted_layers=(0, 1, 2)),
+    "substituted-in-part": Placement((1,), True, 4, 1, 2, 1, 7, substituted_layers=(0, 1)),
 }
 
 
 def placed(placement: str, options: dict[str, object]) -> dict[str, object]:
-    """Options of an engine with a placement. Where weights stream nothing is retrieved, so no
-    budget may be asked for.
+    """Options of an engine with a placement. Where weights stream and nothing stands in for them
+    no budget may be asked for.
     """
     where = PLACEMENTS[placement]
-    dropped = ("budget",) if where.streamed_layers else ()
+    drafts = where.can_draft and options.get("weights") != "stored"
+    dropped = ("budget",) if where.streamed_layers and not drafts else ()
     return {k: v for k, v in options.items() if k not in dropped} | {"placement": where}
 
 

@@ -26,7 +26,7 @@ from triforce_core.opening import OpenModel
 from triforce_core.params import SamplingParams, check_context
 from triforce_core.planner.plan import Plan
 from triforce_core.request import Request
-from triforce_core.settings import EngineConfig
+from triforce_core.settings import EXACT, EngineConfig
 from triforce_core.stream import Completion, Piece, Stream
 from triforce_core.text import TextStream
 
@@ -144,16 +144,23 @@ class Engine:
         demand, models = self.runtime.demand, self.models
         line = self.plan.line(demand.layers, demand.kv_blocks)
         if models.method.method == "triforce" and not models.budget:
-            if any(dropped.level == "retrieval" for dropped in models.dropped):
-                why = "it never paid"
-            elif self.runtime.placement.streamed_layers:
-                why = "weights stream"
-            elif not self.runtime.streams:
-                why = "nothing streams"
-            else:
-                why = "there is no room for it"
+            why = self._why_no_retrieval()
             line += f"; no retrieval model, since {why}"
         return line
+
+    def _why_no_retrieval(self) -> str:
+        models, runtime = self.models, self.runtime
+        if any(dropped.level == "retrieval" for dropped in models.dropped):
+            return "it never paid"
+        if not runtime.streams:
+            return "nothing streams"
+        if not runtime.placement.streamed_layers:
+            return "there is no room for it"
+        if models.method.draft_weights == EXACT:
+            return "weights stream"
+        if any(any(layout.blocks()) for layout in runtime.weights.layouts):
+            return "quantised weights stream, which nothing stands in for yet"
+        return "weights stream and no copies of them in 4 bits are on the device"
 
     def generate(
         self,

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -13,12 +14,15 @@ from triforce_kernels.block_types import BlockType
 from triforce_kernels.blocks import can_decode
 from triforce_kernels.dispatch import TRITON, KernelsError, backend
 from triforce_kernels.limits import MOST_SPLITS
-from triforce_kernels.linear import Weight
+from triforce_kernels.linear import Weight, widens
 
+from offload.checkpoint.layer_cache import LayerCache
 from offload.errors import UsageError
+from offload.files import cache_directory
 from offload.graphs import CudaRecorder
 from offload.kv.direct import reads_in_place
 from offload.kv.shape import KVShape
+from offload.layouts import Views
 from offload.link.cuda import CudaLink
 from offload.link.emulated import EmulatedLink
 from offload.link.link import Link
@@ -29,7 +33,8 @@ from offload.memory.host import CudaDriver, HostMemory
 from offload.memory.numa import cpus_near
 from offload.placement import check_host, check_placement
 from offload.runtime import Runtime
-from offload.weights import Fill, Views, WeightStore
+from offload.substitutes import RECIPE, Substitutes
+from offload.weights import Fill, WeightStore
 from triforce_core.decoding.models import Models, SmallModel
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.llama import Ends, Model
@@ -54,6 +59,9 @@ class Readable(Protocol):
 
     @property
     def stored_dtype(self) -> str | None: ...
+
+    @property
+    def files(self) -> Sequence[Path]: ...
 
     def pieces(self, name: str) -> Sequence[tuple[int, BlockType | None]]: ...
 
@@ -157,6 +165,7 @@ def load(
             splits=MOST_SPLITS if backend(device.type) == TRITON else 1,
             gathers_through_host=not (machine.pin and reads_in_place(device)),
             layouts=layouts,
+            widens=widens(device, dtype),
         )
         memory = DeviceMemory(device, machine.device_memory, wanted.stored_bytes)
         stack.callback(memory.close)
@@ -171,7 +180,6 @@ def load(
             with one_by_one:
                 progress("load", next(read), layers)
 
-        fill = _filler(checkpoint, memory, report)
         with memory.typed_errors(), memory.current():
             recorder = CudaRecorder(device) if graphs else None
             small = None
@@ -182,29 +190,60 @@ def load(
                 stack.callback(small.resources.close)
             resident = placement.embedding_resident
             ends = _load_ends(checkpoint, layouts, memory, host, resident, stack)
+            substitutes = None
+            if fitted.budget and placement.substituted_layers:
+                substitutes = Substitutes(
+                    wanted.substitute,
+                    placement.substituted_layers,
+                    memory,
+                    _substitutes_cache(checkpoint, dtype),
+                )
+                stack.callback(substitutes.close)
+            fill = _filler(checkpoint, memory, substitutes, report)
             runtime = Runtime(memory, host, link, demand, placement, layouts.layers, fill, tracer)
         stack.callback(runtime.close)
         target = Model(checkpoint.config, ends, rope, device)
         return Models(
-            target, runtime, config.method, fitted.budget, small, recorder, stack.pop_all()
+            target,
+            runtime,
+            config.method,
+            fitted.budget,
+            small,
+            substitutes,
+            recorder,
+            stack.pop_all(),
         )
 
 
 def _filler(
     checkpoint: Readable,
     memory: DeviceMemory,
+    substitutes: Substitutes | None = None,
     filled: Callable[[int], None] = lambda layer: None,
 ) -> Fill:
-    """Fills layers from a checkpoint, in any thread. filled: called after each with its index."""
+    """Fills layers from a checkpoint, in any thread, and what stands in for them.
+
+    filled: called after each with its index
+    """
     inference = torch.is_inference_mode_enabled()
 
     def fill(layer: int, views: Views) -> None:
         # Both are a thread's own.
         with torch.inference_mode(inference), memory.current():
             checkpoint.read_layer(layer, views)
+            if substitutes is not None:
+                substitutes.make(layer, views)
         filled(layer)
 
     return fill
+
+
+def _substitutes_cache(checkpoint: Readable, dtype: torch.dtype) -> LayerCache | None:
+    """Where layers in 4 bits are kept; numbers that are in no file are not."""
+    if not checkpoint.files:
+        return None
+    recipe = f"{RECIPE} of {str(dtype).removeprefix('torch.')}"
+    return LayerCache(cache_directory() / "layers", recipe, checkpoint.files)
 
 
 def choose_layouts(checkpoint: Readable, weights: str, dtype: torch.dtype) -> Layouts:

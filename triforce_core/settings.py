@@ -22,6 +22,8 @@ ACCEPT = ("optimal", "coupled")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = ("dense", "stored")
 AUTO = "auto"
+EXACT, INT4 = "exact", "int4"
+DRAFT_WEIGHTS = (AUTO, EXACT, INT4)
 NGRAM, NO_DRAFTER = "ngram", "none"
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
@@ -80,6 +82,9 @@ class MethodSettings:
     budget: tokens of the retrieval cache; None takes 4096, or less where those do not fit
     chunk_size: tokens that are retrieved together, a power of two
     retrieval: "mass" or "mean", see `decoding/retrieval`
+    draft_weights: what the retrieval model computes with. "auto": exact layers where they are on
+        the device, copies in 4 bits of those that stream; "exact": there is no such level if one
+        streams; "int4": copies of all
     accept: "optimal", or "coupled" for a seed's text that depends on nothing but the seed
     """
 
@@ -90,6 +95,7 @@ class MethodSettings:
     budget: int | None = None
     chunk_size: int = 8
     retrieval: str = "mass"
+    draft_weights: str = AUTO
     accept: str = "optimal"
 
     def __post_init__(self) -> None:
@@ -97,6 +103,7 @@ class MethodSettings:
             ("method", METHODS),
             ("retrieval", RETRIEVAL),
             ("accept", ACCEPT),
+            ("draft_weights", DRAFT_WEIGHTS),
         ):
             if getattr(self, name) not in choices:
                 raise UsageError(
@@ -124,7 +131,7 @@ class MethodSettings:
         if not self.drafts:
             unused |= {"draft", "draft_tokens"}
         if self.method != "triforce":
-            unused |= {"inner_draft_tokens", "budget", "chunk_size", "retrieval"}
+            unused |= {"inner_draft_tokens", "budget", "chunk_size", "retrieval", "draft_weights"}
         elif not self.has_drafter:
             unused |= {"inner_draft_tokens"}
         return [name for name in names if name in unused]

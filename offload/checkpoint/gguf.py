@@ -86,6 +86,10 @@ class GGUFSource:
             self._map.close()
             raise
 
+    @property
+    def files(self) -> list[Path]:
+        return [self.path]
+
     def names(self) -> frozenset[str]:
         return frozenset(self._entries)
 

@@ -44,6 +44,10 @@ class SafetensorsSource:
             self._stack.close()
             raise
 
+    @property
+    def files(self) -> list[Path]:
+        return sorted({path for path, _ in self._tensors.values()})
+
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -11,6 +13,10 @@ if TYPE_CHECKING:
 
 class TensorSource(Protocol):
     """The tensors of a checkpoint, read one at a time."""
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """That hold them."""
 
     def names(self) -> frozenset[str]: ...
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import OutputError, UsageError
-from offload.files import Output
+from offload.files import Output, cache_directory
 from offload.machine.profiles import EMULATED, Hardware
 from offload.memory.available import available_host_bytes, lendable_bytes
 from offload.units import parse_bandwidth
@@ -257,8 +257,7 @@ def _checked(raw: Any) -> Rates:
 
 
 def _cache_file() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "triforce-offload" / "hardware.json"
+    return cache_directory() / "hardware.json"
 
 
 def _gpu(rate: float | None) -> Hardware:

@@ -10,6 +10,7 @@ from triforce_core.params import SamplingParams
 from triforce_core.settings import (
     ACCEPT,
     DEFAULT_BUDGET,
+    DRAFT_WEIGHTS,
     METHODS,
     RETRIEVAL,
     EngineConfig,
@@ -108,6 +109,11 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     )
     add("chunk_size", "retrieved together", type=int, metavar="TOKENS")
     add("retrieval", "how chunks are chosen", choices=RETRIEVAL)
+    add(
+        "draft_weights",
+        "of the retrieval model: auto takes copies in 4 bits of layers that stream, int4 of all",
+        choices=DRAFT_WEIGHTS,
+    )
     add(
         "accept",
         "coupled: a seed's text is the same whatever drafts it",

@@ -49,7 +49,7 @@ class Context:
     then commit tokens to `text`; KV is kept of all but the last of them.
 
     passes: over the text. retrieval: the retrieval cache, None if there is no such level; level:
-        the target's weights over it
+        the target's weights, or what stands in for them, over it
     """
 
     def __init__(self, models: Models) -> None:
@@ -168,7 +168,7 @@ class Context:
         resources.callback(self.retrieval.close)
         self.level = ResidentModel(
             models.target,
-            ResidentWeights(runtime.weights),
+            ResidentWeights(runtime.weights, models.substitutes),
             self.retrieval.kv,
             models.recorder,
             runtime.trace,

@@ -39,8 +39,14 @@ class Target:
         self._passes.keep(rows)
 
 
+# Logits of what drafts lie within these.
+_MOST_LOGIT = 1e30
+
+
 class RetrievalModel:
-    """The target's own weights over the retrieval cache, as a verifier."""
+    """The target's own weights, or what stands in for them, over the retrieval cache, as a
+    verifier. Whatever it computes is a law: the text does not depend on it.
+    """
 
     def __init__(self, context: Context, params: SamplingParams) -> None:
         """context: of an engine with such a level."""
@@ -51,7 +57,8 @@ class RetrievalModel:
 
     def laws(self, tokens: torch.Tensor) -> torch.Tensor:
         """Verifier.laws."""
-        return laws(self._level.logits(tokens, self._cache.length), self._params)
+        logits = self._level.logits(tokens, self._cache.length)
+        return laws(logits.nan_to_num_(0.0, _MOST_LOGIT, -_MOST_LOGIT), self._params)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Verifier.keep."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from offload.graphs import Recorder
 from offload.kv.shape import KVShape
 from offload.runtime import Runtime
+from offload.substitutes import Substitutes
 from offload.weights import WeightStore
 from triforce_core.model.llama import Model
 from triforce_core.settings import NO_DRAFTER, MethodSettings
@@ -57,6 +58,7 @@ class Models:
     method: as asked for, but for what was dropped
     budget: tokens of the retrieval cache, 0 if there is no such level
     small: the model that drafts, if one does
+    substitutes: of layers that the retrieval model does not take from the target, if it has any
     recorder: records forwards of what drafts as graphs, if given
     resources: closes all of it
     dropped: what drafted once, in the order in which it was dropped
@@ -67,6 +69,7 @@ class Models:
     method: MethodSettings
     budget: int
     small: SmallModel | None = None
+    substitutes: Substitutes | None = None
     recorder: Recorder | None = None
     resources: ExitStack = field(default_factory=ExitStack)
     dropped: list[Dropped] = field(default_factory=list)
@@ -83,8 +86,13 @@ class Models:
             self.small = None
 
     def drop_retrieval(self) -> None:
-        """Does without the retrieval model: the drafter proposes to the target directly."""
+        """Does without the retrieval model: the drafter proposes to the target directly. Whoever
+        uses it has let go of it.
+        """
         self.budget = 0
+        if self.substitutes is not None:
+            self.substitutes.close()
+            self.substitutes = None
 
     @property
     def dropped_bytes(self) -> int:

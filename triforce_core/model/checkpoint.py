@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,11 @@ class Checkpoint:
     def stored_dtype(self) -> str | None:
         """The dtype of the layers' matrices, None if they are quantised."""
         return self._source.dtype(self._names("layers.0.o")[0].name)
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """That hold its tensors."""
+        return self._source.files
 
     def read_layer(self, layer: int, views: Mapping[str, Weight]) -> None:
         """Writes every tensor of a layer, named and shaped as `model.layer_shapes`."""

@@ -10,7 +10,8 @@ from triforce_kernels.layer import rms_norm, swiglu
 from triforce_kernels.linear import Weight, linear, lookup
 
 from offload.feed import Cache, Feed
-from offload.weights import Views, Weights
+from offload.layouts import Views
+from offload.weights import Weights
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.rope import Rope
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ class RandomCheckpoint:
     """Reads as a Checkpoint of random weights."""
 
     stored_dtype = "float16"
+    files: tuple[Path, ...] = ()
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config

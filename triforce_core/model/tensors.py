@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 from triforce_kernels.block_types import BlockType
 
-from offload.formats import Blocks, Dense, ElementType, Format, Stack, matrix
+from offload.formats import Blocks, Dense, ElementType, Format, Groups, matrix
 from offload.kv.shape import KVShape
 from offload.layouts import FlatLayout
 from triforce_core.model.config import ModelConfig
+
+# Columns of a group of a substitute, the first that divides a row. SmolLM2-135M accepts .937 of
+# what its weights in groups of 64 draft, and .891 with groups of 192.
+_GROUPS = (64, 32)
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -40,6 +44,18 @@ def matrices(config: ModelConfig) -> tuple[tuple[int, int], ...]:
 
 def layer_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
     return _dense(layer_shapes(config), dtype)
+
+
+def substitute_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
+    """A layer whose matrices are in 4 bits, as far as their rows are whole groups."""
+    return FlatLayout.of(
+        {name: _grouped(shape, dtype) for name, shape in layer_shapes(config).items()}
+    )
+
+
+def _grouped(shape: tuple[int, ...], dtype: ElementType) -> Format:
+    group = next((group for group in _GROUPS if shape[-1] % group == 0), 0)
+    return Groups(*shape, group, dtype) if len(shape) == 2 and group else Dense(shape, dtype)
 
 
 def head_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
@@ -89,9 +105,7 @@ class Layouts:
 
     def _in_blocks(self) -> Iterator[Blocks]:
         for layout in self._all():
-            for stored in layout.formats.values():
-                parts = stored.parts if isinstance(stored, Stack) else (stored,)
-                yield from (part for part in parts if isinstance(part, Blocks))
+            yield from layout.blocks()
 
 
 def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:

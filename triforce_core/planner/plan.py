@@ -11,7 +11,7 @@ from typing import Any
 from offload.errors import UsageError
 from offload.files import Output
 from offload.machine.profiles import same_card
-from offload.placement import Demand, Placement
+from offload.placement import LAYER_LISTS, Demand, Placement
 from triforce_core.model.config import ModelConfig
 from triforce_core.settings import EngineConfig, MethodSettings
 
@@ -118,7 +118,10 @@ class Plan:
             f"{resident} of {kv_blocks} KV blocks of {self.block_tokens} tokens resident",
         ]
         if self.budget:
-            parts.append(f"retrieval budget {self.budget}")
+            drafting = f"retrieval budget {self.budget}"
+            if substituted := len(placement.substituted_layers):
+                drafting += f" with {substituted} layers in 4 bits"
+            parts.append(drafting)
         if method.drafts and (self.budget or method.has_drafter):
             drafts = f"drafts of {method.draft_tokens}"
             if self.budget and method.has_drafter:
@@ -150,8 +153,9 @@ class Plan:
             raise UsageError(f"{path}: a plan has no {unknown[0]!r}; it has {', '.join(known)}")
         if missing := sorted(set(known) - raw.keys() - _OPTIONAL):
             raise UsageError(f"{path}: the plan lacks {missing[0]!r}")
-        layers = raw["streamed_layers"]
-        raw["streamed_layers"] = tuple(layers) if isinstance(layers, list) else layers
+        for name in LAYER_LISTS:
+            if isinstance(raw.get(name), list):
+                raw[name] = tuple(raw[name])
         if raw["budget"] == 0:
             raw["budget"] = None
         try:
@@ -168,4 +172,7 @@ _METHOD = tuple(field.name for field in fields(MethodSettings))
 _PLACEMENT = tuple(field.name for field in fields(Placement))
 _OWN = tuple(f.name for f in fields(Plan) if f.name not in ("method", "placement"))
 # What a plan may lack: files from before there was such a choice do.
-_OPTIONAL = {"gpus", "made_for", "predicted", "chunk_size", "retrieval", "accept", "lent_kv_blocks"}
+_OPTIONAL = {
+    "gpus", "made_for", "predicted", "chunk_size", "retrieval", "accept", "draft_weights",
+    "lent_kv_blocks", "substituted_layers",
+}  # fmt: skip

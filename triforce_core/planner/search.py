@@ -7,9 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 from offload.errors import DoesNotFitError, TriforceError, UsageError
+from offload.placement import LAYER_LISTS
 from offload.units import format_bytes
 from triforce_core.planner.candidates import Candidate, Case, candidate
 from triforce_core.settings import NO_DRAFTER
+from triforce_core.sizing.fitting import needs_weights
 
 BUDGETS = tuple(256 << i for i in range(8))
 DRAFTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 224, 256)
@@ -54,12 +56,10 @@ def _budgets(case: Case) -> tuple[int, ...]:
         raise UsageError("--method speculative needs a drafter, and --draft is none")
     if method in ("speculative", "autoregressive"):
         return (0,)
-    if streamed := case.fixed.get("streamed_layers"):
+    streamed, instead = (case.fixed.get(name, ()) for name in LAYER_LISTS)
+    if not set(streamed) <= set(instead):
         if budget:
-            raise UsageError(
-                f"a retrieval budget of {budget} tokens needs all weights on the device, and the "
-                f"plan streams {len(streamed)} layers"
-            )
+            raise needs_weights(budget, len(streamed))
         return (0,)
     if budget:
         return (int(budget),)

@@ -8,10 +8,17 @@ from offload.errors import UsageError
 from offload.formats import ElementType
 from offload.kv.shape import KVShape
 from offload.kv.sizes import COPY_BYTES, reader_bytes
+from offload.layouts import FlatLayout
 from offload.placement import Demand
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.tensors import Layouts, dense_layouts, kv_shape
-from triforce_core.settings import MethodSettings
+from triforce_core.model.tensors import (
+    Layouts,
+    dense_layouts,
+    kv_shape,
+    matrices,
+    substitute_layout,
+)
+from triforce_core.settings import EXACT, INT4, MethodSettings
 from triforce_core.sizing.drafting import (
     LONGEST_RECORDED,
     fitting_budget,
@@ -54,6 +61,7 @@ class Wanted:
     layouts: of the weights; dense in `dtype` if None
     gathers_through_host: whether the host puts retrieved chunks together (`kv/gather`); where it
         should not have to, what that takes is found when it does
+    widens: whether products of half precision are made in float32 (`kernels/linear`)
     """
 
     config: ModelConfig
@@ -67,10 +75,28 @@ class Wanted:
     splits: int = 1
     gathers_through_host: bool = True
     layouts: Layouts | None = None
+    widens: bool = False
 
     @property
     def weights(self) -> Layouts:
         return self.layouts or dense_layouts(self.config, self.dtype)
+
+    @property
+    def substitute(self) -> FlatLayout | None:
+        """Of a layer's copy in 4 bits, if the retrieval model may compute with such.
+
+        Raises UsageError if it has to and none can be made.
+        """
+        asked = self.method.draft_weights
+        if asked == EXACT or self.method.method != "triforce":
+            return None
+        if self.weights.decoded_numbers:
+            if asked == INT4:
+                raise UsageError(
+                    "weights to draft with are made of dense ones, and these are kept as stored"
+                )
+            return None
+        return substitute_layout(self.config, self.dtype)
 
     def demand(self, budget: int) -> Demand:
         """What that asks for. budget: tokens of the retrieval cache, 0 for none.
@@ -80,8 +106,11 @@ class Wanted:
         config, method, itemsize = self.config, self.method, self.dtype.itemsize
         shape, verified = self._kv_shape(), method.max_draft_tokens + 1
         scored = method.chunk_size if budget else 0
-        weights = self.weights
+        weights, substitute = self.weights, self.substitute if budget else None
         numbers = weights.decoded_numbers
+        if substitute or self.widens:
+            largest = ((config.vocab, config.hidden), *matrices(config))
+            numbers = max(numbers, *(rows * columns for rows, columns in largest))
         return Demand(
             layer_bytes=tuple(layer.nbytes for layer in weights.layers),
             head_bytes=weights.head.nbytes,
@@ -105,6 +134,8 @@ class Wanted:
             max_pass_tokens=verified,
             drafting_bytes=self._drafting_bytes(shape, budget),
             gather_bytes=self._gather_bytes(shape, budget),
+            substitute_bytes=substitute.nbytes if substitute else 0,
+            substitute_all=method.draft_weights == INT4,
         )
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.errors import DoesNotFitError, UsageError
 from offload.placement import Demand, Placement, least_bytes, place, streams
+from triforce_core.settings import INT4
 from triforce_core.sizing.demand import Wanted
 
 # Where nothing streams a retrieval model saves nothing but reads of KV. It must read so much less
@@ -26,22 +27,21 @@ def fit(wanted: Wanted, available_bytes: int, placement: Placement | None = None
     """The best of what is wanted that `available_bytes` of the device hold.
 
     placement: where everything goes, instead of `place`'s choice. The retrieval model computes with
-    the target's own weights, so it is there if they all stay on the device; if they have to stream,
-    or if nothing does and a pass reads little more than the retrieval model would, the drafter
-    proposes to the target directly. A budget that was asked for is never given up: it fits or is
-    refused. Raises DoesNotFitError, or UsageError.
+    the target's own layers, or with copies in 4 bits of those that stream: it is there if one or
+    the other of each is on the device. It is left out where nothing streams and a pass reads little
+    more than it would; the drafter then proposes to the target directly. A budget that was asked
+    for is never given up: it fits or is refused. Raises DoesNotFitError, or UsageError.
     """
     method = wanted.method
     without = wanted.demand(0)
     if method.method != "triforce":
         return Fitted(without, placement or place(without, available_bytes), 0)
-    if placement and placement.streamed_layers:
+    if placement and not _can_draft(wanted, placement):
         if method.budget is not None:
-            raise UsageError(
-                f"a retrieval budget of {method.budget} tokens needs all weights on the device, "
-                f"and the placement streams {len(placement.streamed_layers)} layers"
-            )
+            raise needs_weights(method.budget, len(placement.streamed_layers))
         return Fitted(without, placement, 0)
+    if placement and method.draft_weights == INT4:
+        placement = replace(placement, substituted_layers=tuple(range(without.layers)))
     if method.budget is None:
         placed = placement or place(without, available_bytes)
         streaming = streams(without, placed)
@@ -55,7 +55,8 @@ def fit(wanted: Wanted, available_bytes: int, placement: Placement | None = None
         demand = wanted.demand(budget)
         if placement:
             return Fitted(demand, placement, budget)
-        needed = least_bytes(demand, streamed_layers=0)
+        streamed = demand.layers if demand.substitute_bytes else 0
+        needed = least_bytes(demand, streamed_layers=streamed)
         if needed <= available_bytes:
             chosen = place(demand, available_bytes)
             # A cache that nobody asked for must not send over the link what would not have to.
@@ -64,6 +65,21 @@ def fit(wanted: Wanted, available_bytes: int, placement: Placement | None = None
     if method.budget is not None:
         raise _refused("with", method.budget, needed, available_bytes)
     return Fitted(without, placed, 0)
+
+
+def needs_weights(budget: int, streamed: int) -> UsageError:
+    """The refusal of a retrieval cache where so many layers stream that nothing stands in for."""
+    return UsageError(
+        f"a retrieval budget of {budget} tokens needs all weights on the device, themselves or in "
+        f"4 bits, and the placement streams {streamed} layers"
+    )
+
+
+def _can_draft(wanted: Wanted, placement: Placement) -> bool:
+    """Whether every layer is on the device, itself or a copy that there is."""
+    if not placement.streamed_layers:
+        return True
+    return placement.can_draft and wanted.substitute is not None
 
 
 def may_save(demand: Demand, placement: Placement, budget: int) -> bool:

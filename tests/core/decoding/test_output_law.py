@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, make_model, random_ids
 from law_tests import LEAST_P, p_value
+from triforce_kernels.int4 import Int4Weight
 
+from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.laws import laws
 
@@ -23,17 +27,19 @@ PROMPT = random_ids(40, 1, VOCAB)
 SAMPLES = 4_000
 SIZES = {
     "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 32,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     # Laws that depend on all of the context, and neither flat nor one-hot.
-    "initializer_range": 0.5,
+    "initializer_range": 0.3,
 }
-# How samples are made: every drafter, both policies, both rules, all with the same exact law; and
-# once with nothing kept from one request to the next.
-WAYS = {
+# How samples are made: every drafter, both policies, both rules, whatever the retrieval model
+# computes with, random bytes included, all with the same exact law; and once with nothing kept from
+# one request to the next.
+STREAMED = Placement((0,), False, 1, 1, 2, 1, substituted_layers=(0,))
+WAYS: dict[str, dict[str, object]] = {
     "ngram": {"draft": "ngram"},
     "none": {"draft": "none"},
     "model": {"draft": "{model}"},
@@ -41,6 +47,9 @@ WAYS = {
     "speculative": {"method": "speculative", "draft": "{model}"},
     "coupled": {"draft": "{model}", "accept": "coupled"},
     "afresh": {"draft": "{model}"},
+    "int4": {"draft": "{model}", "draft_weights": "int4"},
+    "substituted": {"draft": "none", "placement": STREAMED},
+    "noise": {"draft": "{model}", "placement": STREAMED},
 }
 Sample = tuple[Counter, Counter, Counter]
 
@@ -56,23 +65,40 @@ class Job:
     samples: int
 
 
+@contextmanager
+def making_noise() -> Iterator[None]:
+    """Random bytes, some of which are no numbers, in the place of every matrix in 4 bits."""
+
+    def fill(exact: torch.Tensor, into: Int4Weight) -> None:
+        generator = torch.Generator().manual_seed(exact.numel())
+        for part in (into.packed, into.scale, into.offset):
+            part.view(torch.uint8).random_(generator=generator)
+
+    uncached = patch("triforce_core.loading._substitutes_cache", lambda *_: None)
+    with patch("offload.substitutes._quantise_into", fill), uncached:
+        yield
+
+
 def sample(job: Job) -> Sample:
     """Outcomes of many requests, and how many tokens of drafts the two levels accepted."""
-    options = {name: str(value).format(model=job.drafter) for name, value in WAYS[job.way].items()}
+    options = {"placement": PLACEMENTS["kv-in-part"]} | WAYS[job.way]
+    options["draft"] = str(options.get("draft", "auto")).format(model=job.drafter)
     outcomes, accepted, inner = Counter(), Counter(), Counter()
-    with Engine.from_pretrained(
-        job.directory,
-        device="cpu",
-        # The retrieval cache holds 8 of 40 tokens, so drafts are often wrong.
-        budget=8,
-        chunk_size=4,
-        draft_tokens=2,
-        inner_draft_tokens=1,
-        max_context=64,
-        block_tokens=BLOCK,
-        placement=PLACEMENTS["kv-in-part"],
-        **options,
-    ) as engine:
+    with (
+        making_noise() if job.way == "noise" else nullcontext(),
+        Engine.from_pretrained(
+            job.directory,
+            device="cpu",
+            # The retrieval cache holds 8 of 40 tokens, so drafts are often wrong.
+            budget=8,
+            chunk_size=4,
+            draft_tokens=2,
+            inner_draft_tokens=1,
+            max_context=64,
+            block_tokens=BLOCK,
+            **options,
+        ) as engine,
+    ):
         for seed in range(job.first_seed, job.first_seed + job.samples):
             params = SamplingParams(
                 TOKENS + 1, temperature=job.temperature, top_p=job.top_p, seed=seed
@@ -146,3 +172,5 @@ def test_three_tokens_have_the_exact_law(models, temperature: float, top_p: floa
         _, accepted, inner = results[way]
         assert min(accepted[i] for i in range(3)) > 20, way
         assert way == "none" or min(inner[i] for i in range(2)) > 20, way
+    # Noise is noise, whatever an earlier way kept on disk.
+    assert results["noise"][2] != results["int4"][2]

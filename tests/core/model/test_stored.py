@@ -75,8 +75,8 @@ def test_logits_are_bitwise_the_same_wherever_blocks_lie(quantised, placement: s
     path = quantised("llama", "Q4_0", tie_word_embeddings=placement == "kv")
     texts, params = [], SamplingParams(NEW, temperature=1.0, seed=3)
     for where in ("resident", placement):
-        options = placed(where, {"budget": 32, "accept": "coupled", "draft_tokens": 4})
-        with engine(path, weights="stored", **options) as stored:
+        options = {"weights": "stored", "budget": 32, "accept": "coupled", "draft_tokens": 4}
+        with engine(path, **placed(where, options)) as stored:
             result = stored.generate(PROMPT, params)
         texts.append(result.token_ids)
         memory = result.stats["memory"]

@@ -1,0 +1,102 @@
+"""What was made of a checkpoint's layers, kept on disk from run to run: a file for each layer.
+
+A directory belongs to one checkpoint, as its files are now, and to one recipe. A file appears under
+its name when all of it is written, so what is there is whole whoever was killed meanwhile. A cache
+that cannot be read or written is done without: it saves time and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+_NAME = "layer"
+_PARTIAL = ".partial"
+
+
+class LayerCache:
+    """One flat uint8 buffer for each layer."""
+
+    def __init__(self, root: Path, recipe: str, files: Iterable[Path]) -> None:
+        """root: of all such caches. recipe: how layers are made, in a few words.
+
+        files: of the checkpoint. What was made of them before they changed is deleted.
+        """
+        files = sorted(path.resolve() for path in files)
+        which = _digest(recipe, *files)
+        self._directory = root / f"{which}-{_digest(*map(_state, files))}"
+        self._lock = threading.Lock()
+        self._off = False
+        with suppress(OSError):
+            for other in root.glob(f"{which}-*"):
+                if other != self._directory:
+                    shutil.rmtree(other, ignore_errors=True)
+            for partial in self._directory.glob(f"*{_PARTIAL}"):
+                if not _is_alive(partial.name.split(".")[-2]):
+                    partial.unlink()
+
+    def read(self, layer: int, into: torch.Tensor) -> bool:
+        """Fills a buffer, if it was kept for this layer in this size; says whether it was."""
+        with suppress(OSError, SafetensorError, KeyError):
+            with safe_open(self._file(layer), framework="pt") as file:
+                kept = file.get_tensor(_NAME)
+            if kept.dtype == torch.uint8 and kept.shape == into.shape:
+                into.copy_(kept)
+                return True
+        return False
+
+    def write(self, layer: int, buffer: torch.Tensor) -> None:
+        """Keeps a buffer. If that fails one warning says so, and nothing more is tried."""
+        if self._off:
+            return
+        target = self._file(layer)
+        partial = target.with_name(f"{target.name}.{os.getpid()}{_PARTIAL}")
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(save({_NAME: buffer.cpu()}))
+            os.replace(partial, target)
+        except OSError as error:
+            with suppress(OSError):
+                partial.unlink()
+            with self._lock:
+                if not self._off:
+                    self._off = True
+                    warnings.warn(
+                        f"4-bit layers are made anew in each run, since {self._directory} cannot "
+                        f"be written: {error.strerror or error}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+
+    def _file(self, layer: int) -> Path:
+        return self._directory / f"{layer:03d}.safetensors"
+
+
+def _state(path: Path) -> str:
+    """What changes when a file is written to."""
+    status = path.stat()
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+def _is_alive(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except OSError:
+        pass
+    return True

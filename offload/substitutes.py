@@ -1,0 +1,81 @@
+"""Substitutes: layers in 4 bits on the device, for what drafts while the exact ones stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+
+import torch
+from triforce_kernels import limits
+from triforce_kernels.int4 import Int4Weight, quantise
+
+from offload.checkpoint.layer_cache import LayerCache
+from offload.layouts import FlatLayout, Views
+from offload.memory.device import DeviceMemory
+
+# Changes when other numbers come out of the same weights.
+RECIPE = "int4-1"
+
+
+class Substitutes:
+    """Copies of some layers, each a flat buffer on the device.
+
+    Exact and substituted tensors of a layer have the same names; matrices are Int4Weights here, as
+    far as the layout says so, everything else is as it was.
+
+    views: by layer
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        layers: Collection[int],
+        memory: DeviceMemory,
+        cache: LayerCache | None = None,
+    ) -> None:
+        """layout: of each. cache: where they are kept from run to run. Raises DoesNotFitError."""
+        self._memory = memory
+        self._cache = cache
+        # One at a time: what is quantised takes memory while it is.
+        self._quantising = threading.Lock()
+        self._allocation = memory.allocate(len(layers) * layout.nbytes, "substitutes")
+        buffers = self._allocation.bytes.split(layout.nbytes)
+        self._buffers = dict(zip(sorted(layers), buffers, strict=True))
+        self.views = {layer: layout.views(buffer) for layer, buffer in self._buffers.items()}
+
+    def make(self, layer: int, exact: Views) -> None:
+        """Fills the substitute of a layer, if it has one, from the cache or from the exact tensors,
+        wherever these are. Threads may call it for different layers.
+        """
+        if layer not in self.views:
+            return
+        buffer = self._buffers[layer]
+        if self._cache and self._cache.read(layer, buffer):
+            return
+        # What lies between the tensors goes to the cache too.
+        buffer.zero_()
+        for name, view in self.views[layer].items():
+            if isinstance(view, Int4Weight):
+                with self._quantising:
+                    _quantise_into(exact[name], view)
+            else:
+                view.copy_(exact[name])
+        if self._cache:
+            self._cache.write(layer, buffer)
+
+    def close(self) -> None:
+        """Gives the memory back; more than once is no harm."""
+        self.views, self._buffers = {}, {}
+        self._memory.free(self._allocation)
+
+
+def _quantise_into(exact: torch.Tensor, into: Int4Weight) -> None:
+    """Some rows at a time, on the device, so that no matrix is there as a whole."""
+    rows, columns = into.shape
+    step = max(1, limits.DECODED_AT_ONCE // columns)
+    for first in range(0, rows, step):
+        part = into.rows(first, min(first + step, rows))
+        made = quantise(exact[first : first + step].to(into.device), into.group)
+        part.packed.copy_(made.packed)
+        part.scale.copy_(made.scale)
+        part.offset.copy_(made.offset)

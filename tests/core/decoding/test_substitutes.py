@@ -1,0 +1,275 @@
+"""What drafts in 4 bits while exact weights stream: the text is the target's, whatever it is."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import BLOCK, FAMILIES, PLACEMENTS, make_model, random_ids
+from safetensors import safe_open
+
+from offload.checkpoint.layer_cache import LayerCache
+from offload.errors import UsageError
+from offload.files import cache_directory
+from triforce_core import Engine, SamplingParams
+
+PROMPT, NEW = random_ids(75), 40
+GREEDY = SamplingParams(NEW, temperature=0)
+
+
+def engine(path: Path, **options: object) -> Engine:
+    return Engine.from_pretrained(
+        path,
+        **{
+            "device": "cpu",
+            "max_context": 120,
+            "block_tokens": BLOCK,
+            "budget": 32,
+            "draft_tokens": 5,
+            **options,
+        },
+    )
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch) -> Path:
+    """Where layers in 4 bits are kept, empty at first."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return cache_directory() / "layers"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_is_that_of_exact_weights(tiny, family: str) -> None:
+    path, _ = tiny(family)
+    with engine(path, method="autoregressive") as plain:
+        expected = plain.generate(PROMPT, GREEDY).token_ids
+    for count, options in (
+        (3, {"placement": PLACEMENTS["substituted"]}),
+        (2, {"placement": PLACEMENTS["substituted-in-part"]}),
+        (3, {"placement": PLACEMENTS["kv"], "draft_weights": "int4"}),
+    ):
+        with engine(path, **options) as drafting:
+            result = drafting.generate(PROMPT, GREEDY)
+            line = drafting.plan_line
+        assert result.token_ids == expected
+        assert result.stats["levels"] == ["ngram", "retrieval", "target"]
+        assert result.stats["draft_tokens"]["mean"] > 1
+        assert result.stats["placement"]["substituted_layers"] == count
+        assert f"retrieval budget 32 with {count} layers in 4 bits" in line
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_layers_draft_better_than_those_in_4_bits(tmp_path, dtype: str) -> None:
+    """And those in 4 bits well enough to be worth their bytes."""
+    path = tmp_path / "model"
+    make_model("llama", path, initializer_range=0.15, hidden_size=128, intermediate_size=256)
+    held = {}
+    for name, weights in (("kv", "exact"), ("substituted-in-part", "auto"), ("kv", "int4")):
+        options = {"placement": PLACEMENTS[name], "draft_weights": weights, "draft": "none"}
+        with engine(path, dtype=dtype, budget=112, **options) as drafting:
+            params = SamplingParams(NEW, temperature=1.0, seed=3)
+            held[name, weights] = drafting.generate(PROMPT, params).stats["acceptance"]["target"]
+    exact, *others = held.values()
+    assert exact > 0.99
+    assert all(0.4 < other < exact for other in others)
+
+
+def test_less_memory_than_the_weights_take_still_drafts_from_the_device(tmp_path) -> None:
+    path = tmp_path / "model"
+    make_model("llama", path, num_hidden_layers=12)
+    layer = None
+    seen, texts = [], set()
+    for memory in range(900_000, 3_000_000, 100_000):
+        try:
+            with engine(path, device_memory=memory, budget=None) as drafting:
+                result = drafting.generate(PROMPT, GREEDY)
+                demand = drafting.runtime.demand
+                placement = drafting.runtime.placement
+        except Exception as error:
+            assert "device memory" in str(error)
+            assert not seen
+            continue
+        layer = layer or demand.layer_bytes[0]
+        texts.add(tuple(result.token_ids))
+        drafts = "retrieval" in result.stats["levels"]
+        seen.append((len(placement.streamed_layers), drafts))
+        assert result.stats["memory"]["device_peak_bytes"] <= memory
+        if drafts:
+            assert placement.substituted_layers == placement.streamed_layers
+    assert len(texts) == 1
+    assert any(streamed and drafts for streamed, drafts in seen)
+    first = seen.index(next(each for each in seen if each[1]))
+    streaming = [each for each in seen[first:] if each[0]]
+    assert all(drafts for _, drafts in streaming), "once they fit they stay"
+    counts = [streamed for streamed, _ in streaming]
+    assert counts == sorted(counts, reverse=True)
+
+
+def test_exact_weights_alone_may_be_asked_for(tiny) -> None:
+    path, _ = tiny("llama")
+    options = {"placement": PLACEMENTS["substituted"], "draft_weights": "exact"}
+    with engine(path, budget=None, **options) as drafting:
+        assert drafting.generate(PROMPT, GREEDY).stats["levels"] == ["ngram", "target"]
+        assert "no retrieval model, since weights stream" in drafting.plan_line
+    with pytest.raises(UsageError, match="needs all weights on the device, themselves or in 4"):
+        engine(path, **options)
+    with pytest.raises(UsageError, match="draft_weights 'int3' is not one of auto, exact, int4"):
+        engine(path, draft_weights="int3")
+
+
+def test_dropping_the_level_gives_its_weights_back(tiny) -> None:
+    path, _ = tiny("llama")
+    with engine(path, placement=PLACEMENTS["substituted"]) as drafting:
+        drafting.generate(PROMPT, GREEDY)
+        purposes = drafting.runtime.memory.by_purpose()
+        assert purposes["substitutes"] == 3 * drafting.runtime.demand.substitute_bytes
+        drafting._context.drop_retrieval()
+        drafting.models.drop_retrieval()
+        assert "substitutes" not in drafting.runtime.memory.by_purpose()
+
+
+def test_what_was_made_is_read_again(tmp_path, kept, monkeypatch) -> None:
+    path = tmp_path / "model"
+    make_model("llama", path)
+    made = []
+
+    def counting(exact: torch.Tensor, into) -> None:
+        made.append(into)
+        original(exact, into)
+
+    from offload import substitutes
+
+    original = substitutes._quantise_into
+    monkeypatch.setattr(substitutes, "_quantise_into", counting)
+    options = {"placement": PLACEMENTS["substituted"], "draft_tokens": 4, "accept": "coupled"}
+    lengths = []
+    for _ in range(2):
+        with engine(path, **options) as drafting:
+            lengths.append(drafting.generate(PROMPT, GREEDY).stats["acceptance"])
+        assert len(made) == 12, "four matrices of each of three layers, once"
+    assert lengths[0] == lengths[1]
+    (directory,) = kept.iterdir()
+    assert sorted(file.name for file in directory.iterdir()) == [
+        f"{layer:03d}.safetensors" for layer in range(3)
+    ]
+    # Of another precision they are others; of weights that changed the old ones go.
+    with engine(path, dtype="bfloat16", **options):
+        assert len(made) == 24
+    assert len(list(kept.iterdir())) == 2
+    make_model("llama", path, initializer_range=0.2)
+    with engine(path, **options):
+        assert len(made) == 36
+    assert len(list(kept.iterdir())) == 2
+    assert directory not in kept.iterdir()
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other", "folder"])
+def test_a_damaged_cache_counts_for_nothing(tmp_path, kept, damage: str) -> None:
+    path = tmp_path / "model"
+    make_model("llama", path)
+    options = {"placement": PLACEMENTS["substituted"]}
+    with engine(path, **options) as drafting:
+        expected = drafting.generate(PROMPT, GREEDY).stats["acceptance"]
+    (directory,) = kept.iterdir()
+    file = directory / "001.safetensors"
+    whole = file.read_bytes()
+    if damage == "folder":
+        file.unlink()
+        file.mkdir()
+    else:
+        file.write_bytes({"cut": whole[:-5], "empty": b"", "other": whole[:8] + b"x" * 99}[damage])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        with engine(path, **options) as drafting:
+            assert drafting.generate(PROMPT, GREEDY).stats["acceptance"] == expected
+    assert damage == "folder" or file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("fault", ["full", "no directory"])
+def test_a_cache_that_cannot_be_written_warns_once(tmp_path, kept, monkeypatch, fault: str) -> None:
+    path = tmp_path / "model"
+    make_model("llama", path)
+    options = {"placement": PLACEMENTS["substituted"]}
+    with engine(path, method="autoregressive") as plain:
+        expected = plain.generate(PROMPT, GREEDY).token_ids
+    if fault == "full":
+
+        def full(path: Path, data: bytes) -> None:
+            with open(path, "wb") as file:
+                file.write(data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(Path, "write_bytes", full)
+    else:
+        kept.parent.parent.mkdir()
+        kept.parent.touch()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with engine(path, **options) as drafting:
+            assert drafting.generate(PROMPT, GREEDY).token_ids == expected
+    told = [str(w.message) for w in warned if issubclass(w.category, RuntimeWarning)]
+    assert len(told) == 1
+    assert "4-bit layers are made anew in each run" in told[0]
+    if fault == "full":
+        assert [file for file in kept.rglob("*") if file.is_file()] == []
+
+
+KILLED = """
+import sys
+from pathlib import Path
+import torch
+from offload.checkpoint.layer_cache import LayerCache
+cache = LayerCache(Path(sys.argv[1]), "test", [Path(sys.argv[2])])
+print("begun", flush=True)
+for layer in range(10_000):
+    cache.write(layer, torch.full((1 << 20,), layer % 251, dtype=torch.uint8))
+"""
+
+
+def test_killed_while_writing_it_leaves_nothing_that_is_wrong(tmp_path) -> None:
+    """K2, in small."""
+    root, source, generator = tmp_path / "kept", tmp_path / "weights", random.Random(1)
+    source.write_bytes(b"weights")
+    into = torch.empty(1 << 20, dtype=torch.uint8)
+    written = 0
+    for _ in range(8):
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(root), str(source)], stdout=subprocess.PIPE
+        )
+        assert process.stdout.readline() == b"begun\n"
+        time.sleep(generator.uniform(0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        cache = LayerCache(root, "test", [source])
+        files = list(root.rglob("*.*"))
+        assert all(file.suffix == ".safetensors" for file in files), "no parts are left"
+        for layer in range(len(files)):
+            assert cache.read(layer, into)
+            assert (into == layer % 251).all()
+        written = max(written, len(files))
+    assert written > 3
+
+
+def test_parts_that_another_process_is_writing_are_left_alone(tmp_path) -> None:
+    source = tmp_path / "weights"
+    source.write_bytes(b"weights")
+    cache = LayerCache(tmp_path, "test", [source])
+    cache.write(0, torch.zeros(8, dtype=torch.uint8))
+    (directory,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    living = directory / f"001.safetensors.{os.getpid()}.partial"
+    living.touch()
+    LayerCache(tmp_path, "test", [source])
+    assert living.exists()
+    with safe_open(directory / "000.safetensors", framework="pt") as file:
+        assert file.get_tensor("layer").numel() == 8
+    with suppress(OSError):
+        living.unlink()
