@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offload.errors import DoesNotFitError, UsageError
 from offload.kv.shape import KVShape
@@ -26,6 +27,7 @@ class Demand:
     substitute_bytes: of a layer's copy in fewer bits, which drafts where the layer itself streams;
         0 where there is none
     substitute_all: whether resident layers have such a copy too
+    decoding_bytes: of temporaries that computing with such copies takes besides
     gather_bytes: of buffers through which chunks of streamed KV are retrieved; as many on the host
     """
 
@@ -41,17 +43,18 @@ class Demand:
     gather_bytes: int = 0
     substitute_bytes: int = 0
     substitute_all: bool = False
+    decoding_bytes: int = 0
 
     @property
     def layers(self) -> int:
         return len(self.layer_bytes)
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Of a weight slot, which takes any layer."""
         return max(self.layer_bytes)
 
-    @property
+    @cached_property
     def weights_bytes(self) -> int:
         """Of all layers."""
         return sum(self.layer_bytes)
@@ -137,18 +140,22 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
     everything = _everything(demand)
     if device_bytes(demand, everything) <= limit_bytes:
         return everything
-    for streamed in range(demand.layers + 1):
+    streamed = 0
+    least = _least(demand, streamed)
+    while (spare := limit_bytes - device_bytes(demand, least)) < 0:
+        if streamed == demand.layers:
+            raise DoesNotFitError(
+                f"device memory for {demand.context_tokens} tokens of context with everything "
+                "streamed",
+                least_bytes(demand, streamed_layers=demand.layers),
+                limit_bytes,
+                "use a shorter context or more device memory",
+            )
+        # So many more do not suffice: none gives more than the largest, but which ones stream
+        # changes too.
+        streamed += max(1, -spare // (2 * demand.slot_bytes))
+        streamed = min(streamed, demand.layers)
         least = _least(demand, streamed)
-        spare = limit_bytes - device_bytes(demand, least)
-        if spare >= 0:
-            break
-    else:
-        raise DoesNotFitError(
-            f"device memory for {demand.context_tokens} tokens of context with everything streamed",
-            least_bytes(demand, streamed_layers=demand.layers),
-            limit_bytes,
-            "use a shorter context or more device memory",
-        )
     embedding_resident = demand.embedding_bytes <= spare
     if embedding_resident:
         spare -= demand.embedding_bytes
@@ -212,17 +219,22 @@ def device_bytes(demand: Demand, placement: Placement) -> int:
         + (demand.embedding_bytes if placement.embedding_resident else 0)
         + resident_weights
         + len(placement.substituted_layers) * demand.substitute_bytes
+        + (demand.decoding_bytes if placement.substituted_layers else 0)
         + placement.weight_slots * demand.slot_bytes
         + blocks * demand.kv.block_bytes
     )
 
 
-def streams(demand: Demand, placement: Placement) -> bool:
-    """Whether anything crosses the link in passes over a full context, once lent memory holds what
-    it can.
-    """
+def crossing_bytes(demand: Demand, placement: Placement) -> int:
+    """What crosses the link in a pass over a full context, once lent memory holds what it can."""
     on_device = placement.resident_kv_blocks + placement.lent_kv_blocks
-    return bool(placement.streamed_layers) or demand.kv_blocks > on_device
+    blocks = max(0, demand.kv_blocks - on_device)
+    return demand.streamed_bytes(placement) + blocks * demand.kv.block_bytes
+
+
+def streams(demand: Demand, placement: Placement) -> bool:
+    """Whether anything crosses the link in passes over a full context."""
+    return crossing_bytes(demand, placement) > 0
 
 
 def host_bytes(demand: Demand, placement: Placement) -> int:

@@ -31,14 +31,23 @@ class Substitutes:
         layout: FlatLayout,
         layers: Collection[int],
         memory: DeviceMemory,
+        decoding_bytes: int = 0,
         cache: LayerCache | None = None,
     ) -> None:
-        """layout: of each. cache: where they are kept from run to run. Raises DoesNotFitError."""
+        """layout: of each. decoding_bytes: of temporaries that computing with them takes.
+
+        cache: where they are kept from run to run. Raises DoesNotFitError.
+        """
         self._memory = memory
         self._cache = cache
         # One at a time: what is quantised takes memory while it is.
         self._quantising = threading.Lock()
         self._allocation = memory.allocate(len(layers) * layout.nbytes, "substitutes")
+        try:
+            self._decoding = memory.reserve(decoding_bytes, "substitutes' workspace")
+        except BaseException:
+            memory.free(self._allocation)
+            raise
         buffers = self._allocation.bytes.split(layout.nbytes)
         self._buffers = dict(zip(sorted(layers), buffers, strict=True))
         self.views = {layer: layout.views(buffer) for layer, buffer in self._buffers.items()}
@@ -67,6 +76,7 @@ class Substitutes:
         """Gives the memory back; more than once is no harm."""
         self.views, self._buffers = {}, {}
         self._memory.free(self._allocation)
+        self._memory.free(self._decoding)
 
 
 def _quantise_into(exact: torch.Tensor, into: Int4Weight) -> None:

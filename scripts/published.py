@@ -207,7 +207,12 @@ class Published:
 def as_published(row: PublishedRow) -> Published:
     """A row of the paper on RTX 4090s, at the acceptance that its figures imply (.95)."""
     hardware = replace(named("rtx4090"), gpus=row.gpus, link_bytes_per_second=LINK_BYTES_PER_SECOND)
-    curve = AcceptanceCurve(outer=0.95, budget=row.budget or 4096, inner=MODEL_ACCEPTANCE)
+    curve = AcceptanceCurve(
+        outer=0.95,
+        budget=row.budget or 4096,
+        inner=MODEL_ACCEPTANCE,
+        context=PROMPT_TOKENS + NEW_TOKENS // 2,
+    )
     case = Case(
         read_shape(row.model), hardware, PROMPT_TOKENS + NEW_TOKENS, NEW_TOKENS, curve=curve
     )

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +18,7 @@ from triforce_kernels.limits import MOST_SPLITS
 from triforce_kernels.linear import Weight, widens
 
 from offload.checkpoint.layer_cache import LayerCache
-from offload.errors import UsageError
+from offload.errors import DoesNotFitError, UsageError
 from offload.files import cache_directory
 from offload.graphs import CudaRecorder
 from offload.kv.direct import reads_in_place
@@ -28,10 +29,11 @@ from offload.link.emulated import EmulatedLink
 from offload.link.link import Link
 from offload.link.staging import StagedLink
 from offload.link.trace import NoTrace, Trace, TracedLink, Tracer
+from offload.memory.available import available_host_bytes
 from offload.memory.device import DeviceMemory
 from offload.memory.host import CudaDriver, HostMemory
 from offload.memory.numa import cpus_near
-from offload.placement import check_host, check_placement
+from offload.placement import check_host, check_placement, device_bytes, host_bytes, place
 from offload.runtime import Runtime
 from offload.substitutes import RECIPE, Substitutes
 from offload.weights import Fill, WeightStore
@@ -40,7 +42,7 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.llama import Ends, Model
 from triforce_core.model.rope import Rope
 from triforce_core.model.tensors import Layouts, dense_layouts, stored_layouts
-from triforce_core.settings import AUTO, EngineConfig, MachineSettings
+from triforce_core.settings import AUTO, DENSE, EngineConfig, MachineSettings
 from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.drafting import small_model_shape, window_tokens
 from triforce_core.sizing.fitting import fit
@@ -150,9 +152,6 @@ def load(
             tracer = Trace(link)
             link = TracedLink(link, tracer)
         on_gpu = device.type == "cuda"
-        layouts = choose_layouts(checkpoint, config.weights, dtype)
-        # Decoding blocks brings small tables from the host, which no graph can hold.
-        graphs = machine.cuda_graphs and on_gpu and not layouts.decoded_numbers
         wanted = Wanted(
             checkpoint.config,
             dtype,
@@ -161,12 +160,15 @@ def load(
             config.block_tokens,
             drafter and drafter.config,
             block_bytes=link.copy_bytes,
-            graphs=graphs,
+            graphs=machine.cuda_graphs and on_gpu,
             splits=MOST_SPLITS if backend(device.type) == TRITON else 1,
             gathers_through_host=not (machine.pin and reads_in_place(device)),
-            layouts=layouts,
             widens=widens(device, dtype),
         )
+        layouts = choose_layouts(checkpoint, config, wanted, device)
+        # Decoding blocks brings small tables from the host, which no graph can hold.
+        graphs = wanted.graphs and not layouts.decoded_numbers
+        wanted = replace(wanted, layouts=layouts, graphs=graphs)
         memory = DeviceMemory(device, machine.device_memory, wanted.stored_bytes)
         stack.callback(memory.close)
         fitted = fit(wanted, memory.available_bytes, config.placement)
@@ -196,6 +198,7 @@ def load(
                     wanted.substitute,
                     placement.substituted_layers,
                     memory,
+                    demand.decoding_bytes,
                     _substitutes_cache(checkpoint, dtype),
                 )
                 stack.callback(substitutes.close)
@@ -246,20 +249,44 @@ def _substitutes_cache(checkpoint: Readable, dtype: torch.dtype) -> LayerCache |
     return LayerCache(cache_directory() / "layers", recipe, checkpoint.files)
 
 
-def choose_layouts(checkpoint: Readable, weights: str, dtype: torch.dtype) -> Layouts:
-    """How the weights will lie in memory. weights: of EngineConfig. Raises UsageError."""
-    config = checkpoint.config
-    if weights == "dense":
-        return dense_layouts(config, dtype)
-    layouts = stored_layouts(config, dtype, checkpoint.pieces)
-    if not layouts.decoded_numbers:
+def choose_layouts(
+    checkpoint: Readable, config: EngineConfig, wanted: Wanted, device: torch.device
+) -> Layouts:
+    """How the weights will lie in memory. wanted: with dense ones. Raises UsageError."""
+    dense = wanted.weights
+    if config.weights == DENSE:
+        return dense
+    stored = stored_layouts(wanted.config, wanted.dtype, checkpoint.pieces)
+    unknown = [kind.name for kind in stored.block_types if not can_decode(kind)]
+    if config.weights == AUTO:
+        if (
+            unknown
+            or not stored.decoded_numbers
+            or not (device.type == "cuda" or _would_stream(wanted, config))
+        ):
+            return dense
+        return stored
+    if not stored.decoded_numbers:
         raise UsageError("weights are kept as stored where they are quantised, and these are not")
-    for kind in layouts.block_types:
-        if not can_decode(kind):
-            raise UsageError(
-                f"{kind.name} weights are kept as stored by transformers 5.23 or newer"
-            )
-    return layouts
+    if unknown:
+        raise UsageError(f"{unknown[0]} weights are kept as stored by transformers 5.23 or newer")
+    return stored
+
+
+def _would_stream(wanted: Wanted, config: EngineConfig) -> bool:
+    """Whether some layers would, on the emulated device."""
+    if config.placement is not None:
+        return bool(config.placement.streamed_layers)
+    available = available_host_bytes()
+    limit = available if config.machine.device_memory is None else config.machine.device_memory
+    try:
+        demand = wanted.demand(0)
+        placement = place(demand, limit)
+        # The emulated device takes host memory, like what streams to it.
+        needed = device_bytes(demand, placement) + host_bytes(demand, placement)
+    except DoesNotFitError:
+        return True
+    return bool(placement.streamed_layers) or needed > available
 
 
 def _load_small_model(

@@ -20,8 +20,9 @@ METHODS = ("triforce", "speculative", "autoregressive")
 RETRIEVAL = ("mass", "mean")
 ACCEPT = ("optimal", "coupled")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
-WEIGHTS = ("dense", "stored")
 AUTO = "auto"
+DENSE, STORED = "dense", "stored"
+WEIGHTS = (AUTO, STORED, DENSE)
 EXACT, INT4 = "exact", "int4"
 DRAFT_WEIGHTS = (AUTO, EXACT, INT4)
 NGRAM, NO_DRAFTER = "ngram", "none"
@@ -173,7 +174,8 @@ class EngineConfig:
 
     machine, method: as their classes say
     dtype: of weights and KV: "auto", "float32", "bfloat16" or "float16"
-    weights: "dense" (every number in dtype) or "stored" (a GGUF file's blocks as they are)
+    weights: "dense" (every number in dtype), "stored" (a GGUF file's blocks as they are), or
+        "auto": as stored on a GPU, and on the emulated device where dense ones would stream
     max_context: prompt and new tokens that will be needed at most; the model's positions if None.
         What a longer context would take is used to keep weights and KV on the device
     block_tokens: tokens of a KV block, a power of two; chosen from the sizes if None
@@ -184,7 +186,7 @@ class EngineConfig:
     machine: MachineSettings = field(default_factory=MachineSettings)
     method: MethodSettings = field(default_factory=MethodSettings)
     dtype: str = "auto"
-    weights: str = "dense"
+    weights: str = AUTO
     max_context: int | None = None
     block_tokens: int | None = None
     placement: Placement | None = None

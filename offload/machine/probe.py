@@ -36,6 +36,8 @@ _MATRIX_BYTES = 384 << 20
 # tokens.
 _CACHES, _CACHE_KEYS = 128, 512
 _LAUNCHES = 200
+# Rows of the matrix in 4 bits that is decoded.
+_DECODED = 512
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Rates:
     product_seconds_per_byte: tuple[tuple[int, float], ...] = ()
     attend_bytes_per_second: float | None = None
     attend_flops_per_second: float | None = None
+    decode_seconds_per_number: float | None = None
     measured: str = ""
     load: float = 0.0
 
@@ -84,7 +87,8 @@ def this_machine(link_bandwidth: str | None, known: Sequence[str], matrices: Mat
             f"({', '.join(known)}), or give --link-bandwidth to plan for the emulated device"
         )
     key = (
-        f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {matrices}"
+        f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"{matrices}, 4 bits"
     )
     return emulated(cached(key, lambda: measure_cpu(matrices)), rate)
 
@@ -106,6 +110,7 @@ def emulated(rates: Rates, link_bytes_per_second: float) -> Hardware:
         product_seconds_per_byte=rates.product_seconds_per_byte,
         attend_bytes_per_second=rates.attend_bytes_per_second,
         attend_flops_per_second=rates.attend_flops_per_second,
+        decode_seconds_per_number=rates.decode_seconds_per_number or 0.0,
         host_memory_bytes=available,
     )
 
@@ -116,6 +121,7 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
     """
     import torch
     import torch.nn.functional as F
+    from triforce_kernels.int4 import dequantise, quantise
 
     # More than any cache holds, as a model's layers are.
     count = max(1, _MATRIX_BYTES // sum(rows * columns * 4 for rows, columns in matrices))
@@ -151,6 +157,8 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
         taken = {rows: _seconds(products(rows)) / nbytes for rows in _ROWS}
         attended, wide = (_seconds(attention(rows)) for rows in (query, queries))
         tiny = _seconds(operations)
+        packed = quantise(torch.randn(_DECODED, 1024))
+        decoded = _seconds(lambda: dequantise(packed)) / (_DECODED * 1024)
     rates = Rates(
         memory_bytes_per_second=1 / taken[_ROWS[0]],
         flops_per_second=2 * _ROWS[-1] / 4 / taken[_ROWS[-1]],
@@ -158,6 +166,7 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
         product_seconds_per_byte=tuple(taken.items()),
         attend_bytes_per_second=sum(cache.numel() for cache in caches) * 4 / attended,
         attend_flops_per_second=4 * queries.numel() * _CACHE_KEYS * _CACHES / wide,
+        decode_seconds_per_number=decoded,
     )
     return _now(rates)
 
@@ -244,6 +253,7 @@ def _checked(raw: Any) -> Rates:
         rates.link_bytes_per_second,
         rates.attend_bytes_per_second,
         rates.attend_flops_per_second,
+        rates.decode_seconds_per_number,
     )
     numbers = [rates.memory_bytes_per_second, rates.flops_per_second, rates.launch_seconds]
     numbers += [value for value in optional if value is not None]

@@ -45,6 +45,8 @@ class Hardware:
         `asynchronous`; graph_launch_seconds: per kernel of a recorded graph
     product_seconds_per_byte: of a matrix, by the rows it is multiplied with, in rising order, where
         that was measured; attend_bytes_per_second, attend_flops_per_second: of attention, likewise
+    decode_seconds_per_number: of weights that are not dense, on top of the product, where a
+        processor decodes them before it
     link: as "pcie4x16"; link_full: whether it has all the lanes of the card
     host_memory_bytes, host_bytes_per_second: None where they are not known
     """
@@ -59,6 +61,7 @@ class Hardware:
     product_seconds_per_byte: tuple[tuple[int, float], ...] = ()
     attend_bytes_per_second: float | None = None
     attend_flops_per_second: float | None = None
+    decode_seconds_per_number: float = 0.0
     launch_seconds: float = LAUNCH_SECONDS
     graph_launch_seconds: float = GRAPH_LAUNCH_SECONDS
     asynchronous: bool = True

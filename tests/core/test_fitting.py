@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from offload.errors import DoesNotFitError
 from offload.formats import DTYPES
-from offload.placement import device_bytes, place, streams
+from offload.machine.profiles import named
+from offload.placement import Placement, crossing_bytes, device_bytes, place, streams
 from triforce_core.model.shapes import read_shape
+from triforce_core.planner.candidates import Case, evaluate
+from triforce_core.planner.plan import Plan
 from triforce_core.settings import MethodSettings
 from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.fitting import Fitted, fit
 
 GIB = 1 << 30
+
+
+NOTHING_HERE = Placement((), False, 0, 0, 3, 2)
 
 
 def wanted(shape: str, context: int, **method: object) -> Wanted:
@@ -24,10 +31,7 @@ def wanted(shape: str, context: int, **method: object) -> Wanted:
 
 def crosses(fitted: Fitted) -> int:
     """Bytes of a pass over a full context."""
-    demand, placement = fitted.demand, fitted.placement
-    resident = placement.resident_kv_blocks + placement.lent_kv_blocks
-    blocks = max(0, demand.kv_blocks - resident)
-    return demand.streamed_bytes(placement) + blocks * demand.kv.block_bytes
+    return crossing_bytes(fitted.demand, fitted.placement)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +50,18 @@ def test_what_fits_at_every_size_of_memory(shape: str, context: int) -> None:
         assert device_bytes(fitted.demand, fitted.placement) <= memory
         seen.append(fitted)
         if fitted.budget:
-            assert not fitted.placement.streamed_layers
+            assert fitted.placement.can_draft
         without = asks.demand(0)
         if not streams(without, place(without, memory)):
-            assert not crosses(fitted), "a cache that nobody asked for sends KV over the link"
+            # A cache that nobody asked for sends no more over the link than comes meanwhile.
+            read = fitted.demand.weights_bytes + crosses(replace(fitted, placement=NOTHING_HERE))
+            assert crosses(fitted) <= read / 40
     streaming = [fitted for fitted in seen if fitted.placement.streamed_layers]
-    assert all(fitted.budget == 0 for fitted in streaming)
+    # From some size of memory on what streams has copies in 4 bits that draft.
+    drafts = [fitted.budget > 0 for fitted in streaming]
+    assert drafts == sorted(drafts)
+    assert any(drafts)
     between = [f.budget for f in seen if not f.placement.streamed_layers and crosses(f)]
-    assert between == sorted(between)
     assert not crosses(seen[-1])
     if context > 4096:
         assert max(between) == 4096
@@ -75,3 +83,22 @@ def test_lent_memory_counts_as_the_devices_own() -> None:
     )
     assert placement.lent_kv_blocks
     assert streams(asks, replace(placement, lent_kv_blocks=placement.lent_kv_blocks - 1))
+
+
+@pytest.mark.parametrize(("shape", "context"), [("llama3.1-8b", 131072), ("qwen2.5-32b", 8192)])
+def test_more_memory_is_never_slower(shape: str, context: int) -> None:
+    """By what the planner says of the placements that the engine chooses itself."""
+    asks = wanted(shape, context, draft_tokens=24, inner_draft_tokens=3)
+    seconds = []
+    for gib in range(6, 90, 2):
+        try:
+            fitted = fit(asks, gib << 30)
+        except DoesNotFitError:
+            assert not seconds, "refused where less was accepted"
+            continue
+        case = Case(asks.config, named("rtx4090"), context, 256)
+        plan = Plan.of(asks.method, fitted.demand, fitted.placement, fitted.budget)
+        seconds.append(evaluate(case, plan, fitted.demand).seconds_per_token)
+    assert len(seconds) > 35
+    for less, more in pairwise(seconds):
+        assert more <= 1.02 * less

@@ -72,7 +72,8 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "weights",
-        "stored: a GGUF file's blocks stay as they are, on the device, on the host and on the link",
+        "stored: a GGUF file's blocks stay as they are, on device, host and link; auto: so on a "
+        "GPU, and on cpu where dense ones would stream",
         EngineConfig,
         choices=WEIGHTS,
     )

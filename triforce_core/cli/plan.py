@@ -19,7 +19,7 @@ from triforce_core.cli.plan_arguments import DEFAULT_CONTEXT
 from triforce_core.cli.plan_report import print_plan, print_sweep
 from triforce_core.cli.plot import plot
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.shapes import read_shape
+from triforce_core.model.shapes import read_model, read_shape
 from triforce_core.model.tensors import kv_shape, matrices
 from triforce_core.planner.acceptance_curve import MODEL_ACCEPTANCE, AcceptanceCurve
 from triforce_core.planner.candidates import Candidate, Case
@@ -31,9 +31,11 @@ from triforce_core.planner.trace import trace_of
 from triforce_core.settings import (
     AUTO,
     DEFAULT_BUDGET,
+    DENSE,
     MOST_DRAFT_TOKENS,
     NGRAM,
     NO_DRAFTER,
+    STORED,
     MethodSettings,
 )
 from triforce_core.sizing.demand import choose_block_tokens
@@ -71,7 +73,10 @@ def plan(args: argparse.Namespace) -> int:
 
 def _case(args: argparse.Namespace) -> Case:
     """What is planned for, from the arguments and from the plan that was given."""
-    config = read_shape(args.model)
+    shape = read_model(args.model)
+    config = shape.config
+    if args.weights == STORED and shape.pieces is None:
+        raise UsageError(f"weights are kept as stored if they are quantised; {args.model} is not")
     dtype = DTYPES[args.dtype]
     planned = Plan.read(args.plan) if args.plan else None
     if planned:
@@ -84,16 +89,23 @@ def _case(args: argparse.Namespace) -> Case:
     draft_config = None
     if draft not in (AUTO, NGRAM, NO_DRAFTER):
         draft_config = read_shape(draft)
+    method = planned.method if planned else MethodSettings()
+    if args.draft_weights:
+        method = replace(method, draft_weights=args.draft_weights)
+    weights = args.weights
+    if weights == AUTO and planned:
+        weights = planned.weights
     case = Case(
         config=config,
         hardware=_hardware(args, config, dtype.itemsize, planned.gpus if planned else 1),
         context=context,
         new_tokens=args.new_tokens,
         dtype=dtype,
-        curve=_curve(args, draft_config),
+        curve=_curve(args, draft_config, context - args.new_tokens // 2),
         draft=draft,
         draft_config=draft_config,
-        method=planned.method if planned else MethodSettings(),
+        pieces=None if weights == DENSE else shape.pieces,
+        method=method,
     )
     if case.hardware.emulated:
         case = replace(case, dtype=DTYPES["float32"], block_bytes=COPY_BYTES)
@@ -145,15 +157,20 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
     return replace(hardware, **changed)
 
 
-def _curve(args: argparse.Namespace, draft_config: ModelConfig | None) -> AcceptanceCurve:
-    """What was given, else what a run measured, else the defaults."""
-    curve = AcceptanceCurve.measured(args.stats) if args.stats else AcceptanceCurve()
+def _curve(
+    args: argparse.Namespace, draft_config: ModelConfig | None, context: int
+) -> AcceptanceCurve:
+    """What was given, else what a run measured, else the defaults. context: tokens of the text"""
+    curve = AcceptanceCurve()
+    if args.stats:
+        # Taken to hold for the text that is planned for, however long the measured one was.
+        curve = replace(AcceptanceCurve.measured(args.stats), context=context)
     if draft_config is not None and not args.stats:
         curve = replace(curve, inner=MODEL_ACCEPTANCE)
     if args.acceptance is not None:
         # What was given holds for the budget named with it, or else for the engine's default.
         budget = args.budget if args.budget else DEFAULT_BUDGET
-        curve = replace(curve, outer=args.acceptance, budget=budget)
+        curve = replace(curve, outer=args.acceptance, budget=budget, context=context)
     if args.inner_acceptance is not None:
         curve = replace(curve, inner=args.inner_acceptance)
     return curve

@@ -7,6 +7,7 @@ import argparse
 from offload.formats import DTYPES
 from offload.machine.profiles import RESERVED_BYTES
 from offload.units import format_bytes
+from triforce_core.model.mixes import NAMES
 from triforce_core.model.shapes import SHAPES
 from triforce_core.params import SamplingParams
 from triforce_core.planner.acceptance_curve import (
@@ -14,7 +15,7 @@ from triforce_core.planner.acceptance_curve import (
     MODEL_ACCEPTANCE,
     NGRAM_ACCEPTANCE,
 )
-from triforce_core.settings import DEFAULT_BUDGET, METHODS
+from triforce_core.settings import AUTO, DEFAULT_BUDGET, DRAFT_WEIGHTS, METHODS, WEIGHTS
 
 SWEEPS = ("context", "gpus", "link")
 DEFAULT_CONTEXT = 131072
@@ -22,7 +23,12 @@ DEFAULT_CONTEXT = 131072
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help=f"{', '.join(SHAPES)}, a config.json, or a .gguf file")
+    add(
+        "model",
+        metavar="MODEL",
+        help=f"{', '.join(SHAPES)}, quantised as in qwen3-32b:Q4_K_M ({', '.join(NAMES)}), a "
+        "config.json, or a .gguf file",
+    )
     add("--gpu", metavar="NAME", help="a card by its name (default: this machine, measured)")
     add("--gpus", type=int, choices=[1, 2], help="how many of them (default: 1, or the plan's)")
     add(
@@ -63,6 +69,18 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-tokens", type=int, metavar="N", help="drafted for each pass")
     add("--inner-draft-tokens", type=int, metavar="N", help="for each retrieval step")
     add("--resident-kv", metavar="N|Nlayers", help="KV blocks that stay on the device, or layers")
+    add(
+        "--weights",
+        default=AUTO,
+        choices=WEIGHTS,
+        help="of a quantised model: stored as they are, which is auto, or dense in --dtype",
+    )
+    add(
+        "--draft-weights",
+        choices=DRAFT_WEIGHTS,
+        help="of the retrieval model: copies in 4 bits of all layers, of those that stream (auto, "
+        "or whatever is faster), or none",
+    )
     add("--link", metavar="pcie4x8", help="the slot, if it is less than the card's own")
     add("--link-bandwidth", metavar="RATE", help="of each link, e.g. 25.4GB/s")
     add("--host-memory", metavar="SIZE", help="refuse plans that need more (default: no limit)")

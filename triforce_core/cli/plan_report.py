@@ -23,8 +23,9 @@ def print_plan(
     console = _console()
     hardware = case.hardware
     cards = f"{hardware.gpus} x {hardware.name}" if hardware.gpus > 1 else hardware.name
+    kept = "as stored" if case.pieces else case.dtype.name
     console.print(
-        f"SIMULATED: {model} ({case.dtype.name}), {case.context} tokens of context, on {cards}; "
+        f"SIMULATED: {model} ({kept}), {case.context} tokens of context, on {cards}; "
         f"{links(hardware)}",
         highlight=False,
         soft_wrap=True,
@@ -39,6 +40,8 @@ def print_plan(
     console.print(_seconds(prediction))
     console.print(f"Bottleneck: {prediction.bottleneck}.", highlight=False, soft_wrap=True)
     line = chosen.plan.line(case.config.layers, chosen.demand.kv_blocks)
+    if case.pieces and chosen.plan.placement.streamed_layers:
+        line += "; no retrieval model, since quantised weights stream, which nothing stands in for"
     console.print(f"Plan: {line}.", highlight=False, soft_wrap=True)
     if compared:
         ratio = compared.seconds_per_token / prediction.seconds_per_token
@@ -102,6 +105,7 @@ def _places(prediction: Prediction, gpus: int) -> Table:
         (f"weights, {layers - resident} layers", "host, streamed", "streamed_weights_bytes"),
         (f"KV, {kept - lent} of {blocks} blocks and the tail", "device", "resident_kv_bytes"),
         (f"KV, {blocks - kept} blocks", "host, streamed", "streamed_kv_bytes"),
+        (f"{placement['substituted_layers']} layers in 4 bits", "device", "substitutes_bytes"),
         (f"what drafts, budget {placement['budget']}", "device", "drafting_bytes"),
         ("slots", "device", "slots_bytes"),
         (workspace, "device", "workspace_bytes"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.header import read_json
 from offload.errors import UsageError
 from offload.machine.profiles import nearest
+from triforce_core.model.checkpoint import Checkpoint, open_checkpoint
 from triforce_core.model.config import ModelConfig, from_hf
-from triforce_core.model.gguf_config import gguf_config
+from triforce_core.model.mixes import pieces_of
+from triforce_core.model.tensors import Pieces, layer_shapes
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -21,6 +23,8 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+_LLAMA3_2_ROPE = _LLAMA3_ROPE | {"factor": 32.0}
 
 _LLAMA2_7B = {
     "model_type": "llama",
@@ -41,7 +45,29 @@ _128K = {
     },
 }
 
-# As config.json says it. mistral-7b is v0.3.
+_QWEN2_5 = {
+    "model_type": "qwen2",
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+}
+# With the rope scaling that its authors give for 128K tokens.
+_QWEN3 = {
+    "model_type": "qwen3",
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    },
+}
+
+# As config.json says it. mistral-7b is v0.3, mistral-small that of 2501.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama2-7b": _LLAMA2_7B,
     "llama2-7b-128k": _LLAMA2_7B | _128K,
@@ -86,16 +112,94 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 131072,
         "rope_theta": 1e6,
     },
-    "qwen2.5-32b": {
-        "model_type": "qwen2",
+    "qwen2.5-14b": _QWEN2_5
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+    },
+    "qwen2.5-32b": _QWEN2_5
+    | {
         "hidden_size": 5120,
         "intermediate_size": 27648,
         "num_hidden_layers": 64,
         "num_attention_heads": 40,
+    },
+    "qwen2.5-72b": _QWEN2_5
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "qwen3-4b": _QWEN3
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "qwen3-14b": _QWEN3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    },
+    "qwen3-32b": _QWEN3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+    },
+    "llama3.2-1b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "vocab_size": 152064,
+        "head_dim": 64,
+        "vocab_size": 128256,
         "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
+        "rope_parameters": _LLAMA3_2_ROPE,
+        "tie_word_embeddings": True,
+    },
+    "llama3.2-3b": {
+        "model_type": "llama",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_parameters": _LLAMA3_2_ROPE,
+        "tie_word_embeddings": True,
+    },
+    "mistral-small": {
+        "model_type": "mistral",
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 131072,
+        "max_position_embeddings": 32768,
+        "sliding_window": None,
+        "rope_theta": 1e8,
     },
     "mistral-7b": {
         "model_type": "mistral",
@@ -144,31 +248,54 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What a plan must know of a model. pieces: of its matrices if it is quantised"""
+
+    config: ModelConfig
+    pieces: Pieces | None = None
+
+
 def read_shape(name: str) -> ModelConfig:
-    """A shape by its name, or that of a config.json, of the folder it lies in, or of a .gguf file.
+    """The config of `read_model`. Raises UsageError or CheckpointError."""
+    return read_model(name).config
+
+
+def read_model(name: str) -> Shape:
+    """A shape by its name, quantised as in `qwen3-32b:Q4_K_M`; or that of a config.json, of the
+    folder it lies in, or of a .gguf file.
 
     Raises UsageError, with the names nearest to it, or CheckpointError.
     """
-    if name in SHAPES:
-        return from_hf(SHAPES[name], {})
+    known, _, mix = name.partition(":")
+    if known in SHAPES:
+        config = from_hf(SHAPES[known], {})
+        return Shape(config, pieces_of(config, mix) if mix else None)
     path = Path(name).expanduser()
     if path.is_dir():
-        return from_hf(read_json(path / "config.json"), {})
+        return Shape(from_hf(read_json(path / "config.json"), {}))
     if path.suffix == ".gguf" and path.exists():
-        # Only who has such a file needs the package.
-        from offload.checkpoint.gguf import GGUFSource
-
-        source = GGUFSource(path)
+        checkpoint = open_checkpoint(path)
         try:
-            return gguf_config(source)
+            quantised = checkpoint.stored_dtype is None
+            return Shape(checkpoint.config, _pieces_read(checkpoint) if quantised else None)
         finally:
-            source.close()
+            checkpoint.close()
     if not path.exists():
         raise UsageError(
             f"{name!r} is no file, no directory and none of the known models; "
-            f"{nearest(name, SHAPES)} (known: {', '.join(SHAPES)})"
+            f"{nearest(known, SHAPES)} (known: {', '.join(SHAPES)})"
         )
-    return from_hf(read_json(path), {})
+    return Shape(from_hf(read_json(path), {}))
+
+
+def _pieces_read(checkpoint: Checkpoint) -> Pieces:
+    """Read now: the file is closed when they are asked for."""
+    ends = ("head", "embedding")
+    matrices = [part for part, shape in layer_shapes(checkpoint.config).items() if len(shape) == 2]
+    layers = (f"layers.{i}.{part}" for i in range(checkpoint.config.layers) for part in matrices)
+    read = {name: checkpoint.pieces(name) for name in (*ends, *layers)}
+    return read.__getitem__
 
 
 def for_timing(config: ModelConfig) -> ModelConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from triforce_kernels.block_types import BlockType
 
@@ -74,6 +75,20 @@ def _dense(shapes: Mapping[str, tuple[int, ...]], dtype: ElementType) -> FlatLay
 Pieces = Callable[[str], Sequence[tuple[int, BlockType | None]]]
 
 
+# Matrices of whose rows each of several GPUs has its share; of others it has columns.
+_SPLIT_BY_ROWS = ("qkv", "gate_up")
+
+
+def rank_pieces(pieces: Pieces, gpus: int) -> Pieces:
+    """One GPU's share of them."""
+
+    def share(name: str) -> list[tuple[int, BlockType | None]]:
+        over = gpus if name.endswith(_SPLIT_BY_ROWS) else 1
+        return [(rows // over, kind) for rows, kind in pieces(name)]
+
+    return share
+
+
 @dataclass(frozen=True)
 class Layouts:
     """How all weights of a model lie in memory.
@@ -90,7 +105,7 @@ class Layouts:
         """Of all weights."""
         return sum(layout.nbytes for layout in self._all())
 
-    @property
+    @cached_property
     def decoded_numbers(self) -> int:
         """Of the largest matrix that has to be decoded, 0 if all are dense."""
         return max((part.rows * part.columns for part in self._in_blocks()), default=0)
@@ -135,6 +150,33 @@ def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> L
         layout({"norm": (config.hidden,), "head": ends}),
         None if config.tied else layout({"embedding": ends}),
     )
+
+
+@dataclass(frozen=True)
+class MatrixBytes:
+    """What reading the matrices of a forward takes. Bytes, of a layer on average.
+
+    qkv: up to its attention; rest: from there on; head: the output matrix, once a forward
+    decoded: whether all of that has to be decoded
+    """
+
+    qkv: float
+    rest: float
+    head: float
+    decoded: bool = False
+
+    @classmethod
+    def of(cls, layouts: Layouts) -> MatrixBytes:
+        count = len(layouts.layers)
+        qkv = sum(layer.formats["qkv"].nbytes for layer in layouts.layers) / count
+        whole = sum(layer.nbytes for layer in layouts.layers) / count
+        head = layouts.head.formats["head"].nbytes
+        return cls(qkv, whole - qkv, head, bool(layouts.decoded_numbers))
+
+    def with_layer(self, layer: FlatLayout) -> MatrixBytes:
+        """With other layers, which have to be decoded, and the same head."""
+        qkv = layer.formats["qkv"].nbytes
+        return MatrixBytes(qkv, layer.nbytes - qkv, self.head, decoded=True)
 
 
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVShape:

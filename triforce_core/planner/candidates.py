@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from triforce_kernels.limits import MOST_SPLITS
 
@@ -18,13 +20,22 @@ from offload.placement import (
     host_bytes,
 )
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.tensors import kv_shape
+from triforce_core.model.tensors import (
+    Layouts,
+    MatrixBytes,
+    Pieces,
+    dense_layouts,
+    kv_shape,
+    rank_pieces,
+    stored_layouts,
+    substitute_layout,
+)
 from triforce_core.params import SamplingParams
 from triforce_core.planner.acceptance_curve import NGRAM_PROPOSED, AcceptanceCurve, expected_tokens
 from triforce_core.planner.costs import Costs, prefill_flops, rank_config
 from triforce_core.planner.plan import Plan
 from triforce_core.planner.round_cost import RoundCost
-from triforce_core.settings import AUTO, MethodSettings
+from triforce_core.settings import AUTO, DENSE, STORED, MethodSettings
 from triforce_core.sizing.demand import PREFILL_CHUNK, Wanted
 from triforce_core.sizing.drafting import WINDOW, fitting_budget
 from triforce_core.sizing.fitting import Fitted, fit
@@ -41,7 +52,9 @@ GATHER_BYTES_PER_SECOND = 4e9
 class Case:
     """What is planned for. draft_config: of a small model that drafts, None for n-grams.
 
-    method: what a plan leaves as it is: how chunks are chosen, how drafts are accepted
+    pieces: of its matrices, if they are kept as they are quantised
+    method: what a plan leaves as it is: how chunks are chosen, how drafts are accepted; and what
+        drafts, if that is not `auto`
     fixed: what the user set of a plan: "method", "budget", "draft_tokens", "inner_draft_tokens",
         "resident_kv_blocks", "block_tokens", or more fields of Placement by a plan that was read
     """
@@ -54,17 +67,31 @@ class Case:
     curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
     draft: str = AUTO
     draft_config: ModelConfig | None = None
+    pieces: Pieces | None = None
     block_bytes: int = BLOCK_BYTES
     method: MethodSettings = field(default_factory=MethodSettings)
     fixed: dict[str, object] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def rank(self) -> ModelConfig:
         return rank_config(self.config, self.hardware.gpus)
 
-    @property
+    @cached_property
+    def layouts(self) -> Layouts:
+        """Of one GPU's share of the weights."""
+        if self.pieces is None:
+            return dense_layouts(self.rank, self.dtype)
+        return stored_layouts(self.rank, self.dtype, rank_pieces(self.pieces, self.hardware.gpus))
+
+    @cached_property
     def costs(self) -> Costs:
-        return Costs(self.rank, self.dtype, self.hardware)
+        return Costs(self.rank, self.dtype, self.hardware, MatrixBytes.of(self.layouts))
+
+    @cached_property
+    def substitute_costs(self) -> Costs:
+        """Of a model whose layers are in 4 bits."""
+        layer = substitute_layout(self.rank, self.dtype)
+        return replace(self.costs, stored=self.costs.matrices.with_layer(layer))
 
     @property
     def length(self) -> int:
@@ -80,11 +107,20 @@ class Case:
     def chunk_tokens(self) -> int:
         return self.method.chunk_size
 
-    def acceptance(self, budget: int) -> float:
+    def acceptance(self, plan: Plan) -> float:
         """The share of the retrieval model's tokens that holds. What the context cannot fill adds
         nothing.
         """
-        return self.curve.at(fitting_budget(budget, self.chunk_tokens, self.context))
+        substituted = len(plan.placement.substituted_layers) / self.config.layers
+        budget = fitting_budget(plan.budget, self.chunk_tokens, self.context)
+        return self.curve.at(budget, self.length, substituted)
+
+    def draft_forward(self, tokens: int, keys: int, plan: Plan) -> float:
+        """Seconds of a forward of the retrieval model."""
+        instead = len(plan.placement.substituted_layers)
+        layers = (self.rank.layers - instead) * self.costs.resident_layer(tokens, keys)
+        layers += instead * self.substitute_costs.resident_layer(tokens, keys) if instead else 0.0
+        return layers + self.costs.head(tokens, recorded=True)
 
     def check(self) -> None:
         """Raises UsageError for a context that the model cannot have."""
@@ -158,24 +194,36 @@ class Candidate:
         return first + max(compute, matrices / rate, outwards / rate)
 
 
-def candidate(case: Case, budget: int, draft_tokens: int, inner: int) -> Candidate:
-    """The plan of one choice of variables, placed by the rule that the engine places by.
+def candidates(
+    case: Case, budget: int, draft_tokens: int, inners: Iterable[int], draft_weights: str = AUTO
+) -> list[Candidate]:
+    """Plans placed by the rule that the engine places by, one for each of some inner lengths.
 
     budget: 0 for no retrieval model, draft_tokens: 0 for no drafts. Raises DoesNotFitError or
     UsageError.
     """
     method = replace(
         case.method,
+        draft_weights=draft_weights,
         method="triforce" if budget else "speculative" if draft_tokens else "autoregressive",
         draft=case.draft,
         draft_tokens=draft_tokens or AUTO,
-        inner_draft_tokens=inner or AUTO,
+        inner_draft_tokens=AUTO,
         budget=budget or None,
     )
     fitted = _fit(case, method)
     _check_host(case, fitted.demand, fitted.placement)
     chosen = Plan.of(method, fitted.demand, fitted.placement, fitted.budget)
-    return evaluate(case, replace(chosen, gpus=case.hardware.gpus), fitted.demand)
+    weights = STORED if case.pieces else DENSE
+    chosen = replace(chosen, gpus=case.hardware.gpus, weights=weights)
+    return [
+        evaluate(
+            case,
+            replace(chosen, method=replace(chosen.method, inner_draft_tokens=inner or AUTO)),
+            fitted.demand,
+        )
+        for inner in inners
+    ]
 
 
 def evaluate(case: Case, chosen: Plan, demand: Demand) -> Candidate:
@@ -191,10 +239,10 @@ def evaluate(case: Case, chosen: Plan, demand: Demand) -> Candidate:
         cached = fitting_budget(chosen.budget, case.chunk_tokens, case.context) + drafted // 2
         # N-gram lookup mostly finds nothing, and the step is then over one token.
         proposed = 1.0 if case.draft_config else NGRAM_PROPOSED
-        step = proposed * costs.resident_forward(1 + inner, cached) + costs.round
-        step += (1 - proposed) * costs.resident_forward(1, cached)
+        step = proposed * case.draft_forward(1 + inner, cached, chosen) + costs.round
+        step += (1 - proposed) * case.draft_forward(1, cached, chosen)
         drafting = drafted / expected_tokens(curve.inner, inner) * (step + inner * drafter)
-        tokens = expected_tokens(case.acceptance(chosen.budget), drafted)
+        tokens = expected_tokens(case.acceptance(chosen), drafted)
         refresh = _refresh_seconds(case, chosen, demand)
     else:
         drafting = drafted * drafter
@@ -227,6 +275,7 @@ def _fit(case: Case, method: MethodSettings) -> Fitted:
         graphs=hardware.asynchronous,
         splits=MOST_SPLITS if hardware.asynchronous else 1,
         gathers_through_host=not hardware.asynchronous,
+        layouts=case.layouts,
     )
     available = hardware.memory_bytes - case.library_bytes
     fitted = fit(wanted, available)

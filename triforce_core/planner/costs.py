@@ -7,8 +7,9 @@ between kernels; on a CPU what is launched is computed in between, so they add u
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 
@@ -16,7 +17,7 @@ from offload.errors import UsageError
 from offload.formats import ElementType
 from offload.machine.profiles import Hardware
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.tensors import kv_shape, layer_shapes
+from triforce_core.model.tensors import MatrixBytes, dense_layouts, kv_shape, layer_shapes
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,19 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the parts of a forward. config: one GPU's share, as `rank_config` gives it."""
+    """Seconds of the parts of a forward. config: one GPU's share, as `rank_config` gives it.
+
+    stored: bytes of its matrices as they lie in memory, dense in `dtype` if None
+    """
 
     config: ModelConfig
     dtype: ElementType
     hardware: Hardware
+    stored: MatrixBytes | None = None
+
+    @cached_property
+    def matrices(self) -> MatrixBytes:
+        return self.stored or MatrixBytes.of(dense_layouts(self.config, self.dtype))
 
     @property
     def launches(self) -> Launches:
@@ -112,13 +121,15 @@ class Costs:
         config = self.config
         heads = (config.heads + config.kv_heads) * config.head_dim
         touched = NORM_TOUCHES * config.hidden + ROTATE_TOUCHES * heads
-        return self._products(tokens, NORM_PARTS, touched, self.launches.before, recorded)
+        work = self._product(tokens, self._elements(*NORM_PARTS), self.matrices.qkv)
+        return self._launched(work + self._touch(tokens, touched), self.launches.before, recorded)
 
     def after(self, tokens: int, *, recorded: bool = False) -> float:
         """A layer from its attention on, with what two GPUs tell each other."""
         parts = [part for part in layer_shapes(self.config) if part not in NORM_PARTS]
         touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self.config.mlp
-        layer = self._products(tokens, parts, touched, self.launches.after, recorded)
+        work = self._product(tokens, self._elements(*parts), self.matrices.rest)
+        layer = self._launched(work + self._touch(tokens, touched), self.launches.after, recorded)
         return layer + self._all_reduces(tokens)
 
     def attend(
@@ -154,38 +165,44 @@ class Costs:
         laws = self.piece(
             LAW_BYTES * tokens * config.vocab, 0, self.launches.law, recorded=recorded
         )
-        return self._launched(self._product(tokens, matrix), 9, recorded) + laws
+        work = self._product(tokens, matrix, self.matrices.head)
+        return self._launched(work, 9, recorded) + laws
 
-    def resident_forward(self, tokens: int, keys: int, *, recorded: bool = True) -> float:
-        """A forward over weights and KV that are all on the device, laws included."""
-        layer = (
+    def resident_layer(self, tokens: int, keys: int, *, recorded: bool = True) -> float:
+        """A layer of a forward over weights and KV that are all on the device."""
+        return (
             self.before(tokens, recorded=recorded)
             + self.attend(tokens, keys, recorded=recorded)
             + self.after(tokens, recorded=recorded)
         )
-        return self.config.layers * layer + self.head(tokens, recorded=recorded)
+
+    def resident_forward(self, tokens: int, keys: int, *, recorded: bool = True) -> float:
+        """A forward over weights and KV that are all on the device, laws included."""
+        layers = self.config.layers * self.resident_layer(tokens, keys, recorded=recorded)
+        return layers + self.head(tokens, recorded=recorded)
 
     @property
     def round(self) -> float:
         """Seconds of a round of proposing and verifying, besides its forward."""
         return ROUND_LAUNCHES * self.hardware.launch_seconds
 
-    def _products(
-        self, tokens: int, parts: Iterable[str], touched: int, launches: int, recorded: bool
-    ) -> float:
-        """Seconds of matrices, and of what is done to each token besides: `touched` elements."""
+    def _elements(self, *parts: str) -> int:
         shapes = layer_shapes(self.config)
-        work = self._product(tokens, sum(prod(shapes[part]) for part in parts))
-        besides = tokens * touched * self.dtype.itemsize
-        work += besides / self.hardware.memory_bytes_per_second
-        return self._launched(work, launches, recorded)
+        return sum(prod(shapes[part]) for part in parts)
 
-    def _product(self, tokens: int, elements: int) -> float:
-        """Seconds of a product of a matrix of so many elements with `tokens` rows."""
-        nbytes, hardware = elements * self.dtype.itemsize, self.hardware
+    def _touch(self, tokens: int, touched: int) -> float:
+        """Seconds of what is done to each token besides: `touched` elements."""
+        nbytes = tokens * touched * self.dtype.itemsize
+        return nbytes / self.hardware.memory_bytes_per_second
+
+    def _product(self, tokens: int, elements: int, nbytes: float) -> float:
+        """Seconds of a product of a matrix of so many elements and bytes with `tokens` rows."""
+        hardware = self.hardware
+        decoding = elements * hardware.decode_seconds_per_number if self.matrices.decoded else 0.0
         if hardware.product_seconds_per_byte:
-            return nbytes * _between(hardware.product_seconds_per_byte, tokens)
-        return max(
+            dense = elements * self.dtype.itemsize
+            return decoding + dense * _between(hardware.product_seconds_per_byte, tokens)
+        return decoding + max(
             nbytes / hardware.memory_bytes_per_second,
             2.0 * tokens * elements / hardware.flops_per_second,
         )

@@ -13,7 +13,7 @@ from offload.files import Output
 from offload.machine.profiles import same_card
 from offload.placement import LAYER_LISTS, Demand, Placement
 from triforce_core.model.config import ModelConfig
-from triforce_core.settings import EngineConfig, MethodSettings
+from triforce_core.settings import AUTO, WEIGHTS, EngineConfig, MethodSettings
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Plan:
     context_tokens: prompt and new tokens that it was made for
     block_tokens: of a KV block
     method: its budget is None where there is no retrieval cache
+    weights: as EngineConfig has it
     gpus: how many it was made for
     made_for: the model's name, its shape in words, the device: None where nobody said
     predicted: figures of the simulation it was chosen by; of no use to a run
@@ -32,6 +33,7 @@ class Plan:
     block_tokens: int
     method: MethodSettings
     placement: Placement
+    weights: str = AUTO
     gpus: int = 1
     made_for: Mapping[str, str] | None = None
     predicted: Mapping[str, Any] | None = None
@@ -42,6 +44,8 @@ class Plan:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise UsageError(f"{name} of a plan cannot be {value!r}")
+        if self.weights not in WEIGHTS:
+            raise UsageError(f"weights of a plan cannot be {self.weights!r}")
         for name in ("made_for", "predicted"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
@@ -105,6 +109,7 @@ class Plan:
             like,
             method=self.method,
             max_context=like.max_context or self.context_tokens,
+            weights=self.weights if like.weights == AUTO else like.weights,
             block_tokens=self.block_tokens,
             placement=self.placement,
         )
@@ -174,5 +179,5 @@ _OWN = tuple(f.name for f in fields(Plan) if f.name not in ("method", "placement
 # What a plan may lack: files from before there was such a choice do.
 _OPTIONAL = {
     "gpus", "made_for", "predicted", "chunk_size", "retrieval", "accept", "draft_weights",
-    "lent_kv_blocks", "substituted_layers",
+    "weights", "lent_kv_blocks", "substituted_layers",
 }  # fmt: skip

@@ -66,7 +66,7 @@ def predict(chosen: Candidate) -> Prediction:
     case, cost, plan = chosen.case, chosen.round, chosen.plan
     whole, passed = cost.seconds, cost.pass_seconds
     wait = max(0.0, passed - cost.compute_seconds)
-    outer = case.acceptance(plan.budget) if plan.budget else case.curve.inner
+    outer = case.acceptance(plan) if plan.budget else case.curve.inner
     return Prediction(
         method=plan.method.method,
         seconds_per_token=chosen.seconds_per_token,
@@ -98,6 +98,7 @@ def _placement(chosen: Candidate) -> dict[str, Any]:
     return {
         "layers": demand.layers,
         "resident_weight_layers": demand.layers - len(placement.streamed_layers),
+        "substituted_layers": len(placement.substituted_layers),
         "embedding_resident": placement.embedding_resident,
         "block_tokens": demand.kv.block_tokens,
         "kv_blocks": demand.kv_blocks,
@@ -122,11 +123,13 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
         + demand.head_bytes
         + (demand.embedding_bytes if placement.embedding_resident else 0),
         "resident_kv_bytes": resident * block + demand.kv.tail_bytes(demand.max_pass_tokens),
+        "substitutes_bytes": len(placement.substituted_layers) * demand.substitute_bytes,
         "drafting_bytes": demand.drafting_bytes
         + (demand.gather_bytes if resident < demand.kv_blocks else 0),
         "slots_bytes": placement.weight_slots * demand.slot_bytes
         + (placement.kv_slots + placement.staging_slots) * block,
         "workspace_bytes": max(demand.reading_bytes, demand.pass_bytes + lent)
+        + (demand.decoding_bytes if placement.substituted_layers else 0)
         + chosen.case.library_bytes,
         "lent_kv_bytes": lent,
         "streamed_weights_bytes": streamed,

@@ -9,8 +9,8 @@ from dataclasses import replace
 from offload.errors import DoesNotFitError, TriforceError, UsageError
 from offload.placement import LAYER_LISTS
 from offload.units import format_bytes
-from triforce_core.planner.candidates import Candidate, Case, candidate
-from triforce_core.settings import NO_DRAFTER
+from triforce_core.planner.candidates import Candidate, Case, candidates
+from triforce_core.settings import AUTO, INT4, NO_DRAFTER
 from triforce_core.sizing.fitting import needs_weights
 
 BUDGETS = tuple(256 << i for i in range(8))
@@ -26,13 +26,14 @@ def choose(case: Case) -> Candidate:
     fitting: list[Candidate] = []
     refused: DoesNotFitError | None = None
     for budget in _budgets(case):
-        for drafted, inner in _lengths(case, budget):
-            try:
-                fitting.append(candidate(case, budget, drafted, inner))
-            except DoesNotFitError as error:
-                # What asks for the least comes first; a longer draft asks for more.
-                refused = refused or error
-                break
+        for weights in _draft_weights(case, budget):
+            for drafted, inners in _lengths(case, budget):
+                try:
+                    fitting += candidates(case, budget, drafted, inners, weights)
+                except DoesNotFitError as error:
+                    # What asks for the least comes first; a longer draft asks for more.
+                    refused = refused or error
+                    break
     if not fitting:
         raise shortest_change(case, refused) from refused
     return _fastest(fitting)
@@ -69,20 +70,30 @@ def _budgets(case: Case) -> tuple[int, ...]:
     return budgets if method == "triforce" or case.draft == NO_DRAFTER else (0, *budgets)
 
 
-def _lengths(case: Case, budget: int) -> Iterator[tuple[int, int]]:
-    """Draft tokens and inner draft tokens that are looked at, shorter drafts first."""
+def _draft_weights(case: Case, budget: int) -> tuple[str, ...]:
+    """What the retrieval model may compute with. Copies of resident layers pay where reading
+    weights is what its steps take.
+    """
+    asked = case.method.draft_weights
+    if not budget or asked != AUTO or "substituted_layers" in case.fixed:
+        return (asked,)
+    both = case.hardware.asynchronous and case.pieces is None
+    return (AUTO, INT4) if both else (AUTO,)
+
+
+def _lengths(case: Case, budget: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Draft tokens that are looked at, shorter drafts first, each with inner draft tokens."""
     fixed = case.fixed
     if fixed.get("method") == "autoregressive":
-        yield 0, 0
+        yield 0, (0,)
         return
     drafts = (fixed["draft_tokens"],) if "draft_tokens" in fixed else DRAFTS
     inners = (fixed["inner_draft_tokens"],) if "inner_draft_tokens" in fixed else INNER_DRAFTS
-    if case.draft == NO_DRAFTER:
+    if case.draft == NO_DRAFTER or not budget:
         inners = (0,)
     for drafted in drafts:
-        for inner in inners if budget else (0,):
-            if inner <= drafted or "inner_draft_tokens" in fixed:
-                yield drafted, inner
+        few = tuple(inner for inner in inners if inner <= drafted)
+        yield drafted, inners if "inner_draft_tokens" in fixed else few
 
 
 def shortest_change(case: Case, refused: DoesNotFitError) -> DoesNotFitError:
@@ -125,6 +136,6 @@ def _fits(case: Case) -> bool:
     """Whether any plan of the case does: the smallest of each method asks for the least."""
     for budget in _budgets(case)[:2]:
         with suppress(TriforceError):
-            candidate(case, budget, *next(_lengths(case, budget)))
+            candidates(case, budget, *next(_lengths(case, budget)))
             return True
     return False

@@ -108,9 +108,8 @@ class Wanted:
         scored = method.chunk_size if budget else 0
         weights, substitute = self.weights, self.substitute if budget else None
         numbers = weights.decoded_numbers
-        if substitute or self.widens:
-            largest = ((config.vocab, config.hidden), *matrices(config))
-            numbers = max(numbers, *(rows * columns for rows, columns in largest))
+        if self.widens:
+            numbers = max(numbers, config.vocab * config.hidden, self._largest)
         return Demand(
             layer_bytes=tuple(layer.nbytes for layer in weights.layers),
             head_bytes=weights.head.nbytes,
@@ -136,6 +135,9 @@ class Wanted:
             gather_bytes=self._gather_bytes(shape, budget),
             substitute_bytes=substitute.nbytes if substitute else 0,
             substitute_all=method.draft_weights == INT4,
+            decoding_bytes=decode_bytes(config, verified, self._largest, itemsize)
+            if substitute
+            else 0,
         )
 
     @property
@@ -144,6 +146,11 @@ class Wanted:
         shape = self._kv_shape()
         blocks = self.max_context // shape.block_tokens * self.config.layers
         return sum(layer.nbytes for layer in self.weights.layers) + blocks * shape.block_bytes
+
+    @property
+    def _largest(self) -> int:
+        """Numbers of a layer's largest matrix."""
+        return max(rows * columns for rows, columns in matrices(self.config))
 
     def _kv_shape(self) -> KVShape:
         shape, chunk = kv_shape(self.config, 1, self.dtype), self.method.chunk_size

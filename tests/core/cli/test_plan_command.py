@@ -94,7 +94,7 @@ def test_a_table_names_what_bounds_it_and_that_it_is_simulated(capsys) -> None:
         ),
         (("llama2-7b-128k", "--gpu", "h100", "--resident-kv", "all"), 2, "--resident-kv"),
         (("llama2-7b-128k", "--gpu", "rtx3060", "--device-memory", "2GiB"), 3, "--context"),
-        (("llama2-7b-128k", "--gpu", "h100", "--budget", 131072), 3, "without --budget"),
+        (("llama2-7b-128k", "--gpu", "rtx4090", "--budget", 131072), 3, "without --budget"),
         (("llama2-7b-128k", "--gpu", "rtx4090", "--host-memory", "8GiB"), 3, "--context"),
         (("llama2-7b-128k", "--gpu", "rtx4090", "--resident-kv", 4000), 3, "--resident-kv"),
         (("llama2-7b-128k", "--gpu", "rtx4090", "--save", "/nowhere/plan.json"), 2, "cannot write"),

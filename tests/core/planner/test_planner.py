@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -11,10 +12,11 @@ from offload.errors import DoesNotFitError, UsageError
 from offload.machine.profiles import gpu_names, named
 from offload.memory.available import LIBRARY_BYTES
 from offload.placement import check_placement
-from triforce_core.model.shapes import SHAPES, read_shape
+from triforce_core.model.shapes import SHAPES, read_model, read_shape
 from triforce_core.planner.acceptance_curve import AcceptanceCurve, expected_tokens
-from triforce_core.planner.candidates import Case, candidate
+from triforce_core.planner.candidates import Candidate, Case, candidates
 from triforce_core.planner.search import BUDGETS, choose
+from triforce_core.settings import MethodSettings
 
 
 def test_a_longer_draft_alone_is_worth_a_third() -> None:
@@ -23,7 +25,7 @@ def test_a_longer_draft_alone_is_worth_a_third() -> None:
         read_shape("llama2-7b-128k"),
         named("rtx4090"),
         130304,
-        curve=AcceptanceCurve(0.95, 8192, 0.5),
+        curve=AcceptanceCurve(0.95, 8192, 0.5, context=130176),
         draft="llama-68m",
         draft_config=read_shape("llama-68m"),
         fixed={"resident_kv_blocks": 0},
@@ -31,6 +33,10 @@ def test_a_longer_draft_alone_is_worth_a_third() -> None:
     short, long = candidate(case, 8192, 12, 1), candidate(case, 8192, 48, 1)
     assert 0.26 < short.seconds_per_token < 0.312
     assert 0.16 < long.seconds_per_token < 0.2
+
+
+def candidate(case: Case, budget: int, drafted: int, inner: int) -> Candidate:
+    return candidates(case, budget, drafted, (inner,))[0]
 
 
 def random_case(seed: int) -> Case:
@@ -148,7 +154,8 @@ def test_a_plan_for_a_gpu_leaves_room_for_libraries() -> None:
 
 
 def test_an_explicit_method_is_the_one_that_is_planned() -> None:
-    case = Case(read_shape("llama2-7b"), named("rtx3060"), 4096, 128)
+    exact = MethodSettings(draft_weights="exact")
+    case = Case(read_shape("llama2-7b"), named("rtx3060"), 4096, 128, method=exact)
     assert choose(case).plan.method.method == "speculative"
     with pytest.raises(DoesNotFitError):
         choose(replace(case, fixed={"method": "triforce"}))
@@ -160,5 +167,53 @@ def test_weights_that_stream_leave_no_retrieval_model() -> None:
     fixed = {"streamed_layers": (1, 2), "weight_slots": 2}
     case = Case(read_shape("llama2-7b"), named("h100"), 4096, 128, fixed=fixed)
     assert choose(case).plan.budget == 0
-    with pytest.raises(UsageError, match="plan streams 2 layers"):
+    with pytest.raises(UsageError, match="placement streams 2 layers"):
         choose(replace(case, fixed=fixed | {"budget": 1024}))
+
+
+def test_layers_that_stream_draft_in_4_bits() -> None:
+    """Qwen2.5-32B in 16 bits on one card: without them a pass gives a token and a bit."""
+    case = Case(read_shape("qwen2.5-32b"), named("rtx4090"), 8192, 256)
+    chosen = choose(case)
+    placement = chosen.plan.placement
+    assert chosen.plan.budget
+    assert placement.streamed_layers
+    assert placement.substituted_layers == placement.streamed_layers
+    exact = choose(replace(case, method=MethodSettings(draft_weights="exact")))
+    assert exact.plan.budget == 0
+    assert chosen.seconds_per_token < exact.seconds_per_token / 4
+    # What they are accepted is what it rests on.
+    poor = choose(replace(case, curve=AcceptanceCurve(substitutes=0.3)))
+    assert poor.seconds_per_token > 2 * chosen.seconds_per_token
+
+
+def test_resident_layers_draft_in_4_bits_where_that_is_faster() -> None:
+    sure = AcceptanceCurve(outer=0.99, substitutes=0.999)
+    case = Case(read_shape("llama3.1-8b"), named("rtx4090"), 65536, curve=sure)
+    chosen = choose(case)
+    assert not chosen.plan.placement.streamed_layers
+    assert len(chosen.plan.placement.substituted_layers) == 32
+    assert chosen.plan.method.draft_weights == "int4"
+    exact = choose(replace(case, method=MethodSettings(draft_weights="exact")))
+    assert chosen.step_seconds < 0.6 * exact.step_seconds
+    assert chosen.seconds_per_token < exact.seconds_per_token
+
+
+@pytest.mark.parametrize(
+    ("model", "context"),
+    [("qwen2.5-32b", 8192), ("llama3.1-8b", 65536), ("llama3.1-70b:Q4_K_M", 16384)],
+)
+def test_more_memory_is_never_slower_nor_refused(model: str, context: int) -> None:
+    shape, fixed = read_model(model), {"draft_tokens": 24, "inner_draft_tokens": 3}
+    seconds = []
+    for gib in (4, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96):
+        hardware = replace(named("rtx4090"), memory_bytes=gib << 30)
+        try:
+            case = Case(shape.config, hardware, context, 256, pieces=shape.pieces, fixed=fixed)
+            seconds.append(choose(case).seconds_per_token)
+        except DoesNotFitError:
+            assert not seconds, "refused where less was accepted"
+    assert len(seconds) > 12
+    for less, more in pairwise(seconds):
+        assert more <= 1.001 * less
+    assert seconds[-1] < seconds[0] / 10

@@ -1,0 +1,94 @@
+"""What llama.cpp's quantised files hold: the block type of each matrix, by the name of the mix.
+
+After `llama_tensor_get_type` of llama.cpp (src/llama-quant.cpp), for dense models without an
+importance matrix; sizes are held against published files in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from triforce_kernels.block_types import BLOCK_TYPES, BlockType
+
+from offload.errors import UsageError
+from offload.machine.profiles import nearest
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.tensors import Pieces
+
+# The type of most matrices.
+_MIXES = {
+    "Q2_K": "Q2_K",
+    "Q3_K_M": "Q3_K",
+    "Q4_K_S": "Q4_K",
+    "Q4_K_M": "Q4_K",
+    "Q5_K_S": "Q5_K",
+    "Q5_K_M": "Q5_K",
+    "Q6_K": "Q6_K",
+    "Q8_0": "Q8_0",
+    "Q4_0": "Q4_0",
+    "IQ4_XS": "IQ4_XS",
+}
+NAMES = tuple(_MIXES)
+
+
+def pieces_of(config: ModelConfig, mix: str) -> Pieces:
+    """What makes up each matrix of a model that was quantised so. Raises UsageError."""
+    name = mix.upper()
+    if name not in _MIXES:
+        raise UsageError(f"{mix!r} is no known way to quantise; {nearest(name, NAMES)}")
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    rows = {
+        "qkv": (("q", queries), ("k", keys), ("v", keys)),
+        "o": (("o", config.hidden),),
+        "gate_up": (("gate", config.mlp), ("up", config.mlp)),
+        "down": (("down", config.hidden),),
+    }
+    tied = config.tied
+
+    def pieces(tensor: str) -> list[tuple[int, BlockType | None]]:
+        if "." not in tensor:
+            kind = _end(name, output=tensor == "head" or tied)
+            return [(config.vocab, BLOCK_TYPES[kind])]
+        _, layer, part = tensor.split(".")
+        kinds = _layer(name, int(layer), config)
+        return [(count, BLOCK_TYPES[kinds(which)]) for which, count in rows[part]]
+
+    return pieces
+
+
+def _end(name: str, *, output: bool) -> str:
+    if name == "Q8_0":
+        return "Q8_0"
+    if output:
+        return "Q6_K"
+    return {"IQ4_XS": "IQ4_XS", "Q3_K_M": "Q3_K"}.get(name, _MIXES[name])
+
+
+def _layer(name: str, layer: int, config: ModelConfig) -> Callable[[str], str]:
+    """The block types of a layer's matrices."""
+    layers, plain = config.layers, _MIXES[name]
+    eighth = layers // 8
+    more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    queries_a_key = config.heads // config.kv_heads
+    special: dict[str, str] = {}
+    if name in ("Q4_K_M", "Q5_K_M") and more:
+        special = {"v": "Q6_K", "down": "Q6_K"}
+    elif name == "Q4_K_S":
+        if layer < 4:
+            special["v"] = "Q5_K"
+        if layer < eighth:
+            special["down"] = "Q5_K"
+    elif name == "Q3_K_M":
+        special = {"v": "Q5_K" if layer < 2 else "Q4_K", "o": "Q4_K"}
+        special["down"] = "Q5_K" if layer < layers // 16 else "Q4_K"
+    elif name == "Q2_K":
+        special = {"v": "Q4_K" if queries_a_key >= 4 else "Q3_K", "o": "Q3_K", "down": "Q3_K"}
+    elif name == "IQ4_XS":
+        if queries_a_key >= 4 or layer < eighth:
+            special["v"] = "Q5_K"
+        if layer < eighth:
+            special["down"] = "Q5_K"
+    # A model of 70B has so many queries for each key that its values may take more bits.
+    if plain in ("Q3_K", "Q4_K") and layers == 80 and special.get("v", plain) != "Q6_K":
+        special["v"] = "Q5_K"
+    return lambda which: special.get(which, plain)
