@@ -6,9 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from . import limits
 from .block_types import BlockType
+from .checks import require
+from .dispatch import TRITON, backend, implementation
+
+# Types that `blocks_triton` decodes.
+FUSED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
 
 @dataclass(frozen=True)
@@ -39,16 +45,53 @@ class NoDecoderError(RuntimeError):
     """Nothing installed here decodes a block type."""
 
 
-def can_decode(kind: BlockType) -> bool:
+def can_decode(kind: BlockType, device: torch.device) -> bool:
     """Whether something here decodes it."""
-    return kind.name in _OWN or _library() is not None
+    return kind.name in _OWN or has_kernel(kind, device) or _library() is not None
 
 
-def decode(data: torch.Tensor, kind: BlockType) -> torch.Tensor:
-    """Rows [n, bytes] uint8 to the numbers that they stand for, [n, columns] float32.
+def has_kernel(kind: BlockType, device: torch.device) -> bool:
+    """Whether a kernel on this device decodes it, also while it multiplies."""
+    return kind.name in FUSED and backend(device.type) == TRITON
+
+
+def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [n, bytes] uint8 to the numbers that they stand for, in float32 and then in `dtype`:
+    [n, columns].
 
     Raises NoDecoderError.
     """
+    if has_kernel(kind, data.device):
+        return implementation("decode_blocks", data.device)(data.contiguous(), kind, dtype)
+    return reference_decode(data, kind, dtype)
+
+
+def block_matmul(x: torch.Tensor, weight: BlockWeight) -> torch.Tensor:
+    """x [rows, in] times the weight, transposed: [rows, out] in x's dtype, summed in float32.
+
+    Meant for few rows, 1 to 64 or so, where the weight's bytes are what it takes.
+    Raises ValueError or NoDecoderError.
+    """
+    require(
+        "block_matmul",
+        x.dim() == 2
+        and x.shape[1] == weight.columns
+        and x.shape[0] > 0
+        and x.stride(1) == 1
+        and weight.data.is_contiguous()
+        and weight.data.shape[1] == weight.kind.row_bytes(weight.columns)
+        and x.device == weight.device,
+        x=x,
+        data=weight.data,
+        kind=weight.kind,
+    )
+    run = reference_matmul
+    if has_kernel(weight.kind, x.device):
+        run = implementation("block_matmul", x.device)
+    return run(x, weight.data, weight.kind)
+
+
+def reference_decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
     own, library = _OWN.get(kind.name), _library()
     if own is not None:
         numbers = own(data.reshape(-1, kind.nbytes))
@@ -56,7 +99,11 @@ def decode(data: torch.Tensor, kind: BlockType) -> torch.Tensor:
         numbers = library(data.reshape(-1), kind.number)
     else:
         raise NoDecoderError(f"{kind.name} weights need transformers 5.23 or newer")
-    return numbers.reshape(data.shape[0], -1)
+    return numbers.reshape(data.shape[0], -1).to(dtype)
+
+
+def reference_matmul(x: torch.Tensor, data: torch.Tensor, kind: BlockType) -> torch.Tensor:
+    return F.linear(x, reference_decode(data, kind, x.dtype))
 
 
 def _library() -> Callable[[torch.Tensor, int], torch.Tensor] | None:

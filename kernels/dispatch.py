@@ -36,6 +36,8 @@ KERNELS = {
     "law": ("sampling.reference_law", "law_triton.law"),
     "accept": ("sampling.reference_accept", "accept_triton.accept"),
     "pick": ("sampling.reference_pick", "accept_triton.pick"),
+    "decode_blocks": ("blocks.reference_decode", "blocks_triton.decode"),
+    "block_matmul": ("blocks.reference_matmul", "blocks_triton.matmul"),
     "int4_matmul": ("int4.reference_matmul", "int4_triton.matmul"),
 }
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from . import int4, limits
-from .blocks import BlockWeight, decode
+from .blocks import BlockWeight, block_matmul, decode, has_kernel
 from .int4 import Int4Weight, int4_matmul
 
-# A product with more rows than this reads 4-bit weights as dense ones, some rows at a time.
+# A product with more rows than this decodes weights first, some rows at a time.
 _FEW_ROWS = 64
 # On a CPU, products of half precision with more rows than this are made in float32.
 _NARROW_ROWS = 4
@@ -40,15 +40,23 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     """
     if isinstance(weight, torch.Tensor) and not widens(x.device, x.dtype, x.shape[0]):
         return F.linear(x, weight, bias)
-    if isinstance(weight, BlockWeight) and weight.shape[0] <= weight.rows_at_once:
-        return F.linear(x, decode(weight.data, weight.kind).to(x.dtype), bias)
-    if isinstance(weight, Int4Weight) and x.shape[0] <= _FEW_ROWS:
-        few = int4_matmul(x, weight)
-        return few if bias is None else few.add_(bias)
+    few = x.shape[0] <= _FEW_ROWS
+    if few and isinstance(weight, Int4Weight):
+        product = int4_matmul(x, weight)
+        return product if bias is None else product.add_(bias)
+    if few and isinstance(weight, BlockWeight) and has_kernel(weight.kind, x.device):
+        product = block_matmul(x, weight)
+        return product if bias is None else product.add_(bias)
     out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
     wide = x.float() if widens(x.device, x.dtype, x.shape[0]) else x
-    for first, rows in dense_rows(weight, wide.dtype):
-        out[..., first : first + rows.shape[0]] = F.linear(wide, rows)
+    if few and isinstance(weight, StackedWeight):
+        first = 0
+        for part in weight.parts:
+            out[..., first : first + part.shape[0]] = linear(x, part)
+            first += part.shape[0]
+    else:
+        for first, rows in dense_rows(weight, wide.dtype):
+            out[..., first : first + rows.shape[0]] = F.linear(wide, rows)
     return out if bias is None else out.add_(bias)
 
 
@@ -66,7 +74,7 @@ def lookup(weight: Weight, index: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     if isinstance(weight, torch.Tensor):
         return F.embedding(index, weight).to(dtype)
     if isinstance(weight, BlockWeight):
-        return decode(weight.data[index], weight.kind).to(dtype)
+        return decode(weight.data[index], weight.kind, dtype)
     raise TypeError(f"rows of a {type(weight).__name__} are not looked up")
 
 
@@ -98,7 +106,7 @@ def dense_rows(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[int, torch.
     elif isinstance(weight, BlockWeight):
         for first in range(0, weight.shape[0], weight.rows_at_once):
             data = weight.data[first : first + weight.rows_at_once]
-            yield first, decode(data, weight.kind).to(dtype)
+            yield first, decode(data, weight.kind, dtype)
     elif isinstance(weight, Int4Weight):
         for first, rows in int4.dense_rows(weight):
             yield first, rows.to(dtype)

@@ -11,6 +11,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from triforce_kernels.block_types import BLOCK_TYPES
+from triforce_kernels.blocks import BlockWeight, block_matmul, decode
 from triforce_kernels.gather import ChunkSource, gather_chunks
 from triforce_kernels.int4 import int4_matmul, quantise
 from triforce_kernels.layer import (
@@ -74,6 +76,7 @@ class KernelCases:
             yield from rows()
             self._settle()
         yield from self._int4()
+        yield from self._blocks()
 
     def draw(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(shape, device=self.device, dtype=dtype or self.dtype)
@@ -333,6 +336,31 @@ class KernelCases:
                         f"{rows} x {width} by {out}, group 64", packed[0].nbytes,
                         2.0 * rows * out * width, partial(product, x.to(dtype)),
                     )  # fmt: skip
+
+    def _blocks(self) -> Iterator[KernelRow]:
+        out, width = self.config.mlp, self.config.hidden
+        dense = [self.draw(out, width) for _ in range(2)]
+        for name in ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0"):
+            kind = BLOCK_TYPES[name]
+            # Zeros: what numbers they are takes no time.
+            data = [
+                torch.zeros(out, kind.row_bytes(width), dtype=torch.uint8, device=self.device)
+                for _ in range(CALLS)
+            ]
+            weights, nbytes = [BlockWeight(d, kind, width) for d in data], data[0].numel()
+            for rows in (1, 4, 16, 64):
+                x = self.draw(rows, width)
+                yield self._row(
+                    f"block_matmul, {name}", f"{rows} x {width} by {out}", nbytes,
+                    2.0 * rows * out * width, [partial(block_matmul, x, w) for w in weights],
+                    rival="dense product",
+                    rival_seconds=self.times([partial(F.linear, x, w) for w in dense]),
+                )  # fmt: skip
+            yield self._row(
+                f"decode_blocks, {name}", f"{out} x {width}",
+                nbytes + out * width * self.dtype.itemsize, 0,
+                [partial(decode, d, kind, self.dtype) for d in data],
+            )  # fmt: skip
 
     def _shipped(
         self, out: int, width: int, dtype: torch.dtype

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 from triforce_kernels.block_types import BlockType
-from triforce_kernels.blocks import can_decode
+from triforce_kernels.blocks import can_decode, has_kernel
 from triforce_kernels.dispatch import TRITON, KernelsError, backend
 from triforce_kernels.limits import MOST_SPLITS
 from triforce_kernels.linear import Weight, widens
@@ -166,8 +166,8 @@ def load(
             widens=widens(device, dtype),
         )
         layouts = choose_layouts(checkpoint, config, wanted, device)
-        # Decoding blocks brings small tables from the host, which no graph can hold.
-        graphs = wanted.graphs and not layouts.decoded_numbers
+        # Decoding without a kernel brings small tables from the host, which no graph can hold.
+        graphs = wanted.graphs and all(has_kernel(kind, device) for kind in layouts.block_types)
         wanted = replace(wanted, layouts=layouts, graphs=graphs)
         memory = DeviceMemory(device, machine.device_memory, wanted.stored_bytes)
         stack.callback(memory.close)
@@ -257,7 +257,7 @@ def choose_layouts(
     if config.weights == DENSE:
         return dense
     stored = stored_layouts(wanted.config, wanted.dtype, checkpoint.pieces)
-    unknown = [kind.name for kind in stored.block_types if not can_decode(kind)]
+    unknown = [kind.name for kind in stored.block_types if not can_decode(kind, device)]
     if config.weights == AUTO:
         if (
             unknown

@@ -21,7 +21,9 @@ from typing import NamedTuple
 
 import torch
 import triton
-from triforce_kernels import dispatch
+from triforce_kernels import blocks, dispatch
+from triforce_kernels.block_types import BLOCK_TYPES
+from triforce_kernels.blocks import FUSED, BlockWeight, block_matmul, decode
 from triforce_kernels.dispatch import KERNELS
 from triforce_kernels.gather import ChunkSource, gather_chunks
 from triforce_kernels.int4 import int4_matmul, quantise
@@ -32,6 +34,10 @@ from triforce_kernels.selection import choose_chunks
 from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
+
+LAUNCHERS = (
+    "streaming", "scoring", "selection", "gather", "layer", "sampling", "int4", "blocks",
+)  # fmt: skip
 
 
 class Compiled(NamedTuple):
@@ -173,13 +179,20 @@ def launch_others(dtype: torch.dtype) -> None:
     pick(logits, coins[0])
     for rows in (1, 17, 64):
         int4_matmul(empty(rows, 4096), quantise(torch.zeros(4096, 4096, dtype=dtype)))
+    for name in FUSED:
+        kind = BLOCK_TYPES[name]
+        data = torch.zeros(64, kind.row_bytes(4096), dtype=torch.uint8)
+        decode(data, kind, dtype)
+        for rows in (1, 64):
+            block_matmul(empty(rows, 4096), BlockWeight(data, kind, 4096))
 
 
 def main(capability: int, which: str) -> None:
     # Launchers look their kernels up by the device of the inputs, which is this processor.
     dispatch.implementation = lambda kernel, device: dispatch._load(KERNELS[kernel][1])
-    for name in ("streaming", "scoring", "selection", "gather", "layer", "sampling", "int4"):
+    for name in LAUNCHERS:
         sys.modules[f"triforce_kernels.{name}"].implementation = dispatch.implementation
+    blocks.has_kernel = lambda kind, device: True
     rows = []
     with compiling(capability) as compiled:
         for name, case in ATTENTION.items():

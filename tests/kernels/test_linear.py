@@ -6,11 +6,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from conftest import DEVICE, TOLERANCE, assert_near
 from gguf.quants import dequantize
 from gguf_files import in_blocks
 from torch.profiler import ProfilerActivity, profile
 from triforce_kernels.block_types import BLOCK_TYPES
-from triforce_kernels.blocks import BlockWeight, NoDecoderError, decode
+from triforce_kernels.blocks import FUSED, BlockWeight, NoDecoderError, block_matmul, decode
+from triforce_kernels.dispatch import REFERENCE
 from triforce_kernels.limits import DECODE_BYTES
 from triforce_kernels.linear import StackedWeight, linear, lookup
 
@@ -23,7 +25,7 @@ def blocks(name: str, rows: int = ROWS, seed: int = 0) -> tuple[BlockWeight, tor
     random = np.random.default_rng(seed)
     values = random.standard_normal((rows, COLUMNS)).astype(np.float32)
     data = in_blocks(values, number)
-    weight = BlockWeight(torch.from_numpy(data), kind, COLUMNS)
+    weight = BlockWeight(torch.from_numpy(data).to(DEVICE), kind, COLUMNS)
     return weight, torch.from_numpy(dequantize(data, number).copy())
 
 
@@ -37,10 +39,27 @@ def test_sizes_are_those_of_the_gguf_package(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
-def test_decoded_numbers_are_those_of_the_gguf_package(name: str) -> None:
-    weight, expected = blocks(name)
-    assert weight.shape == (ROWS, COLUMNS)
-    assert torch.equal(decode(weight.data, weight.kind), expected)
+def test_decoded_numbers_are_those_of_the_gguf_package(backend, name: str) -> None:
+    weight, expected = blocks(name, ROWS if backend == REFERENCE else 5)
+    assert weight.shape == expected.shape
+    assert torch.equal(decode(weight.data, weight.kind, torch.float32).cpu(), expected)
+    half = decode(weight.data, weight.kind, torch.float16).cpu()
+    assert torch.equal(half, expected.half())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", FUSED)
+def test_products_with_few_rows_are_those_of_the_decoded_numbers(
+    backend, draw, name: str, dtype: torch.dtype
+) -> None:
+    weight, numbers = blocks(name, 37)
+    for rows in (1, 18):
+        x = draw(rows, COLUMNS + 8, dtype=dtype)[:, :COLUMNS]
+        # Rounded as they are multiplied.
+        exact = x.double() @ numbers.to(dtype).double().to(x.device).T
+        assert_near(block_matmul(x, weight), exact, TOLERANCE[dtype])
+    with pytest.raises(ValueError, match=r"block_matmul cannot take x \(2, 64\).*data \(37, "):
+        block_matmul(draw(2, 64), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -83,7 +102,7 @@ def test_what_nothing_decodes_is_said(monkeypatch) -> None:
 def test_decoding_takes_no_more_than_plans_count(name: str) -> None:
     weight, numbers = blocks(name, 2000)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        decode(weight.data, weight.kind)
+        decode(weight.data, weight.kind, torch.float32)
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gguf
 import pytest
 import torch
-from helpers import BLOCK, PLACEMENTS, random_ids
+from gguf_files import write_gguf
+from helpers import BLOCK, PLACEMENTS, make_model, random_ids
 from triforce_kernels import dispatch
 from triforce_kernels.dispatch import KERNELS, REFERENCE, TRITON, VARIABLE
 
@@ -13,8 +15,9 @@ from triforce_core import Engine, SamplingParams
 pytest.importorskip("triton")
 
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
-# Nothing of the engine is quantised yet; an emulated link has to carry what is gathered.
-NOT_USED = {"int4_matmul"} | ({"gather_chunks"} if DEVICE == "cpu" else set())
+# What is not dense has tests of its own; an emulated link has to carry what is gathered.
+PACKED = {"int4_matmul", "decode_blocks", "block_matmul"}
+NOT_USED = PACKED | ({"gather_chunks"} if DEVICE == "cpu" else set())
 
 
 @pytest.fixture
@@ -62,3 +65,28 @@ def test_sampled_text_is_the_same_if_coins_fall_alike(tiny, monkeypatch) -> None
         with Engine.from_pretrained(path, placement=PLACEMENTS["kv"], **options) as engine:
             texts.append(engine.generate(random_ids(40), params).token_ids)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("packed", ["stored", "substituted"])
+def test_weights_that_are_not_dense_give_the_same_text(
+    tmp_path, monkeypatch, used, packed: str
+) -> None:
+    path = tmp_path
+    model = make_model("llama-tied", path)
+    if packed == "stored":
+        path = tmp_path / "m.gguf"
+        write_gguf(model, path, gguf.GGMLQuantizationType.Q4_0)
+    options = {"device": DEVICE, "dtype": "float32", "max_context": 64, "block_tokens": BLOCK}
+    options |= {"draft": "none", "draft_tokens": 3, "weights": "auto"}
+    if packed == "stored":
+        options |= {"weights": "stored", "placement": PLACEMENTS["weights-one-slot"]}
+    else:
+        options |= {"budget": 32, "placement": PLACEMENTS["substituted"]}
+    texts = []
+    for name in (REFERENCE, TRITON):
+        monkeypatch.setenv(VARIABLE, name)
+        with Engine.from_pretrained(path, **options) as engine:
+            texts.append(engine.generate(random_ids(24), SamplingParams(6, temperature=0)))
+    assert texts[0].token_ids == texts[1].token_ids
+    expected = {"int4_matmul"} if packed == "substituted" else PACKED - {"int4_matmul"}
+    assert {kernel for kernel in PACKED if KERNELS[kernel][1] in used} == expected

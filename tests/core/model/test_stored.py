@@ -107,7 +107,7 @@ def test_what_is_not_quantised_cannot_be_kept_so(tiny) -> None:
     path, _ = tiny("llama")
     with pytest.raises(UsageError, match="where they are quantised, and these are not"):
         engine(path, weights="stored")
-    with pytest.raises(UsageError, match="weights 'q4' is not one of dense, stored"):
+    with pytest.raises(UsageError, match="weights 'q4' is not one of auto, stored, dense"):
         engine(path, weights="q4")
 
 
@@ -116,3 +116,16 @@ def test_what_nothing_here_decodes_is_refused_before_it_is_loaded(quantised, mon
     monkeypatch.setattr("triforce_kernels.blocks._library", lambda: None)
     with pytest.raises(UsageError, match=r"Q8_0 weights are kept as stored by transformers 5\.23"):
         engine(path, weights="stored")
+    with engine(path, placement=PLACEMENTS["weights"], budget=None) as running:
+        assert not any(any(layout.blocks()) for layout in running.runtime.weights.layouts)
+
+
+def test_auto_keeps_weights_as_stored_where_dense_ones_would_stream(quantised) -> None:
+    path = quantised("llama", "Q4_0", num_hidden_layers=8)
+    texts, kept = [], []
+    for memory in ("1GiB", 1_150_000):
+        with engine(path, device_memory=memory) as running:
+            texts.append(running.generate(PROMPT, GREEDY).token_ids)
+            kept.append(any(any(layout.blocks()) for layout in running.runtime.weights.layouts))
+    assert kept == [False, True]
+    assert texts[0] == texts[1]
