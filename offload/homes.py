@@ -12,16 +12,17 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from offload.link.link import Event
+from offload.link.link import Event, OnDemand
 
 
 class Source(NamedTuple):
     """What must cross the link before a home can be read.
 
-    bytes: flat uint8 host buffer; after: events before which it does not hold its bytes
+    bytes: flat uint8 host buffer, or what is read then; after: events before which it does not hold
+        its bytes
     """
 
-    bytes: torch.Tensor
+    bytes: torch.Tensor | OnDemand
     after: tuple[Event, ...] = ()
 
 
@@ -33,9 +34,9 @@ class Home(Protocol):
         """What has to come to a slot first; None if all is on the device."""
 
     @property
-    def memory(self) -> torch.Tensor:
+    def memory(self) -> torch.Tensor | None:
         """The bytes where they lie, device or host: what a gather reads parts of. Of host memory,
-        `source` says from when on.
+        `source` says from when on. None if they lie in a file.
         """
 
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
@@ -61,6 +62,18 @@ class HostHome:
         """written: from when on the buffer holds its bytes; None for now."""
         self.memory = buffer
         self.source = Source(buffer, () if written is None else (written,))
+
+    def read(self, slot: torch.Tensor | None) -> torch.Tensor:
+        return slot
+
+
+class FileHome:
+    """Bytes that are read from a file, and cross the link, each time they are asked for."""
+
+    memory = None
+
+    def __init__(self, content: OnDemand) -> None:
+        self.source = Source(content)
 
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
         return slot

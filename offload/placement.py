@@ -7,10 +7,11 @@ from functools import cached_property
 
 from offload.errors import DoesNotFitError, UsageError
 from offload.kv.shape import KVShape
-from offload.memory.available import available_host_bytes
 
 WEIGHT_SLOTS = 2
 KV_SLOTS = 3
+# Whole layers on the host that are read from files ahead of their crossing.
+READ_AHEAD = 2
 STAGING_SLOTS = 2
 
 
@@ -83,6 +84,8 @@ class Placement:
     lent_kv_blocks: how many more are on the device between texts that are read, in memory that
         only reading needs
     substituted_layers: those with a copy in fewer bits on the device, by which they draft
+    file_layers: those of the streamed ones that are read from the checkpoint in each pass, since
+        the host has no room for them
     """
 
     streamed_layers: tuple[int, ...]
@@ -93,6 +96,7 @@ class Placement:
     staging_slots: int
     lent_kv_blocks: int = 0
     substituted_layers: tuple[int, ...] = ()
+    file_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises UsageError for what no placement can hold."""
@@ -100,6 +104,8 @@ class Placement:
             layers = getattr(self, name)
             if not isinstance(layers, tuple) or not all(map(_is_count, layers)):
                 raise UsageError(f"{name} of a placement cannot be {layers!r}")
+        if not set(self.file_layers) <= set(self.streamed_layers):
+            raise UsageError(f"file_layers {list(self.file_layers)} are not all streamed_layers")
         if not isinstance(self.embedding_resident, bool):
             raise UsageError(f"embedding_resident cannot be {self.embedding_resident!r}")
         for name in _COUNTS:
@@ -124,7 +130,7 @@ class Placement:
         )
 
 
-LAYER_LISTS = ("streamed_layers", "substituted_layers")
+LAYER_LISTS = ("streamed_layers", "substituted_layers", "file_layers")
 _COUNTS = ("resident_kv_blocks", "weight_slots", "kv_slots", "staging_slots", "lent_kv_blocks")
 
 
@@ -240,12 +246,28 @@ def streams(demand: Demand, placement: Placement) -> bool:
 def host_bytes(demand: Demand, placement: Placement) -> int:
     """Host memory that a placement takes when its context is full."""
     streamed_blocks = max(0, demand.kv_blocks - placement.resident_kv_blocks)
+    in_files = sum(demand.layer_bytes[layer] for layer in placement.file_layers)
     return (
         demand.streamed_bytes(placement)
+        - in_files
+        + (READ_AHEAD * demand.slot_bytes if in_files else 0)
         + streamed_blocks * demand.kv.block_bytes
         + (0 if placement.embedding_resident else demand.embedding_bytes)
         + (demand.gather_bytes if streamed_blocks else 0)
     )
+
+
+def place_on_host(demand: Demand, placement: Placement, limit_bytes: int) -> Placement:
+    """The same with as many of the streamed layers on the host as `limit_bytes` of it hold; the
+    others are read from files in each pass. All are if even that is too much.
+    """
+    streamed = placement.streamed_layers
+    for count in range(len(placement.file_layers), len(streamed) + 1):
+        in_files = tuple(streamed[i] for i in spread(count, len(streamed)))
+        placed = replace(placement, file_layers=in_files if count else ())
+        if host_bytes(demand, placed) <= limit_bytes:
+            break
+    return placed
 
 
 def check_placement(demand: Demand, placement: Placement, limit_bytes: int) -> None:
@@ -267,20 +289,14 @@ def check_placement(demand: Demand, placement: Placement, limit_bytes: int) -> N
         raise UsageError("a placement that streams KV needs KV slots and staging slots")
 
 
-def check_host(demand: Demand, placement: Placement, *, device_is_host: bool) -> None:
-    """Raises DoesNotFitError if host memory does not hold what streams.
-
-    device_is_host: the device is emulated and takes host memory too.
-    """
+def check_host(demand: Demand, placement: Placement, limit_bytes: int) -> None:
+    """Raises DoesNotFitError if `limit_bytes` of host memory do not hold what streams."""
     needed = host_bytes(demand, placement)
-    if device_is_host:
-        needed += device_bytes(demand, placement)
-    available = available_host_bytes()
-    if needed > available:
+    if needed > limit_bytes:
         raise DoesNotFitError(
             f"host memory for {demand.context_tokens} tokens of context",
             needed,
-            available,
+            limit_bytes,
             "use a shorter context or a smaller model",
         )
 

@@ -18,7 +18,7 @@ from offload.memory.host import HostBlocks, HostMemory
 from offload.passes import Passes
 from offload.placement import Demand, Placement, share_blocks, streams
 from offload.schedule import KV, WEIGHTS
-from offload.weights import Fill, WeightStore
+from offload.weights import Fill, Loaded, WeightStore
 
 
 class Runtime:
@@ -34,9 +34,10 @@ class Runtime:
         layouts: Sequence[FlatLayout],
         fill: Fill,
         trace: Tracer,
+        loaded: Loaded = lambda layer, views: None,
     ) -> None:
-        """Allocates and fills the layers' weights. layouts: of each layer. trace: is told what
-        passes compute.
+        """Allocates and fills the layers' weights. layouts: of each layer. loaded: as WeightStore
+        has it. trace: is told what passes compute.
 
         Raises DoesNotFitError and what `fill` raises.
         """
@@ -49,7 +50,15 @@ class Runtime:
         with ExitStack() as undo:
             self.host_blocks = HostBlocks(demand.kv.block_bytes, host)
             undo.callback(self.host_blocks.close)
-            self.weights = WeightStore(layouts, placement.streamed_layers, memory, host, fill)
+            self.weights = WeightStore(
+                layouts,
+                placement.streamed_layers,
+                memory,
+                host,
+                fill,
+                placement.file_layers,
+                loaded,
+            )
             undo.callback(self.weights.close)
             self._slots: list = []
             self.conveyor = Conveyor(

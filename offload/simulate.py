@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from offload.link.trace import COMPUTE, COPY_IN, Span
-from offload.schedule import Crossing
+from offload.schedule import WEIGHTS, Crossing
 
 
 class Work(NamedTuple):
@@ -27,6 +27,13 @@ class Work(NamedTuple):
     needs: int = 0
     releases: tuple[int, ...] = ()
     layer: int = -1
+
+
+class ReadFromDisk(NamedTuple):
+    """Layers whose weights are read from their files, and how fast."""
+
+    layers: frozenset[int]
+    bytes_per_second: float
 
 
 class Timeline(NamedTuple):
@@ -49,8 +56,10 @@ def simulate(
     slots: Mapping[str, int],
     bytes_per_second: float,
     copies_begin: float = 0.0,
+    read_from_disk: ReadFromDisk | None = None,
 ) -> Timeline:
     """Runs a schedule. slots: of each ring. copies_begin: when the first copy may start.
+    read_from_disk: layers whose weights come no faster than the disk gives them.
 
     Raises ValueError for a schedule that could never end: one that needs more slots than there are.
     """
@@ -63,7 +72,7 @@ def simulate(
     for _, seconds, needs, releases, _ in works:
         while len(crossed) < needs:
             index = len(crossed)
-            ring, _, _, nbytes = crossings[index]
+            ring, layer, _, nbytes = crossings[index]
             earlier = members[ring]
             start = link_free
             if len(earlier) >= slots[ring]:
@@ -72,7 +81,10 @@ def simulate(
                     raise ValueError(f"crossing {index} waits for a slot of {ring} for ever")
                 start = max(start, free)
             earlier.append(index)
-            link_free = start + nbytes / bytes_per_second
+            rate = bytes_per_second
+            if read_from_disk and ring == WEIGHTS and layer in read_from_disk.layers:
+                rate = min(rate, read_from_disk.bytes_per_second)
+            link_free = start + nbytes / rate
             crossed.append((start, link_free))
         began = max(clock, crossed[needs - 1][1]) if needs else clock
         clock = began + seconds

@@ -52,16 +52,16 @@ class Substitutes:
         self._buffers = dict(zip(sorted(layers), buffers, strict=True))
         self.views = {layer: layout.views(buffer) for layer, buffer in self._buffers.items()}
 
+    def restore(self, layer: int) -> bool:
+        """Fills the substitute of a layer from the cache; says whether it was there."""
+        return self._cache is not None and self._cache.read(layer, self._buffers[layer])
+
     def make(self, layer: int, exact: Views) -> None:
-        """Fills the substitute of a layer, if it has one, from the cache or from the exact tensors,
-        wherever these are. Threads may call it for different layers.
+        """Fills the substitute of a layer from the exact tensors, wherever these are, and keeps it.
+        Threads may call it for different layers.
         """
-        if layer not in self.views:
-            return
         buffer = self._buffers[layer]
-        if self._cache and self._cache.read(layer, buffer):
-            return
-        # What lies between the tensors goes to the cache too.
+        # What lies between the tensors is kept too.
         buffer.zero_()
         for name, view in self.views[layer].items():
             if isinstance(view, Int4Weight):

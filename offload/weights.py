@@ -7,8 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+import torch
+
 from offload.conveyor import Conveyor
-from offload.homes import DeviceHome, Home, HostHome
+from offload.homes import DeviceHome, FileHome, Home, HostHome
 from offload.layouts import FlatLayout, Views
 from offload.link.trace import Tracer
 from offload.memory.device import Allocation, DeviceMemory
@@ -19,6 +21,7 @@ from offload.substitutes import Substitutes
 # Layers that are read and dequantised at a time.
 _READERS = 4
 Fill = Callable[[int, Views], None]
+Loaded = Callable[[int, Views | None], None]
 
 
 class Weights(Protocol):
@@ -41,16 +44,22 @@ class WeightStore:
         memory: DeviceMemory,
         host: HostMemory,
         fill: Fill,
+        in_files: Collection[int] = (),
+        loaded: Loaded = lambda layer, views: None,
     ) -> None:
         """fill(layer, views) writes a layer's tensors where they will live; threads call it.
 
+        in_files: streamed layers that are filled anew, into what they cross the link from, each
+            time they do. loaded(layer, views) is called after each, in threads; it has no views of
+            those.
         Raises DoesNotFitError before anything is read.
         """
         self.layouts = layouts
         self._memory = memory
         sizes = [layout.nbytes for layout in layouts]
         resident = [i for i in range(len(layouts)) if i not in streamed]
-        self._host = HostBuffers([sizes[i] for i in range(len(layouts)) if i in streamed], host)
+        on_host = [i for i in streamed if i not in in_files]
+        self._host = HostBuffers([sizes[i] for i in sorted(on_host)], host)
         try:
             self._device: Allocation = memory.allocate(
                 sum(sizes[i] for i in resident), "resident weights"
@@ -58,18 +67,29 @@ class WeightStore:
         except BaseException:
             self._host.close()
             raise
-        on_device = iter(self._device.bytes.split([sizes[i] for i in resident]))
-        on_host = iter(self._host.buffers)
+        device_buffers = iter(self._device.bytes.split([sizes[i] for i in resident]))
+        host_buffers = iter(self._host.buffers)
         self.homes: list[Home] = []
-        views = []
+        views: list[Views | None] = []
         for layer, layout in enumerate(layouts):
-            buffer = next(on_host if layer in streamed else on_device)
-            self.homes.append((HostHome if layer in streamed else DeviceHome)(buffer))
+            if layer in in_files:
+                self.homes.append(FileHome(_FilledLayer(layer, layout, fill)))
+                views.append(None)
+                continue
+            streams = layer in streamed
+            buffer = next(host_buffers if streams else device_buffers)
+            self.homes.append((HostHome if streams else DeviceHome)(buffer))
             views.append(layout.views(buffer))
+
+        def load(layer: int, into: Views | None) -> None:
+            if into is not None:
+                fill(layer, into)
+            loaded(layer, into)
+
         try:
             with ThreadPoolExecutor(_READERS, "weights") as readers:
                 # What fails first ends it; layers that are not begun are left.
-                for _ in readers.map(fill, range(len(views)), views):
+                for _ in readers.map(load, range(len(views)), views):
                     pass
         except BaseException:
             self.close()
@@ -87,6 +107,21 @@ class WeightStore:
         self.homes.clear()
         self._memory.free(self._device)
         self._host.close()
+
+
+class _FilledLayer:
+    """OnDemand: a layer as `fill` writes it."""
+
+    def __init__(self, layer: int, layout: FlatLayout, fill: Fill) -> None:
+        self._layer = layer
+        self._layout = layout
+        self._fill = fill
+
+    def numel(self) -> int:
+        return self._layout.nbytes
+
+    def read(self, into: torch.Tensor) -> None:
+        self._fill(self._layer, self._layout.views(into))
 
 
 class StreamedWeights:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
-from typing import Protocol
 
 import torch
-from triforce_kernels.block_types import BlockType
 from triforce_kernels.blocks import can_decode, has_kernel
 from triforce_kernels.dispatch import TRITON, KernelsError, backend
 from triforce_kernels.limits import MOST_SPLITS
-from triforce_kernels.linear import Weight, widens
+from triforce_kernels.linear import widens
 
 from offload.checkpoint.layer_cache import LayerCache
 from offload.errors import DoesNotFitError, UsageError
@@ -23,7 +20,6 @@ from offload.files import cache_directory
 from offload.graphs import CudaRecorder
 from offload.kv.direct import reads_in_place
 from offload.kv.shape import KVShape
-from offload.layouts import Views
 from offload.link.cuda import CudaLink
 from offload.link.emulated import EmulatedLink
 from offload.link.link import Link
@@ -33,12 +29,21 @@ from offload.memory.available import available_host_bytes
 from offload.memory.device import DeviceMemory
 from offload.memory.host import CudaDriver, HostMemory
 from offload.memory.numa import cpus_near
-from offload.placement import check_host, check_placement, device_bytes, host_bytes, place
+from offload.placement import (
+    Demand,
+    Placement,
+    check_host,
+    check_placement,
+    device_bytes,
+    host_bytes,
+    place,
+    place_on_host,
+)
 from offload.runtime import Runtime
 from offload.substitutes import RECIPE, Substitutes
-from offload.weights import Fill, WeightStore
+from offload.weights import WeightStore
 from triforce_core.decoding.models import Models, SmallModel
-from triforce_core.model.config import ModelConfig
+from triforce_core.layer_source import LayerSource, Readable
 from triforce_core.model.llama import Ends, Model
 from triforce_core.model.rope import Rope
 from triforce_core.model.tensors import Layouts, dense_layouts, stored_layouts
@@ -52,26 +57,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # Called with what is under way, how much of it is done, and how much there is; by one thread at a
 # time, not always the same.
 Progress = Callable[[str, int, int], None]
-
-
-class Readable(Protocol):
-    """What weights are read from: a Checkpoint, or random numbers."""
-
-    config: ModelConfig
-
-    @property
-    def stored_dtype(self) -> str | None: ...
-
-    @property
-    def files(self) -> Sequence[Path]: ...
-
-    def pieces(self, name: str) -> Sequence[tuple[int, BlockType | None]]: ...
-
-    def read_layer(self, layer: int, views: Views) -> None: ...
-
-    def read(self, name: str, into: Weight) -> None: ...
-
-    def rope_factors(self) -> torch.Tensor | None: ...
 
 
 def open_device(name: str | None) -> torch.device:
@@ -103,7 +88,8 @@ def _check_kernels(device: torch.device) -> None:
 
 
 def open_link(machine: MachineSettings, device: torch.device) -> tuple[Link, HostMemory]:
-    """PCIe on a GPU, an emulated link on the CPU, and the host memory that it copies from.
+    """PCIe on a GPU, an emulated link on the CPU, and the host memory that it copies from, directly
+    where it is registered with the driver.
 
     Raises UsageError.
     """
@@ -112,7 +98,7 @@ def open_link(machine: MachineSettings, device: torch.device) -> tuple[Link, Hos
     if machine.link_bandwidth is not None:
         raise UsageError("--link-bandwidth sets the emulated link; on a GPU the link is real")
     host = HostMemory(CudaDriver(device), pin=machine.pin, cpus=cpus_near(device))
-    return StagedLink(CudaLink(device, host), host), host
+    return CudaLink(device, host), host
 
 
 def choose_dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
@@ -146,11 +132,7 @@ def load(
     with ExitStack() as stack:
         # Measures a GPU's link, so before the cap is set.
         link, host = open_link(machine, device)
-        stack.callback(link.close)
-        tracer: Tracer = NoTrace()
-        if config.trace:
-            tracer = Trace(link)
-            link = TracedLink(link, tracer)
+        stack.callback(lambda: link.close())
         on_gpu = device.type == "cuda"
         wanted = Wanted(
             checkpoint.config,
@@ -174,11 +156,21 @@ def load(
         fitted = fit(wanted, memory.available_bytes, config.placement)
         demand, placement = fitted.demand, fitted.placement
         check_placement(demand, placement, memory.available_bytes)
-        check_host(demand, placement, device_is_host=not on_gpu)
+        placement = _placed_on_host(checkpoint, demand, placement, machine.host_memory, on_gpu)
+        if placement.file_layers:
+            # The files stay open as long as the models.
+            checkpoint = checkpoint.reopened()
+            stack.callback(checkpoint.close)
+        if on_gpu or placement.file_layers:
+            link = StagedLink(link, host, most_read=demand.slot_bytes)
+        tracer: Tracer = NoTrace()
+        if config.trace:
+            tracer = Trace(link)
+            link = TracedLink(link, tracer)
         rope = Rope(checkpoint.config, device, checkpoint.rope_factors())
         layers, read, one_by_one = checkpoint.config.layers, itertools.count(1), threading.Lock()
 
-        def report(_: int) -> None:
+        def report() -> None:
             with one_by_one:
                 progress("load", next(read), layers)
 
@@ -202,8 +194,18 @@ def load(
                     _substitutes_cache(checkpoint, dtype),
                 )
                 stack.callback(substitutes.close)
-            fill = _filler(checkpoint, memory, substitutes, report)
-            runtime = Runtime(memory, host, link, demand, placement, layouts.layers, fill, tracer)
+            source = LayerSource(checkpoint, memory, layouts.layers, substitutes, report)
+            runtime = Runtime(
+                memory,
+                host,
+                link,
+                demand,
+                placement,
+                layouts.layers,
+                source.fill,
+                tracer,
+                source.loaded,
+            )
         stack.callback(runtime.close)
         target = Model(checkpoint.config, ends, rope, device)
         return Models(
@@ -218,35 +220,36 @@ def load(
         )
 
 
-def _filler(
-    checkpoint: Readable,
-    memory: DeviceMemory,
-    substitutes: Substitutes | None = None,
-    filled: Callable[[int], None] = lambda layer: None,
-) -> Fill:
-    """Fills layers from a checkpoint, in any thread, and what stands in for them.
-
-    filled: called after each with its index
-    """
-    inference = torch.is_inference_mode_enabled()
-
-    def fill(layer: int, views: Views) -> None:
-        # Both are a thread's own.
-        with torch.inference_mode(inference), memory.current():
-            checkpoint.read_layer(layer, views)
-            if substitutes is not None:
-                substitutes.make(layer, views)
-        filled(layer)
-
-    return fill
-
-
 def _substitutes_cache(checkpoint: Readable, dtype: torch.dtype) -> LayerCache | None:
     """Where layers in 4 bits are kept; numbers that are in no file are not."""
     if not checkpoint.files:
         return None
     recipe = f"{RECIPE} of {str(dtype).removeprefix('torch.')}"
     return LayerCache(cache_directory() / "layers", recipe, checkpoint.files)
+
+
+def _placed_on_host(
+    checkpoint: Readable,
+    demand: Demand,
+    placement: Placement,
+    host_memory: int | None,
+    on_gpu: bool,
+) -> Placement:
+    """With layers that the host has no room for in their files. Raises DoesNotFitError."""
+    limit = available_host_bytes()
+    if not on_gpu:
+        # The emulated device takes host memory, like what streams to it.
+        taken = device_bytes(demand, placement)
+        if taken > limit:
+            remedy = "use a shorter context, a smaller model or less device memory"
+            raise DoesNotFitError("host memory for the emulated device", taken, limit, remedy)
+        limit -= taken
+    if host_memory is not None:
+        limit = min(limit, host_memory)
+    if checkpoint.files:
+        placement = place_on_host(demand, placement, limit)
+    check_host(demand, placement, limit)
+    return placement
 
 
 def choose_layouts(
@@ -301,7 +304,8 @@ def _load_small_model(
     layouts = dense_layouts(config, dtype)
     with ExitStack() as stack:
         ends = _load_ends(checkpoint, layouts, memory, host, True, stack)
-        store = WeightStore(layouts.layers, (), memory, host, _filler(checkpoint, memory))
+        source = LayerSource(checkpoint, memory, layouts.layers)
+        store = WeightStore(layouts.layers, (), memory, host, source.fill)
         stack.callback(store.close)
         return SmallModel(
             Model(config, ends, rope, memory.device),

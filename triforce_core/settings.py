@@ -45,6 +45,8 @@ class MachineSettings:
 
     device: "cuda:0" or "cpu"; the first GPU, or else the CPU, if None
     device_memory: budget, in bytes or as "22GiB"; all that is free if None
+    host_memory: most that may be used for what streams, in bytes or as "48GiB"; layers beyond it
+        are read from their files in each pass; all that is free if None
     link_bandwidth: of the emulated link (CPU only), in bytes per second or as "25GB/s"; as fast as
         memory if None
     pin: whether host memory that streams is registered with the CUDA driver, for direct copies
@@ -54,6 +56,7 @@ class MachineSettings:
 
     device: str | None = None
     device_memory: int | None = None
+    host_memory: int | None = None
     link_bandwidth: float | None = None
     pin: bool = True
     cuda_graphs: bool = True
@@ -62,8 +65,9 @@ class MachineSettings:
     def __post_init__(self) -> None:
         if self.device is not None:
             object.__setattr__(self, "device", str(self.device))
-        if self.device_memory is not None:
-            object.__setattr__(self, "device_memory", parse_bytes(self.device_memory))
+        for name in ("device_memory", "host_memory"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, parse_bytes(getattr(self, name)))
         if self.link_bandwidth is not None:
             object.__setattr__(self, "link_bandwidth", parse_bandwidth(self.link_bandwidth))
         most = MOST_THREADS_EACH * (os.cpu_count() or 1)
@@ -241,8 +245,8 @@ def _names(settings: type) -> list[str]:
 
 def _unknown(name: str) -> str:
     known = {n for c in (EngineConfig, MachineSettings, MethodSettings) for n in _names(c)}
-    close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0)
-    return f"an engine has no setting {name!r}; the nearest is {close[0]!r}"
+    close = difflib.get_close_matches(name, sorted(known), n=2, cutoff=0)
+    return f"an engine has no setting {name!r}; the nearest are {close[0]!r} and {close[1]!r}"
 
 
 def _require_kind(name: str, value: object, kind: type) -> None:

@@ -101,6 +101,7 @@ def request_stats(
             "layers": demand.layers,
             "resident_weight_layers": runtime.weights.resident_layers,
             "substituted_layers": len(placement.substituted_layers),
+            "file_layers": len(placement.file_layers),
             "embedding_resident": placement.embedding_resident,
             "block_tokens": demand.kv.block_tokens,
             "resident_kv_layers": sum(resident == whole for resident, whole in blocks),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import threading
+import json
+import os
+import struct
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -18,17 +20,32 @@ if TYPE_CHECKING:
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": None, "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_TORCH_NAMES = _DTYPES | {"F64": "float64"}
+# So many elements are read at a time where they are converted.
+_CHUNK_ELEMENTS = 4 << 20
+
+
+class _Place(NamedTuple):
+    """Where a tensor's bytes are. file: descriptor"""
+
+    file: int
+    dtype: str
+    start: int
+    nbytes: int
 
 
 class SafetensorsSource:
-    """A directory with model.safetensors, or with shards and their index. Files stay mapped."""
+    """A directory with model.safetensors, or with shards and their index. Files stay open.
+
+    The library checks headers; bytes are read from here. What it maps for torch it maps writable,
+    and a system refuses that for a file that is larger than its memory.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Raises CheckpointError if a file is missing or damaged."""
         self._stack = ExitStack()
         self._tensors: dict[str, tuple[Path, object]] = {}
-        self._readers: dict[Path, object] = {}
-        self._opening = threading.Lock()
+        self._places: dict[str, _Place] = {}
         try:
             wanted = _shards(directory)
             for path, names in wanted.items():
@@ -39,7 +56,9 @@ class SafetensorsSource:
                     raise CheckpointError(
                         f"{path} does not hold {absent[0]}, which the index names"
                     )
-                self._tensors.update((name, (path, handle)) for name in names or held)
+                names = names or held
+                self._tensors.update((name, (path, handle)) for name in names)
+                self._places.update(self._find(path, names))
         except BaseException:
             self._stack.close()
             raise
@@ -71,24 +90,59 @@ class SafetensorsSource:
         raise TypeError(f"{name} is not stored in blocks")
 
     def read(self, name: str, into: torch.Tensor) -> None:
+        # A header is read without torch, which takes longer to load than a small model.
+        import torch
+
+        place = self._places[name]
+        dtype = getattr(torch, _TORCH_NAMES[place.dtype])
+        # The system reads all of it ahead.
+        os.posix_fadvise(place.file, place.start, place.nbytes, os.POSIX_FADV_WILLNEED)
+        if into.is_contiguous() and into.dtype == dtype and into.device.type == "cpu":
+            self._read(name, place.start, memoryview(into.view(-1).view(torch.uint8).numpy()))
+            return
+        # A step is some whole indices of the first dimension.
+        rows = into if into.dim() > 1 else into.view(1, -1)
+        row_bytes = place.nbytes // rows.shape[0]
+        step = max(1, _CHUNK_ELEMENTS // rows[0].numel())
+        for first in range(0, rows.shape[0], step):
+            part = rows[first : first + step]
+            raw = bytearray(part.shape[0] * row_bytes)
+            self._read(name, place.start + first * row_bytes, memoryview(raw))
+            part.copy_(torch.frombuffer(raw, dtype=dtype).view(part.shape))
+
+    def _read(self, name: str, start: int, into: memoryview) -> None:
+        """Fills a buffer from a byte of the file on. Raises CheckpointError."""
         path, _ = self._tensors[name]
-        with self._opening:
-            # A header is read without torch, which takes longer to load than a small model.
-            handle = self._readers.get(path) or self._open(path, "pt")
-            self._readers[path] = handle
-        try:
-            into.copy_(handle.get_tensor(name).view(into.shape))
-        except (SafetensorError, RuntimeError, OSError) as error:
-            raise CheckpointError(f"cannot read {name} from {path}: {error}") from error
+        done = 0
+        while done < len(into):
+            try:
+                count = os.preadv(self._places[name].file, [into[done:]], start + done)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {name} from {path}: {error}") from error
+            if not count:
+                raise CheckpointError(f"cannot read {name} from {path}: the file ends before it")
+            done += count
+
+    def _find(self, path: Path, names: set[str] | frozenset[str]) -> dict[str, _Place]:
+        """The library has found the header sound."""
+        file = os.open(path, os.O_RDONLY)
+        self._stack.callback(os.close, file)
+        (length,) = struct.unpack("<Q", os.pread(file, 8, 0))
+        header = json.loads(os.pread(file, length, 8))
+        found = {}
+        for name in names:
+            begin, end = header[name]["data_offsets"]
+            found[name] = _Place(file, header[name]["dtype"], 8 + length + begin, end - begin)
+        return found
 
     def close(self) -> None:
         self._tensors.clear()
-        self._readers.clear()
+        self._places.clear()
         self._stack.close()
 
-    def _open(self, path: Path, framework: str = "numpy"):
+    def _open(self, path: Path):
         try:
-            return self._stack.enter_context(safe_open(path, framework=framework))
+            return self._stack.enter_context(safe_open(path, framework="numpy"))
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             raise CheckpointError(f"cannot read {path}: {error}") from error
 

@@ -36,6 +36,18 @@ class LinkCounters:
         )
 
 
+class OnDemand(Protocol):
+    """Bytes that lie in no memory: they are read, from a file say, when they have to cross."""
+
+    def numel(self) -> int:
+        """How many."""
+
+    def read(self, into: torch.Tensor) -> None:
+        """Writes them to a flat uint8 host buffer of that size. Whatever it raises fails the
+        copy.
+        """
+
+
 class Link(Protocol):
     """Asynchronous copies between flat uint8 buffers of equal size.
 

@@ -1,4 +1,4 @@
-"""Copies of pageable memory: a thread a direction carries them through a small pinned ring."""
+"""Copies of pageable memory, and of what lies in files: threads carry them through pinned rings."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from contextlib import suppress
 import torch
 
 from offload.errors import LinkError
-from offload.link.link import Event, Link, WrappedLink
+from offload.link.link import Event, Link, OnDemand, WrappedLink
 from offload.memory.host import HostMemory
+from offload.placement import READ_AHEAD
 
 _BUFFERS = 3
 _BUFFER_BYTES = 16 << 20
 
 
 class StagedLink(WrappedLink):
-    """A link that takes any host memory: what it may not copy directly goes through a ring.
+    """A link that takes any host memory, and what is read on demand: what it may not copy directly
+    goes through a ring.
 
     The driver copies pageable memory itself, but only while the caller waits; here a thread does,
     so passes keep their order of events and the caller goes on.
@@ -31,19 +33,32 @@ class StagedLink(WrappedLink):
     - Copies of one direction that are staged keep their order: one thread makes them.
     """
 
-    def __init__(self, link: Link, memory: HostMemory, buffer_bytes: int = _BUFFER_BYTES) -> None:
+    def __init__(
+        self,
+        link: Link,
+        memory: HostMemory,
+        buffer_bytes: int = _BUFFER_BYTES,
+        most_read: int = 0,
+    ) -> None:
+        """most_read: bytes that are read on demand at once."""
         super().__init__(link)
         self._memory = memory
-        self._buffer_bytes = buffer_bytes
+        self._rings = {
+            "in": (_BUFFERS, buffer_bytes),
+            "out": (_BUFFERS, buffer_bytes),
+            "file": (READ_AHEAD, most_read),
+        }
         self._carriers: dict[str, _Carrier] = {}
 
     def to_device(
         self,
         device: torch.Tensor,
-        host: torch.Tensor,
+        host: torch.Tensor | OnDemand,
         after: Sequence[Event],
         what: Hashable = None,
     ) -> Event:
+        if not isinstance(host, torch.Tensor):
+            return self._carrier("file").carry(device, host, after)
         if self._memory.is_direct(host):
             return super().to_device(device, host, [_asked(event) for event in after], what)
         return self._carrier("in").carry(device, host, after)
@@ -93,7 +108,7 @@ class StagedLink(WrappedLink):
     def _carrier(self, direction: str) -> _Carrier:
         if direction not in self._carriers:
             self._carriers[direction] = _Carrier(
-                self._link, self._memory, self._buffer_bytes, inwards=direction == "in"
+                self._link, self._memory, *self._rings[direction], inwards=direction != "out"
             )
         return self._carriers[direction]
 
@@ -126,12 +141,14 @@ def _asked(event: Event) -> Event:
 class _Carrier:
     """One direction: a queue of copies, the thread that makes them, and its ring."""
 
-    def __init__(self, link: Link, memory: HostMemory, buffer_bytes: int, *, inwards: bool) -> None:
+    def __init__(
+        self, link: Link, memory: HostMemory, buffers: int, buffer_bytes: int, *, inwards: bool
+    ) -> None:
         self._link = link
         self._inwards = inwards
-        self._arena = memory.arena(_BUFFERS * buffer_bytes, pin=True)
+        self._arena = memory.arena(buffers * buffer_bytes, pin=True)
         self._buffers = self._arena.bytes.split(buffer_bytes)
-        self._copied: list[Event | None] = [None] * _BUFFERS
+        self._copied: list[Event | None] = [None] * buffers
         self._next = 0
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         self._error: LinkError | None = None
@@ -140,7 +157,9 @@ class _Carrier:
         self._thread = threading.Thread(target=self._run, name="staging", daemon=True)
         self._thread.start()
 
-    def carry(self, device: torch.Tensor, host: torch.Tensor, after: Sequence[Event]) -> _Staged:
+    def carry(
+        self, device: torch.Tensor, host: torch.Tensor | OnDemand, after: Sequence[Event]
+    ) -> _Staged:
         self._last = _Staged()
         self._jobs.put((device, host, tuple(after), self._last))
         return self._last
@@ -176,22 +195,30 @@ class _Carrier:
             staged.done.set()
 
     def _carry(
-        self, device: torch.Tensor, host: torch.Tensor, after: list[Event], parts: list[Event]
+        self,
+        device: torch.Tensor,
+        host: torch.Tensor | OnDemand,
+        after: list[Event],
+        parts: list[Event],
     ) -> None:
         size = self._buffers[0].numel()
+        host_parts = host.split(size) if isinstance(host, torch.Tensor) else (host,)
         waiting: list[tuple[torch.Tensor, int, Event]] = []
-        for device_part, host_part in zip(device.split(size), host.split(size), strict=True):
+        for device_part, host_part in zip(device.split(size), host_parts, strict=True):
             place = self._next
-            self._next = (place + 1) % _BUFFERS
+            self._next = (place + 1) % len(self._buffers)
             buffer = self._buffers[place][: host_part.numel()]
             if self._inwards:
                 if self._copied[place] is not None:
                     self._link.wait_on_host(self._copied[place])
-                buffer.copy_(host_part)
+                if isinstance(host_part, torch.Tensor):
+                    buffer.copy_(host_part)
+                else:
+                    host_part.read(buffer)
                 parts.append(self._link.to_device(device_part, buffer, after))
                 self._copied[place] = parts[-1]
             else:
-                if len(waiting) == _BUFFERS:
+                if len(waiting) == len(self._buffers):
                     self._land(*waiting.pop(0))
                 parts.append(self._link.to_host(buffer, device_part, after))
                 waiting.append((host_part, place, parts[-1]))

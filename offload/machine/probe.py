@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ _MATRIX_BYTES = 384 << 20
 # tokens.
 _CACHES, _CACHE_KEYS = 128, 512
 _LAUNCHES = 200
+# Of the file by which a disk is measured.
+_DISK_BYTES = 64 << 20
 # Rows of the matrix in 4 bits that is decoded.
 _DECODED = 512
 
@@ -58,6 +61,7 @@ class Rates:
     attend_bytes_per_second: float | None = None
     attend_flops_per_second: float | None = None
     decode_seconds_per_number: float | None = None
+    disk_bytes_per_second: float | None = None
     measured: str = ""
     load: float = 0.0
 
@@ -111,6 +115,7 @@ def emulated(rates: Rates, link_bytes_per_second: float) -> Hardware:
         attend_bytes_per_second=rates.attend_bytes_per_second,
         attend_flops_per_second=rates.attend_flops_per_second,
         decode_seconds_per_number=rates.decode_seconds_per_number or 0.0,
+        disk_bytes_per_second=rates.disk_bytes_per_second,
         host_memory_bytes=available,
     )
 
@@ -167,6 +172,7 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
         attend_bytes_per_second=sum(cache.numel() for cache in caches) * 4 / attended,
         attend_flops_per_second=4 * queries.numel() * _CACHE_KEYS * _CACHES / wide,
         decode_seconds_per_number=decoded,
+        disk_bytes_per_second=measure_disk(),
     )
     return _now(rates)
 
@@ -189,7 +195,28 @@ def measure_gpu() -> Rates:
     memory = _seconds(lambda: other.copy_(there), torch.cuda.synchronize)
     product = _seconds(lambda: matrix @ matrix, torch.cuda.synchronize)
     tiny = _seconds(launches, torch.cuda.synchronize)
-    return _now(Rates(2 * size / memory, 2 * 4096**3 / product, tiny / _LAUNCHES, size / link))
+    rates = Rates(2 * size / memory, 2 * 4096**3 / product, tiny / _LAUNCHES, size / link)
+    return _now(replace(rates, disk_bytes_per_second=measure_disk()))
+
+
+def measure_disk() -> float | None:
+    """Bytes per second that are read from a file where this package keeps its own, after the system
+    was told to forget it; None where that cannot be measured.
+    """
+    with suppress(OSError):
+        directory = cache_directory()
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(os.urandom(_DISK_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            into = bytearray(_DISK_BYTES)
+            file.seek(0)
+            began = time.perf_counter()
+            file.readinto(into)
+            return _DISK_BYTES / (time.perf_counter() - began)
+    return None
 
 
 def cached(key: str, measure: Callable[[], Rates]) -> Rates:
@@ -254,6 +281,7 @@ def _checked(raw: Any) -> Rates:
         rates.attend_bytes_per_second,
         rates.attend_flops_per_second,
         rates.decode_seconds_per_number,
+        rates.disk_bytes_per_second,
     )
     numbers = [rates.memory_bytes_per_second, rates.flops_per_second, rates.launch_seconds]
     numbers += [value for value in optional if value is not None]
@@ -295,6 +323,7 @@ def _gpu(rate: float | None) -> Hardware:
         link=link,
         link_bytes_per_second=rate or rates.link_bytes_per_second or 0.0,
         launch_seconds=rates.launch_seconds,
+        disk_bytes_per_second=rates.disk_bytes_per_second,
         link_full=full,
         host_memory_bytes=machine.host_available_bytes,
     )

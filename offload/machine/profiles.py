@@ -49,6 +49,7 @@ class Hardware:
         processor decodes them before it
     link: as "pcie4x16"; link_full: whether it has all the lanes of the card
     host_memory_bytes, host_bytes_per_second: None where they are not known
+    disk_bytes_per_second: of what is read from files in each pass; None if nothing may be
     """
 
     name: str
@@ -70,6 +71,7 @@ class Hardware:
     link_full: bool = True
     host_memory_bytes: int | None = None
     host_bytes_per_second: float | None = None
+    disk_bytes_per_second: float | None = None
 
     @property
     def stream_bytes_per_second(self) -> float:

@@ -20,6 +20,7 @@ from offload.placement import (
     device_bytes,
     host_bytes,
     place,
+    place_on_host,
     share_blocks,
     spread,
 )
@@ -119,11 +120,31 @@ def test_what_does_not_fit_is_refused_with_both_numbers() -> None:
 
 def test_host_memory_is_checked_before_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     placement = place(llama2_7b(), 22 * GIB)
-    monkeypatch.setattr("offload.placement.available_host_bytes", lambda: 32 * GIB)
     with pytest.raises(DoesNotFitError, match="host memory for 131072 tokens"):
-        check_host(llama2_7b(), placement, device_is_host=False)
-    monkeypatch.setattr("offload.placement.available_host_bytes", lambda: 128 * GIB)
-    check_host(llama2_7b(), placement, device_is_host=False)
+        check_host(llama2_7b(), placement, 32 * GIB)
+    check_host(llama2_7b(), placement, 128 * GIB)
+
+
+def test_layers_that_the_host_has_no_room_for_stay_in_their_files() -> None:
+    demand = replace(llama2_7b(), context_tokens=4096)
+    placement = place(demand, 8 * GIB)
+    streamed = placement.streamed_layers
+    assert len(streamed) > 10
+    seen = []
+    for gib in (1, 2, 4, 6, 8, 10, 16, 64):
+        placed = place_on_host(demand, placement, gib * GIB)
+        seen.append(len(placed.file_layers))
+        assert set(placed.file_layers) <= set(streamed)
+        assert replace(placed, file_layers=()) == placement
+        if host_bytes(demand, placed) > gib * GIB:
+            assert placed.file_layers == streamed, "nothing less would do"
+    assert seen == sorted(seen, reverse=True)
+    assert seen[0] == len(streamed)
+    assert seen[-1] == 0
+    with pytest.raises(UsageError, match="are not all streamed_layers"):
+        replace(placement, streamed_layers=(1,), file_layers=(1, 2))
+    with pytest.raises(UsageError, match="file_layers of a placement cannot be"):
+        replace(placement, file_layers=[1])
 
 
 def test_a_placement_without_slots_to_stream_through_is_refused() -> None:

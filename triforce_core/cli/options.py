@@ -59,6 +59,12 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     add("device", "cuda:0 or cpu (default: a GPU if there is one)", metavar="DEVICE")
     add("device_memory", "budget, e.g. 22GiB (default: what is free)", metavar="SIZE")
     add(
+        "host_memory",
+        "for what streams; layers beyond it are read from disk in each pass (default: what is "
+        "free)",
+        metavar="SIZE",
+    )
+    add(
         "link_bandwidth",
         "of the emulated link on cpu, e.g. 25GB/s (default: as fast as memory)",
         metavar="RATE",

@@ -154,6 +154,8 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
         changed["host_memory_bytes"] = parse_bytes(args.host_memory)
     if args.host_bandwidth:
         changed["host_bytes_per_second"] = parse_bandwidth(args.host_bandwidth)
+    if args.disk_bandwidth:
+        changed["disk_bytes_per_second"] = parse_bandwidth(args.disk_bandwidth)
     return replace(hardware, **changed)
 
 

@@ -86,6 +86,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-memory", metavar="SIZE", help="refuse plans that need more (default: no limit)")
     add("--host-bandwidth", metavar="RATE", help="of host memory, which all links share")
     add(
+        "--disk-bandwidth",
+        metavar="RATE",
+        help="lets layers that host memory has no room for be read from disk in each pass",
+    )
+    add(
         "--device-memory",
         metavar="SIZE",
         help=f"of each GPU (default: all but {format_bytes(RESERVED_BYTES)})",

@@ -95,6 +95,8 @@ def _places(prediction: Prediction, gpus: int) -> Table:
     table = Table("what", "where", "size", title_justify="left")
     each = " of each GPU" if gpus > 1 else ""
     layers, resident = placement["layers"], placement["resident_weight_layers"]
+    in_files = placement["file_layers"]
+    streamed = layers - resident - in_files
     blocks, kept = placement["kv_blocks"], placement["resident_kv_blocks"]
     lent = placement["lent_kv_blocks"]
     workspace = "workspace"
@@ -102,7 +104,8 @@ def _places(prediction: Prediction, gpus: int) -> Table:
         workspace += f" of the prompt, then KV, {lent} blocks"
     for what, where, size in (
         (f"weights, {resident} of {layers} layers and ends", "device", "weights_bytes"),
-        (f"weights, {layers - resident} layers", "host, streamed", "streamed_weights_bytes"),
+        (f"weights, {streamed} layers", "host, streamed", "streamed_weights_bytes"),
+        (f"weights, {in_files} layers", "disk, streamed", "file_weights_bytes"),
         (f"KV, {kept - lent} of {blocks} blocks and the tail", "device", "resident_kv_bytes"),
         (f"KV, {blocks - kept} blocks", "host, streamed", "streamed_kv_bytes"),
         (f"{placement['substituted_layers']} layers in 4 bits", "device", "substitutes_bytes"),

@@ -49,7 +49,10 @@ def print_run(stats: dict[str, Any]) -> None:
     add = table.add_row
     add("model", f"{Path(stats['model']).name} ({stats['dtype']}, {stats['device']})")
     weights, layers = placement["resident_weight_layers"], placement["layers"]
-    add("weights", f"{weights} of {layers} layers resident, {layers - weights} streamed")
+    held = f"{weights} of {layers} layers resident, {layers - weights} streamed"
+    if in_files := placement["file_layers"]:
+        held += f", {in_files} of them read from disk in each pass"
+    add("weights", held)
     blocks, resident = placement["kv_blocks"], placement["resident_kv_blocks"]
     add(
         "KV cache",

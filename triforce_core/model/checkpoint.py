@@ -60,6 +60,7 @@ class Checkpoint:
         self._rope_factors = rope_factors
         try:
             self._check()
+            self._opened = {path: _state(path) for path in source.files}
         except BaseException:
             source.close()
             raise
@@ -75,7 +76,13 @@ class Checkpoint:
         return self._source.files
 
     def read_layer(self, layer: int, views: Mapping[str, Weight]) -> None:
-        """Writes every tensor of a layer, named and shaped as `model.layer_shapes`."""
+        """Writes every tensor of a layer, named and shaped as `model.layer_shapes`.
+
+        Raises CheckpointError, also if a file is not what it was when it was opened.
+        """
+        for path, status in self._opened.items():
+            if _state(path) not in (status, None):
+                raise CheckpointError(f"{path} was changed while it was in use")
         for part, view in views.items():
             self.read(f"layers.{layer}.{part}", view)
 
@@ -89,6 +96,10 @@ class Checkpoint:
         factors = torch.empty(self._source.shape(self._rope_factors))
         self._source.read(self._rope_factors, factors)
         return factors
+
+    def reopened(self) -> Checkpoint:
+        """The same, with a life of its own. Raises CheckpointError."""
+        return open_checkpoint(self.path)
 
     def close(self) -> None:
         self._source.close()
@@ -159,6 +170,16 @@ class Checkpoint:
                 yield piece.name, (piece.rows, *shape[1:])
         if self._rope_factors is not None:
             yield self._rope_factors, (config.head_dim // 2,)
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """What changes when a file is written to."""
+    try:
+        status = path.stat()
+    except OSError:
+        # What was deleted stays mapped.
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def resolve(model: str | Path) -> Path:

@@ -18,6 +18,7 @@ from offload.placement import (
     check_placement,
     device_bytes,
     host_bytes,
+    place_on_host,
 )
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.tensors import (
@@ -189,9 +190,12 @@ class Candidate:
             chunks = -(-prompt // PREFILL_CHUNK)
             compute += rank.layers * chunks * case.costs.launches.layer * hardware.launch_seconds
         rate = hardware.stream_bytes_per_second
+        crossing = matrices / rate
+        if placement.file_layers and hardware.disk_bytes_per_second:
+            crossing += self.round.disk_bytes / hardware.disk_bytes_per_second
         outwards = max(0, host_bytes(self.demand, placement) - matrices)
         first = self.demand.slot_bytes / rate if placement.streamed_layers else 0.0
-        return first + max(compute, matrices / rate, outwards / rate)
+        return first + max(compute, crossing, outwards / rate)
 
 
 def candidates(
@@ -212,8 +216,8 @@ def candidates(
         budget=budget or None,
     )
     fitted = _fit(case, method)
-    _check_host(case, fitted.demand, fitted.placement)
-    chosen = Plan.of(method, fitted.demand, fitted.placement, fitted.budget)
+    placement = _placed_on_host(case, fitted.demand, fitted.placement)
+    chosen = Plan.of(method, fitted.demand, placement, fitted.budget)
     weights = STORED if case.pieces else DENSE
     chosen = replace(chosen, gpus=case.hardware.gpus, weights=weights)
     return [
@@ -293,17 +297,28 @@ def _fit(case: Case, method: MethodSettings) -> Fitted:
     return replace(fitted, placement=placement)
 
 
-def _check_host(case: Case, demand: Demand, placement: Placement) -> None:
-    have = case.hardware.host_memory_bytes
+def _placed_on_host(case: Case, demand: Demand, placement: Placement) -> Placement:
+    """With layers in their files that the host has no room for, if they may be read from there.
+
+    Raises DoesNotFitError.
+    """
+    hardware = case.hardware
+    have = hardware.host_memory_bytes
     if have is None:
-        return
-    needed = host_bytes(demand, placement) * case.hardware.gpus
-    if case.hardware.emulated:
-        needed += device_bytes(demand, placement)
-    if needed > have:
+        return placement
+    if hardware.emulated:
+        have -= device_bytes(demand, placement)
+    each = max(0, have // hardware.gpus)
+    if hardware.disk_bytes_per_second is not None:
+        placement = place_on_host(demand, placement, each)
+    if host_bytes(demand, placement) > each:
         raise DoesNotFitError(
-            f"host memory for {case.context} tokens of context", needed, have, "use more of it"
+            f"host memory for {case.context} tokens of context",
+            host_bytes(demand, placement) * hardware.gpus,
+            each * hardware.gpus,
+            "use more of it",
         )
+    return placement
 
 
 def _drafter_seconds(case: Case) -> float:

@@ -119,7 +119,8 @@ class Plan:
         method, placement = self.method, self.placement
         resident = min(placement.resident_kv_blocks + placement.lent_kv_blocks, kv_blocks)
         parts = [
-            f"{layers - len(placement.streamed_layers)} of {layers} layers' weights resident",
+            f"{layers - len(placement.streamed_layers)} of {layers} layers' weights resident"
+            + (f", {len(placement.file_layers)} on disk" if placement.file_layers else ""),
             f"{resident} of {kv_blocks} KV blocks of {self.block_tokens} tokens resident",
         ]
         if self.budget:
@@ -180,4 +181,5 @@ _OWN = tuple(f.name for f in fields(Plan) if f.name not in ("method", "placement
 _OPTIONAL = {
     "gpus", "made_for", "predicted", "chunk_size", "retrieval", "accept", "draft_weights",
     "weights", "lent_kv_blocks", "substituted_layers",
+    "file_layers",
 }  # fmt: skip

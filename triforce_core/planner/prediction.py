@@ -18,7 +18,7 @@ class Prediction:
     seconds_per_pass: of a verifying pass; of it compute_seconds compute and wait_seconds wait for
         the link
     floor_seconds_per_pass: bytes_per_pass over the link's rate, of which prefetched_bytes cross
-        while drafting
+        while drafting; disk_bytes_per_pass of them are read from files first, which is counted
     """
 
     method: str
@@ -30,6 +30,7 @@ class Prediction:
     tokens_per_pass: float
     bytes_per_pass: int
     prefetched_bytes: int
+    disk_bytes_per_pass: int
     floor_seconds_per_pass: float
     compute_seconds: float
     wait_seconds: float
@@ -77,6 +78,7 @@ def predict(chosen: Candidate) -> Prediction:
         tokens_per_pass=chosen.tokens_per_pass,
         bytes_per_pass=cost.link_bytes,
         prefetched_bytes=cost.prefetched_bytes,
+        disk_bytes_per_pass=cost.disk_bytes,
         floor_seconds_per_pass=cost.link_seconds,
         compute_seconds=cost.compute_seconds,
         wait_seconds=wait,
@@ -86,7 +88,13 @@ def predict(chosen: Candidate) -> Prediction:
         acceptance=outer if plan.method.drafts else 0.0,
         inner_acceptance=case.curve.inner if plan.budget else 0.0,
         bottleneck=_bottleneck(
-            case.hardware, whole, wait, cost.draft_seconds, cost.compute_seconds, cost.link_bytes
+            case.hardware,
+            whole,
+            wait,
+            cost.draft_seconds,
+            cost.compute_seconds,
+            cost.link_bytes,
+            cost.disk_bytes,
         ),
         placement=_placement(chosen),
         memory=_memory(chosen),
@@ -99,6 +107,7 @@ def _placement(chosen: Candidate) -> dict[str, Any]:
         "layers": demand.layers,
         "resident_weight_layers": demand.layers - len(placement.streamed_layers),
         "substituted_layers": len(placement.substituted_layers),
+        "file_layers": len(placement.file_layers),
         "embedding_resident": placement.embedding_resident,
         "block_tokens": demand.kv.block_tokens,
         "kv_blocks": demand.kv_blocks,
@@ -132,7 +141,8 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
         + (demand.decoding_bytes if placement.substituted_layers else 0)
         + chosen.case.library_bytes,
         "lent_kv_bytes": lent,
-        "streamed_weights_bytes": streamed,
+        "streamed_weights_bytes": streamed - chosen.round.disk_bytes,
+        "file_weights_bytes": chosen.round.disk_bytes,
         "streamed_kv_bytes": (demand.kv_blocks - resident) * block - lent,
     }
 
@@ -172,13 +182,25 @@ def case_dict(case: Case, model: str) -> dict[str, Any]:
 
 
 def _bottleneck(
-    hardware: Hardware, whole: float, wait: float, draft: float, compute: float, nbytes: int
+    hardware: Hardware,
+    whole: float,
+    wait: float,
+    draft: float,
+    compute: float,
+    nbytes: int,
+    disk_bytes: int,
 ) -> str:
     """What most of a round goes to, in a sentence."""
     what, seconds = max(
         (("wait", wait), ("draft", draft), ("compute", compute)), key=lambda pair: pair[1]
     )
     share = f"{seconds / whole:.0%} of a round of {whole:.3g} s"
+    if what == "wait" and disk_bytes:
+        rate = (hardware.disk_bytes_per_second or 0.0) / 1e9
+        return (
+            f"the disk: {share} waits for {format_bytes(nbytes)} to cross, of which "
+            f"{format_bytes(disk_bytes)} are read at {rate:.1f} GB/s; more host memory would help"
+        )
     if what == "wait":
         rate = hardware.stream_bytes_per_second / 1e9
         return (

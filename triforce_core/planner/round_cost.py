@@ -11,7 +11,7 @@ from functools import cached_property
 
 from offload.placement import Demand, Placement, share_blocks
 from offload.schedule import KV, WEIGHTS, Crossing, Kind, Places, pass_schedule
-from offload.simulate import Timeline, Work, simulate
+from offload.simulate import ReadFromDisk, Timeline, Work, simulate
 from triforce_core.planner.costs import Costs
 
 
@@ -60,7 +60,26 @@ class RoundCost:
         """What a pass's bytes take over the link. Nobody waits for those that come while
         drafting: a pass may be a little faster, a round is not.
         """
-        return self.link_bytes / self._rate
+        return self.link_bytes / self._rate + self._disk_seconds
+
+    @property
+    def disk_bytes(self) -> int:
+        """What a pass reads from files."""
+        return sum(self.demand.layer_bytes[layer] for layer in self.placement.file_layers)
+
+    @property
+    def _disk(self) -> ReadFromDisk | None:
+        rate = self.costs.hardware.disk_bytes_per_second
+        if not self.placement.file_layers or rate is None:
+            return None
+        return ReadFromDisk(frozenset(self.placement.file_layers), rate)
+
+    @property
+    def _disk_seconds(self) -> float:
+        """What reading from files takes beyond crossing the link."""
+        if (disk := self._disk) is None:
+            return 0.0
+        return max(0.0, self.disk_bytes / disk.bytes_per_second - self.disk_bytes / self._rate)
 
     @cached_property
     def compute_seconds(self) -> float:
@@ -81,7 +100,10 @@ class RoundCost:
         placement, demand = self.placement, self.demand
         ahead = placement.weight_slots * demand.slot_bytes
         ahead += placement.kv_slots * demand.kv.block_bytes
+        # Those ahead may be the slowest.
         crossing = max(0, self.link_bytes - ahead) / self._rate
+        if disk := self._disk:
+            crossing += max(0.0, self._disk_seconds - ahead / disk.bytes_per_second)
         return self.refresh_seconds + self.draft_seconds + max(self.compute_seconds, crossing)
 
     @cached_property
@@ -101,7 +123,12 @@ class RoundCost:
             works.append(head)
         slots = {WEIGHTS: self.placement.weight_slots, KV: self.placement.kv_slots}
         timeline = simulate(
-            schedule.crossings, works, slots, self._rate, copies_begin=self.refresh_seconds
+            schedule.crossings,
+            works,
+            slots,
+            self._rate,
+            copies_begin=self.refresh_seconds,
+            read_from_disk=self._disk,
         )
         return schedule.crossings, works, timeline
 

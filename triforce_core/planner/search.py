@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from offload.errors import DoesNotFitError, TriforceError, UsageError
-from offload.placement import LAYER_LISTS
 from offload.units import format_bytes
 from triforce_core.planner.candidates import Candidate, Case, candidates
 from triforce_core.settings import AUTO, INT4, NO_DRAFTER
@@ -57,7 +56,8 @@ def _budgets(case: Case) -> tuple[int, ...]:
         raise UsageError("--method speculative needs a drafter, and --draft is none")
     if method in ("speculative", "autoregressive"):
         return (0,)
-    streamed, instead = (case.fixed.get(name, ()) for name in LAYER_LISTS)
+    streamed = case.fixed.get("streamed_layers", ())
+    instead = case.fixed.get("substituted_layers", ())
     if not set(streamed) <= set(instead):
         if budget:
             raise needs_weights(budget, len(streamed))
@@ -113,6 +113,8 @@ def shortest_change(case: Case, refused: DoesNotFitError) -> DoesNotFitError:
     remedies.append(f"so does {format_bytes(missing)} more {which} memory")
     if not best:
         remedies[-1] = f"{format_bytes(missing)} more {which} memory would do"
+    if which == "host" and case.hardware.disk_bytes_per_second is None:
+        remedies.append("--disk-bandwidth lets layers that stream be read from disk")
     what = str(refused).split(" needs ")[0]
     return DoesNotFitError(what, refused.needed_bytes, refused.available_bytes, "; ".join(remedies))
 

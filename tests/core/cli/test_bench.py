@@ -121,7 +121,7 @@ def test_what_was_found_is_shown_when_a_later_test_fails(capsys, monkeypatch, ti
 def test_what_cannot_be_timed_is_said_in_a_line(
     capsys, monkeypatch, tiny_shape, options, code, named
 ):
-    monkeypatch.setattr("offload.placement.available_host_bytes", lambda: 60 << 20)
+    monkeypatch.setattr("triforce_core.loading.available_host_bytes", lambda: 60 << 20)
     exit_code, out, err = run(capsys, tiny_shape, *options)
     assert exit_code == code
     assert out == ""

@@ -296,7 +296,7 @@ def test_options_without_effect_are_named(speaking, capsys) -> None:
 
 
 def test_the_plan_says_what_runs_and_not_what_was_asked(speaking, capsys) -> None:
-    base = ("generate", speaking, "--prompt", "Hello" * 40, *GREEDY)
+    base = ("generate", speaking, "--prompt", "Hello" * 40, *GREEDY, "--draft-weights", "exact")
     for memory, why in (("1150KiB", "weights stream"), ("1GiB", "nothing streams")):
         _, _, err = run(capsys, *base, "--device-memory", memory)
         (line,) = [line for line in err.splitlines() if line.startswith("plan: ")]

@@ -33,7 +33,7 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     # Laws that depend on all of the context, and neither flat nor one-hot.
-    "initializer_range": 0.3,
+    "initializer_range": 0.2,
 }
 # How samples are made: every drafter, both policies, both rules, whatever the retrieval model
 # computes with, random bytes included, all with the same exact law; and once with nothing kept from

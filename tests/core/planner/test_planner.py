@@ -9,10 +9,12 @@ from itertools import pairwise
 import pytest
 
 from offload.errors import DoesNotFitError, UsageError
+from offload.formats import DTYPES
 from offload.machine.profiles import gpu_names, named
 from offload.memory.available import LIBRARY_BYTES
 from offload.placement import check_placement
 from triforce_core.model.shapes import SHAPES, read_model, read_shape
+from triforce_core.model.tensors import stored_layouts
 from triforce_core.planner.acceptance_curve import AcceptanceCurve, expected_tokens
 from triforce_core.planner.candidates import Candidate, Case, candidates
 from triforce_core.planner.search import BUDGETS, choose
@@ -217,3 +219,46 @@ def test_more_memory_is_never_slower_nor_refused(model: str, context: int) -> No
     for less, more in pairwise(seconds):
         assert more <= 1.001 * less
     assert seconds[-1] < seconds[0] / 10
+
+
+def test_what_the_host_has_no_room_for_is_read_from_disk() -> None:
+    hardware = replace(named("rtx4090"), host_memory_bytes=48 << 30)
+    case = Case(read_shape("llama3.1-70b"), hardware, 4096, 256)
+    with pytest.raises(DoesNotFitError, match="--disk-bandwidth lets layers that stream be read"):
+        choose(case)
+    seconds = []
+    for rate in (1e9, 3e9, 7e9):
+        chosen = choose(replace(case, hardware=replace(hardware, disk_bytes_per_second=rate)))
+        in_files = chosen.plan.placement.file_layers
+        assert 0 < len(in_files) < len(chosen.plan.placement.streamed_layers)
+        assert chosen.host_bytes <= 48 << 30
+        # The disk bounds it.
+        assert chosen.round.pass_seconds >= 0.95 * chosen.round.disk_bytes / rate
+        seconds.append(chosen.seconds_per_token)
+        assert chosen.least <= chosen.seconds_per_token
+    assert seconds == sorted(seconds, reverse=True)
+    plenty = choose(replace(case, hardware=replace(hardware, host_memory_bytes=256 << 30)))
+    assert not plenty.plan.placement.file_layers
+    assert plenty.seconds_per_token < seconds[-1]
+
+
+def test_known_mixes_take_what_published_files_do() -> None:
+    """Gigabytes of files on the hub, their header and vocabulary included."""
+    for name, published in (
+        ("llama3.1-8b:Q4_K_M", 4.92),
+        ("llama3.1-8b:Q5_K_M", 5.73),
+        ("llama3.1-8b:Q8_0", 8.54),
+        ("llama3.1-8b:Q6_K", 6.60),
+        ("llama3.1-8b:Q4_K_S", 4.69),
+        ("llama3.1-8b:Q3_K_M", 4.02),
+        ("llama3.1-8b:Q2_K", 3.18),
+        ("llama3.1-70b:Q4_K_M", 42.52),
+        ("llama3.1-70b:Q4_K_S", 40.35),
+        ("qwen2.5-32b:Q4_K_M", 19.85),
+        ("qwen2.5-7b:Q4_K_M", 4.68),
+    ):
+        shape = read_model(name)
+        nbytes = stored_layouts(shape.config, DTYPES["float32"], shape.pieces).nbytes
+        assert nbytes / 1e9 == pytest.approx(published, rel=0.004), name
+    with pytest.raises(UsageError, match="'Q4_K_X' is no known way to quantise; nearest: Q4_K_"):
+        read_model("llama3.1-8b:Q4_K_X")

@@ -1,0 +1,217 @@
+"""Seconds per token over an EMULATED link with memory for a third of the exact layers.
+
+SmolLM2-135M in bfloat16 after 1,500 tokens of the manual; the device holds what every method needs
+and a third of the layers' weights besides. Layers that do not fit stream in every pass; level 1
+computes with copies of those in 4 bits. The link is paced so that one pass takes 100 times a step
+of level 1 over one token.
+
+1. acceptance of level 1, and tokens per pass, on the same text and coins: with exact weights (all
+   of them resident: more memory), with copies of what streams, and with copies of all layers.
+2. seconds per token: autoregressive, speculative (n-grams) and triforce, in the same memory, over
+   the same link, medians over the prompts.
+
+    python scripts/bench_substitutes.py [--prompts 3]
+
+Prints tables and writes benchmarks/results/bench_substitutes.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from typing import Any
+
+from bench_triforce import stopwatch
+from material import model_file, stretches
+from results import write_result
+from rich.console import Console
+from rich.table import Table
+
+from offload.placement import device_bytes
+from triforce_core import Engine, SamplingParams
+from triforce_core.model.tokenizer import load_tokenizer
+
+RATIO = 100
+NEW_TOKENS = {"autoregressive": 4, "speculative": 13, "triforce": 129}
+# Enough text to tell acceptances apart.
+ACCEPTANCE_TOKENS = 257
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=1500, help="prompt length")
+    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--budget", type=int, default=512, help="of the retrieval cache")
+    parser.add_argument("--drafts", type=int, default=24, help="draft length of acceptances")
+    args = parser.parse_args()
+    bench = SubstitutesBench(args.tokens, args.prompts, args.budget)
+    acceptance = {
+        "exact": bench.acceptance(args.drafts, bench.whole_bytes, draft_weights="exact"),
+        "4 bits of what streams": bench.acceptance(args.drafts, bench.third_bytes),
+        "4 bits of all": bench.acceptance(args.drafts, bench.whole_bytes, draft_weights="int4"),
+    }
+    step_seconds, pass_bytes = bench.calibrate()
+    bandwidth = pass_bytes / (RATIO * step_seconds)
+    methods = {
+        method: bench.measure(bandwidth, tokens, method) for method, tokens in NEW_TOKENS.items()
+    }
+    seconds = {method: rows["seconds_per_token"] for method, rows in methods.items()}
+    ratios = {
+        "acceptance_of_exact": acceptance["4 bits of what streams"]["acceptance"]
+        / acceptance["exact"]["acceptance"],
+        "times_autoregressive": seconds["autoregressive"] / seconds["triforce"],
+        "times_speculative": seconds["speculative"] / seconds["triforce"],
+    }
+    path = write_result(
+        "bench_substitutes",
+        {
+            "model": "SmolLM2-135M-Instruct.Q4_1 as bfloat16",
+            "link": "emulated",
+            "prompt_tokens": args.tokens,
+            "prompts": args.prompts,
+            "temperature": 0.6,
+            "top_p": 0.9,
+            "budget": args.budget,
+            "device_memory_bytes": bench.third_bytes,
+            "level_1_step_seconds": step_seconds,
+            "bytes_per_pass": pass_bytes,
+            "link_bytes_per_second": bandwidth,
+            "acceptance": acceptance,
+            "methods": methods,
+            "ratios": ratios,
+        },
+    )
+    show(acceptance, methods, ratios)
+    print(f"written to {os.path.relpath(path)}")
+
+
+class SubstitutesBench:
+    """The prompts, and engines of one size of memory over links of different speeds."""
+
+    def __init__(self, tokens: int, prompts: int, budget: int) -> None:
+        self._tokenizer = load_tokenizer(model_file())
+        self._prompts = stretches(self._tokenizer, prompts, tokens)
+        self._tokens = tokens
+        self._budget = budget
+        # One size of context, so one size of everything.
+        self._context = tokens + max(ACCEPTANCE_TOKENS, *NEW_TOKENS.values())
+        with self._engine(None, None, draft_weights="int4") as engine:
+            demand, placement = engine.runtime.demand, engine.runtime.placement
+            self.whole_bytes = device_bytes(demand, placement)
+        with self._engine(None, None, method="autoregressive") as engine:
+            demand, placement = engine.runtime.demand, engine.runtime.placement
+            fixed = device_bytes(demand, placement) - demand.weights_bytes
+            self.third_bytes = fixed + demand.weights_bytes // 3 + 2 * demand.slot_bytes
+
+    def acceptance(self, drafts: int, memory: int, **options: Any) -> dict[str, Any]:
+        """Of level 1 by the target: accepted tokens of those examined."""
+        runs = []
+        options |= {"draft": "none", "draft_tokens": drafts}
+        with self._engine(None, memory, **options) as engine:
+            for seed, prompt in enumerate(self._prompts):
+                stats = self._generate(engine, prompt, ACCEPTANCE_TOKENS, seed)
+                lengths = stats["acceptance"]["accepted_lengths"]
+                accepted = sum(i * n for i, n in enumerate(lengths))
+                runs.append((accepted, accepted + sum(lengths[:drafts]), stats))
+        last = runs[-1][2]
+        return {
+            "acceptance": sum(r[0] for r in runs) / sum(r[1] for r in runs),
+            "each": [accepted / examined for accepted, examined, _ in runs],
+            "tokens_per_pass": sum(r[2]["new_tokens"] - 1 for r in runs)
+            / sum(r[2]["passes"] for r in runs),
+            "levels": last["levels"],
+            "placement": last["placement"],
+        }
+
+    def calibrate(self) -> tuple[float, float]:
+        """Seconds of one step of level 1 over one token, and bytes of one pass, in the memory that
+        is compared.
+        """
+        options = {"draft": "none", "draft_tokens": 24}
+        with self._engine(None, self.third_bytes, **options) as engine:
+            self._generate(engine, self._prompts[0], 40, 0)
+            with stopwatch(engine) as watch:
+                stats = self._generate(engine, self._prompts[0], 40, 0)
+        link = stats["link"]
+        moved = link["floor_seconds_per_pass"] * link["bandwidth_gb_per_s"] * 1e9
+        return statistics.median(watch.single_token_seconds), moved
+
+    def measure(self, bandwidth: float, new_tokens: int, method: str) -> dict[str, Any]:
+        runs = []
+        with self._engine(bandwidth, self.third_bytes, method=method) as engine:
+            for seed, prompt in enumerate(self._prompts):
+                stats = self._generate(engine, prompt, new_tokens, seed)
+                runs.append(
+                    {
+                        "seconds_per_token": stats["seconds_per_token"],
+                        "tokens_per_pass": stats["tokens_per_pass"],
+                        "passes": stats["passes"],
+                        "seconds": stats["seconds"],
+                        "acceptance": stats["acceptance"]["target"],
+                        "draft_tokens": stats["draft_tokens"],
+                    }
+                )
+        return {
+            "seconds_per_token": statistics.median(run["seconds_per_token"] for run in runs),
+            "tokens_per_pass": statistics.median(run["tokens_per_pass"] for run in runs),
+            "levels": stats["levels"],
+            "placement": stats["placement"],
+            "runs": runs,
+        }
+
+    def _generate(
+        self, engine: Engine, prompt: list[int], new_tokens: int, seed: int
+    ) -> dict[str, Any]:
+        """Stats of the first seed from `seed` on whose text does not end before its length."""
+        while True:
+            params = SamplingParams(new_tokens, temperature=0.6, top_p=0.9, seed=seed)
+            stats = engine.generate(prompt, params, reuse=False).stats
+            if stats["finish_reason"] == "length":
+                return stats
+            seed += 1000
+
+    def _engine(self, bandwidth: float | None, memory: int | None, **options: Any) -> Engine:
+        if options.get("method", "triforce") == "triforce":
+            options["budget"] = self._budget
+        return Engine.from_pretrained(
+            model_file(),
+            device="cpu",
+            dtype="bfloat16",
+            weights="dense",
+            device_memory=memory,
+            link_bandwidth=bandwidth,
+            max_context=self._context,
+            tokenizer=self._tokenizer,
+            **options,
+        )
+
+
+def show(acceptance: dict, methods: dict, ratios: dict) -> None:
+    table = Table("level 1", "acceptance", "tokens/pass", "layers in 4 bits")
+    for name, row in acceptance.items():
+        count = str(row["placement"]["substituted_layers"])
+        tokens = f"{row['tokens_per_pass']:.1f}"
+        table.add_row(name, f"{row['acceptance']:.3f}", tokens, count)
+    Console().print(table)
+    columns = ("s/token", "tokens/pass", "resident layers", "levels")
+    table = Table(f"EMULATED link, {RATIO}:1", *columns)
+    for name, row in methods.items():
+        resident = str(row["placement"]["resident_weight_layers"])
+        table.add_row(
+            name,
+            f"{row['seconds_per_token']:.3f}",
+            f"{row['tokens_per_pass']:.2f}",
+            resident,
+            " > ".join(row["levels"]),
+        )
+    Console().print(table)
+    print(
+        f"acceptance {ratios['acceptance_of_exact']:.3f} of that with exact weights; "
+        f"{ratios['times_autoregressive']:.1f} times autoregressive, "
+        f"{ratios['times_speculative']:.1f} times speculative"
+    )
+
+
+if __name__ == "__main__":
+    main()

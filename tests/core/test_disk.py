@@ -1,0 +1,109 @@
+"""Models larger than host memory: layers that stream are read from their files in each pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+from gguf_files import write_gguf
+from helpers import BLOCK, make_model, random_ids
+
+from offload.errors import DoesNotFitError, LinkError
+from offload.placement import Placement
+from triforce_core import Engine, SamplingParams
+
+PROMPT, NEW = random_ids(60), 20
+GREEDY = SamplingParams(NEW, temperature=0)
+LAYERS = 8
+ALL = tuple(range(LAYERS))
+STREAMED = Placement(ALL, False, 0, 2, 3, 2)
+
+
+def engine(path: Path, **options: object) -> Engine:
+    return Engine.from_pretrained(
+        path,
+        **{
+            "device": "cpu",
+            "max_context": 90,
+            "block_tokens": BLOCK,
+            "placement": STREAMED,
+            "method": "autoregressive",
+            **options,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    twin = make_model("llama", path, num_hidden_layers=LAYERS, hidden_size=128)
+    write_gguf(twin, path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
+    return path
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_text_is_the_same_with_host_memory_for_less_than_the_weights(
+    model, stored: bool, slots: int
+) -> None:
+    path = model / "m.gguf" if stored else model
+    options = {"weights": "stored" if stored else "auto"}
+    options["placement"] = Placement(ALL, False, 0, slots, 3, 2)
+    with engine(path, **options) as whole:
+        expected = whole.generate(PROMPT, GREEDY)
+        needed = whole.runtime.host.nbytes
+        layer = whole.runtime.demand.slot_bytes
+    assert expected.stats["placement"]["file_layers"] == 0
+    seen = []
+    for less in (layer, 3 * layer, 5 * layer):
+        with engine(path, **options, host_memory=needed - less) as part:
+            result = part.generate(PROMPT, GREEDY)
+            host = part.runtime.host.nbytes
+            again = part.generate(PROMPT, GREEDY)
+            assert " on disk" in part.plan_line
+        assert result.token_ids == again.token_ids == expected.token_ids
+        assert host <= needed - less
+        seen.append(result.stats["placement"]["file_layers"])
+        # What crosses the link is the same.
+        crossed = [r.stats["link"]["bytes_to_device"] for r in (expected, result)]
+        assert crossed[0] == crossed[1]
+    assert seen == sorted(seen)
+    assert 0 < seen[0] < seen[-1]
+
+
+def test_drafts_come_from_the_device_while_layers_come_from_disk(model) -> None:
+    placement = Placement(ALL, False, 0, 2, 3, 2, substituted_layers=ALL)
+    options = {"method": "triforce", "budget": 32, "placement": placement, "draft_tokens": 4}
+    with engine(model) as plain:
+        expected = plain.generate(PROMPT, GREEDY).token_ids
+    # Made of files first, and then read from the cache.
+    for _ in range(2):
+        with engine(model, **options, host_memory="1500kB") as drafting:
+            result = drafting.generate(PROMPT, GREEDY)
+        assert result.token_ids == expected
+        assert result.stats["levels"] == ["ngram", "retrieval", "target"]
+        assert result.stats["placement"]["file_layers"] > 4
+
+
+def test_a_file_that_changes_under_a_run_ends_it_with_an_error(tmp_path) -> None:
+    make_model("llama", tmp_path, num_hidden_layers=LAYERS)
+    with engine(tmp_path, host_memory="600kB") as running:
+        assert running.generate(PROMPT, GREEDY).stats["placement"]["file_layers"]
+        weights = tmp_path / "model.safetensors"
+        weights.write_bytes(weights.read_bytes())
+        with pytest.raises(LinkError, match="changed while it was in use"):
+            running.generate(random_ids(60, 5), GREEDY)
+
+
+def test_a_deleted_file_is_still_there_for_who_has_it_open(tmp_path) -> None:
+    make_model("llama", tmp_path, num_hidden_layers=LAYERS)
+    with engine(tmp_path, host_memory="600kB") as running:
+        expected = running.generate(PROMPT, GREEDY).token_ids
+        (tmp_path / "model.safetensors").unlink()
+        assert running.generate(PROMPT, GREEDY, reuse=False).token_ids == expected
+
+
+def test_what_is_no_weight_must_fit_on_the_host(model) -> None:
+    with pytest.raises(DoesNotFitError, match="host memory for 90 tokens of context"):
+        engine(model, host_memory="100kB")

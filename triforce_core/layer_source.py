@@ -1,0 +1,90 @@
+"""Where a model's layers come from: a checkpoint, read in any thread, when they are needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from triforce_kernels.block_types import BlockType
+from triforce_kernels.linear import Weight
+
+from offload.layouts import FlatLayout, Views
+from offload.memory.device import DeviceMemory
+from offload.memory.host import check_available
+from offload.substitutes import Substitutes
+from triforce_core.model.config import ModelConfig
+
+
+class Readable(Protocol):
+    """What weights are read from: a Checkpoint, or random numbers.
+
+    files: that hold them, if any do
+    """
+
+    config: ModelConfig
+
+    @property
+    def stored_dtype(self) -> str | None: ...
+
+    @property
+    def files(self) -> Sequence[Path]: ...
+
+    def pieces(self, name: str) -> Sequence[tuple[int, BlockType | None]]: ...
+
+    def read_layer(self, layer: int, views: Views) -> None: ...
+
+    def read(self, name: str, into: Weight) -> None: ...
+
+    def rope_factors(self) -> torch.Tensor | None: ...
+
+
+class LayerSource:
+    """Fills layers, and what stands in for them."""
+
+    def __init__(
+        self,
+        checkpoint: Readable,
+        memory: DeviceMemory,
+        layouts: Sequence[FlatLayout],
+        substitutes: Substitutes | None = None,
+        report: Callable[[], None] = lambda: None,
+    ) -> None:
+        """layouts: of each layer. report: called when one is loaded, in any thread."""
+        self._checkpoint = checkpoint
+        self._memory = memory
+        self._layouts = layouts
+        self._substitutes = substitutes
+        self._report = report
+        # No more than one layer that has no place on the host is there at a time.
+        self._reading = threading.Lock()
+
+    def fill(self, layer: int, views: Views) -> None:
+        """Writes a layer's tensors. Raises CheckpointError."""
+        # Both are a thread's own.
+        with torch.inference_mode(), self._memory.current():
+            self._checkpoint.read_layer(layer, views)
+
+    def loaded(self, layer: int, views: Views | None) -> None:
+        """Makes what stands in for a layer that has its place; in a file, if it has no views."""
+        substitutes = self._substitutes
+        with torch.inference_mode(), self._memory.current():
+            if substitutes and layer in substitutes.views and not substitutes.restore(layer):
+                with self._exact(layer, views) as exact:
+                    substitutes.make(layer, exact)
+        self._report()
+
+    @contextmanager
+    def _exact(self, layer: int, views: Views | None) -> Iterator[Views]:
+        if views is not None:
+            yield views
+            return
+        with self._reading:
+            size = self._layouts[layer].nbytes
+            check_available(size, "host memory for a layer that is read")
+            views = self._layouts[layer].views(torch.empty(size, dtype=torch.uint8))
+            self._checkpoint.read_layer(layer, views)
+            yield views
