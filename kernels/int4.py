@@ -118,7 +118,7 @@ def dequantise(weight: Int4Weight) -> torch.Tensor:
 
 def dense_rows(weight: Int4Weight) -> Iterator[tuple[int, torch.Tensor]]:
     """The weight as rows [n, in] in float32, some at a time, each with the index of its first."""
-    step = max(1, limits.DECODED_AT_ONCE // weight.shape[1])
+    step = max(1, limits.GROUPS_AT_ONCE // weight.shape[1])
     for first in range(0, weight.shape[0], step):
         yield first, dequantise(weight.rows(first, min(first + step, weight.shape[0])))
 

@@ -6,3 +6,8 @@ MOST_SPLITS = 32
 DECODED_AT_ONCE = 2 << 20
 # Device bytes for each of them while they are decoded, the result in float32 included.
 DECODE_BYTES = 24
+# The same of weights in groups of 4 bits.
+GROUPS_AT_ONCE = 1 << 20
+GROUPS_BYTES = 12
+# And of dense ones in half precision whose products are made in float32.
+WIDENED_BYTES = 4

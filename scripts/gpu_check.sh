@@ -5,6 +5,7 @@
 # file is written again after each.
 #
 #     bash scripts/gpu_check.sh [RESULT.json]       with MEMORY=24GB, PYTHON=python3
+#     LARGE=1 bash scripts/gpu_check.sh RESULT.json  a model larger than the GPU alone, in 70 GB of host
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 RESULT=${1:-benchmarks/results/gpu_check.json}
@@ -36,6 +37,12 @@ $PYTHON -m pip install --quiet --no-deps --no-build-isolation -e . || exit 1
 TRIFORCE=("$PYTHON" -m triforce_core.cli)
 BENCH=("${TRIFORCE[@]}" bench --device cuda:0 --dtype float16 --device-memory "$MEMORY" --output json)
 PYTEST=("$PYTHON" -m pytest -q --maxfail=30 -p no:cacheprovider --continue-on-collection-errors)
+if [[ ${LARGE:-} ]]; then
+    # Layers in 16 bits stream, and copies of them in 4 bits draft.
+    part qwen2.5-32b 500 "${BENCH[@]}" --dtype bfloat16 --shape qwen2.5-32b --context 32768 \
+        --repeats 3 --tests pass,retrieval
+    exit $FAILED
+fi
 # Kernels compile on one core each, about 170 of them: with pytest-xdist on several at once, into a
 # cache that what follows finds.
 WORKERS=()

@@ -26,7 +26,7 @@ from triforce_core.opening import OpenModel
 from triforce_core.params import SamplingParams, check_context
 from triforce_core.planner.plan import Plan
 from triforce_core.request import Request
-from triforce_core.settings import EXACT, EngineConfig
+from triforce_core.settings import DENSE, EXACT, STORED, EngineConfig
 from triforce_core.stream import Completion, Piece, Stream
 from triforce_core.text import TextStream
 
@@ -136,6 +136,8 @@ class Engine:
         """What lives where, and how long drafts are."""
         runtime = self.runtime
         plan = Plan.of(self.models.method, runtime.demand, runtime.placement, self.models.budget)
+        weights = STORED if any(any(x.blocks()) for x in runtime.weights.layouts) else DENSE
+        plan = replace(plan, weights=weights)
         return plan.named(self._name, self.config, device_name(runtime.memory.device))
 
     @property

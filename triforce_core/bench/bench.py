@@ -199,11 +199,17 @@ class Bench:
             level.laws(feed)
 
         seconds = self._times(step, 4 * self.settings.repeats, before=USES_BEFORE + 1)
-        demand = self.runtime.demand
-        read = demand.weights_bytes + demand.head_bytes
+        demand, placement = self.runtime.demand, self.runtime.placement
+        # Copies in 4 bits of some layers, the others themselves.
+        instead = placement.substituted_layers
+        exact = set(range(demand.layers)) - set(instead)
+        read = sum(demand.layer_bytes[layer] for layer in exact) + demand.head_bytes
+        read += len(instead) * demand.substitute_bytes
         read += demand.kv.token_bytes * demand.layers * cache.kv.end
         floor = read / self.device_copy_bytes_per_second
         what = f"one token over {cache.kv.end}"
+        if instead:
+            what += f", {len(instead)} layers in 4 bits"
         name = "weights and cache at the rate of a copy on the device"
         return Row("retrieval", what, seconds, 1, "tokens/s", floor, name)
 

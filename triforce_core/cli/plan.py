@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from offload.errors import UsageError
+from offload.errors import DoesNotFitError, UsageError
 from offload.files import Output, check_outputs
 from offload.formats import DTYPES
 from offload.kv.sizes import COPY_BYTES
@@ -49,7 +49,7 @@ def plan(args: argparse.Namespace) -> int:
     case = _case(args)
     if args.sweep or args.plot:
         return _sweep(args, case)
-    chosen = _of_file(args, case) if args.plan else choose(case)
+    chosen = _of_file(args, case) if args.plan else _chosen(args, case)
     prediction = predict(chosen)
     compared = None
     if args.compare:
@@ -67,8 +67,25 @@ def plan(args: argparse.Namespace) -> int:
             whole["speed_up"] = compared.seconds_per_token / prediction.seconds_per_token
         print(json.dumps(whole, indent=2))
     else:
-        print_plan(case, args.model, prediction, chosen, compared)
+        print_plan(chosen.case, args.model, prediction, chosen, compared)
     return 0
+
+
+def _chosen(args: argparse.Namespace, case: Case) -> Candidate:
+    """The best plan. On the emulated device, where decoding takes longer than reading, quantised
+    weights are planned both ways.
+    """
+    if not (case.pieces and case.hardware.emulated and args.weights == AUTO):
+        return choose(case)
+    plans, refused = [], None
+    for each in (case, replace(case, pieces=None)):
+        try:
+            plans.append(choose(each))
+        except DoesNotFitError as error:
+            refused = refused or error
+    if refused and not plans:
+        raise refused
+    return min(plans, key=lambda plan: plan.seconds_per_token)
 
 
 def _case(args: argparse.Namespace) -> Case:

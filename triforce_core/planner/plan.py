@@ -96,7 +96,8 @@ class Plan:
 
     def as_run(self, taken: Plan) -> Plan:
         """The same with what an engine says otherwise in passing: names and predictions."""
-        return replace(self, made_for=taken.made_for, predicted=taken.predicted)
+        weights = taken.weights if self.weights == AUTO else self.weights
+        return replace(self, made_for=taken.made_for, predicted=taken.predicted, weights=weights)
 
     def config(self, like: EngineConfig) -> EngineConfig:
         """What an engine is made with by it. like: the rest, a longest context of its own among it.

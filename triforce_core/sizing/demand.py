@@ -29,9 +29,11 @@ from triforce_core.sizing.workspace import (
     decode_bytes,
     forward_bytes,
     graph_bytes,
+    groups_bytes,
     law_bytes,
     pass_bytes,
     reading_bytes,
+    widened_bytes,
 )
 
 # A layer is computed for so many tokens of a prompt at a time.
@@ -107,9 +109,7 @@ class Wanted:
         shape, verified = self._kv_shape(), method.max_draft_tokens + 1
         scored = method.chunk_size if budget else 0
         weights, substitute = self.weights, self.substitute if budget else None
-        numbers = weights.decoded_numbers
-        if self.widens:
-            numbers = max(numbers, config.vocab * config.hidden, self._largest)
+        read_at_once = min(PREFILL_CHUNK, self.max_context)
         return Demand(
             layer_bytes=tuple(layer.nbytes for layer in weights.layers),
             head_bytes=weights.head.nbytes,
@@ -117,7 +117,7 @@ class Wanted:
             reading_bytes=reading_bytes(
                 config, self.max_context, PREFILL_CHUNK, shape.block_tokens, scored, itemsize
             )
-            + decode_bytes(config, min(PREFILL_CHUNK, self.max_context), numbers, itemsize),
+            + self._product_bytes(read_at_once),
             pass_bytes=pass_bytes(
                 config,
                 self.max_context,
@@ -127,7 +127,7 @@ class Wanted:
                 itemsize,
                 self.splits,
             )
-            + decode_bytes(config, verified, numbers, itemsize),
+            + self._product_bytes(verified),
             kv=shape,
             context_tokens=self.max_context,
             max_pass_tokens=verified,
@@ -135,7 +135,7 @@ class Wanted:
             gather_bytes=self._gather_bytes(shape, budget),
             substitute_bytes=substitute.nbytes if substitute else 0,
             substitute_all=method.draft_weights == INT4,
-            decoding_bytes=decode_bytes(config, verified, self._largest, itemsize)
+            decoding_bytes=groups_bytes(config, verified, self._largest, itemsize)
             if substitute
             else 0,
         )
@@ -146,6 +146,14 @@ class Wanted:
         shape = self._kv_shape()
         blocks = self.max_context // shape.block_tokens * self.config.layers
         return sum(layer.nbytes for layer in self.weights.layers) + blocks * shape.block_bytes
+
+    def _product_bytes(self, tokens: int) -> int:
+        """What products with weights take besides their results."""
+        config = self.config
+        total = decode_bytes(config, tokens, self.weights.decoded_numbers, self.dtype.itemsize)
+        if self.widens:
+            total += widened_bytes(config, tokens, max(config.vocab * config.hidden, self._largest))
+        return total
 
     @property
     def _largest(self) -> int:

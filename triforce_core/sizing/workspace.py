@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from triforce_kernels.limits import DECODE_BYTES, DECODED_AT_ONCE
+from triforce_kernels.limits import (
+    DECODE_BYTES,
+    DECODED_AT_ONCE,
+    GROUPS_AT_ONCE,
+    GROUPS_BYTES,
+    WIDENED_BYTES,
+)
 
 from offload.kv.sizes import SCORED_TOKENS
 from triforce_core.model.config import ModelConfig
@@ -37,14 +43,32 @@ def forward_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
 
 
 def decode_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:
-    """What it takes besides that weights are decoded: some rows of the largest matrix, of so many
-    numbers, and their product with `tokens` rows before it is put with the others.
+    """What it takes besides that weights in blocks are decoded: some rows of the largest matrix, of
+    so many numbers, and their product with `tokens` rows before it is put with the others.
     """
+    return _sliced_bytes(config, tokens, numbers, itemsize, DECODED_AT_ONCE, DECODE_BYTES)
+
+
+def groups_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:
+    """The same of weights in groups of 4 bits."""
+    return _sliced_bytes(config, tokens, numbers, itemsize, GROUPS_AT_ONCE, GROUPS_BYTES)
+
+
+def widened_bytes(config: ModelConfig, tokens: int, numbers: int) -> int:
+    """The same of dense weights in half precision whose products are made in float32, and so are
+    what they are multiplied with and give.
+    """
+    return _sliced_bytes(config, 2 * tokens, numbers, 4, DECODED_AT_ONCE, WIDENED_BYTES)
+
+
+def _sliced_bytes(
+    config: ModelConfig, tokens: int, numbers: int, itemsize: int, at_once: int, each: int
+) -> int:
     if not numbers:
         return 0
-    at_once = min(numbers, max(DECODED_AT_ONCE, config.hidden, config.mlp))
+    held = min(numbers, max(at_once, config.hidden, config.mlp))
     widest = max(2 * config.mlp, (config.heads + 2 * config.kv_heads) * config.head_dim)
-    return at_once * DECODE_BYTES + tokens * widest * itemsize
+    return held * each + tokens * widest * itemsize
 
 
 def running_bytes(config: ModelConfig, tokens: int, splits: int) -> int:
