@@ -1,7 +1,7 @@
-"""GGUF's block types: how many numbers a block holds, and in how many bytes. No tensors.
+"""Block types: how many numbers a block holds, and in how many bytes. No tensors.
 
-The gguf package has the same table, but only who has such a file should load it; a test holds the
-two together.
+The gguf package has the same table of GGUF's, but only who has such a file should load it; a test
+holds the two together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class BlockType:
     """Numbers of a few bits that share scales.
 
-    name, number: as ggml has them; elements, nbytes: of a block
+    name, number: as ggml has them, 0 for what it has not; elements, nbytes: of a block
     """
 
     name: str
@@ -52,3 +52,9 @@ BLOCK_TYPES = {
         BlockType("IQ1_M", 29, 256, 56),
     )
 }
+
+# 128 numbers of 8 bits (4 of exponent, 3 of mantissa) and their scale in float32, behind them.
+# Checkpoints hold a scale for each 128 by 128 numbers; here each row has its own, for a 32nd more
+# bytes, so that rows can be taken apart and put together.
+F8_E4M3 = BlockType("F8_E4M3", 0, 128, 132)
+ALL_TYPES = BLOCK_TYPES | {F8_E4M3.name: F8_E4M3}

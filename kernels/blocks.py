@@ -1,4 +1,4 @@
-"""Matrices in GGUF's block types, decoded to plain numbers."""
+"""Matrices in blocks of a few bits a number, GGUF's and FP8's, decoded to plain numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .checks import require
 from .dispatch import TRITON, backend, implementation
 
 # Types that `blocks_triton` decodes.
-FUSED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+FUSED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F8_E4M3")
 
 
 @dataclass(frozen=True)
@@ -135,5 +135,10 @@ def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
     return _half(blocks, 0) * _fives(blocks, 4) + _half(blocks, 2)
 
 
+def _f8_e4m3(blocks: torch.Tensor) -> torch.Tensor:
+    numbers = blocks[:, :128].view(torch.float8_e4m3fn).float()
+    return numbers * blocks[:, 128:].contiguous().view(torch.float32)
+
+
 # What transformers' decoders leave out.
-_OWN = {"Q5_0": _q5_0, "Q5_1": _q5_1}
+_OWN = {"Q5_0": _q5_0, "Q5_1": _q5_1, "F8_E4M3": _f8_e4m3}

@@ -22,6 +22,7 @@ _SHAPES = {
     "Q5_0": (16, 1),
     "Q5_1": (16, 1),
     "Q8_0": (16, 1),
+    "F8_E4M3": (64, 1),
     "Q4_K": (32, 4),
     "Q5_K": (32, 4),
     "Q6_K": (32, 4),
@@ -34,6 +35,24 @@ def _half(place):
     low = tl.load(place).to(tl.uint16)
     high = tl.load(place + 1).to(tl.uint16)
     return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _eight(place):
+    """Numbers of 8 bits, 4 of exponent and 3 of mantissa. As half-precision ones of the same bits
+    they are a 256th of themselves, subnormal ones too.
+    """
+    bits = tl.load(place).to(tl.uint16)
+    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def _single(place):
+    """The single-precision number at a byte, which may be odd."""
+    bits = tl.load(place).to(tl.uint32) | (tl.load(place + 1).to(tl.uint32) << 8)
+    bits |= (tl.load(place + 2).to(tl.uint32) << 16) | (tl.load(place + 3).to(tl.uint32) << 24)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -71,6 +90,10 @@ def _step(row, step, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.co
         scale = _half(block)[:, None]
         low = tl.load(place).to(tl.int8, bitcast=True).to(tl.float32) * scale
         high = tl.load(place + BYTES).to(tl.int8, bitcast=True).to(tl.float32) * scale
+    elif KIND == "F8_E4M3":
+        place = block[:, None] + byte[None, :]
+        scale = _single(block + 128)[:, None]
+        low, high = _eight(place) * scale, _eight(place + BYTES) * scale
     elif KIND == "Q6_K":
         # Halves of 128 numbers, each 64 bytes of low bits; the upper two bits are 32 bytes more.
         half, quarter = part // 2, part % 2

@@ -10,17 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError, safe_open
+from triforce_kernels.block_types import F8_E4M3
 
 from offload.checkpoint.header import read_json
 from offload.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import torch
+    from triforce_kernels.block_types import BlockType
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": None, "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_TORCH_NAMES = _DTYPES | {"F64": "float64"}
+_FP8 = "F8_E4M3"
+# Of a tensor in FP8: its scales, a number for each 128 by 128 of the tensor's.
+SCALE_SUFFIX = "_scale_inv"
+_SCALED = 128
+_TORCH_NAMES = _DTYPES | {"F64": "float64", _FP8: "float8_e4m3fn"}
 # So many elements are read at a time where they are converted.
 _CHUNK_ELEMENTS = 4 << 20
 
@@ -73,23 +79,64 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         path, handle = self._tensors[name]
         entry = handle.get_slice(name)
-        if entry.get_dtype() not in _DTYPES:
+        if entry.get_dtype() not in _TORCH_NAMES:
             raise UnsupportedModelError(
-                f"{path}: {name} is {entry.get_dtype()}, supported are {', '.join(_DTYPES)}"
+                f"{path}: {name} is {entry.get_dtype()}, supported are {', '.join(_TORCH_NAMES)}"
             )
-        return tuple(entry.get_shape())
+        shape = tuple(entry.get_shape())
+        if entry.get_dtype() == _FP8:
+            self._check_scales(name, shape)
+        return shape
 
     def dtype(self, name: str) -> str | None:
         _, handle = self._tensors[name]
         return _DTYPES.get(handle.get_slice(name).get_dtype())
 
-    def blocks(self, name: str) -> None:
-        return None
+    def blocks(self, name: str) -> BlockType | None:
+        return F8_E4M3 if self._places[name].dtype == _FP8 else None
 
     def read_blocks(self, name: str, into: torch.Tensor) -> None:
-        raise TypeError(f"{name} is not stored in blocks")
+        import torch
+
+        rows, columns = self.shape(name)
+        numbers = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+        self._read_plain(name, numbers)
+        scales = torch.empty(self.shape(name + SCALE_SUFFIX))
+        self._read_plain(name + SCALE_SUFFIX, scales)
+        each = scales.repeat_interleave(_SCALED, 0)[:rows]
+        made = torch.empty(rows, columns // _SCALED, F8_E4M3.nbytes, dtype=torch.uint8)
+        made[..., :_SCALED] = numbers.view(torch.uint8).unflatten(1, (-1, _SCALED))
+        made[..., _SCALED:] = each.unsqueeze(-1).view(torch.uint8)
+        into.copy_(made.flatten(1).view(into.shape))
 
     def read(self, name: str, into: torch.Tensor) -> None:
+        if self._places[name].dtype != _FP8:
+            self._read_plain(name, into)
+            return
+        import torch
+        from triforce_kernels.blocks import decode
+
+        rows, columns = self.shape(name)
+        blocks = torch.empty(rows, F8_E4M3.row_bytes(columns), dtype=torch.uint8)
+        self.read_blocks(name, blocks)
+        step = max(1, _CHUNK_ELEMENTS // columns)
+        decoded = [decode(part, F8_E4M3, into.dtype) for part in blocks.split(step)]
+        into.copy_(torch.cat(decoded).view(into.shape))
+
+    def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises UnsupportedModelError or CheckpointError."""
+        path, _ = self._tensors[name]
+        if len(shape) != 2 or shape[1] % _SCALED:
+            raise UnsupportedModelError(
+                f"{path}: {name} is {_FP8} of shape {list(shape)}; supported are matrices whose "
+                f"rows are a multiple of {_SCALED} numbers"
+            )
+        expected = (-(-shape[0] // _SCALED), shape[1] // _SCALED)
+        scales = name + SCALE_SUFFIX
+        if scales not in self._tensors or self.shape(scales) != expected:
+            raise CheckpointError(f"{path}: {scales} is missing or not of shape {list(expected)}")
+
+    def _read_plain(self, name: str, into: torch.Tensor) -> None:
         # A header is read without torch, which takes longer to load than a small model.
         import torch
 

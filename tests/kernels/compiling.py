@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import triton
 from triforce_kernels import blocks, dispatch
-from triforce_kernels.block_types import BLOCK_TYPES
+from triforce_kernels.block_types import ALL_TYPES
 from triforce_kernels.blocks import FUSED, BlockWeight, block_matmul, decode
 from triforce_kernels.dispatch import KERNELS
 from triforce_kernels.gather import ChunkSource, gather_chunks
@@ -180,7 +180,7 @@ def launch_others(dtype: torch.dtype) -> None:
     for rows in (1, 17, 64):
         int4_matmul(empty(rows, 4096), quantise(torch.zeros(4096, 4096, dtype=dtype)))
     for name in FUSED:
-        kind = BLOCK_TYPES[name]
+        kind = ALL_TYPES[name]
         data = torch.zeros(64, kind.row_bytes(4096), dtype=torch.uint8)
         decode(data, kind, dtype)
         for rows in (1, 64):

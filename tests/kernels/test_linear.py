@@ -10,7 +10,7 @@ from conftest import DEVICE, TOLERANCE, assert_near
 from gguf.quants import dequantize
 from gguf_files import in_blocks
 from torch.profiler import ProfilerActivity, profile
-from triforce_kernels.block_types import BLOCK_TYPES
+from triforce_kernels.block_types import ALL_TYPES, BLOCK_TYPES, F8_E4M3
 from triforce_kernels.blocks import FUSED, BlockWeight, NoDecoderError, block_matmul, decode
 from triforce_kernels.dispatch import REFERENCE
 from triforce_kernels.limits import DECODE_BYTES
@@ -20,13 +20,29 @@ ROWS, COLUMNS = 70, 512
 
 
 def blocks(name: str, rows: int = ROWS, seed: int = 0) -> tuple[BlockWeight, torch.Tensor]:
-    """A random weight in a block type, and the numbers that the gguf package finds in it."""
+    """A random weight in a block type, and the numbers that the gguf package finds in it, or that
+    torch finds in FP8.
+    """
+    if name == F8_E4M3.name:
+        return eights(rows)
     kind, number = BLOCK_TYPES[name], gguf.GGMLQuantizationType[name]
     random = np.random.default_rng(seed)
     values = random.standard_normal((rows, COLUMNS)).astype(np.float32)
     data = in_blocks(values, number)
     weight = BlockWeight(torch.from_numpy(data).to(DEVICE), kind, COLUMNS)
     return weight, torch.from_numpy(dequantize(data, number).copy())
+
+
+def eights(rows: int) -> tuple[BlockWeight, torch.Tensor]:
+    """Every pattern of 8 bits that is a number, with scales of all sizes."""
+    generator = torch.Generator().manual_seed(3)
+    bits = torch.randint(0, 256, (rows, COLUMNS), generator=generator, dtype=torch.uint8)
+    bits[bits & 0x7F == 0x7F] = 0
+    numbers = bits.view(torch.float8_e4m3fn).float()
+    scales = torch.rand(rows, COLUMNS // 128, generator=generator) * 1e-2
+    data = torch.cat((bits.unflatten(1, (-1, 128)), scales.unsqueeze(-1).view(torch.uint8)), -1)
+    weight = BlockWeight(data.flatten(1).to(DEVICE), F8_E4M3, COLUMNS)
+    return weight, numbers * scales.repeat_interleave(128, 1)
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
@@ -38,7 +54,7 @@ def test_sizes_are_those_of_the_gguf_package(name: str) -> None:
         kind.row_bytes(kind.elements + 1)
 
 
-@pytest.mark.parametrize("name", BLOCK_TYPES)
+@pytest.mark.parametrize("name", ALL_TYPES)
 def test_decoded_numbers_are_those_of_the_gguf_package(backend, name: str) -> None:
     weight, expected = blocks(name, ROWS if backend == REFERENCE else 5)
     assert weight.shape == expected.shape

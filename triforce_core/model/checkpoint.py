@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.header import read_json
-from offload.checkpoint.safetensors import SafetensorsSource
+from offload.checkpoint.safetensors import SCALE_SUFFIX, SafetensorsSource
 from offload.checkpoint.source import TensorSource
 from offload.errors import CheckpointError, TriforceError, UnsupportedModelError, UsageError
 from triforce_core.model.config import ModelConfig, from_hf
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 _HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
 # Some repositories hold copies of the same weights in other layouts.
 _HUB_IGNORED = ["consolidated*", "*/*"]
-# Old checkpoints carry buffers that are computed here.
-_UNUSED = ("rotary_emb.inv_freq",)
+# Old checkpoints carry buffers that are computed here; scales belong to the tensor they are named
+# after.
+_UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX)
 
 
 @dataclass(frozen=True)

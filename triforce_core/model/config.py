@@ -210,8 +210,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: str) -> None:
         )
     if raw.get("mlp_bias"):
         raise UnsupportedModelError("mlp_bias is not supported")
-    if raw.get("quantization_config"):
-        raise UnsupportedModelError("quantization_config is not supported; use a GGUF file instead")
+    _refuse_quantised(raw.get("quantization_config"))
     experts = [
         name for name in ("num_local_experts", "num_experts", "n_routed_experts") if raw.get(name)
     ]
@@ -231,6 +230,19 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: str) -> None:
         and not (isinstance(window, int) and isinstance(positions, int) and window >= positions)
     ):
         raise UnsupportedModelError(f"an active sliding_window ({window!r}) is not supported")
+
+
+def _refuse_quantised(quantised: Any) -> None:
+    """But for FP8 with a scale for each 128 by 128 numbers, as Qwen3 and others are published."""
+    if not quantised:
+        return
+    asked = quantised if isinstance(quantised, Mapping) else {}
+    method, blocks = asked.get("quant_method"), asked.get("weight_block_size")
+    if method != "fp8" or asked.get("fmt", "e4m3") != "e4m3" or blocks != [128, 128]:
+        raise UnsupportedModelError(
+            f"quantization_config of method {method!r} with blocks of {blocks} is not supported "
+            "(only fp8, e4m3, with blocks of 128 by 128); use a GGUF file instead"
+        )
 
 
 def _hf_rope(raw: Mapping[str, Any], positions: int) -> RopeConfig:

@@ -52,7 +52,11 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
         ({"num_local_experts": 8}, "mixture of experts"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config of method 'awq'"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
+            "with blocks of \\[64, 64\\] is not supported",
+        ),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         (
             {"rope_scaling": {"type": "linear", "factor": 2, "partial_rotary_factor": 0.5}},

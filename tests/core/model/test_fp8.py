@@ -1,0 +1,112 @@
+"""FP8 with block scales, as Qwen3 and others are published: the text of the dequantised weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import BLOCK, PLACEMENTS, make_model, random_ids
+from oracle import assert_equal_but_for_ties
+from safetensors.torch import load_file, save_file
+
+from offload.errors import CheckpointError, UnsupportedModelError
+from triforce_core import Engine, SamplingParams
+
+PROMPT, NEW = random_ids(60), 24
+GREEDY = SamplingParams(NEW, temperature=0)
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "head_dim": 64,
+    "num_key_value_heads": 1,
+}
+CONFIG = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+
+
+def quantise(directory: Path, model: torch.nn.Module) -> None:
+    """Writes the layers' matrices of a checkpoint, and of its twin, in FP8. Rows of k and v are no
+    multiple of 128.
+    """
+    tensors, made = load_file(directory / "model.safetensors"), {}
+    for name, tensor in tensors.items():
+        if "proj" not in name:
+            made[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        padded = torch.zeros(-(-rows // 128) * 128, columns)
+        padded[:rows] = tensor
+        tiles = padded.view(-1, 128, columns // 128, 128)
+        scales = tiles.abs().amax((1, 3)) / 448
+        whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows]
+        numbers = (tensor / whole).to(torch.float8_e4m3fn)
+        made[name], made[f"{name}_scale_inv"] = numbers, scales
+        model.get_parameter(name).data.copy_(numbers.float() * whole)
+    save_file(made, directory / "model.safetensors", {"format": "pt"})
+    config = directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": CONFIG}))
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    path = tmp_path_factory.mktemp("fp8")
+    model = make_model("qwen3", path, **SIZES)
+    quantise(path, model)
+    return path, model
+
+
+def engine(path: Path, **options: object) -> Engine:
+    return Engine.from_pretrained(
+        path, **{"device": "cpu", "max_context": 90, "block_tokens": BLOCK, **options}
+    )
+
+
+@pytest.mark.parametrize("weights", ["dense", "stored"])
+@pytest.mark.parametrize("placement", ["resident", "both", "weights-one-slot"])
+def test_greedy_text_is_that_of_the_dequantised_model(
+    quantised, weights: str, placement: str
+) -> None:
+    path, model = quantised
+    theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)
+    theirs = theirs[0, len(PROMPT) :].tolist()
+    options = {"weights": weights, "placement": PLACEMENTS[placement], "method": "autoregressive"}
+    with engine(path, **options) as running:
+        result = running.generate(PROMPT, GREEDY)
+        layer = running.runtime.demand.layer_bytes[0]
+    assert_equal_but_for_ties(model, PROMPT, result.token_ids, theirs)
+    elements = sum(p.numel() for n, p in model.named_parameters() if "layers.0." in n)
+    if weights == "stored":
+        # Vectors are not quantised, and everything is aligned.
+        assert layer < 1.04 * elements + 16384
+    else:
+        assert layer >= 4 * elements
+
+
+def test_scales_that_do_not_fit_are_refused(tmp_path) -> None:
+    model = make_model("llama", tmp_path, **SIZES)
+    quantise(tmp_path, model)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    save_file(tensors | {name: torch.ones(2, 1)}, file)
+    with pytest.raises(CheckpointError, match=r"up_proj.weight_scale_inv is missing or not of"):
+        engine(tmp_path)
+    save_file({n: t for n, t in tensors.items() if n != name}, file)
+    with pytest.raises(CheckpointError, match=r"up_proj.weight_scale_inv is missing or not of"):
+        engine(tmp_path)
+
+
+def test_rows_that_are_no_whole_blocks_are_refused(tmp_path) -> None:
+    make_model("llama", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, file)
+    with pytest.raises(UnsupportedModelError, match=r"up_proj.weight is F8_E4M3 of shape"):
+        engine(tmp_path)
