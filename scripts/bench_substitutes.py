@@ -33,6 +33,7 @@ from offload.placement import Placement, device_bytes, spread
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.tokenizer import load_tokenizer
 
+RESULT = "bench_substitutes"
 RATIO = 100
 # Each method generates so many: a token of `autoregressive` is a pass, and all passes take the same
 # time.
@@ -52,50 +53,55 @@ def main() -> None:
     bench = SubstitutesBench(args.tokens, args.prompts, args.budget)
     step_seconds, pass_bytes = bench.calibrate()
     bandwidth = pass_bytes / (RATIO * step_seconds)
-    methods = {"triforce": bench.measure(bandwidth, "triforce", placement=bench.placement)}
     exact_alone = replace(bench.placement, substituted_layers=())
-    for method in ("autoregressive", "speculative"):
-        methods[f"{method}, the same layers"] = bench.measure(
-            bandwidth, method, placement=exact_alone
-        )
-        methods[f"{method}, the same memory"] = bench.measure(
-            bandwidth, method, device_memory=bench.device_bytes
-        )
-    drafts = args.drafts
-    acceptance = {
-        "exact": bench.acceptance(drafts, draft_weights="exact"),
-        "4 bits of what streams": bench.acceptance(drafts, placement=bench.placement),
-        "4 bits of all": bench.acceptance(drafts, draft_weights="int4"),
+    record: dict[str, Any] = {
+        "model": "SmolLM2-135M-Instruct.Q4_1 as bfloat16",
+        "link": "emulated",
+        "prompt_tokens": args.tokens,
+        "prompts": args.prompts,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "budget": args.budget,
+        "device_memory_bytes": bench.device_bytes,
+        "level_1_step_seconds": step_seconds,
+        "bytes_per_pass": pass_bytes,
+        "link_bytes_per_second": bandwidth,
+        "methods": {},
+        "acceptance": {},
     }
-    own = methods["triforce"]["seconds_per_token"]
-    ratios = {
+    for name, method, options in (
+        ("triforce", "triforce", {"placement": bench.placement}),
+        ("autoregressive, the same layers", "autoregressive", {"placement": exact_alone}),
+        ("speculative, the same layers", "speculative", {"placement": exact_alone}),
+        ("autoregressive, the same memory", "autoregressive", bench.same_memory),
+        ("speculative, the same memory", "speculative", bench.same_memory),
+    ):
+        row = bench.measure(bandwidth, method, **options)
+        record["methods"][name] = row
+        # An hour in all: what was measured is kept, whatever ends it.
+        path = write_result(RESULT, record)
+        print(f"{name}: {row['seconds_per_token']:.3f} s/token", flush=True)
+    for name, options in (
+        ("exact", {"draft_weights": "exact"}),
+        ("4 bits of what streams", {"placement": bench.placement}),
+        ("4 bits of all", {"draft_weights": "int4"}),
+    ):
+        row = bench.acceptance(args.drafts, **options)
+        record["acceptance"][name] = row
+        path = write_result(RESULT, record)
+        print(f"{name}: {row['acceptance']:.3f} accepted", flush=True)
+    own = record["methods"]["triforce"]["seconds_per_token"]
+    record["ratios"] = {
         f"times {name}": row["seconds_per_token"] / own
-        for name, row in methods.items()
+        for name, row in record["methods"].items()
         if name != "triforce"
     }
-    ratios["acceptance of that with exact weights"] = (
-        acceptance["4 bits of what streams"]["acceptance"] / acceptance["exact"]["acceptance"]
+    record["ratios"]["acceptance of that with exact weights"] = (
+        record["acceptance"]["4 bits of what streams"]["acceptance"]
+        / record["acceptance"]["exact"]["acceptance"]
     )
-    path = write_result(
-        "bench_substitutes",
-        {
-            "model": "SmolLM2-135M-Instruct.Q4_1 as bfloat16",
-            "link": "emulated",
-            "prompt_tokens": args.tokens,
-            "prompts": args.prompts,
-            "temperature": 0.6,
-            "top_p": 0.9,
-            "budget": args.budget,
-            "device_memory_bytes": bench.device_bytes,
-            "level_1_step_seconds": step_seconds,
-            "bytes_per_pass": pass_bytes,
-            "link_bytes_per_second": bandwidth,
-            "acceptance": acceptance,
-            "methods": methods,
-            "ratios": ratios,
-        },
-    )
-    show(acceptance, methods, ratios)
+    path = write_result(RESULT, record)
+    show(record["acceptance"], record["methods"], record["ratios"])
     print(f"written to {os.path.relpath(path)}")
 
 
@@ -116,6 +122,7 @@ class SubstitutesBench:
             tuple(sorted(streamed)), True, demand.kv_blocks, 2, 3, 2, 0, tuple(sorted(streamed))
         )
         self.device_bytes = device_bytes(demand, self.placement)
+        self.same_memory = {"device_memory": self.device_bytes}
 
     def acceptance(self, drafts: int, **options: Any) -> dict[str, Any]:
         """Of level 1 by the target: accepted tokens of those examined."""
