@@ -22,7 +22,7 @@ _SHAPES = {
     "Q5_0": (16, 1),
     "Q5_1": (16, 1),
     "Q8_0": (16, 1),
-    "F8_E4M3": (64, 1),
+    "F8_E4M3": (32, 2),
     "Q4_K": (32, 4),
     "Q5_K": (32, 4),
     "Q6_K": (32, 4),
@@ -91,8 +91,9 @@ def _step(row, step, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.co
         low = tl.load(place).to(tl.int8, bitcast=True).to(tl.float32) * scale
         high = tl.load(place + BYTES).to(tl.int8, bitcast=True).to(tl.float32) * scale
     elif KIND == "F8_E4M3":
-        place = block[:, None] + byte[None, :]
+        place = block[:, None] + part * 64 + byte[None, :]
         scale = _single(block + 128)[:, None]
+        start += part * 64
         low, high = _eight(place) * scale, _eight(place + BYTES) * scale
     elif KIND == "Q6_K":
         # Halves of 128 numbers, each 64 bytes of low bits; the upper two bits are 32 bytes more.
