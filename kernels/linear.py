@@ -38,7 +38,8 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     What is not dense is decoded to x's dtype some rows at a time: the result is that of the dense
     matrix of the same numbers.
     """
-    if isinstance(weight, torch.Tensor) and not widens(x.device, x.dtype, x.shape[0]):
+    wide = widens(x.device, x.dtype, x.shape[0])
+    if isinstance(weight, torch.Tensor) and not wide:
         return F.linear(x, weight, bias)
     few = x.shape[0] <= _FEW_ROWS
     if few and isinstance(weight, Int4Weight):
@@ -48,23 +49,27 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
         product = block_matmul(x, weight)
         return product if bias is None else product.add_(bias)
     out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
-    wide = x.float() if widens(x.device, x.dtype, x.shape[0]) else x
     if few and isinstance(weight, StackedWeight):
         first = 0
         for part in weight.parts:
-            out[..., first : first + part.shape[0]] = linear(x, part)
-            first += part.shape[0]
-    else:
-        for first, rows in dense_rows(weight, wide.dtype):
-            out[..., first : first + rows.shape[0]] = F.linear(wide, rows)
-    return out if bias is None else out.add_(bias)
+            end = first + part.shape[0]
+            out[..., first:end] = linear(x, part, None if bias is None else bias[first:end])
+            first = end
+        return out
+    computed = torch.float32 if wide else x.dtype
+    left, added = x.to(computed), None
+    for first, rows in dense_rows(weight, x.dtype):
+        end = first + rows.shape[0]
+        if bias is not None:
+            added = bias[first:end].to(computed)
+        out[..., first:end] = F.linear(left, rows.to(computed), added)
+    return out
 
 
 def widens(device: torch.device, dtype: torch.dtype, rows: int = _NARROW_ROWS + 1) -> bool:
     """Whether products with so many rows are made in float32 and rounded then.
 
-    Processors without half-precision units take 4 to 7 times as long otherwise (AVX2, 17 to 512
-    rows of bfloat16).
+    Processors without half-precision units take several times as long otherwise.
     """
     return device.type == "cpu" and dtype.itemsize == 2 and rows > _NARROW_ROWS
 
@@ -110,8 +115,6 @@ def dense_rows(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[int, torch.
     elif isinstance(weight, Int4Weight):
         for first, rows in int4.dense_rows(weight):
             yield first, rows.to(dtype)
-    elif weight.dtype == dtype:
-        yield 0, weight
     else:
         step = max(1, limits.DECODED_AT_ONCE // weight.shape[1])
         for first, rows in enumerate(weight.split(step)):

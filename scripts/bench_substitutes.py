@@ -23,14 +23,15 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-from bench_triforce import stopwatch
+from bench_acceptance import generate_fully
+from bench_triforce import step_and_pass
 from material import model_file, stretches
 from results import write_result
 from rich.console import Console
 from rich.table import Table
 
 from offload.placement import Placement, device_bytes, spread
-from triforce_core import Engine, SamplingParams
+from triforce_core import Engine
 from triforce_core.model.tokenizer import load_tokenizer
 
 RESULT = "bench_substitutes"
@@ -130,7 +131,7 @@ class SubstitutesBench:
         options |= {"draft": "none", "draft_tokens": drafts}
         with self._engine(None, **options) as engine:
             for seed, prompt in enumerate(self._prompts):
-                stats = self._generate(engine, prompt, ACCEPTANCE_TOKENS, seed)
+                stats = generate_fully(engine, prompt, ACCEPTANCE_TOKENS, seed)
                 lengths = stats["acceptance"]["accepted_lengths"]
                 accepted = sum(i * n for i, n in enumerate(lengths))
                 runs.append((accepted, accepted + sum(lengths[:drafts]), stats))
@@ -148,18 +149,13 @@ class SubstitutesBench:
         """Seconds of one step of level 1 over one token, and bytes of one pass."""
         options = {"draft": "none", "draft_tokens": 24, "placement": self.placement}
         with self._engine(None, **options) as engine:
-            self._generate(engine, self._prompts[0], 40, 0)
-            with stopwatch(engine) as watch:
-                stats = self._generate(engine, self._prompts[0], 40, 0)
-        link = stats["link"]
-        moved = link["floor_seconds_per_pass"] * link["bandwidth_gb_per_s"] * 1e9
-        return statistics.median(watch.single_token_seconds), moved
+            return step_and_pass(engine, self._prompts[0], 40)
 
     def measure(self, bandwidth: float, method: str, **options: Any) -> dict[str, Any]:
         runs, new_tokens = [], NEW_TOKENS[method]
         with self._engine(bandwidth, method=method, **options) as engine:
             for seed, prompt in enumerate(self._prompts):
-                stats = self._generate(engine, prompt, new_tokens, seed)
+                stats = generate_fully(engine, prompt, new_tokens, seed)
                 runs.append(
                     {
                         "seconds_per_token": stats["seconds_per_token"],
@@ -177,17 +173,6 @@ class SubstitutesBench:
             "placement": stats["placement"],
             "runs": runs,
         }
-
-    def _generate(
-        self, engine: Engine, prompt: list[int], new_tokens: int, seed: int
-    ) -> dict[str, Any]:
-        """Stats of the first seed from `seed` on whose text does not end before its length."""
-        while True:
-            params = SamplingParams(new_tokens, temperature=0.6, top_p=0.9, seed=seed)
-            stats = engine.generate(prompt, params, reuse=False).stats
-            if stats["finish_reason"] == "length":
-                return stats
-            seed += 1000
 
     def _engine(self, bandwidth: float | None, **options: Any) -> Engine:
         if options.get("method", "triforce") == "triforce":

@@ -117,15 +117,7 @@ class TriforceBench:
     def calibrate(self) -> tuple[float, float]:
         """Seconds of one step of the retrieval model over one token, and bytes of one pass."""
         with self._engine(None, 66, draft="none", draft_tokens=32) as engine:
-            params = SamplingParams(66, temperature=0.6, top_p=0.9, seed=0)
-            # Warms up.
-            engine.generate(self._prompts[0], params, reuse=False)
-            with stopwatch(engine) as watch:
-                stats = engine.generate(self._prompts[0], params, reuse=False).stats
-        # With nothing to verify, every forward of one token is a step of the retrieval model.
-        link = stats["link"]
-        moved = link["floor_seconds_per_pass"] * link["bandwidth_gb_per_s"] * 1e9
-        return statistics.median(watch.single_token_seconds), moved
+            return step_and_pass(engine, self._prompts[0], 66)
 
     def measure(self, bandwidth: float, new_tokens: int, **options: Any) -> dict[str, Any]:
         runs = []
@@ -190,6 +182,21 @@ class TriforceBench:
             tokenizer=self._tokenizer,
             **options,
         )
+
+
+def step_and_pass(engine: Engine, prompt: list[int], new_tokens: int) -> tuple[float, float]:
+    """Seconds of one step of the retrieval model over one token, and bytes of one pass, of an
+    engine whose retrieval model drafts alone.
+    """
+    params = SamplingParams(new_tokens, temperature=0.6, top_p=0.9, seed=0)
+    # Warms up.
+    engine.generate(prompt, params, reuse=False)
+    with stopwatch(engine) as watch:
+        stats = engine.generate(prompt, params, reuse=False).stats
+    # With nothing to verify, every forward of one token is a step of the retrieval model.
+    link = stats["link"]
+    moved = link["floor_seconds_per_pass"] * link["bandwidth_gb_per_s"] * 1e9
+    return statistics.median(watch.single_token_seconds), moved
 
 
 class Stopwatch:

@@ -30,6 +30,7 @@ from offload.memory.device import DeviceMemory
 from offload.memory.host import CudaDriver, HostMemory
 from offload.memory.numa import cpus_near
 from offload.placement import (
+    READ_AHEAD,
     Demand,
     Placement,
     check_host,
@@ -162,7 +163,7 @@ def load(
             checkpoint = checkpoint.reopened()
             stack.callback(checkpoint.close)
         if on_gpu or placement.file_layers:
-            link = StagedLink(link, host, most_read=demand.slot_bytes)
+            link = StagedLink(link, host, reading=(READ_AHEAD, demand.slot_bytes))
         tracer: Tracer = NoTrace()
         if config.trace:
             tracer = Trace(link)

@@ -95,8 +95,9 @@ def _digest(*parts: object) -> str:
 def _is_alive(process: str) -> bool:
     try:
         os.kill(int(process), 0)
-    except (ValueError, ProcessLookupError):
+    except PermissionError:
+        # Somebody else's.
+        return True
+    except (ValueError, OSError):
         return False
-    except OSError:
-        pass
     return True

@@ -120,8 +120,8 @@ class SafetensorsSource:
         blocks = torch.empty(rows, F8_E4M3.row_bytes(columns), dtype=torch.uint8)
         self.read_blocks(name, blocks)
         step = max(1, _CHUNK_ELEMENTS // columns)
-        decoded = [decode(part, F8_E4M3, into.dtype) for part in blocks.split(step)]
-        into.copy_(torch.cat(decoded).view(into.shape))
+        for part, target in zip(blocks.split(step), into.split(step), strict=True):
+            target.copy_(decode(part, F8_E4M3, into.dtype))
 
     def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises UnsupportedModelError or CheckpointError."""

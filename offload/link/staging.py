@@ -12,7 +12,6 @@ import torch
 from offload.errors import LinkError
 from offload.link.link import Event, Link, OnDemand, WrappedLink
 from offload.memory.host import HostMemory
-from offload.placement import READ_AHEAD
 
 _BUFFERS = 3
 _BUFFER_BYTES = 16 << 20
@@ -38,15 +37,15 @@ class StagedLink(WrappedLink):
         link: Link,
         memory: HostMemory,
         buffer_bytes: int = _BUFFER_BYTES,
-        most_read: int = 0,
+        reading: tuple[int, int] = (0, 0),
     ) -> None:
-        """most_read: bytes that are read on demand at once."""
+        """reading: buffers for what is read on demand, and the bytes of each."""
         super().__init__(link)
         self._memory = memory
         self._rings = {
             "in": (_BUFFERS, buffer_bytes),
             "out": (_BUFFERS, buffer_bytes),
-            "file": (READ_AHEAD, most_read),
+            "file": reading,
         }
         self._carriers: dict[str, _Carrier] = {}
 

@@ -39,7 +39,10 @@ def crosses(fitted: Fitted) -> int:
     [("llama3.1-8b", 131072), ("llama2-7b-128k", 65536), ("llama2-7b", 4096)],
 )
 def test_what_fits_at_every_size_of_memory(shape: str, context: int) -> None:
-    asks, seen = wanted(shape, context), []
+    asks = wanted(shape, context)
+    seen: list[Fitted] = []
+    # Budgets where the target alone streams KV only, and where it streams nothing.
+    between, fits = [], []
     for quarters in range(8, 4 * 90):
         memory = quarters * GIB // 4
         try:
@@ -52,7 +55,11 @@ def test_what_fits_at_every_size_of_memory(shape: str, context: int) -> None:
         if fitted.budget:
             assert fitted.placement.can_draft
         without = asks.demand(0)
-        if not streams(without, place(without, memory)):
+        if streams(without, place(without, memory)):
+            if not fitted.placement.streamed_layers:
+                between.append(fitted.budget)
+        else:
+            fits.append(fitted.budget)
             # A cache that nobody asked for sends no more over the link than comes meanwhile.
             read = fitted.demand.weights_bytes + crosses(replace(fitted, placement=NOTHING_HERE))
             assert crosses(fitted) <= read / 40
@@ -61,7 +68,8 @@ def test_what_fits_at_every_size_of_memory(shape: str, context: int) -> None:
     drafts = [fitted.budget > 0 for fitted in streaming]
     assert drafts == sorted(drafts)
     assert any(drafts)
-    between = [f.budget for f in seen if not f.placement.streamed_layers and crosses(f)]
+    assert between == sorted(between)
+    assert fits == sorted(fits)
     assert not crosses(seen[-1])
     if context > 4096:
         assert max(between) == 4096

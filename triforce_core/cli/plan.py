@@ -53,7 +53,7 @@ def plan(args: argparse.Namespace) -> int:
     prediction = predict(chosen)
     compared = None
     if args.compare:
-        compared = predict(choose(replace(case, fixed={"method": args.compare})))
+        compared = predict(choose(replace(chosen.case, fixed={"method": args.compare})))
     if args.save:
         made = chosen.plan.named(args.model, case.config, case.hardware.name)
         replace(made, predicted=prediction.as_dict()).write(args.save)
@@ -105,6 +105,8 @@ def _case(args: argparse.Namespace) -> Case:
     draft = args.draft if args.draft is not None else planned.method.draft if planned else AUTO
     draft_config = None
     if draft not in (AUTO, NGRAM, NO_DRAFTER):
+        if ":" in str(draft) and read_model(str(draft)).pieces:
+            raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
         draft_config = read_shape(draft)
     method = planned.method if planned else MethodSettings()
     if args.draft_weights:

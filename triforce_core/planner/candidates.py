@@ -47,6 +47,7 @@ BLOCK_BYTES = 16 << 20
 # One thread of the host puts chunks together at this rate before they cross an emulated link
 # (`kv/gather`). A GPU reads them where they lie (`kv/direct`).
 GATHER_BYTES_PER_SECOND = 4e9
+_MORE_HOST = "use more of it"
 
 
 @dataclass(frozen=True)
@@ -190,9 +191,7 @@ class Candidate:
             chunks = -(-prompt // PREFILL_CHUNK)
             compute += rank.layers * chunks * case.costs.launches.layer * hardware.launch_seconds
         rate = hardware.stream_bytes_per_second
-        crossing = matrices / rate
-        if placement.file_layers and hardware.disk_bytes_per_second:
-            crossing += self.round.disk_bytes / hardware.disk_bytes_per_second
+        crossing = matrices / rate + self.round.disk_seconds
         outwards = max(0, host_bytes(self.demand, placement) - matrices)
         first = self.demand.slot_bytes / rate if placement.streamed_layers else 0.0
         return first + max(compute, crossing, outwards / rate)
@@ -307,8 +306,11 @@ def _placed_on_host(case: Case, demand: Demand, placement: Placement) -> Placeme
     if have is None:
         return placement
     if hardware.emulated:
-        have -= device_bytes(demand, placement)
-    each = max(0, have // hardware.gpus)
+        # The device takes host memory too.
+        if (taken := device_bytes(demand, placement)) > have:
+            raise DoesNotFitError("host memory for the emulated device", taken, have, _MORE_HOST)
+        have -= taken
+    each = have // hardware.gpus
     if hardware.disk_bytes_per_second is not None:
         placement = place_on_host(demand, placement, each)
     if host_bytes(demand, placement) > each:
@@ -316,7 +318,7 @@ def _placed_on_host(case: Case, demand: Demand, placement: Placement) -> Placeme
             f"host memory for {case.context} tokens of context",
             host_bytes(demand, placement) * hardware.gpus,
             each * hardware.gpus,
-            "use more of it",
+            _MORE_HOST,
         )
     return placement
 

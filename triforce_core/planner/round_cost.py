@@ -60,7 +60,7 @@ class RoundCost:
         """What a pass's bytes take over the link. Nobody waits for those that come while
         drafting: a pass may be a little faster, a round is not.
         """
-        return self.link_bytes / self._rate + self._disk_seconds
+        return self.link_bytes / self._rate + self.disk_seconds
 
     @property
     def disk_bytes(self) -> int:
@@ -75,7 +75,7 @@ class RoundCost:
         return ReadFromDisk(frozenset(self.placement.file_layers), rate)
 
     @property
-    def _disk_seconds(self) -> float:
+    def disk_seconds(self) -> float:
         """What reading from files takes beyond crossing the link."""
         if (disk := self._disk) is None:
             return 0.0
@@ -103,7 +103,7 @@ class RoundCost:
         # Those ahead may be the slowest.
         crossing = max(0, self.link_bytes - ahead) / self._rate
         if disk := self._disk:
-            crossing += max(0.0, self._disk_seconds - ahead / disk.bytes_per_second)
+            crossing += max(0.0, self.disk_seconds - ahead / disk.bytes_per_second)
         return self.refresh_seconds + self.draft_seconds + max(self.compute_seconds, crossing)
 
     @cached_property
