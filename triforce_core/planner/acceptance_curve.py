@@ -22,9 +22,10 @@ NGRAM_PROPOSED = 0.2
 # The model above accepts this share of a small model's tokens: one alone speeds an A100 up by 1.42
 # to 1.56 (TriForce), about what one accepted token in two gives.
 MODEL_ACCEPTANCE = 0.5
-# A model accepts this share of what it drafts itself with all layers in 4 bits. SmolLM2-135M: .85
-# to .94, by the text; larger models lose less: Qwen2.5-7B makes 28 tokens a pass of such drafts
-# (SubSpec, arXiv 2509.18344). Not measured here on any of their size.
+# A model accepts this share of what it drafts itself with all layers in 4 bits. SmolLM2-135M:
+# .910 where exact weights have .964 (scripts/bench_substitutes.py); larger models lose less:
+# Qwen2.5-7B makes 28 tokens a pass of such drafts (SubSpec, arXiv 2509.18344). Not measured here on
+# any of their size.
 SUBSTITUTE_ACCEPTANCE = 0.95
 # The rejected share falls with this power of the budget: see `AcceptanceCurve`.
 _EXPONENT = 0.5
