@@ -61,3 +61,12 @@ class OutputError(TriforceError):
 
 class LinkError(TriforceError):
     """A transfer between host and device failed or did not finish in time."""
+
+
+class RankError(TriforceError):
+    """One of several ranks failed, or is not heard of any more."""
+
+    def __init__(self, why: str, exit_code: int = 1) -> None:
+        """exit_code: of the error that the rank met."""
+        super().__init__(why)
+        self.exit_code = exit_code

@@ -14,13 +14,17 @@ from typing import Any
 
 from offload.errors import UsageError
 from offload.files import Output
+from offload.link.trace import write_spans
 from offload.memory.device import device_name
+from offload.ranks import Alone, Ranks
 from offload.runtime import Runtime
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.models import Models
 from triforce_core.loading import Progress, load, open_device
+from triforce_core.model.config import ModelConfig
 from triforce_core.model.llama import Model
+from triforce_core.model.share import Share
 from triforce_core.model.tokenizer import Tokenizer
 from triforce_core.opening import OpenModel
 from triforce_core.params import SamplingParams, check_context
@@ -50,12 +54,15 @@ class Engine:
         load_seconds: float,
         progress: Progress,
         trace: Path | None = None,
+        config: ModelConfig | None = None,
     ) -> None:
-        """progress: called with "prefill", layers done and layers in all."""
+        """progress: called with "prefill", layers done and layers in all. config: of the whole
+        model, where `models` has a rank's share of it.
+        """
         self.tokenizer = tokenizer
         self.models = models
         self.drafting = Drafting(models)
-        self.config = models.target.config
+        self.config = config or models.target.config
         self.progress = progress
         self._name = name
         self._load_seconds = load_seconds
@@ -85,7 +92,8 @@ class Engine:
         tokenizer: one that is loaded already
         progress: called with ("load" or "prefill", layers done, layers in all)
 
-        Raises UsageError, DoesNotFitError (before loading) or CheckpointError.
+        Raises UsageError, DoesNotFitError (before loading), CheckpointError, or RankError if
+        another of several ranks meets an error.
         """
         began = time.perf_counter()
         config = config or EngineConfig()
@@ -117,11 +125,17 @@ class Engine:
             if plan is not None:
                 device = device_name(open_device(config.machine.device))
                 plan.check(model.name, model.checkpoint.config, device)
-            models = load(
-                model.checkpoint, config, context, drafter and drafter.checkpoint, progress
-            )
+            whole = model.checkpoint.config
+            ranks = _ranks(model, config, context)
+            try:
+                drafts = drafter and drafter.checkpoint
+                models = load(model.checkpoint, config, context, drafts, progress, ranks)
+            except BaseException:
+                ranks.abandon()
+                raise
+            models.resources.callback(ranks.close)
         seconds = time.perf_counter() - began
-        return cls(model.name, models, model.tokenizer, seconds, progress, config.trace)
+        return cls(model.name, models, model.tokenizer, seconds, progress, config.trace, whole)
 
     @property
     def model(self) -> Model:
@@ -137,7 +151,7 @@ class Engine:
         runtime = self.runtime
         plan = Plan.of(self.models.method, runtime.demand, runtime.placement, self.models.budget)
         weights = STORED if any(any(x.blocks()) for x in runtime.weights.layouts) else DENSE
-        plan = replace(plan, weights=weights)
+        plan = replace(plan, weights=weights, gpus=self.models.ranks.count)
         return plan.named(self._name, self.config, device_name(runtime.memory.device))
 
     @property
@@ -177,7 +191,7 @@ class Engine:
             same. The text's law stays what it is; which text a seed gives may depend on what was
             asked before, since drafts do
 
-        Raises UsageError, DoesNotFitError or LinkError.
+        Raises UsageError, DoesNotFitError, LinkError or RankError.
         """
         stream = self.stream(prompt, params, reuse=reuse)
         for _ in stream:
@@ -322,6 +336,7 @@ class Engine:
         try:
             with self.runtime.memory.typed_errors():
                 if self._trace:
+                    self.models.ranks.tell("clear")
                     self.runtime.trace.clear()
                 for piece in self._request(params).run(
                     tokens,
@@ -334,11 +349,28 @@ class Engine:
                     yield piece
                     if self._trace and isinstance(piece, Completion):
                         about = {name: piece.stats[name] for name in _TRACED_STATS}
-                        self.runtime.trace.write(self._trace, about)
+                        self._write_trace(about)
+        except GeneratorExit:
+            raise
+        except BaseException:
+            # Wherever the other ranks are now, it is not where this one is.
+            self.models.ranks.abandon()
+            raise
         finally:
             self._streaming = False
             if not sound:
                 self._forget()
+
+    def _write_trace(self, about: dict[str, Any]) -> None:
+        asked = time.perf_counter()
+        answers = self.models.ranks.ask("spans")
+        here = (asked + time.perf_counter()) / 2
+        # Machines have clocks of their own; ranks of one machine have one.
+        apart = self.models.ranks.here < self.models.ranks.count
+        spans = [
+            [span.later(here - now if apart else 0.0) for span in spans] for now, spans in answers
+        ]
+        write_spans([self.runtime.trace.spans(), *spans], self._trace, about)
 
     def _request(self, params: SamplingParams) -> Request:
         if self._context is None:
@@ -350,6 +382,27 @@ class Engine:
 
     def _report_layer(self, layer: int) -> None:
         self.progress("prefill", layer + 1, self.config.layers)
+
+
+def _ranks(model: OpenModel, config: EngineConfig, context: int) -> Ranks:
+    """Starts the other ranks, if there are to be any, and has them load their shares.
+
+    Raises UsageError or RankError.
+    """
+    checkpoint, gpus = model.checkpoint, config.machine.gpus
+    if gpus == 1:
+        return Alone()
+    # Refuses a model that does not spread.
+    Share.of(checkpoint.config, 0, gpus)
+    from triforce_core.parallel.leader import lead
+
+    ranks = lead(gpus)
+    try:
+        ranks.tell("load", checkpoint.path.absolute(), repr(checkpoint.config), config, context)
+    except BaseException:
+        ranks.abandon()
+        raise
+    return ranks
 
 
 _TRACED_STATS = ("method", "model", "device", "dtype", "prompt_tokens", "new_tokens", "link")

@@ -17,6 +17,7 @@ from offload.memory.device import DeviceMemory
 from offload.memory.host import check_available
 from offload.substitutes import Substitutes
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.share import Share
 
 
 class Readable(Protocol):
@@ -40,6 +41,8 @@ class Readable(Protocol):
     def read(self, name: str, into: Weight) -> None: ...
 
     def rope_factors(self) -> torch.Tensor | None: ...
+
+    def shared(self, share: Share) -> Readable: ...
 
 
 class LayerSource:

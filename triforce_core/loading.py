@@ -40,6 +40,7 @@ from offload.placement import (
     place,
     place_on_host,
 )
+from offload.ranks import Alone, Ranks
 from offload.runtime import Runtime
 from offload.substitutes import RECIPE, Substitutes
 from offload.weights import WeightStore
@@ -47,17 +48,30 @@ from triforce_core.decoding.models import Models, SmallModel
 from triforce_core.layer_source import LayerSource, Readable
 from triforce_core.model.llama import Ends, Model
 from triforce_core.model.rope import Rope
+from triforce_core.model.share import Share, mlp_unit
 from triforce_core.model.tensors import Layouts, dense_layouts, stored_layouts
 from triforce_core.settings import AUTO, DENSE, EngineConfig, MachineSettings
 from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.drafting import small_model_shape, window_tokens
-from triforce_core.sizing.fitting import fit
+from triforce_core.sizing.fitting import Fitted, fit
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Called with what is under way, how much of it is done, and how much there is; by one thread at a
 # time, not always the same.
 Progress = Callable[[str, int, int], None]
+
+
+def rank_device(machine: MachineSettings, ranks: Ranks) -> tuple[torch.device, bool]:
+    """The device of one of several ranks, and whether it has that for itself. Raises UsageError."""
+    cuda = machine.device == "cuda" or (machine.device is None and torch.cuda.is_available())
+    if ranks.count == 1 or not cuda:
+        return open_device(machine.device), ranks.count == 1
+    if ranks.here > (count := torch.cuda.device_count()):
+        raise UsageError(
+            f"{ranks.here} GPUs were asked for, and CUDA finds {count}; --device cuda:0 shares one"
+        )
+    return open_device(f"cuda:{ranks.local}"), True
 
 
 def open_device(name: str | None) -> torch.device:
@@ -120,21 +134,28 @@ def load(
     max_context: int,
     drafter: Readable | None,
     progress: Progress,
+    ranks: Ranks | None = None,
 ) -> Models:
-    """Places and reads the models. max_context: tokens of the longest text.
+    """Places and reads the models. max_context: tokens of the longest text. ranks: that share the
+    model, of which this one reads its part.
 
-    Raises UsageError, DoesNotFitError before anything is read, or CheckpointError.
+    Raises UsageError, DoesNotFitError before anything is read, CheckpointError or RankError.
     """
-    machine = config.machine
-    if machine.threads is not None:
-        torch.set_num_threads(machine.threads)
-    device = open_device(machine.device)
+    machine, ranks = config.machine, ranks or Alone()
+    device, own_device = rank_device(machine, ranks)
+    _set_threads(machine, device, ranks)
+    share = None
+    if ranks.count > 1:
+        unit = mlp_unit(checkpoint.config, checkpoint.pieces)
+        share = Share.of(checkpoint.config, ranks.index, ranks.count, unit)
+        checkpoint = checkpoint.shared(share)
     dtype = choose_dtype(config.dtype, checkpoint.stored_dtype, device)
     with ExitStack() as stack:
         # Measures a GPU's link, so before the cap is set.
         link, host = open_link(machine, device)
         stack.callback(lambda: link.close())
         on_gpu = device.type == "cuda"
+        ranks.meet(device, own_device=own_device)
         wanted = Wanted(
             checkpoint.config,
             dtype,
@@ -143,21 +164,41 @@ def load(
             config.block_tokens,
             drafter and drafter.config,
             block_bytes=link.copy_bytes,
-            graphs=machine.cuda_graphs and on_gpu,
+            # What goes through host memory cannot be recorded.
+            graphs=machine.cuda_graphs and on_gpu and own_device,
             splits=MOST_SPLITS if backend(device.type) == TRITON else 1,
             gathers_through_host=not (machine.pin and reads_in_place(device)),
             widens=widens(device, dtype),
         )
-        layouts = choose_layouts(checkpoint, config, wanted, device)
+        # Of this machine's memory, before any rank takes some.
+        host_bytes_here = available_host_bytes() // ranks.here
+        limit = machine.device_memory
+        if limit is None and ranks.count > 1 and not on_gpu:
+            limit = host_bytes_here
+        layouts = choose_layouts(checkpoint, config, wanted, device, host_bytes_here)
         # Decoding without a kernel brings small tables from the host, which no graph can hold.
         graphs = wanted.graphs and all(has_kernel(kind, device) for kind in layouts.block_types)
         wanted = replace(wanted, layouts=layouts, graphs=graphs)
-        memory = DeviceMemory(device, machine.device_memory, wanted.stored_bytes)
+        memory = DeviceMemory(device, limit, wanted.stored_bytes)
         stack.callback(memory.close)
-        fitted = fit(wanted, memory.available_bytes, config.placement)
-        demand, placement = fitted.demand, fitted.placement
-        check_placement(demand, placement, memory.available_bytes)
-        placement = _placed_on_host(checkpoint, demand, placement, machine.host_memory, on_gpu)
+
+        def fitting(most: int | None) -> tuple[Fitted, Placement]:
+            fitted = fit(wanted, memory.available_bytes, config.placement, most)
+            check_placement(fitted.demand, fitted.placement, memory.available_bytes)
+            placement = _placed_on_host(
+                checkpoint,
+                fitted.demand,
+                fitted.placement,
+                host_bytes_here,
+                machine.host_memory and machine.host_memory // ranks.here,
+                on_gpu,
+            )
+            return fitted, placement
+
+        fitted, placement = fitting(None)
+        if (budget := ranks.least(fitted.budget)) != fitted.budget:
+            fitted, placement = fitting(budget)
+        demand = fitted.demand
         if placement.file_layers:
             # The files stay open as long as the models.
             checkpoint = checkpoint.reopened()
@@ -185,6 +226,8 @@ def load(
                 stack.callback(small.resources.close)
             resident = placement.embedding_resident
             ends = _load_ends(checkpoint, layouts, memory, host, resident, stack)
+            if share is not None:
+                ends = replace(ends, first=share.vocab[share.rank].start, widths=share.widths)
             substitutes = None
             if fitted.budget and placement.substituted_layers:
                 substitutes = Substitutes(
@@ -192,7 +235,7 @@ def load(
                     placement.substituted_layers,
                     memory,
                     demand.decoding_bytes,
-                    _substitutes_cache(checkpoint, dtype),
+                    _substitutes_cache(checkpoint, dtype, ranks),
                 )
                 stack.callback(substitutes.close)
             source = LayerSource(checkpoint, memory, layouts.layers, substitutes, report)
@@ -208,7 +251,7 @@ def load(
                 source.loaded,
             )
         stack.callback(runtime.close)
-        target = Model(checkpoint.config, ends, rope, device)
+        target = Model(checkpoint.config, ends, rope, device, ranks)
         return Models(
             target,
             runtime,
@@ -218,14 +261,25 @@ def load(
             substitutes,
             recorder,
             stack.pop_all(),
+            ranks=ranks,
         )
 
 
-def _substitutes_cache(checkpoint: Readable, dtype: torch.dtype) -> LayerCache | None:
+def _set_threads(machine: MachineSettings, device: torch.device, ranks: Ranks) -> None:
+    if machine.threads is not None:
+        torch.set_num_threads(machine.threads)
+    elif ranks.count > 1 and device.type == "cpu":
+        # Those of one rank would wait for processors that another one's have.
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.here))
+
+
+def _substitutes_cache(checkpoint: Readable, dtype: torch.dtype, ranks: Ranks) -> LayerCache | None:
     """Where layers in 4 bits are kept; numbers that are in no file are not."""
     if not checkpoint.files:
         return None
     recipe = f"{RECIPE} of {str(dtype).removeprefix('torch.')}"
+    if ranks.count > 1:
+        recipe += f", rank {ranks.index} of {ranks.count}"
     return LayerCache(cache_directory() / "layers", recipe, checkpoint.files)
 
 
@@ -233,11 +287,14 @@ def _placed_on_host(
     checkpoint: Readable,
     demand: Demand,
     placement: Placement,
+    limit: int,
     host_memory: int | None,
     on_gpu: bool,
 ) -> Placement:
-    """With layers that the host has no room for in their files. Raises DoesNotFitError."""
-    limit = available_host_bytes()
+    """With layers that the host has no room for in their files. limit: bytes that are free.
+
+    Raises DoesNotFitError.
+    """
     if not on_gpu:
         # The emulated device takes host memory, like what streams to it.
         taken = device_bytes(demand, placement)
@@ -254,9 +311,16 @@ def _placed_on_host(
 
 
 def choose_layouts(
-    checkpoint: Readable, config: EngineConfig, wanted: Wanted, device: torch.device
+    checkpoint: Readable,
+    config: EngineConfig,
+    wanted: Wanted,
+    device: torch.device,
+    available: int,
 ) -> Layouts:
-    """How the weights will lie in memory. wanted: with dense ones. Raises UsageError."""
+    """How the weights will lie in memory. wanted: with dense ones. available: bytes of the host.
+
+    Raises UsageError.
+    """
     dense = wanted.weights
     if config.weights == DENSE:
         return dense
@@ -266,7 +330,7 @@ def choose_layouts(
         if (
             unknown
             or not stored.decoded_numbers
-            or not (device.type == "cuda" or _would_stream(wanted, config))
+            or not (device.type == "cuda" or _would_stream(wanted, config, available))
         ):
             return dense
         return stored
@@ -277,11 +341,10 @@ def choose_layouts(
     return stored
 
 
-def _would_stream(wanted: Wanted, config: EngineConfig) -> bool:
+def _would_stream(wanted: Wanted, config: EngineConfig, available: int) -> bool:
     """Whether some layers would, on the emulated device."""
     if config.placement is not None:
         return bool(config.placement.streamed_layers)
-    available = available_host_bytes()
     limit = available if config.machine.device_memory is None else config.machine.device_memory
     try:
         demand = wanted.demand(0)

@@ -17,7 +17,7 @@ from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.decoding.models import Models
 from triforce_core.params import SamplingParams
-from triforce_core.stats import Clock, drafting_stats, request_stats
+from triforce_core.stats import Clock, drafting_stats, rank_stats, request_stats
 from triforce_core.stream import Completion, Piece, pieces_of, until_stop
 from triforce_core.text import TextStream
 
@@ -87,7 +87,7 @@ class Request:
         if self._tokens:
             self._clock.end_decode()
         with self._on_device():
-            passes.end()
+            self._context.end()
         if piece := text.finish():
             yield Piece(piece, "plain")
         about = {
@@ -107,6 +107,10 @@ class Request:
             ),
             **drafting_stats(self._models, self._tallies, retrieval),
         }
+        ranks = self._models.ranks
+        if ranks.count > 1:
+            own = rank_stats(self._models.runtime, self._context)
+            stats["ranks"] = [own, *ranks.ask("rank_stats")]
         yield Completion(self._tokens, text.text, reason, stats)
 
     def _read(
@@ -143,7 +147,7 @@ class Request:
             if self._drafting.drop_lost(self._context):
                 # The old decoder holds on to what was dropped.
                 self._decoder = self._make_decoder()
-                self._context.passes.lend(self._models.dropped[-1].nbytes)
+                self._context.lend()
 
     def _stats(self, text: TextStream, about: dict[str, Any]) -> dict[str, Any]:
         runtime = self._models.runtime

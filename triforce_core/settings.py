@@ -31,6 +31,7 @@ LEAST_BUDGET = 256
 MOST_DRAFT_TOKENS = 256
 # Threads for each processor, at most.
 MOST_THREADS_EACH = 4
+MOST_GPUS = 64
 # The longest draft that `auto` chooses.
 AUTO_DRAFT_TOKENS = 64
 
@@ -51,7 +52,11 @@ class MachineSettings:
         memory if None
     pin: whether host memory that streams is registered with the CUDA driver, for direct copies
     cuda_graphs: whether forwards that draft are recorded as CUDA graphs
-    threads: of the CPU that compute, for all of the process; as PyTorch has them if None
+    threads: of the CPU that compute, for all of the process; as PyTorch has them if None, and its
+        part of them where ranks share a CPU
+    gpus: that share the model, a rank each, every one of them with `device_memory`, a part of
+        `host_memory` and a link of its own. More than one start on this machine, or are those that
+        torchrun started; device is "cuda" then, "cuda:0" for ranks that share one, or "cpu"
     """
 
     device: str | None = None
@@ -61,6 +66,7 @@ class MachineSettings:
     pin: bool = True
     cuda_graphs: bool = True
     threads: int | None = None
+    gpus: int = 1
 
     def __post_init__(self) -> None:
         if self.device is not None:
@@ -70,6 +76,8 @@ class MachineSettings:
                 object.__setattr__(self, name, parse_bytes(getattr(self, name)))
         if self.link_bandwidth is not None:
             object.__setattr__(self, "link_bandwidth", parse_bandwidth(self.link_bandwidth))
+        if not _whole(self.gpus, 1, MOST_GPUS):
+            raise UsageError(f"gpus must be 1 to {MOST_GPUS}, got {self.gpus!r}")
         most = MOST_THREADS_EACH * (os.cpu_count() or 1)
         if self.threads is not None and not _whole(self.threads, 1, most):
             raise UsageError(f"threads must be 1 to {most} on this machine, got {self.threads!r}")

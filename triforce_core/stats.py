@@ -9,6 +9,7 @@ from typing import Any
 from offload.link.link import Link, LinkCounters
 from offload.passes import PassCounters, Passes
 from offload.runtime import Runtime
+from triforce_core.decoding.context import Context
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.decoding.models import Models
 from triforce_core.decoding.retrieval import RetrievalCache
@@ -108,6 +109,24 @@ def request_stats(
             "resident_kv_blocks": sum(resident for resident, _ in blocks),
             "kv_blocks": sum(whole for _, whole in blocks),
         },
+    }
+
+
+def rank_stats(runtime: Runtime, context: Context) -> dict[str, Any]:
+    """What one of several ranks had of a request, from when its prompt was read."""
+    carried = runtime.link.counters() - context.link_when_read
+    counted = context.passes.counters - context.passes_when_read
+    placement = runtime.placement
+    return {
+        "bytes_to_device": carried.bytes_to_device,
+        "bytes_to_host": carried.bytes_to_host,
+        "bytes_per_pass": counted.bytes_to_device / counted.passes if counted.passes else None,
+        "device_budget_bytes": runtime.memory.limit_bytes,
+        "device_peak_bytes": runtime.memory.peak_bytes,
+        "host_bytes": runtime.host.nbytes,
+        "resident_weight_layers": runtime.weights.resident_layers,
+        "substituted_layers": len(placement.substituted_layers),
+        "checksum": context.checksum,
     }
 
 

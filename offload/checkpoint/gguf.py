@@ -21,6 +21,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 from triforce_kernels.block_types import BLOCK_TYPES, BlockType
 
+from offload.checkpoint.source import WHOLE, Corner
 from offload.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -105,31 +106,48 @@ class GGUFSource:
     def blocks(self, name: str) -> BlockType | None:
         return BLOCK_TYPES.get(self._entries[name].kind.name)
 
-    def read_blocks(self, name: str, into: torch.Tensor) -> None:
+    def read_blocks(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
+        elements, nbytes = GGML_QUANT_SIZES[self._entries[name].kind]
+        columns = into.shape[-1] // nbytes * elements
         # A copy, since torch takes no memory that it may not write to.
-        self._read(name, into, np.copy)
+        self._read(name, into, columns, corner, np.copy)
 
-    def read(self, name: str, into: torch.Tensor) -> None:
-        self._read(name, into, partial(_dequantise, kind=self._entries[name].kind))
+    def read(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
+        kind = self._entries[name].kind
+        self._read(name, into, into.shape[-1], corner, partial(_dequantise, kind=kind))
 
     def _read(
-        self, name: str, into: torch.Tensor, converted: Callable[[np.ndarray], np.ndarray]
+        self,
+        name: str,
+        into: torch.Tensor,
+        columns: int,
+        corner: Corner,
+        converted: Callable[[np.ndarray], np.ndarray],
     ) -> None:
+        """columns: of the tensor that are read. What is converted has those of whole blocks."""
         # A header is read without torch.
         import torch
 
         entry = self._entries[name]
+        elements, nbytes = GGML_QUANT_SIZES[entry.kind]
         raw = np.frombuffer(self._map, np.uint8, entry.nbytes, entry.start)
-        if into.dim() < 2:
+        if len(entry.shape) < 2:
+            raw = raw[corner.row * nbytes : (corner.row + into.numel()) * nbytes]
             into.copy_(torch.from_numpy(converted(raw)).view(into.shape))
             return
+        begin, end = corner.column // elements, -(-(corner.column + columns) // elements)
+        raw = raw.reshape(math.prod(entry.shape[:-1]), -1)
+        raw = raw[corner.row :, begin * nbytes : end * nbytes]
+        before = corner.column - begin * elements
         # A step is some whole indices of the first dimension, so whole rows and whole blocks.
-        index_bytes = entry.nbytes // into.shape[0]
+        each = into[0].numel() // into.shape[-1]
         step = max(1, _CHUNK_ELEMENTS // into[0].numel())
         for first in range(0, into.shape[0], step):
             part = into[first : first + step]
-            chunk = raw[first * index_bytes : (first + part.shape[0]) * index_bytes]
-            part.copy_(torch.from_numpy(converted(chunk)).view(part.shape))
+            rows = part.shape[0] * each
+            made = torch.from_numpy(converted(raw[first * each : first * each + rows]))
+            made = made.view(rows, -1)[:, before : before + into.shape[-1]]
+            part.copy_(made.reshape(part.shape))
 
     def close(self) -> None:
         self._entries = {}

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from triforce_kernels.block_types import F8_E4M3
 
 from offload.checkpoint.header import read_json
+from offload.checkpoint.source import WHOLE, Corner
 from offload.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -95,33 +96,40 @@ class SafetensorsSource:
     def blocks(self, name: str) -> BlockType | None:
         return F8_E4M3 if self._places[name].dtype == _FP8 else None
 
-    def read_blocks(self, name: str, into: torch.Tensor) -> None:
+    def read_blocks(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
         import torch
 
-        rows, columns = self.shape(name)
-        numbers = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
-        self._read_plain(name, numbers)
-        scales = torch.empty(self.shape(name + SCALE_SUFFIX))
-        self._read_plain(name + SCALE_SUFFIX, scales)
-        each = scales.repeat_interleave(_SCALED, 0)[:rows]
-        made = torch.empty(rows, columns // _SCALED, F8_E4M3.nbytes, dtype=torch.uint8)
+        count = into.shape[-1] // F8_E4M3.nbytes
+        rows = into.numel() // into.shape[-1]
+        numbers = torch.empty(rows, count * _SCALED, dtype=torch.float8_e4m3fn)
+        self._read_plain(name, numbers, corner)
+        # Scales of the rows above the first, which have it in common, are left out below.
+        above = corner.row % _SCALED
+        scales = torch.empty(-(-(above + rows) // _SCALED), count)
+        at = Corner(corner.row // _SCALED, corner.column // _SCALED)
+        self._read_plain(name + SCALE_SUFFIX, scales, at)
+        each = scales.repeat_interleave(_SCALED, 0)[above : above + rows]
+        made = torch.empty(rows, count, F8_E4M3.nbytes, dtype=torch.uint8)
         made[..., :_SCALED] = numbers.view(torch.uint8).unflatten(1, (-1, _SCALED))
         made[..., _SCALED:] = each.unsqueeze(-1).view(torch.uint8)
         into.copy_(made.flatten(1).view(into.shape))
 
-    def read(self, name: str, into: torch.Tensor) -> None:
+    def read(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
         if self._places[name].dtype != _FP8:
-            self._read_plain(name, into)
+            self._read_plain(name, into, corner)
             return
         import torch
         from triforce_kernels.blocks import decode
 
-        rows, columns = self.shape(name)
-        blocks = torch.empty(rows, F8_E4M3.row_bytes(columns), dtype=torch.uint8)
-        self.read_blocks(name, blocks)
+        rows, columns = into.shape
+        before = corner.column % _SCALED
+        count = -(-(before + columns) // _SCALED)
+        blocks = torch.empty(rows, count * F8_E4M3.nbytes, dtype=torch.uint8)
+        self.read_blocks(name, blocks, Corner(corner.row, corner.column - before))
         step = max(1, _CHUNK_ELEMENTS // columns)
         for part, target in zip(blocks.split(step), into.split(step), strict=True):
-            target.copy_(decode(part, F8_E4M3, into.dtype))
+            decoded = decode(part, F8_E4M3, into.dtype)
+            target.copy_(decoded[:, before : before + columns])
 
     def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises UnsupportedModelError or CheckpointError."""
@@ -136,25 +144,42 @@ class SafetensorsSource:
         if scales not in self._tensors or self.shape(scales) != expected:
             raise CheckpointError(f"{path}: {scales} is missing or not of shape {list(expected)}")
 
-    def _read_plain(self, name: str, into: torch.Tensor) -> None:
+    def _read_plain(self, name: str, into: torch.Tensor, corner: Corner) -> None:
         # A header is read without torch, which takes longer to load than a small model.
         import torch
 
-        place = self._places[name]
+        place, shape = self._places[name], self.shape(name)
         dtype = getattr(torch, _TORCH_NAMES[place.dtype])
+        # Columns of the tensor, and of what is read of it.
+        whole, width = (shape[-1], into.shape[-1]) if len(shape) > 1 else (1, 1)
+        count = into.numel() // width
+        row_bytes, start = whole * dtype.itemsize, corner.column * dtype.itemsize
+        start += place.start + corner.row * row_bytes
         # The system reads all of it ahead.
-        os.posix_fadvise(place.file, place.start, place.nbytes, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(place.file, start, count * row_bytes, os.POSIX_FADV_WILLNEED)
+        whole_rows = width == whole
+
+        def fill(raw: memoryview, first: int) -> None:
+            """Reads rows from one on, as many as the buffer takes."""
+            if whole_rows:
+                self._read(name, start + first * row_bytes, raw)
+                return
+            size = width * dtype.itemsize
+            for row in range(len(raw) // size):
+                part = raw[row * size : (row + 1) * size]
+                self._read(name, start + (first + row) * row_bytes, part)
+
         if into.is_contiguous() and into.dtype == dtype and into.device.type == "cpu":
-            self._read(name, place.start, memoryview(into.view(-1).view(torch.uint8).numpy()))
+            fill(memoryview(into.view(-1).view(torch.uint8).numpy()), 0)
             return
         # A step is some whole indices of the first dimension.
         rows = into if into.dim() > 1 else into.view(1, -1)
-        row_bytes = place.nbytes // rows.shape[0]
+        each = rows[0].numel() // width
         step = max(1, _CHUNK_ELEMENTS // rows[0].numel())
         for first in range(0, rows.shape[0], step):
             part = rows[first : first + step]
-            raw = bytearray(part.shape[0] * row_bytes)
-            self._read(name, place.start + first * row_bytes, memoryview(raw))
+            raw = bytearray(part.numel() * dtype.itemsize)
+            fill(memoryview(raw), first * each)
             part.copy_(torch.frombuffer(raw, dtype=dtype).view(part.shape))
 
     def _read(self, name: str, start: int, into: memoryview) -> None:

@@ -32,6 +32,9 @@ class Span(NamedTuple):
     ended: float
     args: dict[str, Any]
 
+    def later(self, seconds: float) -> Span:
+        return self._replace(began=self.began + seconds, ended=self.ended + seconds)
+
 
 class Tracer(Protocol):
     """Where the runtime says what it does."""
@@ -57,7 +60,7 @@ _NOTHING = nullcontext()
 
 
 class Trace:
-    """Keeps events while a request runs; `spans` and `write` ask the link when they happened."""
+    """Keeps events while a request runs; `spans` asks the link when they happened."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -100,38 +103,36 @@ class Trace:
         computed = [s for s in computed if s.name != _WAIT or s.ended - s.began >= waits]
         return [*copies, *computed, *self._host]
 
-    def write(self, path: Path, about: dict[str, Any]) -> None:
-        """Writes the file whole or not at all. about: what the run was, kept beside the events.
 
-        Raises OutputError or LinkError.
-        """
-        write_spans(self.spans(), path, about)
+def write_spans(ranks: Sequence[Sequence[Span]], path: Path, about: dict[str, Any]) -> None:
+    """Writes the timelines of one rank or more, whole or not at all. about: what the run was, kept
+    beside the events.
 
-
-def write_spans(spans: Sequence[Span], path: Path, about: dict[str, Any]) -> None:
-    """Writes a timeline whole or not at all. Raises OutputError."""
-    zero = min((span.began for span in spans), default=0.0)
-    named = [
-        {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": track}}
-        for i, track in enumerate(TRACKS)
-    ]
-    order = [
-        {"ph": "M", "pid": 0, "tid": i, "name": "thread_sort_index", "args": {"sort_index": i}}
-        for i in range(len(TRACKS))
-    ]
-    events = [
-        {
-            "ph": "X",
-            "pid": 0,
-            "tid": TRACKS.index(span.track),
-            "name": span.name,
-            "ts": round((span.began - zero) * 1e6, 3),
-            "dur": round((span.ended - span.began) * 1e6, 3),
-            "args": span.args,
-        }
-        for span in sorted(spans, key=lambda span: span.began)
-    ]
-    whole = {"traceEvents": named + order + events, "displayTimeUnit": "ms", "otherData": about}
+    Raises OutputError.
+    """
+    zero = min((span.began for spans in ranks for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(ranks):
+        for i, track in enumerate(TRACKS):
+            name = track if len(ranks) == 1 else f"{track}, rank {rank}"
+            about_track = {"thread_name": {"name": name}, "thread_sort_index": {"sort_index": i}}
+            events += [
+                {"ph": "M", "pid": rank, "tid": i, "name": kind, "args": args}
+                for kind, args in about_track.items()
+            ]
+        events += [
+            {
+                "ph": "X",
+                "pid": rank,
+                "tid": TRACKS.index(span.track),
+                "name": span.name,
+                "ts": round((span.began - zero) * 1e6, 3),
+                "dur": round((span.ended - span.began) * 1e6, 3),
+                "args": span.args,
+            }
+            for span in sorted(spans, key=lambda span: span.began)
+        ]
+    whole = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
     Output(path, "trace").write(json.dumps(whole))
 
 

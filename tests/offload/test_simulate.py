@@ -107,7 +107,7 @@ def test_a_trace_of_it_says_that_it_is_simulated(tmp_path) -> None:
     assert len(told) == len(crossings) + len(works)
     assert all(span.args["simulated"] for span in told)
     path = tmp_path / "trace.json"
-    write_spans(told, path, {"simulated": True})
+    write_spans([told], path, {"simulated": True})
     tracks = read_trace(path)
     assert [len(tracks[name]) for name in ("copy in", "compute")] == [len(crossings), len(works)]
     assert tracks["compute"][-1].ended == pytest.approx(timeline.seconds, abs=1e-5)

@@ -14,6 +14,7 @@ from triforce_core.settings import (
     METHODS,
     RETRIEVAL,
     EngineConfig,
+    MachineSettings,
     MethodSettings,
 )
 
@@ -35,6 +36,14 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plan", metavar="FILE", help="what `triforce plan --save` wrote; flags change it")
     add("--resident-kv-blocks", type=int, metavar="N", help="on the device, instead of the plan's")
     add_machine_options(parser)
+    add_option(
+        parser,
+        MachineSettings,
+        "gpus",
+        "that share the model, each with a link of its own; on cpu, as many emulated devices",
+        type=int,
+        metavar="N",
+    )
     add_option(
         parser,
         EngineConfig,

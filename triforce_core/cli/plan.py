@@ -58,7 +58,7 @@ def plan(args: argparse.Namespace) -> int:
         made = chosen.plan.named(args.model, case.config, case.hardware.name)
         replace(made, predicted=prediction.as_dict()).write(args.save)
     if args.trace:
-        write_spans(trace_of(chosen), Path(args.trace), {"simulated": True, "model": args.model})
+        write_spans([trace_of(chosen)], Path(args.trace), {"simulated": True, "model": args.model})
     if args.json:
         whole = case_dict(case, args.model) | prediction.as_dict()
         whole["plan"] = chosen.plan.as_dict()

@@ -7,7 +7,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from offload.feed import Feed
 from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.context import Context, Prompt
 from triforce_core.decoding.laws import laws
@@ -56,16 +55,9 @@ class Autoregressive:
     def step(self, remaining: int) -> Step:
         """Decoder.step."""
         began, context = time.perf_counter(), self._context
-        model, passes = context.model, context.passes
+        passes = context.passes
         if self._last is not None:
-            passes.begin()
-            feed = Feed.text(self._last, passes.length, model.device)
-            hidden = model.forward(feed, passes.weights, passes.cache)
-            passes.keep([0])
-            if remaining > 1:
-                # The next pass's copies begin before the head and the draw of this one.
-                passes.begin()
-            self._logits = model.logits(hidden)
+            self._logits = context.feed_one(self._last, more=remaining > 1)
         self._last = self._rule.draw(laws(self._logits, self._params), passes.length)
         tokens = self._last.tolist()
         check_token(tokens[0])

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 import torch
 
+from offload.errors import RankError
 from offload.feed import Feed
 from offload.kv.direct import reader
 from offload.kv.gather import ChunkReader
 from offload.kv.scores import ChunkScores
 from offload.kv.sizes import GATHER_BUFFERS, SCORED_TOKENS, reader_bytes
+from offload.link.link import LinkCounters
+from offload.passes import PassCounters
 from offload.weights import ResidentWeights
+from triforce_core.decoding.checksum import Checksum
 from triforce_core.decoding.levels import Drafter, Nothing, Text
 from triforce_core.decoding.models import Models
 from triforce_core.decoding.ngram import NGramDrafter
@@ -46,24 +51,31 @@ class Context:
     and the forwards that were recorded over these.
 
     A new prompt keeps the longest beginning that it shares with the text at hand (`read`). Decoders
-    then commit tokens to `text`; KV is kept of all but the last of them.
+    then feed tokens and commit them to `text`; KV is kept of all but the last of them. Where ranks
+    share the model each has such a context: what the first is asked to do it tells the others.
 
+    link_when_read, passes_when_read: what had been counted when the prompt was read
     passes: over the text. retrieval: the retrieval cache, None if there is no such level; level:
         the target's weights, or what stands in for them, over it
     """
 
     def __init__(self, models: Models) -> None:
         """Raises DoesNotFitError."""
+        models.ranks.tell("open")
         self.model = models.target
         self.text = Text([])
         self.retrieval: RetrievalCache | None = None
         self.level: ResidentModel | None = None
+        self._models = models
+        self._checksum = Checksum()
         self._reads_alike = True
+        self._lent_bytes = 0
+        self.link_when_read, self.passes_when_read = LinkCounters(), PassCounters()
         runtime = models.runtime
         with ExitStack() as stack:
             self.passes = runtime.passes()
             stack.callback(self.passes.close)
-            self.passes.lend(models.dropped_bytes)
+            self._lend()
             self.drafter = make_drafter(models)
             stack.callback(lambda: self.drafter.close())
             self._level_resources = stack.enter_context(ExitStack())
@@ -88,6 +100,19 @@ class Context:
         Raises DoesNotFitError or LinkError; the context is of no use then.
         """
         kept = self._shared(tokens) if reuse else 0
+        self._tell("read", tokens, kept, new_tokens)
+        return self.read_from(tokens, kept, new_tokens, self._telling(each_layer))
+
+    def read_from(
+        self,
+        tokens: Sequence[int],
+        kept: int,
+        new_tokens: int,
+        each_layer: Callable[[int], None],
+    ) -> Prompt:
+        """Makes `tokens` the text, of which the first `kept` are those of the text at hand. See
+        `read`, which others are not told of here.
+        """
         self.roll_back(kept)
         self._reads_alike = self.model.rope.reads_alike(len(tokens))
         self.passes.kv.expect(len(tokens) + new_tokens)
@@ -102,6 +127,8 @@ class Context:
             self.roll_back(kept)
             raise
         self.text = Text(list(tokens))
+        self.link_when_read = self._models.runtime.link.counters()
+        self.passes_when_read = self.passes.counters
         scored = feed.rows if short else min(feed.rows, SCORED_TOKENS)
         return Prompt(self.model.logits(last), kept, scored)
 
@@ -112,22 +139,155 @@ class Context:
         if self.retrieval:
             self.retrieval.roll_back(tokens)
         self.text = Text(self.text.tokens[:tokens])
+        self._checksum = Checksum()
 
-    def drop_drafter(self) -> None:
-        """Lets go of the drafter: nothing proposes at the lowest level from now on."""
-        self.drafter.close()
-        self.drafter = Nothing(self.model.device)
-
-    def drop_retrieval(self) -> None:
-        """Lets go of the retrieval cache, of the model over it and of the scores it is chosen by.
-        Not in the middle of a pass.
+    def begin(self, scored: int) -> None:
+        """Once the text is what the next pass follows: chooses chunks anew by the last `scored`
+        tokens that were fed, and starts the pass's copies. Raises LinkError.
         """
-        self._level_resources.close()
-        self.retrieval = self.level = None
+        self._tell("begin", scored)
+        if self.retrieval:
+            # Before the next pass's copies, or it would wait behind them.
+            began = time.perf_counter()
+            self.retrieval.refresh(scored)
+            self.passes.trace.host("refresh", began, time.perf_counter() - began)
+        self.passes.begin()
+
+    def verify(self, tokens: torch.Tensor) -> torch.Tensor:
+        """A pass over tokens [n] that follow what is kept: float32 logits after each, [n, vocab].
+
+        Raises LinkError.
+        """
+        self._tell("verify", tokens)
+        passes = self.passes
+        if self.retrieval:
+            self.retrieval.expect(tokens.shape[0])
+        passes.begin()
+        feed = Feed.text(tokens, passes.length, self.model.device)
+        return self.model.logits(self.model.forward(feed, passes.weights, passes.cache))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keeps a path of the rows that the last pass fed, and forgets the others."""
+        self._tell("keep", rows)
+        self.passes.keep(rows)
+
+    def feed_one(self, token: torch.Tensor, more: bool) -> torch.Tensor:
+        """A pass over one token [1] that is kept: float32 logits after it, [1, vocab]. more:
+        whether another such pass follows, whose copies begin before the head is computed.
+
+        Raises LinkError.
+        """
+        self._tell("feed_one", token, more)
+        passes = self.passes
+        passes.begin()
+        feed = Feed.text(token, passes.length, self.model.device)
+        hidden = self.model.forward(feed, passes.weights, passes.cache)
+        passes.keep([0])
+        if more:
+            passes.begin()
+        return self.model.logits(hidden)
+
+    def draft(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Feeds tokens [n] to the retrieval model: float32 logits after each, [n, vocab], to be
+        used before the next call.
+        """
+        self._tell("draft", tokens)
+        return self.level.logits(tokens, self.retrieval.length)
+
+    def keep_drafted(self, rows: Sequence[int]) -> None:
+        """Keeps a path of the rows that `draft` fed last, until a pass has computed them."""
+        self._tell("keep_drafted", rows)
+        self.retrieval.kv.keep(rows)
+
+    def end(self) -> None:
+        """Drops a pass that was begun: none follows for now."""
+        self._tell("end")
+        self.passes.end()
+
+    def drop_drafter(self) -> int:
+        """Lets go of the drafter, for good: nothing proposes at the lowest level from now on.
+
+        Returns the bytes of device memory that were given back.
+        """
+        with self._freeing() as freed:
+            self.drafter.close()
+            self.drafter = Nothing(self.model.device)
+            self._models.drop_drafter()
+        return freed()
+
+    def drop_retrieval(self) -> int:
+        """Lets go of the retrieval cache, of the model over it and of the scores it is chosen by,
+        for good. Not in the middle of a pass.
+
+        Returns the bytes of device memory that were given back.
+        """
+        self._tell("drop_retrieval")
+        with self._freeing() as freed:
+            self._level_resources.close()
+            self.retrieval = self.level = None
+            self._models.drop_retrieval()
+        return freed()
+
+    def lend(self) -> None:
+        """Lends what was dropped to KV, once nobody holds on to it."""
+        self._tell("lend")
+        self._lend()
 
     def close(self) -> None:
         """Gives all memory back."""
+        # Ranks that are lost need not be told.
+        with suppress(RankError):
+            self._tell("close")
         self._resources.close()
+
+    @property
+    def checksum(self) -> int:
+        """Of the tokens whose KV is kept."""
+        return self._checksum.of(self.text.tokens, self.passes.length)
+
+    def check(self, checksum: int) -> None:
+        """Raises RankError if what is kept here is another text than the first rank's."""
+        own = self.checksum
+        if own != checksum:
+            raise RankError(
+                f"the first {self.passes.length} tokens of its text have checksum {own:#010x}, "
+                f"and those of rank 0 have {checksum:#010x}"
+            )
+
+    def _tell(self, call: str, *arguments: object) -> None:
+        """Tells the other ranks, if this one leads, what is about to be done to which text."""
+        ranks = self._models.ranks
+        if ranks.count > 1 and not ranks.index:
+            ranks.tell(call, self.checksum, *arguments)
+
+    def _telling(self, each_layer: Callable[[int], None]) -> Callable[[int], None]:
+        """The same, after which the others hear whether to go on: reading ends everywhere or
+        nowhere.
+        """
+
+        def told(layer: int) -> None:
+            try:
+                each_layer(layer)
+            except BaseException:
+                self._models.ranks.tell("stop")
+                raise
+            self._models.ranks.tell("go on")
+
+        return told
+
+    @contextmanager
+    def _freeing(self) -> Iterator[Callable[[], int]]:
+        memory = self._models.runtime.memory
+        before = memory.available_bytes
+        freed = 0
+        yield lambda: freed
+        freed = memory.available_bytes - before
+        self._models.freed_bytes += freed
+
+    def _lend(self) -> None:
+        freed = self._models.freed_bytes
+        self.passes.lend(freed - self._lent_bytes)
+        self._lent_bytes = freed
 
     def _shared(self, tokens: Sequence[int]) -> int:
         """How many tokens a prompt shares with what is kept. Its last token is always read anew:

@@ -71,7 +71,7 @@ class Drafting:
         device memory. Lengths and a budget that were asked for are kept to, whatever they cost.
 
         Says whether one was dropped: a decoder that was made before is of no use then, and what
-        `models.dropped` gave back may be lent once that is gone.
+        `Context.lend` may lend once that is gone what was given back.
         """
         models, runtime = self._models, self._models.runtime
         if runtime.streams and 2 * context.passes.length < runtime.demand.context_tokens:
@@ -86,27 +86,25 @@ class Drafting:
             level, ledger, drop = "model", lowest.ledger, self._drop_drafter
         else:
             return False
-        before = runtime.memory.available_bytes
-        drop(context)
-        freed = runtime.memory.available_bytes - before
+        freed = drop(context)
         models.dropped.append(
             Dropped(level, ledger.drafts, ledger.seconds, ledger.plain_seconds, freed)
         )
         return True
 
-    def _drop_retrieval(self, context: Context) -> None:
-        context.drop_retrieval()
-        self._models.drop_retrieval()
+    def _drop_retrieval(self, context: Context) -> int:
+        freed = context.drop_retrieval()
         self._inner = Fixed(0)
         self._outer = self._drafter_length() if self._models.method.has_drafter else Fixed(0)
+        return freed
 
-    def _drop_drafter(self, context: Context) -> None:
-        context.drop_drafter()
-        self._models.drop_drafter()
+    def _drop_drafter(self, context: Context) -> int:
+        freed = context.drop_drafter()
         if self._models.budget:
             self._inner = Fixed(0)
         else:
             self._outer = Fixed(0)
+        return freed
 
     def _retrieval_length(self) -> DraftLength:
         return self._length(

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from offload.feed import Feed
 from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.autoregressive import Step
 from triforce_core.decoding.context import Context, Prompt
@@ -22,21 +21,16 @@ class Target:
 
     def __init__(self, context: Context, params: SamplingParams) -> None:
         self.device = context.model.device
-        self._model = context.model
-        self._passes = context.passes
+        self._context = context
         self._params = params
 
     def laws(self, tokens: torch.Tensor) -> torch.Tensor:
         """Verifier.laws."""
-        passes = self._passes
-        passes.begin()
-        feed = Feed.text(tokens, passes.length, self.device)
-        hidden = self._model.forward(feed, passes.weights, passes.cache)
-        return laws(self._model.logits(hidden), self._params)
+        return laws(self._context.verify(tokens), self._params)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Verifier.keep."""
-        self._passes.keep(rows)
+        self._context.keep(rows)
 
 
 # Logits of what drafts lie within these.
@@ -51,18 +45,17 @@ class RetrievalModel:
     def __init__(self, context: Context, params: SamplingParams) -> None:
         """context: of an engine with such a level."""
         self.device = context.model.device
-        self._level = context.level
-        self._cache = context.retrieval
+        self._context = context
         self._params = params
 
     def laws(self, tokens: torch.Tensor) -> torch.Tensor:
         """Verifier.laws."""
-        logits = self._level.logits(tokens, self._cache.length)
+        logits = self._context.draft(tokens)
         return laws(logits.nan_to_num_(0.0, _MOST_LOGIT, -_MOST_LOGIT), self._params)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Verifier.keep."""
-        self._cache.kv.keep(rows)
+        self._context.keep_drafted(rows)
 
 
 class Hierarchy:
@@ -109,12 +102,7 @@ class Hierarchy:
             scored = len(step.tokens)
         context.text.commit(step.tokens)
         if len(step.tokens) < remaining and self._stops.isdisjoint(step.tokens):
-            if context.retrieval:
-                # Before the next pass's copies, or it would wait behind them.
-                began = time.perf_counter()
-                context.retrieval.refresh(scored)
-                context.passes.trace.host("refresh", began, time.perf_counter() - began)
-            context.passes.begin()
+            context.begin(scored)
         return step
 
     def _first(self, prompt: Prompt) -> Step:
@@ -126,8 +114,6 @@ class Hierarchy:
     def _round(self, remaining: int) -> Step:
         context = self._context
         count = self._length.choose(remaining - 1)
-        if context.retrieval:
-            context.retrieval.expect(count + 1)
         began = time.perf_counter()
         outcome = speculate(self._proposer, self._target, self._rule, context.text, count)
         self._trace(began, outcome)

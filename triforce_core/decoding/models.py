@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from offload.graphs import Recorder
 from offload.kv.shape import KVShape
+from offload.ranks import Alone, Ranks
 from offload.runtime import Runtime
 from offload.substitutes import Substitutes
 from offload.weights import WeightStore
@@ -62,6 +63,8 @@ class Models:
     recorder: records forwards of what drafts as graphs, if given
     resources: closes all of it
     dropped: what drafted once, in the order in which it was dropped
+    ranks: that share the target
+    freed_bytes: of device memory that dropped levels gave back
     """
 
     target: Model
@@ -73,6 +76,8 @@ class Models:
     recorder: Recorder | None = None
     resources: ExitStack = field(default_factory=ExitStack)
     dropped: list[Dropped] = field(default_factory=list)
+    ranks: Ranks = field(default_factory=Alone)
+    freed_bytes: int = 0
 
     def close(self) -> None:
         """Releases everything that loading took."""
@@ -93,11 +98,6 @@ class Models:
         if self.substitutes is not None:
             self.substitutes.close()
             self.substitutes = None
-
-    @property
-    def dropped_bytes(self) -> int:
-        """Device memory that dropped levels gave back."""
-        return sum(dropped.nbytes for dropped in self.dropped)
 
     @property
     def levels(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.header import read_json
 from offload.checkpoint.safetensors import SCALE_SUFFIX, SafetensorsSource
-from offload.checkpoint.source import TensorSource
+from offload.checkpoint.source import WHOLE, Corner, TensorSource
 from offload.errors import CheckpointError, TriforceError, UnsupportedModelError, UsageError
 from triforce_core.model.config import ModelConfig, from_hf
 from triforce_core.model.gguf_config import gguf_config
+from triforce_core.model.share import Share, Window
 from triforce_core.model.tensors import layer_shapes
 
 if TYPE_CHECKING:
@@ -33,11 +35,21 @@ class _Piece:
     """A tensor of the checkpoint that makes up some rows of one of the model's.
 
     heads: if not 0, rows are stored with the halves of each head interleaved, as llama.cpp does
+    corner: of the tensor's part that is meant, whose width that of the model's tensor says
     """
 
     name: str
     rows: int
     heads: int = 0
+    corner: Corner = WHOLE
+
+    def within(self, window: Window) -> _Piece:
+        """The part of it in a window, which takes whole heads."""
+        rows = self.rows if window.rows is None else len(window.rows)
+        first = 0 if window.rows is None else window.rows.start
+        column = 0 if window.columns is None else window.columns.start
+        heads = self.heads * rows // self.rows
+        return _Piece(self.name, rows, heads, Corner(first, column))
 
 
 class Checkpoint:
@@ -59,6 +71,7 @@ class Checkpoint:
         self._source = source
         self._names = names
         self._rope_factors = rope_factors
+        self._share: Share | None = None
         try:
             self._check()
             self._opened = {path: _state(path) for path in source.files}
@@ -100,7 +113,17 @@ class Checkpoint:
 
     def reopened(self) -> Checkpoint:
         """The same, with a life of its own. Raises CheckpointError."""
-        return open_checkpoint(self.path)
+        checkpoint = open_checkpoint(self.path)
+        return checkpoint.shared(self._share) if self._share else checkpoint
+
+    def shared(self, share: Share) -> Checkpoint:
+        """A rank's share of it: whatever is asked of that is about the share alone. Either closes
+        both.
+        """
+        checkpoint = copy.copy(self)
+        checkpoint.config = share.config
+        checkpoint._share = share
+        return checkpoint
 
     def close(self) -> None:
         self._source.close()
@@ -109,21 +132,29 @@ class Checkpoint:
         """What makes up `embedding`, `head` or `layers.N.PART`: rows, and the block type they are
         stored in, if they are.
         """
-        return [(piece.rows, self._source.blocks(piece.name)) for piece in self._names(name)]
+
+        def whole(name: str) -> list[tuple[int, BlockType | None]]:
+            return [(piece.rows, self._source.blocks(piece.name)) for piece in self._names(name)]
+
+        return whole(name) if self._share is None else self._share.pieces(whole)(name)
 
     def read(self, name: str, into: Weight) -> None:
         """Writes `embedding`, `head`, `norm` or `layers.N.PART`, dense or as it is stored."""
         from triforce_kernels.linear import BlockWeight, rows_of
 
-        first = 0
-        for piece in self._names(name):
+        first, pieces = 0, self._names(name)
+        if self._share is not None:
+            windows = self._share.windows(name)
+            pieces = [piece.within(w) for piece, w in zip(pieces, windows, strict=True)]
+        for piece in pieces:
             part = rows_of(into, first, first + piece.rows)
             stored = isinstance(part, BlockWeight)
             rows = part.data if stored else part
             if piece.heads:
                 half = piece.rows // piece.heads // 2
                 rows = rows.unflatten(0, (piece.heads, 2, half)).transpose(1, 2)
-            (self._source.read_blocks if stored else self._source.read)(piece.name, rows)
+            read = self._source.read_blocks if stored else self._source.read
+            read(piece.name, rows, piece.corner)
             first += piece.rows
 
     def _check(self) -> None:

@@ -35,6 +35,7 @@ class ModelConfig:
 
     positions: longest context the checkpoint declares, rope scaling included
     trained_positions: max_position_embeddings, which some rope types scale by
+    shared_vocab: rows of embedding and output matrix in a rank's share (`share`), if this is one
     """
 
     family: str
@@ -53,6 +54,7 @@ class ModelConfig:
     qk_norm: bool = False
     tied: bool = False
     eos_token_ids: tuple[int, ...] = ()
+    shared_vocab: int | None = None
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -63,6 +65,11 @@ class ModelConfig:
             raise CheckpointError(f"head_dim {self.head_dim} is not an even number up to 1024")
         if self.layers > _MAX_LAYERS:
             raise CheckpointError(f"{self.layers} layers are more than {_MAX_LAYERS}")
+
+    @property
+    def vocab_rows(self) -> int:
+        """Of embedding and output matrix."""
+        return self.vocab if self.shared_vocab is None else self.shared_vocab
 
     @property
     def in_words(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,7 @@ from triforce_kernels.linear import Weight, linear, lookup
 
 from offload.feed import Cache, Feed
 from offload.layouts import Views
+from offload.ranks import Alone, Ranks
 from offload.weights import Weights
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.rope import Rope
@@ -20,26 +21,41 @@ from triforce_core.model.rope import Rope
 class Ends:
     """What comes before the first layer and after the last.
 
-    embedding: [vocab, hidden], on the device or in host memory
-    norm: [hidden]; head: [vocab, hidden], on the device
+    embedding: [rows, hidden], on the device or in host memory
+    norm: [hidden]; head: [rows, hidden], on the device
+    first: token of the first of these rows; widths: rows of each rank, of which this is one
     """
 
     embedding: Weight
     norm: torch.Tensor
     head: Weight
+    first: int = 0
+    widths: Sequence[int] = ()
 
 
 class Model:
     """Forwards. Holds what is not a layer: embedding, norm, head and rope.
 
-    device: where it computes
+    Where ranks share the model, each has some heads, some columns of the MLP and some rows of the
+    vocabulary (Megatron-LM, Shoeybi et al., 2019): two sums a layer, one of what is looked up, and
+    one gathering of logits.
+
+    config: of this rank's share; device: where it computes
     """
 
-    def __init__(self, config: ModelConfig, ends: Ends, rope: Rope, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        ends: Ends,
+        rope: Rope,
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.config = config
         self.rope = rope
         self.device = device
         self._ends = ends
+        self._ranks = ranks or Alone()
 
     @property
     def recordable(self) -> bool:
@@ -61,8 +77,7 @@ class Model:
         way. each_layer is called after each layer with its index.
         Returns hidden states before the final norm, [rows, hidden].
         """
-        embedding, dtype = self._ends.embedding, self._ends.norm.dtype
-        hidden = lookup(embedding, feed.tokens.to(embedding.device), dtype).to(self.device)
+        hidden = self._embed(feed.tokens)
         feed = replace(feed, rotation=self.rope.rotation(feed.positions, hidden))
         parts = list(feed.parts(chunk))
         for index in range(self.config.layers):
@@ -74,10 +89,25 @@ class Model:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] to float32 logits [tokens, vocab]."""
-        return linear(
-            rms_norm(hidden, self._ends.norm, self.config.norm_eps), self._ends.head
-        ).float()
+        """[tokens, hidden] to float32 logits [tokens, vocab]; to none of them, [tokens, 0], on a
+        rank that does not lead.
+        """
+        ends = self._ends
+        part = linear(rms_norm(hidden, ends.norm, self.config.norm_eps), ends.head).float()
+        return self._ranks.gather(part, ends.widths)
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden]"""
+        ends = self._ends
+        rows, dtype = tokens.to(ends.embedding.device), ends.norm.dtype
+        if self._ranks.count == 1:
+            return lookup(ends.embedding, rows, dtype).to(self.device)
+        rows = rows - ends.first
+        last = ends.embedding.shape[0] - 1
+        elsewhere = (rows < 0) | (rows > last)
+        hidden = lookup(ends.embedding, rows.clamp(0, last), dtype)
+        hidden = hidden.masked_fill_(elsewhere.unsqueeze(1), 0)
+        return self._ranks.sum(hidden.to(self.device))
 
     def _layer(self, index: int, w: Views, hidden: torch.Tensor, cache: Cache, feed: Feed) -> None:
         """Adds attention and MLP of one layer to `hidden` [rows, hidden], in place."""
@@ -92,6 +122,6 @@ class Model:
             ):
                 part.copy_(rms_norm(part, weight, eps))
         mixed = cache.attend(index, heads, feed).transpose(0, 1).reshape(feed.rows, -1)
-        mixed = linear(mixed, w["o"], w.get("o_bias"))
+        mixed = self._ranks.sum(linear(mixed, w["o"], w.get("o_bias")))
         gate_up = linear(rms_norm(hidden, w["post_norm"], eps, mixed), w["gate_up"])
-        hidden += linear(swiglu(gate_up), w["down"])
+        hidden += self._ranks.sum(linear(swiglu(gate_up), w["down"]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from offload.formats import Blocks, Dense, ElementType, Format, Groups, matrix
 from offload.kv.shape import KVShape
 from offload.layouts import FlatLayout
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.share import Pieces
 
 # Columns of a group of a substitute, the first that divides a row. SmolLM2-135M accepts .937 of
 # what its weights in groups of 64 draft, and .891 with groups of 192.
@@ -60,33 +61,15 @@ def _grouped(shape: tuple[int, ...], dtype: ElementType) -> Format:
 
 
 def head_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
-    return _dense({"norm": (config.hidden,), "head": (config.vocab, config.hidden)}, dtype)
+    return _dense({"norm": (config.hidden,), "head": (config.vocab_rows, config.hidden)}, dtype)
 
 
 def embedding_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
-    return _dense({"embedding": (config.vocab, config.hidden)}, dtype)
+    return _dense({"embedding": (config.vocab_rows, config.hidden)}, dtype)
 
 
 def _dense(shapes: Mapping[str, tuple[int, ...]], dtype: ElementType) -> FlatLayout:
     return FlatLayout.of({name: Dense(shape, dtype) for name, shape in shapes.items()})
-
-
-# Of a tensor, by name: the rows of its pieces, and the block types they are stored in.
-Pieces = Callable[[str], Sequence[tuple[int, BlockType | None]]]
-
-
-# Matrices of whose rows each of several GPUs has its share; of others it has columns.
-_SPLIT_BY_ROWS = ("qkv", "gate_up")
-
-
-def rank_pieces(pieces: Pieces, gpus: int) -> Pieces:
-    """One GPU's share of them."""
-
-    def share(name: str) -> list[tuple[int, BlockType | None]]:
-        over = gpus if name.endswith(_SPLIT_BY_ROWS) else 1
-        return [(rows // over, kind) for rows, kind in pieces(name)]
-
-    return share
 
 
 @dataclass(frozen=True)
@@ -144,7 +127,7 @@ def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> L
         }
         return FlatLayout.of(formats)
 
-    shapes, ends = layer_shapes(config), (config.vocab, config.hidden)
+    shapes, ends = layer_shapes(config), (config.vocab_rows, config.hidden)
     return Layouts(
         tuple(layout(shapes, f"layers.{layer}.") for layer in range(config.layers)),
         layout({"norm": (config.hidden,), "head": ends}),

@@ -21,19 +21,18 @@ from offload.placement import (
     place_on_host,
 )
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.share import Pieces, Share, mlp_unit
 from triforce_core.model.tensors import (
     Layouts,
     MatrixBytes,
-    Pieces,
     dense_layouts,
     kv_shape,
-    rank_pieces,
     stored_layouts,
     substitute_layout,
 )
 from triforce_core.params import SamplingParams
 from triforce_core.planner.acceptance_curve import NGRAM_PROPOSED, AcceptanceCurve, expected_tokens
-from triforce_core.planner.costs import Costs, prefill_flops, rank_config
+from triforce_core.planner.costs import Costs, prefill_flops
 from triforce_core.planner.plan import Plan
 from triforce_core.planner.round_cost import RoundCost
 from triforce_core.settings import AUTO, DENSE, STORED, MethodSettings
@@ -75,15 +74,21 @@ class Case:
     fixed: dict[str, object] = field(default_factory=dict)
 
     @cached_property
+    def share(self) -> Share:
+        """Of the first GPU, which has the most. Raises UsageError if the model does not spread."""
+        unit = {} if self.pieces is None else {"unit": mlp_unit(self.config, self.pieces)}
+        return Share.of(self.config, 0, self.hardware.gpus, **unit)
+
+    @cached_property
     def rank(self) -> ModelConfig:
-        return rank_config(self.config, self.hardware.gpus)
+        return self.share.config
 
     @cached_property
     def layouts(self) -> Layouts:
         """Of one GPU's share of the weights."""
         if self.pieces is None:
             return dense_layouts(self.rank, self.dtype)
-        return stored_layouts(self.rank, self.dtype, rank_pieces(self.pieces, self.hardware.gpus))
+        return stored_layouts(self.rank, self.dtype, self.share.pieces(self.pieces))
 
     @cached_property
     def costs(self) -> Costs:

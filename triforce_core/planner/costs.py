@@ -8,12 +8,11 @@ between kernels; on a CPU what is launched is computed in between, so they add u
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from math import prod
 
-from offload.errors import UsageError
 from offload.formats import ElementType
 from offload.machine.profiles import Hardware
 from triforce_core.model.config import ModelConfig
@@ -60,26 +59,6 @@ ROUND_LAUNCHES = 30
 NORM_PARTS = ("input_norm", "qkv")
 
 
-def rank_config(config: ModelConfig, gpus: int) -> ModelConfig:
-    """One GPU's share of a model: tensor parallel by heads, ends on every GPU.
-
-    Raises UsageError if heads do not divide.
-    """
-    if gpus == 1:
-        return config
-    for name in ("heads", "kv_heads", "mlp"):
-        if getattr(config, name) % gpus:
-            raise UsageError(
-                f"{getattr(config, name)} {name} of the model do not divide over {gpus} GPUs"
-            )
-    return replace(
-        config,
-        heads=config.heads // gpus,
-        kv_heads=config.kv_heads // gpus,
-        mlp=config.mlp // gpus,
-    )
-
-
 def prefill_flops(config: ModelConfig, tokens: int) -> float:
     """What the matrix products of the layers take, and causal attention, which sees half on
     average.
@@ -92,7 +71,7 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the parts of a forward. config: one GPU's share, as `rank_config` gives it.
+    """Seconds of the parts of a forward. config: of one GPU's share (`model/share`).
 
     stored: bytes of its matrices as they lie in memory, dense in `dtype` if None
     """
@@ -161,7 +140,7 @@ class Costs:
     def head(self, tokens: int, *, recorded: bool = False) -> float:
         """Final norm, output matrix and laws."""
         config = self.config
-        matrix = config.vocab * config.hidden
+        matrix = config.vocab_rows * config.hidden
         laws = self.piece(
             LAW_BYTES * tokens * config.vocab, 0, self.launches.law, recorded=recorded
         )

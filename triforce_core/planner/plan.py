@@ -104,10 +104,11 @@ class Plan:
 
         Raises UsageError for a plan that an engine cannot take.
         """
-        if self.gpus != 1:
-            raise UsageError(f"the plan is for {self.gpus} GPUs, and an engine runs on one")
+        if like.machine.gpus not in (1, self.gpus):
+            raise UsageError(f"the plan is for {self.gpus} GPUs, not {like.machine.gpus}")
         return replace(
             like,
+            machine=replace(like.machine, gpus=self.gpus),
             method=self.method,
             max_context=like.max_context or self.context_tokens,
             weights=self.weights if like.weights == AUTO else like.weights,

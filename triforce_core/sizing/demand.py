@@ -152,7 +152,8 @@ class Wanted:
         config = self.config
         total = decode_bytes(config, tokens, self.weights.decoded_numbers, self.dtype.itemsize)
         if self.widens:
-            total += widened_bytes(config, tokens, max(config.vocab * config.hidden, self._largest))
+            largest = max(config.vocab_rows * config.hidden, self._largest)
+            total += widened_bytes(config, tokens, largest)
         return total
 
     @property

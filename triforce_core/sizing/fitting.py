@@ -25,10 +25,16 @@ class Fitted:
     budget: int
 
 
-def fit(wanted: Wanted, available_bytes: int, placement: Placement | None = None) -> Fitted:
+def fit(
+    wanted: Wanted,
+    available_bytes: int,
+    placement: Placement | None = None,
+    most_budget: int | None = None,
+) -> Fitted:
     """The best of what is wanted that `available_bytes` of the device hold.
 
-    placement: where everything goes, instead of `place`'s choice. The retrieval model computes with
+    placement: where everything goes, instead of `place`'s choice. most_budget: tokens of the
+    retrieval cache that other ranks have room for. The retrieval model computes with
     the target's own layers, or with copies in 4 bits of those that stream: it is there if one or
     the other of each is on the device. It is left out where nothing streams and a pass reads little
     more than it would; the drafter then proposes to the target directly. A budget that was asked
@@ -36,7 +42,7 @@ def fit(wanted: Wanted, available_bytes: int, placement: Placement | None = None
     """
     method = wanted.method
     without = wanted.demand(0)
-    if method.method != "triforce":
+    if method.method != "triforce" or most_budget == 0:
         return Fitted(without, placement or place(without, available_bytes), 0)
     if placement and not _can_draft(wanted, placement):
         if method.budget is not None:
@@ -54,6 +60,8 @@ def fit(wanted: Wanted, available_bytes: int, placement: Placement | None = None
         if cache > available_bytes:
             raise _refused("for", method.budget, cache, available_bytes)
     for budget in method.budgets:
+        if most_budget is not None and budget > most_budget:
+            continue
         demand = wanted.demand(budget)
         if placement:
             return Fitted(demand, placement, budget)

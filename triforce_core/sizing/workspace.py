@@ -94,6 +94,9 @@ def law_bytes(config: ModelConfig, rows: int) -> int:
     """
     at_once = min(rows, LAW_ROWS)
     whole = rows * (config.vocab * 4 * (2 if rows == 1 else 5) + config.hidden * 4 * 2)
+    if config.vocab_rows < config.vocab:
+        # Each rank's part, as it comes and side by side.
+        whole += rows * (config.vocab + 2 * config.vocab_rows) * 4
     return whole + at_once * config.vocab * _LAW_BYTES_PER_TOKEN_OF_VOCABULARY
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from fp8_files import FP8_SIZES, quantise
 from helpers import BLOCK, PLACEMENTS, make_model, random_ids
 from oracle import assert_equal_but_for_ties
 from safetensors.torch import load_file, save_file
@@ -16,47 +16,12 @@ from triforce_core import Engine, SamplingParams
 
 PROMPT, NEW = random_ids(60), 24
 GREEDY = SamplingParams(NEW, temperature=0)
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "head_dim": 64,
-    "num_key_value_heads": 1,
-}
-CONFIG = {
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "quant_method": "fp8",
-    "weight_block_size": [128, 128],
-}
-
-
-def quantise(directory: Path, model: torch.nn.Module) -> None:
-    """Writes the layers' matrices of a checkpoint, and of its twin, in FP8. Rows of k and v are no
-    multiple of 128.
-    """
-    tensors, made = load_file(directory / "model.safetensors"), {}
-    for name, tensor in tensors.items():
-        if "proj" not in name:
-            made[name] = tensor
-            continue
-        rows, columns = tensor.shape
-        padded = torch.zeros(-(-rows // 128) * 128, columns)
-        padded[:rows] = tensor
-        tiles = padded.view(-1, 128, columns // 128, 128)
-        scales = tiles.abs().amax((1, 3)) / 448
-        whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows]
-        numbers = (tensor / whole).to(torch.float8_e4m3fn)
-        made[name], made[f"{name}_scale_inv"] = numbers, scales
-        model.get_parameter(name).data.copy_(numbers.float() * whole)
-    save_file(made, directory / "model.safetensors", {"format": "pt"})
-    config = directory / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": CONFIG}))
 
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     path = tmp_path_factory.mktemp("fp8")
-    model = make_model("qwen3", path, **SIZES)
+    model = make_model("qwen3", path, **FP8_SIZES)
     quantise(path, model)
     return path, model
 
@@ -89,7 +54,7 @@ def test_greedy_text_is_that_of_the_dequantised_model(
 
 
 def test_scales_that_do_not_fit_are_refused(tmp_path) -> None:
-    model = make_model("llama", tmp_path, **SIZES)
+    model = make_model("llama", tmp_path, **FP8_SIZES)
     quantise(tmp_path, model)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)

@@ -1,0 +1,88 @@
+"""The ranks that share a model, each with a device and a link, as one of them sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+
+class Ranks(Protocol):
+    """One rank leads: it alone draws tokens and decides, and tells the others each thing it does
+    with the model before it does it. They do the same, so that all meet in `sum` and `gather`.
+
+    index: of this rank, 0 for the one that leads; count: of all ranks
+    here, local: how many of them share this machine's memory and processors, and which of those
+        this is
+    """
+
+    index: int
+    count: int
+    here: int
+    local: int
+
+    def meet(self, device: torch.device, *, own_device: bool) -> None:
+        """Waits for all ranks, which compute together from then on. own_device: whether no other
+        rank computes on this one's. Raises RankError.
+        """
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' parts, written over `part`. Raises RankError."""
+
+    def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """All ranks' parts [rows, widths[rank]] side by side, on the one that leads; on the others
+        [rows, 0]. Raises RankError.
+        """
+
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers, which wait for each other. Raises RankError."""
+
+    def tell(self, call: str, *arguments: Any) -> None:
+        """Tells the others what is about to be done, if this rank leads. Raises RankError."""
+
+    def ask(self, question: str) -> list[Any]:
+        """What each of the others answers, in their order. Raises RankError."""
+
+    def close(self) -> None:
+        """Ends the others, if this rank leads."""
+
+    def abandon(self) -> None:
+        """The same after an error, in the middle of whatever they do."""
+
+
+class Alone:
+    """One device with the whole model."""
+
+    index = 0
+    count = 1
+    here = 1
+    local = 0
+
+    def meet(self, device: torch.device, *, own_device: bool) -> None:
+        """Ranks.meet."""
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Ranks.sum."""
+        return part
+
+    def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Ranks.gather."""
+        return part
+
+    def least(self, number: int) -> int:
+        """Ranks.least."""
+        return number
+
+    def tell(self, call: str, *arguments: Any) -> None:
+        """Ranks.tell."""
+
+    def ask(self, question: str) -> list[Any]:
+        """Ranks.ask."""
+        return []
+
+    def close(self) -> None:
+        """Ranks.close."""
+
+    def abandon(self) -> None:
+        """Ranks.abandon."""

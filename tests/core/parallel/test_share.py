@@ -1,0 +1,169 @@
+"""What each rank has of a model: all of it is somewhere, and a rank reads its share alone."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from fp8_files import FP8_SIZES, quantise
+from gguf_files import write_gguf
+from helpers import make_model
+from triforce_kernels.linear import Weight, dense_rows
+
+from offload.errors import UsageError
+from offload.formats import Blocks
+from offload.layouts import FlatLayout
+from triforce_core.model.checkpoint import Checkpoint, open_checkpoint
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.shapes import read_shape
+from triforce_core.model.share import Share, mlp_unit, spread
+from triforce_core.model.tensors import Layouts, dense_layouts, stored_layouts
+
+FLOAT = torch.float32
+
+
+def with_heads(heads: int, kv_heads: int) -> ModelConfig:
+    return replace(read_shape("llama3.1-8b"), heads=heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (9, 3), (32, 32), (16, 1), (12, 6)])
+def test_every_part_of_a_model_is_on_some_rank(heads: int, kv_heads: int, ranks: int) -> None:
+    config = with_heads(heads, kv_heads)
+    if (heads, kv_heads, ranks) == (9, 3, 8):
+        # Ranks of each key-value head: 2, 3, 3.
+        assert [len(h) for h in Share.of(config, 0, 8).heads] == [2, 1, 1, 1, 1, 1, 1, 1]
+    shares = [Share.of(config, rank, ranks) for rank in range(ranks)]
+    share = shares[0]
+    for parts, count in (
+        (share.heads, heads),
+        (share.mlp, config.mlp),
+        (share.vocab, config.vocab),
+    ):
+        assert [i for part in parts for i in part] == list(range(count))
+    assert {i for part in share.kv_heads for i in part} == set(range(kv_heads))
+    group = heads // kv_heads
+    for rank, own in enumerate(shares):
+        local = own.config
+        attended = {head // group for head in share.heads[rank]}
+        assert attended == set(share.kv_heads[rank]), "a head is where its keys are"
+        assert local.heads % local.kv_heads == 0
+        assert len(share.kv_heads[rank]) == 1 or kv_heads >= ranks
+        assert local.mlp % 64 == 0
+        assert local.vocab == config.vocab
+    sizes = [own.config.heads for own in shares]
+    assert max(sizes) == sizes[0], "the first rank has the most"
+
+
+def test_what_does_not_spread_is_refused_with_the_numbers() -> None:
+    with pytest.raises(UsageError, match=r"9 attention heads over 3 .* over 16 GPUs.* share 3"):
+        Share.of(with_heads(9, 3), 0, 16)
+    with pytest.raises(UsageError, match="an MLP of 2 columns"):
+        Share.of(replace(with_heads(32, 8), mlp=2), 0, 4)
+
+
+def test_spread_is_as_even_as_can_be() -> None:
+    for count in range(1, 30):
+        for over in range(1, count + 1):
+            sizes = [len(part) for part in spread(count, over)]
+            assert sum(sizes) == count
+            assert sorted(sizes, reverse=True) == sizes
+            assert sizes[0] - sizes[-1] <= 1
+
+
+def filled(checkpoint: Checkpoint, layouts: Layouts) -> dict[str, Weight]:
+    """Every tensor of a checkpoint, or of a share of one."""
+
+    def views(layout: FlatLayout) -> dict[str, Weight]:
+        return layout.views(torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8))
+
+    tensors: dict[str, Weight] = {}
+    for name, view in views(layouts.head).items():
+        checkpoint.read(name, view)
+        tensors[name] = view
+    for i, layout in enumerate(layouts.layers):
+        read = views(layout)
+        checkpoint.read_layer(i, read)
+        tensors |= {f"layers.{i}.{name}": view for name, view in read.items()}
+    return tensors
+
+
+def decoded(weight: Weight) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor) and weight.dim() < 2:
+        return weight
+    return torch.cat([rows for _, rows in dense_rows(weight, FLOAT)])
+
+
+def held_against_the_whole(path: Path, ranks: int, *, stored: bool = False) -> list[Layouts]:
+    """Reads a checkpoint whole and in shares and compares number by number. Returns the layouts of
+    the shares.
+    """
+    used = []
+    with closing(open_checkpoint(path)) as checkpoint:
+        config = checkpoint.config
+        whole = filled(checkpoint, dense_layouts(config, FLOAT))
+        unit = mlp_unit(config, checkpoint.pieces)
+        for rank in range(ranks):
+            share = Share.of(config, rank, ranks, unit)
+            shared = checkpoint.shared(share)
+            layouts = dense_layouts(share.config, FLOAT)
+            if stored:
+                layouts = stored_layouts(share.config, FLOAT, shared.pieces)
+            used.append(layouts)
+            for name, part in filled(shared, layouts).items():
+                expected = whole[name]
+                pieces = checkpoint.pieces(name) if expected.dim() > 1 else None
+                rows = [count for count, _ in pieces] if pieces else None
+                if name.endswith("qkv_bias"):
+                    rows = [config.heads, config.kv_heads, config.kv_heads]
+                    rows = [count * config.head_dim for count in rows]
+                split = expected.split(rows or expected.shape[0])
+                taken = []
+                for piece, window in zip(split, share.windows(name), strict=True):
+                    if window.rows is not None:
+                        piece = piece[window.rows.start : window.rows.stop]
+                    if window.columns is not None:
+                        piece = piece[:, window.columns.start : window.columns.stop]
+                    taken.append(piece)
+                assert torch.equal(decoded(part), torch.cat(taken)), (name, rank)
+    return used
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("family", ["llama", "llama-mqa", "llama-bias", "qwen2", "qwen3"])
+def test_a_rank_reads_its_share_of_safetensors(tiny, family: str, ranks: int) -> None:
+    held_against_the_whole(tiny(family)[0], ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q8_0"])
+def test_a_rank_reads_its_share_of_blocks(tmp_path, kind: str, ranks: int) -> None:
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32}
+    model = make_model("llama", tmp_path, intermediate_size=192, **sizes)
+    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])
+    held_against_the_whole(tmp_path / "m.gguf", ranks)
+    for layouts in held_against_the_whole(tmp_path / "m.gguf", ranks, stored=True):
+        assert bool(layouts.block_types) == (kind != "F16")
+
+
+def test_columns_that_cut_blocks_are_dense(tmp_path) -> None:
+    """Two heads of 24 on each rank, and blocks of 32."""
+    sizes = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 24}
+    model = make_model("llama", tmp_path, **sizes)
+    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
+    for layouts in held_against_the_whole(tmp_path / "m.gguf", 2, stored=True):
+        for layer in layouts.layers:
+            in_blocks = {name for name, it in layer.formats.items() if isinstance(it, Blocks)}
+            assert in_blocks == {"qkv", "gate_up", "down"}
+
+
+def test_a_rank_reads_its_share_of_fp8(tmp_path) -> None:
+    model = make_model("qwen3", tmp_path, **FP8_SIZES)
+    quantise(tmp_path, model)
+    for stored in (False, True):
+        for layouts in held_against_the_whole(tmp_path, 2, stored=stored):
+            assert bool(layouts.block_types) == stored

@@ -1,0 +1,206 @@
+"""Several ranks say what one says: every family, method, format and placement, as threads of one
+process (`thread_ranks`); `test_processes` has what only processes can show.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from fp8_files import FP8_SIZES, quantise
+from gguf_files import write_gguf
+from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
+from oracle import assert_equal_but_for_ties, greedy
+from thread_ranks import ThreadLeader
+
+from triforce_core import Engine, SamplingParams
+
+PROMPT, NEW = 75, 24
+METHODS = {
+    "autoregressive": {"method": "autoregressive"},
+    "speculative": {"method": "speculative"},
+    "triforce": {"method": "triforce", "budget": 32, "draft_tokens": 6},
+}
+
+
+@pytest.fixture
+def leaders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ThreadLeader]]:
+    """Those of engines that are made, in order."""
+    made: list[ThreadLeader] = []
+
+    def lead(count: int) -> ThreadLeader:
+        made.append(ThreadLeader(count))
+        return made[-1]
+
+    monkeypatch.setattr("triforce_core.parallel.leader.lead", lead)
+    # They wait for each other all the time.
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield made
+    sys.setswitchinterval(before)
+
+
+def engine(path: Path, gpus: int, placement: str = "resident", **options: object) -> Engine:
+    return Engine.from_pretrained(
+        path,
+        **{
+            "device": "cpu",
+            "max_context": 200,
+            "block_tokens": BLOCK,
+            "dtype": "float32",
+            "gpus": gpus,
+            **placed(placement, options),
+        },
+    )
+
+
+def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "ranks"),
+    [
+        *(
+            (family, method, ranks)
+            for family in ("llama", "llama-mha", "llama-mqa")
+            for method in METHODS
+            for ranks in (2, 4)
+        ),
+        *((family, "triforce", 2) for family in ("llama-tied", "llama-bias", "qwen2", "qwen3")),
+    ],
+)
+def test_greedy_text_is_that_of_transformers(
+    tiny, leaders, family: str, method: str, ranks: int
+) -> None:
+    path, model = tiny(family)
+    prompt = random_ids(PROMPT)
+    with engine(path, ranks, "both" if method != "triforce" else "kv", **METHODS[method]) as ours:
+        result = ours.generate(prompt, greedy(NEW))
+    theirs = transformers_text(model, prompt)
+    assert len(set(theirs)) > 5, "the model says too little to compare"
+    assert_equal_but_for_ties(model, prompt, result.token_ids, theirs)
+    assert result.stats["passes"] == leaders[0].calls.count("verify") + leaders[0].calls.count(
+        "feed_one"
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_heads_that_do_not_divide(tmp_path, leaders, ranks: int) -> None:
+    """9 heads over 3 key-value heads: 2 of these and 1, or one each and one that two ranks have."""
+    sizes = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3}
+    model = make_model("llama", tmp_path, **sizes)
+    prompt = random_ids(PROMPT)
+    theirs = transformers_text(model, prompt)
+    for placement in ("kv", "both", "substituted"):
+        with engine(tmp_path, ranks, placement, **METHODS["triforce"]) as ours:
+            result = ours.generate(prompt, greedy(NEW))
+        assert_equal_but_for_ties(model, prompt, result.token_ids, theirs)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_wherever_weights_and_kv_live(tiny, leaders, placement: str) -> None:
+    path, model = tiny("llama")
+    prompt = random_ids(PROMPT)
+    with engine(path, 2, placement, **METHODS["triforce"]) as ours:
+        result = ours.generate(prompt, greedy(NEW))
+        # A text that goes on, one that turns back, and one that is new.
+        longer = prompt + result.token_ids + random_ids(5, 3)
+        for other in (longer, longer[:90], random_ids(40, 4)):
+            found = ours.generate(other, greedy(20)).token_ids
+            expected = model.generate(torch.tensor([other]), max_new_tokens=20, do_sample=False)
+            assert_equal_but_for_ties(model, other, found, expected[0, len(other) :].tolist())
+    assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
+    ranks = result.stats["ranks"]
+    assert len({rank["checksum"] for rank in ranks}) == 1
+    assert len({rank["resident_weight_layers"] for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("weights", ["stored", "dense"])
+def test_quantised_weights(tmp_path, leaders, kind: str, weights: str) -> None:
+    model = make_model("llama", tmp_path)
+    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])
+    texts = []
+    for ranks in (1, 2):
+        with engine(tmp_path / "m.gguf", ranks, "both", weights=weights) as ours:
+            texts.append(ours.generate(random_ids(PROMPT), greedy(NEW)).token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_fp8(tmp_path, leaders) -> None:
+    model = make_model("qwen3", tmp_path, **FP8_SIZES)
+    quantise(tmp_path, model)
+    prompt = random_ids(PROMPT)
+    with engine(tmp_path, 2, "weights", weights="stored") as ours:
+        result = ours.generate(prompt, greedy(NEW))
+    assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_coupled_seeds_text_is_that_of_one_rank(tiny, leaders, method: str) -> None:
+    path, _ = tiny("qwen3")
+    params = SamplingParams(NEW, temperature=0.8, top_p=0.95, seed=5)
+    texts = []
+    for ranks in (1, 2):
+        with engine(path, ranks, "kv", accept="coupled", **METHODS[method]) as ours:
+            texts.append(ours.generate(random_ids(PROMPT), params).token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_a_small_model_drafts_on_the_first_rank_alone(tiny, leaders) -> None:
+    path, model = tiny("llama")
+    prompt = random_ids(PROMPT)
+    with engine(path, 2, "kv", draft=tiny("llama-mqa")[0], **METHODS["triforce"]) as ours:
+        result = ours.generate(prompt, greedy(NEW))
+    assert result.stats["levels"] == ["model", "retrieval", "target"]
+    assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
+
+
+def test_two_sums_a_layer_and_one_of_what_is_looked_up(tiny, leaders) -> None:
+    path, _ = tiny("llama")
+    with engine(path, 2, "kv", **METHODS["triforce"]) as ours:
+        ours.generate(random_ids(PROMPT), greedy(NEW))
+    leader = leaders[0]
+    forwards = sum(leader.calls.count(name) for name in ("read", "verify", "feed_one", "draft"))
+    assert leader.sums == forwards * (2 * 3 + 1)
+    assert leader.gathers == forwards
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_streams_its_share(tmp_path, leaders, ranks: int) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_key_value_heads": 4}
+    make_model("llama", tmp_path, **sizes)
+    streamed = []
+    for count in (1, ranks):
+        with engine(tmp_path, count, "both", method="autoregressive") as ours:
+            result = ours.generate(random_ids(PROMPT), greedy(20))
+        each = result.stats.get("ranks") or [result.stats["link"]]
+        streamed.append([rank["bytes_to_device"] for rank in each])
+    (whole,), shares = streamed
+    assert len(shares) == ranks
+    for share in shares:
+        assert share == pytest.approx(whole / ranks, rel=0.02)
+
+
+def test_ranks_interrupt_together(tiny, leaders) -> None:
+    path, _ = tiny("llama")
+    with engine(path, 2, "kv") as ours:
+        prompt = random_ids(PROMPT)
+        whole = ours.generate(prompt, greedy(NEW)).token_ids
+        stops = []
+
+        def stop_at_second(what: str, done: int, count: int) -> None:
+            if done == 2 and not stops:
+                stops.append(done)
+                ours.interrupt()
+
+        ours.progress = stop_at_second
+        cut = ours.generate(prompt, greedy(NEW), reuse=False)
+        assert (cut.finish_reason, cut.token_ids) == ("interrupted", [])
+        assert ours.generate(prompt, greedy(NEW)).token_ids == whole

@@ -1,0 +1,161 @@
+"""Ranks that are threads of one process: what several compute, without starting processes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.errors import CheckpointError
+from triforce_core.loading import load
+from triforce_core.model.checkpoint import open_checkpoint
+from triforce_core.parallel.message import Call, packed, unpacked
+from triforce_core.parallel.serving import serve
+from triforce_core.settings import EngineConfig
+
+PATIENCE = 60.0
+
+
+class _Meeting:
+    """Where the ranks lay down what they bring, and wait for each other."""
+
+    def __init__(self, count: int) -> None:
+        # Of this exchange and of the one before, which nobody reads any more when the next begins.
+        self._parts: list[list[Any]] = [[None] * count, [None] * count]
+        self._brought = [0] * count
+        self._aborted = False
+
+    def exchange(self, index: int, part: Any) -> list[Any]:
+        number = self._brought[index]
+        parts = self._parts[number % 2]
+        parts[index] = part
+        self._brought[index] = number + 1
+        until = time.monotonic() + PATIENCE
+        while min(self._brought) <= number:
+            # Faster than a lock: what others do takes less than waking this thread up.
+            time.sleep(0)
+            if self._aborted or time.monotonic() > until:
+                raise RuntimeError("a rank is gone")
+        return list(parts)
+
+    def abort(self) -> None:
+        self._aborted = True
+
+
+class _Rank:
+    """What a leader and a follower have in common of Ranks."""
+
+    here = 1
+
+    def __init__(self, index: int, count: int, meeting: _Meeting) -> None:
+        self.index = self.local = index
+        self.count = count
+        self.sums = self.gathers = 0
+        self._meeting = meeting
+
+    def meet(self, device: torch.device, *, own_device: bool) -> None:
+        pass
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        self.sums += 1
+        parts = self._meeting.exchange(self.index, part.clone())
+        return part.copy_(sum(parts[1:], parts[0]))
+
+    def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        self.gathers += 1
+        parts = self._meeting.exchange(self.index, part.clone())
+        assert [it.shape[1] for it in parts] == list(widths)
+        return torch.cat(parts, 1) if self.index == 0 else part.new_empty(part.shape[0], 0)
+
+    def least(self, number: int) -> int:
+        return min(self._meeting.exchange(self.index, number))
+
+    def tell(self, call: str, *arguments: Any) -> None:
+        pass
+
+    def ask(self, question: str) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+
+class _Follower(_Rank):
+    def __init__(self, index: int, count: int, meeting: _Meeting) -> None:
+        super().__init__(index, count, meeting)
+        self.heard: queue.Queue[Call] = queue.Queue()
+        self.answers: queue.Queue[Any] = queue.Queue()
+        self.error: BaseException | None = None
+
+    def hear(self) -> Call:
+        return unpacked(self.heard.get(timeout=PATIENCE), torch.device("cpu"), lambda it: it)
+
+    def answer(self) -> Any:
+        while self.error is None:
+            with suppress(queue.Empty):
+                return self.answers.get(timeout=0.1)
+        raise self.error
+
+    def run(self, path: Path, shape: str, config: EngineConfig, context: int) -> None:
+        try:
+            with closing(open_checkpoint(path)) as checkpoint:
+                if repr(checkpoint.config) != shape:
+                    raise CheckpointError("another model")
+                models = load(checkpoint, config, context, None, lambda *_: None, self)
+            try:
+                serve(models, self.hear, self.answers.put)
+            finally:
+                models.close()
+        except BaseException as error:
+            self.error = error
+            self._meeting.abort()
+
+
+class ThreadLeader(_Rank):
+    """Ranks, as the first one sees them. calls: everything that the others were told."""
+
+    def __init__(self, count: int) -> None:
+        meeting = _Meeting(count)
+        super().__init__(0, count, meeting)
+        self.followers = [_Follower(i, count, meeting) for i in range(1, count)]
+        self.calls: list[str] = []
+        self._threads: list[threading.Thread] = []
+
+    def tell(self, call: str, *arguments: Any) -> None:
+        self.calls.append(call)
+        if call == "load":
+            self._threads = [
+                threading.Thread(target=it.run, args=arguments, daemon=True)
+                for it in self.followers
+            ]
+            for thread in self._threads:
+                thread.start()
+            return
+        message, following = packed(call, arguments)
+        assert not following
+        for follower in self.followers:
+            follower.heard.put(message)
+
+    def ask(self, question: str) -> list[Any]:
+        self.tell(question)
+        return [it.answer() for it in self.followers]
+
+    def close(self) -> None:
+        self.tell("finish")
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        for follower in self.followers:
+            if follower.error is not None:
+                raise follower.error
+
+    def abandon(self) -> None:
+        self._meeting.abort()

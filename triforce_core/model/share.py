@@ -1,0 +1,153 @@
+"""One rank's share of a model: heads, columns of the MLP and rows of the vocabulary. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from triforce_kernels.block_types import BlockType
+
+from offload.errors import UsageError
+from triforce_core.model.config import ModelConfig
+
+# Columns of the MLP are shared in multiples of this, so that groups of a substitute stay whole.
+_UNIT = 64
+
+# Of a tensor, by name: the rows of its pieces, and the block types they are stored in.
+Pieces = Callable[[str], Sequence[tuple[int, BlockType | None]]]
+
+
+class Window(NamedTuple):
+    """Rows and columns of a stored tensor, all of them if None."""
+
+    rows: range | None = None
+    columns: range | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of several ranks has of a model (tensor parallelism; Megatron-LM, Shoeybi et al.,
+    2019). Every query head is on one rank, with the key-value head that it attends to: that is on
+    several ranks where there are fewer such heads than ranks.
+
+    whole: the model
+    heads, kv_heads, mlp, vocab: of each rank, which of them it has
+    """
+
+    whole: ModelConfig
+    rank: int
+    heads: tuple[range, ...]
+    kv_heads: tuple[range, ...]
+    mlp: tuple[range, ...]
+    vocab: tuple[range, ...]
+
+    @classmethod
+    def of(cls, config: ModelConfig, rank: int, ranks: int, unit: int = _UNIT) -> Share:
+        """unit: multiples in which the MLP's columns are shared, where there are enough.
+
+        What does not divide is spread unevenly, the first ranks having more. Raises UsageError if
+        a rank would have nothing.
+        """
+        group = config.heads // config.kv_heads
+        if ranks <= config.kv_heads:
+            kv_heads = spread(config.kv_heads, ranks)
+            heads = [range(kv.start * group, kv.stop * group) for kv in kv_heads]
+        else:
+            kv_heads, heads = [], []
+            # Those that fewer ranks share come first.
+            for kv, sharing in enumerate(reversed(spread(ranks, config.kv_heads))):
+                if len(sharing) > group:
+                    raise UsageError(
+                        f"{config.heads} attention heads over {config.kv_heads} key-value heads do "
+                        f"not spread over {ranks} GPUs: {len(sharing)} of them would share {group}"
+                    )
+                kv_heads += [range(kv, kv + 1)] * len(sharing)
+                first = kv * group
+                parts = spread(group, len(sharing))
+                heads += [range(first + part.start, first + part.stop) for part in parts]
+        if min(config.mlp, config.vocab) < ranks:
+            raise UsageError(
+                f"an MLP of {config.mlp} columns and a vocabulary of {config.vocab} do not spread "
+                f"over {ranks} GPUs"
+            )
+        while -(-config.mlp // unit) < ranks:
+            unit //= 2
+        units = spread(-(-config.mlp // unit), ranks)
+        mlp = [range(part.start * unit, min(part.stop * unit, config.mlp)) for part in units]
+        vocab = spread(config.vocab, ranks)
+        return cls(config, rank, tuple(heads), tuple(kv_heads), tuple(mlp), tuple(vocab))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.heads)
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model with this share's heads, columns and rows alone."""
+        whole, rank = self.whole, self.rank
+        return replace(
+            whole,
+            heads=len(self.heads[rank]),
+            kv_heads=len(self.kv_heads[rank]),
+            mlp=len(self.mlp[rank]),
+            shared_vocab=len(self.vocab[rank]),
+            # Added once, before the sum.
+            output_bias=whole.output_bias and rank == 0,
+        )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Rows of the vocabulary of each rank."""
+        return tuple(len(part) for part in self.vocab)
+
+    def windows(self, name: str) -> list[Window]:
+        """Of `embedding`, `head` or `layers.N.PART`: what of each of its pieces is in the share."""
+        part, rank, size = name.rsplit(".", 1)[-1], self.rank, self.whole.head_dim
+
+        def heads(of: range) -> range:
+            return range(of.start * size, of.stop * size)
+
+        queries, keys = heads(self.heads[rank]), heads(self.kv_heads[rank])
+        if part in ("qkv", "qkv_bias"):
+            return [Window(queries), Window(keys), Window(keys)]
+        if part == "gate_up":
+            return [Window(self.mlp[rank])] * 2
+        if part in ("embedding", "head"):
+            return [Window(self.vocab[rank])]
+        columns = {"o": queries, "down": self.mlp[rank]}
+        return [Window(None, columns.get(part))]
+
+    def pieces(self, pieces: Pieces) -> Pieces:
+        """The share of a model's pieces. What is stored in blocks that its columns would cut is
+        said to be dense.
+        """
+
+        def shared(name: str) -> list[tuple[int, BlockType | None]]:
+            found = []
+            for (rows, kind), window in zip(pieces(name), self.windows(name), strict=True):
+                if window.rows is not None:
+                    rows = len(window.rows)
+                if kind and window.columns is not None and not _whole_blocks(window.columns, kind):
+                    kind = None
+                found.append((rows, kind))
+            return found
+
+        return shared
+
+
+def spread(count: int, over: int) -> list[range]:
+    """`count` things in `over` runs as even as can be, the larger ones first."""
+    each, more = divmod(count, over)
+    ends = [(i + 1) * each + min(i + 1, more) for i in range(over)]
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def mlp_unit(config: ModelConfig, pieces: Pieces) -> int:
+    """Multiples in which the columns of a model's MLP are shared: whole blocks of its type."""
+    kinds = {kind for i in range(config.layers) for _, kind in pieces(f"layers.{i}.down")}
+    return max([_UNIT, *(kind.elements for kind in kinds if kind)])
+
+
+def _whole_blocks(columns: range, kind: BlockType) -> bool:
+    return not columns.start % kind.elements and not columns.stop % kind.elements

@@ -1,0 +1,78 @@
+"""What ranks compute together, from device to device, by torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from offload.errors import UsageError
+
+
+class Collectives:
+    """NCCL where each rank has a GPU of its own; gloo on CPUs, and through host memory where ranks
+    share a GPU.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, ranks: int, device: torch.device, *, own_device: bool
+    ) -> None:
+        """Waits for all ranks. own_device: whether no other rank computes on it.
+
+        Raises UsageError if the process is in a group of its own already, or RuntimeError.
+        """
+        if dist.is_initialized():
+            raise UsageError(
+                "this process is in a torch.distributed group already; an engine of several ranks "
+                "needs its own"
+            )
+        self._rank, self._ranks = rank, ranks
+        self._nccl = nccl = device.type == "cuda" and own_device
+        self._through_host = device.type == "cuda" and not nccl
+        dist.init_process_group(
+            "nccl" if nccl else "gloo",
+            store=store,
+            rank=rank,
+            world_size=ranks,
+            device_id=device if nccl else None,
+        )
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Of all ranks' parts, written over `part`."""
+        return self._on_host(part, dist.all_reduce)
+
+    def spread(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Writes the first rank's tensor over the others'."""
+        return self._on_host(tensor, lambda it: dist.broadcast(it, 0))
+
+    def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Ranks.gather."""
+        rows, most = part.shape[0], max(widths)
+        home = part.device
+        if self._through_host:
+            part = part.cpu()
+        if part.shape[1] < most:
+            part = torch.nn.functional.pad(part, (0, most - part.shape[1]))
+        if self._rank:
+            dist.gather(part.contiguous(), None, 0)
+            return part.new_empty((rows, 0), device=home)
+        parts = [torch.empty_like(part) for _ in range(self._ranks)]
+        dist.gather(part.contiguous(), parts, 0)
+        whole = torch.cat([it[:, :width] for it, width in zip(parts, widths, strict=True)], 1)
+        return whole.to(home)
+
+    def close(self, *, failed: bool = False) -> None:
+        """failed: whether some rank is gone, for which the others would wait."""
+        if failed and self._nccl:
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+
+    def _on_host(self, tensor: torch.Tensor, run: Callable[[torch.Tensor], object]) -> torch.Tensor:
+        if not self._through_host:
+            run(tensor)
+            return tensor
+        host = tensor.cpu()
+        run(host)
+        return tensor.copy_(host)

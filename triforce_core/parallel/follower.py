@@ -1,0 +1,170 @@
+"""A rank that does what the first one tells it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offload.errors import CheckpointError, RankError, TriforceError
+from triforce_core.decoding.models import Models
+from triforce_core.loading import load
+from triforce_core.model.checkpoint import open_checkpoint
+from triforce_core.parallel.collectives import Collectives
+from triforce_core.parallel.message import Call, unpacked
+from triforce_core.parallel.pulse import Failure, Pulse
+from triforce_core.parallel.serving import serve
+from triforce_core.parallel.wire import GONE, Wire, knock
+from triforce_core.parallel.world import COMMANDS, LEADER, LEADER_PROCESS, PULSE, World
+from triforce_core.settings import EngineConfig
+
+# What ends with the first rank, and because of it.
+_LED = 1
+
+
+def main() -> int:
+    """Follows until the first rank ends. Returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Whoever means the command means the rank that leads, which tells the others.
+        signal.signal(number, signal.SIG_IGN)
+    world = World.of_environment()
+    try:
+        store = world.store()
+        address = pickle.loads(store.get(LEADER))
+        commands = knock(address, world.rank, COMMANDS)
+        pulse = Pulse(knock(address, world.rank, PULSE), _leader_lost)
+    except (RuntimeError, OSError):
+        # It met an error before it needed anybody, and says so itself.
+        return _LED
+    ranks = Follower(world, store, commands)
+    try:
+        ranks.follow()
+    except GONE:
+        return _LED
+    except TriforceError as error:
+        pulse.fail(Failure(str(error), error.exit_code, not isinstance(error, RankError)))
+        return error.exit_code
+    except BaseException as error:
+        traceback.print_exc()
+        pulse.fail(Failure(f"{type(error).__name__}: {error}", 1, first_hand=True))
+        return 1
+    pulse.close()
+    return 0
+
+
+def _leader_lost(failure: Failure | None) -> None:
+    """Called in the pulse's thread, whatever the other one is waiting for."""
+    leader = os.environ.get(LEADER_PROCESS)
+    if failure is not None:
+        print(f"triforce: rank 0 {failure.message}", file=sys.stderr, flush=True)
+        if leader is not None:
+            # It was stopped, or hangs: nobody else would end the command.
+            os.kill(int(leader), signal.SIGKILL)
+    os._exit(_LED)
+
+
+class Follower:
+    """Ranks, as any but the first sees them."""
+
+    def __init__(self, world: World, store: dist.Store, commands: Wire) -> None:
+        self.index = world.rank
+        self.count = world.ranks
+        self.here = world.here
+        self.local = world.local
+        self._store = store
+        self._commands = commands
+        self._collectives: Collectives | None = None
+        self._device = torch.device("cpu")
+
+    def follow(self) -> None:
+        """Does what it is told until the end. Raises what that raises, or one of GONE."""
+        call = self.hear()
+        if call.name == "finish":
+            return
+        models = self._load(*call.arguments)
+        try:
+            with models.runtime.memory.typed_errors(), models.runtime.memory.current():
+                serve(models, self.hear, self._commands.send)
+        finally:
+            models.close()
+        self._collectives.close()
+
+    def meet(self, device: torch.device, *, own_device: bool) -> None:
+        """Ranks.meet."""
+        self._device = device
+        try:
+            self._collectives = Collectives(
+                self._store, self.index, self.count, device, own_device=own_device
+            )
+        except RuntimeError as error:
+            raise RankError(f"lost the other ranks: {error}") from error
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Ranks.sum."""
+        try:
+            return self._collectives.sum(part)
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Ranks.gather."""
+        try:
+            return self._collectives.gather(part, widths)
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def least(self, number: int) -> int:
+        """Ranks.least."""
+        self._commands.send(number)
+        return self._commands.receive()
+
+    def tell(self, call: str, *arguments: Any) -> None:
+        """Ranks.tell."""
+
+    def ask(self, question: str) -> list[Any]:
+        """Ranks.ask."""
+        return []
+
+    def close(self) -> None:
+        """Ranks.close."""
+
+    def abandon(self) -> None:
+        """Ranks.abandon."""
+
+    def hear(self) -> Call:
+        """What the first rank is about to do. Raises RankError or one of GONE."""
+        call = self._commands.receive()
+        try:
+            return unpacked(call, self._device, self._spread)
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def _spread(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._collectives.spread(tokens)
+
+    def _load(
+        self, path: Path, shape: str, config: EngineConfig, max_context: int
+    ) -> Models:
+        checkpoint = open_checkpoint(path)
+        try:
+            if repr(checkpoint.config) != shape:
+                raise CheckpointError(f"{path} holds another model than it does for rank 0")
+            # Nobody here draws, and so nobody drafts but the target's own weights.
+            return load(checkpoint, config, max_context, None, lambda *_: None, self)
+        finally:
+            checkpoint.close()
+
+
+def _lost(error: RuntimeError) -> Exception:
+    """An error of a call to the other ranks; one of this rank's own memory is left as it is."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return error
+    return RankError(f"lost the other ranks: {str(error).splitlines()[0]}")

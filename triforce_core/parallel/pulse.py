@@ -1,0 +1,86 @@
+"""How two ranks know of each other that they are alive."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+from triforce_core.parallel.wire import GONE, Wire
+
+BEAT_SECONDS = 0.5
+# A rank that has not been heard of for so many beats is lost. They are counted, not timed: a
+# process that was stopped for a while, as Ctrl-Z does to all of them, has missed none.
+MOST_SILENT_BEATS = 14
+_BEAT, _BYE = "beat", "bye"
+
+
+class Failure(NamedTuple):
+    """What is said of a rank's end. first_hand: whether that is not the end of another one."""
+
+    message: str
+    exit_code: int
+    first_hand: bool
+
+
+# Of the other rank: why it is lost, None if it simply was gone.
+Lost = Callable[[Failure | None], None]
+
+
+class Pulse:
+    """A thread that sends beats to another rank and listens to its."""
+
+    def __init__(self, wire: Wire, lost: Lost) -> None:
+        """lost: called once, in the thread, unless the other one said goodbye."""
+        self._wire = wire
+        self._lost = lost
+        self._sending = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread.start()
+
+    def fail(self, failure: Failure) -> None:
+        """Tells the other why this rank ends."""
+        self._send(failure)
+        self._ended.set()
+
+    def close(self) -> None:
+        """Says goodbye."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._send(_BYE)
+        self._thread.join(2 * BEAT_SECONDS)
+        self._wire.close()
+
+    def _send(self, message: object) -> None:
+        with self._sending, suppress(*GONE):
+            self._wire.send(message)
+
+    def _run(self) -> None:
+        silent, sent = 0, 0.0
+        while not self._ended.is_set():
+            if time.monotonic() - sent >= BEAT_SECONDS:
+                self._send(_BEAT)
+                sent = time.monotonic()
+            try:
+                if not self._wire.waits(BEAT_SECONDS):
+                    silent += 1
+                    if silent > MOST_SILENT_BEATS:
+                        seconds = MOST_SILENT_BEATS * BEAT_SECONDS
+                        self._end(Failure(f"has not answered for {seconds:g} s", 1, True))
+                    continue
+                silent, message = 0, self._wire.receive()
+            except GONE:
+                self._end(None)
+                return
+            if message == _BYE:
+                self._ended.set()
+            elif isinstance(message, Failure):
+                self._end(message)
+
+    def _end(self, failure: Failure | None) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self._lost(failure)

@@ -1,0 +1,89 @@
+"""Messages between two ranks, in order, over a connection that says when the other one is gone."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+_KEY_BYTES = 32
+# What the other rank's end raises when this one is gone.
+GONE = (EOFError, OSError)
+
+
+class Wire:
+    """One end of a connection. Used by one thread, but for `cut`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+        # A message is small and somebody waits for it.
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self, message: Any) -> None:
+        """Raises one of GONE."""
+        self._connection.send(message)
+
+    def receive(self) -> Any:
+        """Raises one of GONE."""
+        return self._connection.recv()
+
+    def waits(self, seconds: float) -> bool:
+        """Whether there is something to receive within so long, the other's end included."""
+        return self._connection.poll(seconds)
+
+    def cut(self) -> None:
+        """Ends it for both, and for whoever is waiting here."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.cut()
+        self._socket.close()
+        self._connection.close()
+
+
+class Door:
+    """Where the other ranks knock: each opens wires, named by its rank and what they are for.
+
+    address: what they need to know, to be told to nobody else
+    """
+
+    def __init__(self, host: str) -> None:
+        """Raises OSError."""
+        self._key = secrets.token_bytes(_KEY_BYTES)
+        self._server = socket.create_server((host, 0))
+        self.address = (host, self._server.getsockname()[1], self._key)
+
+    def open(self, seconds: float) -> tuple[int, str, Wire] | None:
+        """The next one's rank and purpose, and its wire; None if nobody came within so long."""
+        self._server.settimeout(seconds)
+        try:
+            visitor, _ = self._server.accept()
+            visitor.settimeout(seconds)
+            # Nothing is unpickled for a stranger.
+            key = visitor.recv(_KEY_BYTES, socket.MSG_WAITALL)
+        except TimeoutError:
+            return None
+        if not secrets.compare_digest(key, self._key):
+            visitor.close()
+            return None
+        visitor.settimeout(None)
+        wire = Wire(Connection(visitor.detach()))
+        return *wire.receive(), wire
+
+    def close(self) -> None:
+        self._server.close()
+
+
+def knock(address: tuple[str, int, bytes], rank: int, purpose: str) -> Wire:
+    """Opens a wire to a Door. Raises OSError."""
+    host, port, key = address
+    caller = socket.create_connection((host, port))
+    caller.sendall(key)
+    wire = Wire(Connection(caller.detach()))
+    wire.send((rank, purpose))
+    return wire
