@@ -25,7 +25,8 @@ FLOORS = (
     (
         *("triforce_core.engine", "triforce_core.loading", "triforce_core.request"),
         *("triforce_core.stream", "triforce_core.stats", "triforce_core.text"),
-        *("triforce_core.opening", "triforce_core.layer_source"),
+        *("triforce_core.opening", "triforce_core.layer_source", "triforce_core.devices"),
+        "triforce_core.parallel",
     ),
     ("triforce_core.bench",),
     ("triforce_core.cli", "triforce_core.__main__"),

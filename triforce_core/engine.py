@@ -16,17 +16,17 @@ from offload.errors import UsageError
 from offload.files import Output
 from offload.link.trace import write_spans
 from offload.memory.device import device_name
-from offload.ranks import Alone, Ranks
 from offload.runtime import Runtime
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.models import Models
-from triforce_core.loading import Progress, load, open_device
+from triforce_core.devices import open_device
+from triforce_core.loading import Progress, load
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.llama import Model
-from triforce_core.model.share import Share
 from triforce_core.model.tokenizer import Tokenizer
 from triforce_core.opening import OpenModel
+from triforce_core.parallel.start import start_ranks
 from triforce_core.params import SamplingParams, check_context
 from triforce_core.planner.plan import Plan
 from triforce_core.request import Request
@@ -126,7 +126,7 @@ class Engine:
                 device = device_name(open_device(config.machine.device))
                 plan.check(model.name, model.checkpoint.config, device)
             whole = model.checkpoint.config
-            ranks = _ranks(model, config, context)
+            ranks = start_ranks(model.checkpoint, config, context)
             try:
                 drafts = drafter and drafter.checkpoint
                 models = load(model.checkpoint, config, context, drafts, progress, ranks)
@@ -382,27 +382,6 @@ class Engine:
 
     def _report_layer(self, layer: int) -> None:
         self.progress("prefill", layer + 1, self.config.layers)
-
-
-def _ranks(model: OpenModel, config: EngineConfig, context: int) -> Ranks:
-    """Starts the other ranks, if there are to be any, and has them load their shares.
-
-    Raises UsageError or RankError.
-    """
-    checkpoint, gpus = model.checkpoint, config.machine.gpus
-    if gpus == 1:
-        return Alone()
-    # Refuses a model that does not spread.
-    Share.of(checkpoint.config, 0, gpus)
-    from triforce_core.parallel.leader import lead
-
-    ranks = lead(gpus)
-    try:
-        ranks.tell("load", checkpoint.path.absolute(), repr(checkpoint.config), config, context)
-    except BaseException:
-        ranks.abandon()
-        raise
-    return ranks
 
 
 _TRACED_STATS = ("method", "model", "device", "dtype", "prompt_tokens", "new_tokens", "link")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 from triforce_kernels.blocks import can_decode, has_kernel
-from triforce_kernels.dispatch import TRITON, KernelsError, backend
+from triforce_kernels.dispatch import TRITON, backend
 from triforce_kernels.limits import MOST_SPLITS
 from triforce_kernels.linear import widens
 
@@ -20,15 +20,11 @@ from offload.files import cache_directory
 from offload.graphs import CudaRecorder
 from offload.kv.direct import reads_in_place
 from offload.kv.shape import KVShape
-from offload.link.cuda import CudaLink
-from offload.link.emulated import EmulatedLink
-from offload.link.link import Link
 from offload.link.staging import StagedLink
 from offload.link.trace import NoTrace, Trace, TracedLink, Tracer
 from offload.memory.available import available_host_bytes
 from offload.memory.device import DeviceMemory
-from offload.memory.host import CudaDriver, HostMemory
-from offload.memory.numa import cpus_near
+from offload.memory.host import HostMemory
 from offload.placement import (
     READ_AHEAD,
     Demand,
@@ -45,87 +41,20 @@ from offload.runtime import Runtime
 from offload.substitutes import RECIPE, Substitutes
 from offload.weights import WeightStore
 from triforce_core.decoding.models import Models, SmallModel
+from triforce_core.devices import choose_dtype, open_link, rank_device, set_threads
 from triforce_core.layer_source import LayerSource, Readable
 from triforce_core.model.llama import Ends, Model
 from triforce_core.model.rope import Rope
 from triforce_core.model.share import Share, mlp_unit
 from triforce_core.model.tensors import Layouts, dense_layouts, stored_layouts
-from triforce_core.settings import AUTO, DENSE, EngineConfig, MachineSettings
+from triforce_core.settings import AUTO, DENSE, EngineConfig
 from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.drafting import small_model_shape, window_tokens
 from triforce_core.sizing.fitting import Fitted, fit
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 # Called with what is under way, how much of it is done, and how much there is; by one thread at a
 # time, not always the same.
 Progress = Callable[[str, int, int], None]
-
-
-def rank_device(machine: MachineSettings, ranks: Ranks) -> tuple[torch.device, bool]:
-    """The device of one of several ranks, and whether it has that for itself. Raises UsageError."""
-    cuda = machine.device == "cuda" or (machine.device is None and torch.cuda.is_available())
-    if ranks.count == 1 or not cuda:
-        return open_device(machine.device), ranks.count == 1
-    if ranks.here > (count := torch.cuda.device_count()):
-        raise UsageError(
-            f"{ranks.here} GPUs were asked for, and CUDA finds {count}; --device cuda:0 shares one"
-        )
-    return open_device(f"cuda:{ranks.local}"), True
-
-
-def open_device(name: str | None) -> torch.device:
-    """The device asked for, or the first GPU, or the CPU. Raises UsageError."""
-    if name is None:
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"device {name!r} is not known; use cuda:0 or cpu") from None
-    if device.type == "cpu":
-        _check_kernels(device)
-        return torch.device("cpu")
-    if device.type != "cuda":
-        raise UsageError(f"device {name!r} is not supported; use cuda:0 or cpu")
-    count = torch.cuda.device_count()
-    device = torch.device("cuda", device.index or 0)
-    if device.index >= count:
-        raise UsageError(f"device {name!r} is not there; CUDA finds {count} GPUs")
-    _check_kernels(device)
-    return device
-
-
-def _check_kernels(device: torch.device) -> None:
-    try:
-        backend(device.type)
-    except KernelsError as error:
-        raise UsageError(str(error)) from error
-
-
-def open_link(machine: MachineSettings, device: torch.device) -> tuple[Link, HostMemory]:
-    """PCIe on a GPU, an emulated link on the CPU, and the host memory that it copies from, directly
-    where it is registered with the driver.
-
-    Raises UsageError.
-    """
-    if device.type == "cpu":
-        return EmulatedLink(machine.link_bandwidth), HostMemory()
-    if machine.link_bandwidth is not None:
-        raise UsageError("--link-bandwidth sets the emulated link; on a GPU the link is real")
-    host = HostMemory(CudaDriver(device), pin=machine.pin, cpus=cpus_near(device))
-    return CudaLink(device, host), host
-
-
-def choose_dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
-    """`auto`: float32 on the CPU; on a GPU what is stored, bfloat16 where that is quantised.
-
-    stored: the checkpoint's own dtype, None if it is quantised.
-    """
-    if name != AUTO:
-        return _DTYPES[name]
-    if device.type == "cpu":
-        return torch.float32
-    return _DTYPES.get(stored or "bfloat16", torch.float32)
 
 
 def load(
@@ -143,7 +72,7 @@ def load(
     """
     machine, ranks = config.machine, ranks or Alone()
     device, own_device = rank_device(machine, ranks)
-    _set_threads(machine, device, ranks)
+    set_threads(machine, device, ranks)
     share = None
     if ranks.count > 1:
         unit = mlp_unit(checkpoint.config, checkpoint.pieces)
@@ -263,14 +192,6 @@ def load(
             stack.pop_all(),
             ranks=ranks,
         )
-
-
-def _set_threads(machine: MachineSettings, device: torch.device, ranks: Ranks) -> None:
-    if machine.threads is not None:
-        torch.set_num_threads(machine.threads)
-    elif ranks.count > 1 and device.type == "cpu":
-        # Those of one rank would wait for processors that another one's have.
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.here))
 
 
 def _substitutes_cache(checkpoint: Readable, dtype: torch.dtype, ranks: Ranks) -> LayerCache | None:

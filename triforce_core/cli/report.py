@@ -91,6 +91,14 @@ def print_run(stats: dict[str, Any]) -> None:
         )
     else:
         add("link", f"{kind}: nothing crossed it while decoding")
+    for rank, other in enumerate(stats.get("ranks", [])):
+        if rank:
+            add(
+                f"rank {rank}",
+                f"{format_bytes(other['bytes_to_device'])} over its link; device "
+                f"{format_bytes(other['device_peak_bytes'])} at most, of "
+                f"{format_bytes(other['device_budget_bytes'])}",
+            )
     Console(stderr=True).print(table)
 
 

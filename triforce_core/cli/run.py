@@ -13,8 +13,8 @@ from triforce_core.cli.output import TextOutput, say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.report import LEVEL_LEGEND, colored, print_run, takes_colors
 from triforce_core.cli.signals import Stop, exit_code
+from triforce_core.devices import open_device
 from triforce_core.engine import Engine
-from triforce_core.loading import open_device
 from triforce_core.opening import OpenModel
 from triforce_core.params import SamplingParams
 from triforce_core.planner.plan import Plan

@@ -150,9 +150,7 @@ class Follower:
     def _spread(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._collectives.spread(tokens)
 
-    def _load(
-        self, path: Path, shape: str, config: EngineConfig, max_context: int
-    ) -> Models:
+    def _load(self, path: Path, shape: str, config: EngineConfig, max_context: int) -> Models:
         checkpoint = open_checkpoint(path)
         try:
             if repr(checkpoint.config) != shape:

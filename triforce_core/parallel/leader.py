@@ -55,7 +55,8 @@ def _start(world: World, rank: int) -> subprocess.Popen:
     # Whoever ends this process ends the others by that: they share its group, and heed it alone.
     environment = os.environ | world.environment(rank) | {LEADER_PROCESS: str(os.getpid())}
     return subprocess.Popen(
-        [sys.executable, "-m", "triforce_core.parallel"],
+        # Nothing in the current directory is taken for a module.
+        [sys.executable, "-P", "-m", "triforce_core.parallel"],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -13,7 +13,7 @@ from triforce_core.parallel.wire import GONE, Wire
 BEAT_SECONDS = 0.5
 # A rank that has not been heard of for so many beats is lost. They are counted, not timed: a
 # process that was stopped for a while, as Ctrl-Z does to all of them, has missed none.
-MOST_SILENT_BEATS = 14
+MOST_SILENT_BEATS = 10
 _BEAT, _BYE = "beat", "bye"
 
 

@@ -51,7 +51,9 @@ class World:
             local=_number("LOCAL_RANK", _number("RANK")),
             host=have.get("MASTER_ADDR", "127.0.0.1"),
             port=_number("MASTER_PORT"),
-            run=f"{have.get('TORCHELASTIC_RUN_ID', '')}/{have.get('TORCHELASTIC_RESTART_COUNT', '')}",
+            run="/".join(
+                have.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")
+            ),
         )
 
     def store(self) -> dist.Store:

@@ -1,0 +1,253 @@
+"""Ranks as processes: texts, one trace, signals, and T1: whatever happens to a rank the command
+ends soon, says what it was, and leaves nobody behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from helpers import random_ids
+from oracle import assert_equal_but_for_ties, greedy
+
+from offload.errors import RankError
+from triforce_core import Engine, SamplingParams
+
+PROMPT = "Hello there, this is a text of some length. " * 8
+# A pass of two ranks takes half a second over such links.
+SLOW = ("--device", "cpu", "--device-memory", "1100KiB", "--link-bandwidth", "600KB/s")
+ENDS_WITHIN = 10.0
+
+
+def run(*arguments: object, **options: object) -> subprocess.Popen:
+    """A command, in a group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        **options,
+    )
+
+
+def generate(path: Path, *arguments: object, gpus: int = 2, **options: object) -> subprocess.Popen:
+    return run(
+        *("triforce_core", "generate", path, "--prompt", PROMPT, "--temperature", 0),
+        *("--max-new-tokens", 60, "--gpus", gpus, *arguments),
+        **options,
+    )
+
+
+def followers(process: subprocess.Popen) -> list[psutil.Process]:
+    """In the order of their ranks."""
+    found = psutil.Process(process.pid).children(recursive=True)
+    ranks = [it for it in found if "triforce_core.parallel" in " ".join(it.cmdline())]
+    return sorted(ranks, key=lambda it: int(it.environ()["RANK"]))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No process that is a rank, nothing in shared memory."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    until = time.monotonic() + ENDS_WITHIN
+
+    def left() -> list[str]:
+        lines = [" ".join(it.info["cmdline"] or ()) for it in psutil.process_iter(["cmdline"])]
+        mine = [line for line in lines if "triforce_core.parallel" in line]
+        # Other tests run beside this one.
+        return mine if "PYTEST_XDIST_WORKER" not in os.environ else []
+
+    while left() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_processes_say_what_transformers_does(tiny) -> None:
+    path, model = tiny("llama")
+    prompt = random_ids(75)
+    options = {"device": "cpu", "max_context": 120, "budget": 32, "draft_tokens": 6}
+    with Engine.from_pretrained(path, dtype="float32", gpus=2, **options) as ours:
+        first = ours.generate(prompt, greedy(16))
+        again = ours.generate(prompt + first.token_ids, greedy(8))
+    theirs = transformers_text(model, prompt, 24)
+    assert_equal_but_for_ties(model, prompt, first.token_ids + again.token_ids, theirs)
+    checksums = [rank["checksum"] for rank in again.stats["ranks"]]
+    assert len(checksums) == 2
+    assert len(set(checksums)) == 1
+
+
+def transformers_text(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return output[0, len(prompt) :].tolist()
+
+
+def test_one_table_one_trace_with_rows_for_each_link(speaking, tmp_path) -> None:
+    trace, stats = tmp_path / "trace.json", tmp_path / "stats.json"
+    alone = generate(speaking, "--quiet", "--device", "cpu", "--max-new-tokens", 12, gpus=1)
+    both = generate(
+        *(speaking, "--max-new-tokens", 12, "--trace", trace, "--stats", stats),
+        *("--device", "cpu", "--device-memory", "1100KiB"),
+    )
+    expected, _ = alone.communicate(timeout=60)
+    text, err = both.communicate(timeout=60)
+    assert (both.returncode, text) == (0, expected), err
+    assert err.count("plan:") == 1
+    assert err.count("rank 1") == 1
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"copy in, rank 0", "copy in, rank 1"} <= names
+    for rank in (0, 1):
+        copies = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (rank, 0)]
+        carried = sum(e["args"]["bytes"] for e in copies)
+        told = json.loads(stats.read_text())["ranks"][rank]["bytes_to_device"]
+        assert carried >= told > 0
+
+
+@pytest.mark.parametrize("who", ["the command", "its group"])
+def test_an_interrupt_keeps_the_text_and_ends_all(speaking, tmp_path, who: str) -> None:
+    """Ctrl-C reaches the group, `kill` the command alone."""
+    stats = tmp_path / "stats.json"
+    process = generate(speaking, *SLOW, "--stats", stats)
+    process.stdout.read(1)
+    if who == "the command":
+        process.send_signal(signal.SIGINT)
+    else:
+        os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=ENDS_WITHIN)
+    assert process.returncode == 130, err
+    written = json.loads(stats.read_text())
+    assert written["finish_reason"] == "interrupted"
+    assert 0 < written["new_tokens"] < 60
+    assert "Traceback" not in err
+
+
+def ended(process: subprocess.Popen) -> tuple[float, str]:
+    """Seconds until it ended, and what it said."""
+    began = time.monotonic()
+    _, err = process.communicate(timeout=ENDS_WITHIN + 20)
+    return time.monotonic() - began, err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "number", "said"),
+    [
+        (2, 1, signal.SIGKILL, "triforce: rank 1: was ended by SIGKILL"),
+        (4, 3, signal.SIGKILL, "triforce: rank 3: was ended by SIGKILL"),
+        (2, 1, signal.SIGSTOP, "triforce: rank 1: has not answered for 5 s"),
+        (2, 0, signal.SIGSTOP, "triforce: rank 0 has not answered for 5 s"),
+        (2, 0, signal.SIGKILL, ""),
+    ],
+)
+def test_a_rank_that_is_killed_or_stalls(
+    speaking, ranks: int, rank: int, number: signal.Signals, said: str
+) -> None:
+    process = generate(speaking, *SLOW, gpus=ranks)
+    process.stdout.read(1)
+    others = followers(process)
+    assert len(others) == ranks - 1
+    (others[rank - 1] if rank else process).send_signal(number)
+    seconds, err = ended(process)
+    assert seconds < ENDS_WITHIN
+    assert process.returncode == (-9 if rank == 0 else 1)
+    assert said in err
+    assert "Traceback" not in err
+    _, alive = psutil.wait_procs(others, timeout=ENDS_WITHIN)
+    assert not alive
+
+
+FAULT = """
+import os
+
+if os.environ.get("RANK") == "1":
+    import torch
+    from offload.passes import Passes
+    from offload.runtime import Runtime
+
+    count = 0
+
+    def fail(method):
+        def failing(self, *args, **kwargs):
+            global count
+            count += 1
+            if count == {after}:
+                {fault}
+            return method(self, *args, **kwargs)
+        return failing
+
+    {where} = fail({where})
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "after", "fault", "code", "said"),
+    [
+        ("Passes.keep", 3, 'raise torch.OutOfMemoryError("CUDA")', 3, "ran out of memory"),
+        ("Passes.keep", 2, 'raise KeyError("odd")', 1, "rank 1: KeyError: 'odd'"),
+        ("Runtime.__init__", 1, 'raise MemoryError("no")', 1, "rank 1: MemoryError: no"),
+    ],
+)
+def test_a_rank_that_raises(
+    speaking, tmp_path, where: str, after: int, fault: str, code: int, said: str
+) -> None:
+    source = FAULT.format(where=where, after=after, fault=fault)
+    (tmp_path / "sitecustomize.py").write_text(source)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    process = generate(speaking, *SLOW, env=environment)
+    process.stdout.read(1)
+    seconds, err = ended(process)
+    assert seconds < ENDS_WITHIN
+    assert process.returncode == code, err
+    assert said in err
+    assert "triforce: rank 1" in err
+
+
+def test_what_is_refused_is_said_once(speaking) -> None:
+    for arguments, code in ((("--gpus", 7), 2), (("--device-memory", "300KB"), 3)):
+        process = generate(speaking, "--device", "cpu", *arguments)
+        _, err = ended(process)
+        assert process.returncode == code
+        assert err.count("triforce: ") == 1
+        assert "Traceback" not in err
+
+
+def test_torchrun(speaking) -> None:
+    alone = generate(speaking, "--quiet", "--device", "cpu", "--max-new-tokens", 12, gpus=1)
+    process = run(
+        *("torch.distributed.run", "--standalone", "--nproc-per-node", 2),
+        *("-m", "triforce_core", "generate", speaking, "--prompt", PROMPT, "--temperature", 0),
+        *("--max-new-tokens", 12, "--device", "cpu", "--quiet"),
+    )
+    expected, _ = alone.communicate(timeout=60)
+    text, err = process.communicate(timeout=60)
+    assert (process.returncode, text) == (0, expected), err
+
+
+def test_an_engine_that_lost_a_rank_says_so_and_another_can_be_made(tiny) -> None:
+    path, _ = tiny("llama")
+    options = {"device": "cpu", "dtype": "float32", "max_context": 120, "gpus": 2}
+    params = SamplingParams(40, temperature=0)
+    with Engine.from_pretrained(path, **options) as engine:
+        expected = engine.generate(random_ids(60), params).token_ids
+        for child in psutil.Process().children(recursive=True):
+            if "triforce_core.parallel" in " ".join(child.cmdline()):
+                child.kill()
+        with pytest.raises(RankError, match=r"rank 1: was ended by SIGKILL"):
+            engine.generate(random_ids(60), params)
+        with pytest.raises(RankError):
+            engine.generate(random_ids(60), params)
+    with Engine.from_pretrained(path, **options) as engine:
+        assert engine.generate(random_ids(60), params).token_ids == expected

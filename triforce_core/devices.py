@@ -1,0 +1,92 @@
+"""The device that is computed on, its link, its processors and its numbers."""
+
+from __future__ import annotations
+
+import torch
+from triforce_kernels.dispatch import KernelsError, backend
+
+from offload.errors import UsageError
+from offload.link.cuda import CudaLink
+from offload.link.emulated import EmulatedLink
+from offload.link.link import Link
+from offload.memory.host import CudaDriver, HostMemory
+from offload.memory.numa import cpus_near
+from offload.ranks import Ranks
+from triforce_core.settings import AUTO, MachineSettings
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def rank_device(machine: MachineSettings, ranks: Ranks) -> tuple[torch.device, bool]:
+    """The device of one of several ranks, and whether it has that for itself. Raises UsageError."""
+    cuda = machine.device == "cuda" or (machine.device is None and torch.cuda.is_available())
+    if ranks.count == 1 or not cuda:
+        return open_device(machine.device), ranks.count == 1
+    if ranks.here > (count := torch.cuda.device_count()):
+        raise UsageError(
+            f"{ranks.here} GPUs were asked for, and CUDA finds {count}; --device cuda:0 shares one"
+        )
+    return open_device(f"cuda:{ranks.local}"), True
+
+
+def open_device(name: str | None) -> torch.device:
+    """The device asked for, or the first GPU, or the CPU. Raises UsageError."""
+    if name is None:
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device {name!r} is not known; use cuda:0 or cpu") from None
+    if device.type == "cpu":
+        _check_kernels(device)
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise UsageError(f"device {name!r} is not supported; use cuda:0 or cpu")
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", device.index or 0)
+    if device.index >= count:
+        raise UsageError(f"device {name!r} is not there; CUDA finds {count} GPUs")
+    _check_kernels(device)
+    return device
+
+
+def _check_kernels(device: torch.device) -> None:
+    try:
+        backend(device.type)
+    except KernelsError as error:
+        raise UsageError(str(error)) from error
+
+
+def open_link(machine: MachineSettings, device: torch.device) -> tuple[Link, HostMemory]:
+    """PCIe on a GPU, an emulated link on the CPU, and the host memory that it copies from, directly
+    where it is registered with the driver.
+
+    Raises UsageError.
+    """
+    if device.type == "cpu":
+        return EmulatedLink(machine.link_bandwidth), HostMemory()
+    if machine.link_bandwidth is not None:
+        raise UsageError("--link-bandwidth sets the emulated link; on a GPU the link is real")
+    host = HostMemory(CudaDriver(device), pin=machine.pin, cpus=cpus_near(device))
+    return CudaLink(device, host), host
+
+
+def choose_dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:
+    """`auto`: float32 on the CPU; on a GPU what is stored, bfloat16 where that is quantised.
+
+    stored: the checkpoint's own dtype, None if it is quantised.
+    """
+    if name != AUTO:
+        return _DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    return _DTYPES.get(stored or "bfloat16", torch.float32)
+
+
+def set_threads(machine: MachineSettings, device: torch.device, ranks: Ranks) -> None:
+    """Those that compute on the CPU, for all of the process."""
+    if machine.threads is not None:
+        torch.set_num_threads(machine.threads)
+    elif ranks.count > 1 and device.type == "cpu":
+        # Those of one rank would wait for processors that another one's have.
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.here))

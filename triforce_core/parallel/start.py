@@ -1,0 +1,31 @@
+"""The ranks of an engine, started if there are to be several."""
+
+from __future__ import annotations
+
+from offload.ranks import Alone, Ranks
+from triforce_core.model.checkpoint import Checkpoint
+from triforce_core.model.share import Share
+from triforce_core.settings import EngineConfig
+
+
+def start_ranks(checkpoint: Checkpoint, config: EngineConfig, max_context: int) -> Ranks:
+    """Has the others load their shares of a checkpoint. max_context: tokens of the longest text.
+
+    Raises UsageError or RankError.
+    """
+    gpus = config.machine.gpus
+    if gpus == 1:
+        return Alone()
+    # Refuses a model that does not spread.
+    Share.of(checkpoint.config, 0, gpus)
+    # Only who has several ranks needs torch.distributed.
+    from triforce_core.parallel import leader
+
+    ranks = leader.lead(gpus)
+    try:
+        shape = repr(checkpoint.config)
+        ranks.tell("load", checkpoint.path.absolute(), shape, config, max_context)
+    except BaseException:
+        ranks.abandon()
+        raise
+    return ranks
