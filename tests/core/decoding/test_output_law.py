@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, make_model, random_ids
 from law_tests import LEAST_P, p_value
+from thread_ranks import ThreadLeader
 from triforce_kernels.int4 import Int4Weight
 
 from offload.placement import Placement
@@ -36,8 +37,8 @@ SIZES = {
     "initializer_range": 0.2,
 }
 # How samples are made: every drafter, both policies, both rules, whatever the retrieval model
-# computes with, random bytes included, all with the same exact law; and once with nothing kept from
-# one request to the next.
+# computes with, random bytes included, all with the same exact law; on two ranks; and once with
+# nothing kept from one request to the next.
 STREAMED = Placement((0,), False, 1, 1, 2, 1, substituted_layers=(0,))
 WAYS: dict[str, dict[str, object]] = {
     "ngram": {"draft": "ngram"},
@@ -50,6 +51,7 @@ WAYS: dict[str, dict[str, object]] = {
     "int4": {"draft": "{model}", "draft_weights": "int4"},
     "substituted": {"draft": "none", "placement": STREAMED},
     "noise": {"draft": "{model}", "placement": STREAMED},
+    "ranks": {"draft": "{model}", "gpus": 2},
 }
 Sample = tuple[Counter, Counter, Counter]
 
@@ -86,6 +88,7 @@ def sample(job: Job) -> Sample:
     outcomes, accepted, inner = Counter(), Counter(), Counter()
     with (
         making_noise() if job.way == "noise" else nullcontext(),
+        patch("triforce_core.parallel.leader.lead", ThreadLeader),
         Engine.from_pretrained(
             job.directory,
             device="cpu",
@@ -168,7 +171,7 @@ def test_three_tokens_have_the_exact_law(models, temperature: float, top_p: floa
     results, p_values = measure(*models, temperature, top_p, SAMPLES)
     assert min(p_values.values()) > LEAST_P, p_values
     # None, some and all of a draft accepted, and both at the level below it.
-    for way in ("none", "model", "mean"):
+    for way in ("none", "model", "mean", "ranks"):
         _, accepted, inner = results[way]
         assert min(accepted[i] for i in range(3)) > 20, way
         assert way == "none" or min(inner[i] for i in range(2)) > 20, way
