@@ -45,7 +45,7 @@ def main() -> None:
         tracks = read_trace(args.trace)
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"cannot read a trace from {args.trace}: {error}")
-    figure, axes = pyplot.subplots(figsize=(12, 3.2))
+    figure, axes = pyplot.subplots(figsize=(12, 1.6 + 0.4 * len(tracks)))
     seen = set()
     for row, events in enumerate(tracks.values()):
         shown = [e for e in events if e.ended >= args.begin and e.began <= args.end]

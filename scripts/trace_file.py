@@ -23,11 +23,12 @@ class Event(NamedTuple):
 def read_trace(path: Path) -> dict[str, list[Event]]:
     """The events of each track, in order."""
     events = json.loads(path.read_text("utf-8"))["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    # A rank is a process of the viewer.
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     tracks: dict[str, list[Event]] = {name: [] for name in names.values()}
     for event in events:
         if event["ph"] == "X":
-            tracks[names[event["tid"]]].append(
+            tracks[names[event["pid"], event["tid"]]].append(
                 Event(event["name"], event["ts"] / 1e6, event["dur"] / 1e6, event["args"])
             )
     return tracks

@@ -33,6 +33,7 @@ __all__ = [
     "LinkError",
     "OutputError",
     "Plan",
+    "RankError",
     "SamplingParams",
     "TriforceError",
     "UnsupportedModelError",

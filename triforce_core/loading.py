@@ -102,7 +102,9 @@ def load(
         # Of this machine's memory, before any rank takes some.
         host_bytes_here = available_host_bytes() // ranks.here
         limit = machine.device_memory
-        if limit is None and ranks.count > 1 and not on_gpu:
+        if limit is None and not own_device:
+            if on_gpu:
+                raise UsageError("ranks that share a GPU need --device-memory, of each")
             limit = host_bytes_here
         layouts = choose_layouts(checkpoint, config, wanted, device, host_bytes_here)
         # Decoding without a kernel brings small tables from the host, which no graph can hold.

@@ -17,7 +17,7 @@ from typing import Any
 
 from offload.errors import OutputError, UsageError
 from offload.files import Output, cache_directory
-from offload.machine.profiles import EMULATED, Hardware
+from offload.machine.profiles import ALL_REDUCE_SECONDS, EMULATED, Hardware
 from offload.memory.available import available_host_bytes, lendable_bytes
 from offload.units import parse_bandwidth
 
@@ -39,6 +39,9 @@ _CACHES, _CACHE_KEYS = 128, 512
 _LAUNCHES = 200
 # Of the file by which a disk is measured.
 _DISK_BYTES = 64 << 20
+# Of a copy over a link, and of the least and the largest sum over GPUs that is timed.
+_LINK_BYTES = 256 << 20
+_LEAST_SUM = 16 << 10
 # Rows of the matrix in 4 bits that is decoded.
 _DECODED = 512
 
@@ -49,6 +52,8 @@ class Rates:
 
     link_bytes_per_second: of pinned copies to the device; None without a GPU
     product_seconds_per_byte and what follows: as Hardware has them, of a CPU
+    other_links, host_bytes_per_second and what all_reduce begins: as Hardware has them, where there
+        are several GPUs
     measured: the day, as 2026-11-21; load: processes that wanted the processors meanwhile, on
         average over a minute
     """
@@ -62,6 +67,10 @@ class Rates:
     attend_flops_per_second: float | None = None
     decode_seconds_per_number: float | None = None
     disk_bytes_per_second: float | None = None
+    other_links: tuple[float, ...] = ()
+    host_bytes_per_second: float | None = None
+    all_reduce_seconds: float | None = None
+    all_reduce_bytes_per_second: float | None = None
     measured: str = ""
     load: float = 0.0
 
@@ -196,7 +205,44 @@ def measure_gpu() -> Rates:
     product = _seconds(lambda: matrix @ matrix, torch.cuda.synchronize)
     tiny = _seconds(launches, torch.cuda.synchronize)
     rates = Rates(2 * size / memory, 2 * 4096**3 / product, tiny / _LAUNCHES, size / link)
-    return _now(replace(rates, disk_bytes_per_second=measure_disk()))
+    rates = replace(rates, disk_bytes_per_second=measure_disk())
+    return _now(_of_several(rates) if torch.cuda.device_count() > 1 else rates)
+
+
+def _of_several(rates: Rates) -> Rates:
+    """With what several GPUs reach: each link, all links together, a sum over all."""
+    import torch
+    from torch.cuda import nccl
+
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    pinned = [torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in devices]
+    there = [torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device) for device in devices]
+
+    def settle() -> None:
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    def copy(which: Sequence[int]) -> Callable[[], None]:
+        def run() -> None:
+            for i in which:
+                there[i].copy_(pinned[i], non_blocking=True)
+
+        return run
+
+    def summing(nbytes: int) -> float:
+        parts = [torch.zeros(nbytes // 2, dtype=torch.float16, device=it) for it in devices]
+        return _seconds(lambda: nccl.all_reduce(parts), settle)
+
+    others = [_LINK_BYTES / _seconds(copy([i]), settle) for i in range(1, len(devices))]
+    together = _seconds(copy(range(len(devices))), settle)
+    least = summing(_LEAST_SUM)
+    return replace(
+        rates,
+        other_links=tuple(others),
+        host_bytes_per_second=len(devices) * _LINK_BYTES / together,
+        all_reduce_seconds=least,
+        all_reduce_bytes_per_second=_LINK_BYTES / max(summing(_LINK_BYTES) - least, 1e-9),
+    )
 
 
 def measure_disk() -> float | None:
@@ -282,6 +328,10 @@ def _checked(raw: Any) -> Rates:
         rates.attend_flops_per_second,
         rates.decode_seconds_per_number,
         rates.disk_bytes_per_second,
+        rates.host_bytes_per_second,
+        rates.all_reduce_seconds,
+        rates.all_reduce_bytes_per_second,
+        *rates.other_links,
     )
     numbers = [rates.memory_bytes_per_second, rates.flops_per_second, rates.launch_seconds]
     numbers += [value for value in optional if value is not None]
@@ -291,7 +341,7 @@ def _checked(raw: Any) -> Rates:
     date.fromisoformat(rates.measured)
     if not isinstance(rates.load, (int, float)):
         raise ValueError("the load must be a number")
-    return replace(rates, product_seconds_per_byte=pairs)
+    return replace(rates, product_seconds_per_byte=pairs, other_links=tuple(rates.other_links))
 
 
 def _cache_file() -> Path:
@@ -325,6 +375,10 @@ def _gpu(rate: float | None) -> Hardware:
         launch_seconds=rates.launch_seconds,
         disk_bytes_per_second=rates.disk_bytes_per_second,
         link_full=full,
+        other_links=rates.other_links,
+        host_bytes_per_second=rates.host_bytes_per_second,
+        all_reduce_seconds=rates.all_reduce_seconds or ALL_REDUCE_SECONDS,
+        all_reduce_bytes_per_second=rates.all_reduce_bytes_per_second,
         host_memory_bytes=machine.host_available_bytes,
     )
 

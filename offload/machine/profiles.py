@@ -47,7 +47,11 @@ class Hardware:
         that was measured; attend_bytes_per_second, attend_flops_per_second: of attention, likewise
     decode_seconds_per_number: of weights that are not dense, on top of the product, where a
         processor decodes them before it
+    all_reduce_seconds, all_reduce_bytes_per_second: of a sum over GPUs, of the smallest and of the
+        bytes of a large one; by the link's rate if that is None
     link: as "pcie4x16"; link_full: whether it has all the lanes of the card
+    other_links: of GPUs after the first whose slots differ, bytes per second; those of the first if
+        there are none
     host_memory_bytes, host_bytes_per_second: None where they are not known
     disk_bytes_per_second: of what is read from files in each pass; None if nothing may be
     """
@@ -68,17 +72,22 @@ class Hardware:
     asynchronous: bool = True
     gpus: int = 1
     all_reduce_seconds: float = ALL_REDUCE_SECONDS
+    all_reduce_bytes_per_second: float | None = None
     link_full: bool = True
+    other_links: tuple[float, ...] = ()
     host_memory_bytes: int | None = None
     host_bytes_per_second: float | None = None
     disk_bytes_per_second: float | None = None
 
     @property
     def stream_bytes_per_second(self) -> float:
-        """What one GPU's link gives while all GPUs stream: they share what host memory gives."""
+        """What each GPU's link gives while all GPUs stream: they share what host memory gives, and
+        wait for the slowest, since each has an equal share of the model.
+        """
+        slowest = min((self.link_bytes_per_second, *self.other_links[: self.gpus - 1]))
         if self.host_bytes_per_second is None:
-            return self.link_bytes_per_second
-        return min(self.link_bytes_per_second, self.host_bytes_per_second / self.gpus)
+            return slowest
+        return min(slowest, self.host_bytes_per_second / self.gpus)
 
     @property
     def emulated(self) -> bool:
@@ -130,18 +139,23 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def with_link(hardware: Hardware, link: str) -> Hardware:
-    """The same card in a slot "pcie4x8": the slower of slot and card, lane by lane.
+    """The same card in a slot "pcie4x8": the slower of slot and card, lane by lane. Of several
+    cards each in its own: "pcie4x16,pcie4x4".
 
     Raises UsageError.
     """
-    generation, lanes = parse_link(link)
     card_generation, card_lanes = parse_link(hardware.link)
-    reached = f"pcie{min(generation, card_generation)}x{min(lanes, card_lanes)}"
+    reached = []
+    for slot in link.split(","):
+        generation, lanes = parse_link(slot)
+        reached.append(f"pcie{min(generation, card_generation)}x{min(lanes, card_lanes)}")
+    first, *others = reached
     return replace(
         hardware,
-        link=reached,
-        link_bytes_per_second=link_rate(reached),
-        link_full=reached == hardware.link,
+        link=" and ".join(dict.fromkeys(reached)),
+        link_bytes_per_second=link_rate(first),
+        link_full=set(reached) == {hardware.link},
+        other_links=tuple(map(link_rate, others)),
     )
 
 

@@ -166,7 +166,11 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
         if args.link_bandwidth:
             raise UsageError("--link and --link-bandwidth both set the link; give one of them")
         hardware = with_link(hardware, args.link)
-    changed: dict[str, object] = {"gpus": args.gpus or gpus}
+    count = args.gpus or gpus
+    if len(hardware.other_links) not in (0, count - 1) and args.link:
+        slots = 1 + len(hardware.other_links)
+        raise UsageError(f"--link names {slots} slots, and the plan is for {count} GPUs")
+    changed: dict[str, object] = {"gpus": count}
     if args.device_memory:
         changed["memory_bytes"] = parse_bytes(args.device_memory)
     if args.host_memory:

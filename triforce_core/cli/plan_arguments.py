@@ -30,7 +30,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "config.json, or a .gguf file",
     )
     add("--gpu", metavar="NAME", help="a card by its name (default: this machine, measured)")
-    add("--gpus", type=int, choices=[1, 2], help="how many of them (default: 1, or the plan's)")
+    add(
+        "--gpus", type=int, choices=range(1, 9), help="how many of them (default: 1, or the plan's)"
+    )
     add(
         "--context",
         type=int,
@@ -81,7 +83,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the retrieval model: copies in 4 bits of all layers, of those that stream (auto, "
         "or whatever is faster), or none",
     )
-    add("--link", metavar="pcie4x8", help="the slot, if it is less than the card's own")
+    add(
+        "--link",
+        metavar="pcie4x8",
+        help="the slot, if it is less than the card's own; of each card: pcie4x16,pcie4x4",
+    )
     add("--link-bandwidth", metavar="RATE", help="of each link, e.g. 25.4GB/s")
     add("--host-memory", metavar="SIZE", help="refuse plans that need more (default: no limit)")
     add("--host-bandwidth", metavar="RATE", help="of host memory, which all links share")

@@ -104,12 +104,12 @@ class Costs:
         return self._launched(work + self._touch(tokens, touched), self.launches.before, recorded)
 
     def after(self, tokens: int, *, recorded: bool = False) -> float:
-        """A layer from its attention on, with what two GPUs tell each other."""
+        """A layer from its attention on, with the sums over GPUs that it and attention end in."""
         parts = [part for part in layer_shapes(self.config) if part not in NORM_PARTS]
         touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self.config.mlp
         work = self._product(tokens, self._elements(*parts), self.matrices.rest)
         layer = self._launched(work + self._touch(tokens, touched), self.launches.after, recorded)
-        return layer + self._all_reduces(tokens)
+        return layer + 2 * self._all_reduce(tokens)
 
     def attend(
         self, tokens: int, keys: int, *, scored: bool = False, recorded: bool = False
@@ -145,7 +145,7 @@ class Costs:
             LAW_BYTES * tokens * config.vocab, 0, self.launches.law, recorded=recorded
         )
         work = self._product(tokens, matrix, self.matrices.head)
-        return self._launched(work, 9, recorded) + laws
+        return self._launched(work, 9, recorded) + laws + self._ends(tokens)
 
     def resident_layer(self, tokens: int, keys: int, *, recorded: bool = True) -> float:
         """A layer of a forward over weights and KV that are all on the device."""
@@ -194,14 +194,23 @@ class Costs:
             return work + launches * hardware.graph_launch_seconds
         return max(work, launches * hardware.launch_seconds)
 
-    def _all_reduces(self, tokens: int) -> float:
+    def _all_reduce(self, tokens: int) -> float:
+        """A sum over GPUs of [tokens, hidden]."""
+        return self._told(tokens * self.config.hidden * self.dtype.itemsize)
+
+    def _ends(self, tokens: int) -> float:
+        """A sum of what each GPU has of the input embedding, and a gathering of logits."""
+        return self._all_reduce(tokens) + self._told(4 * tokens * self.config.vocab_rows)
+
+    def _told(self, nbytes: float) -> float:
+        """Seconds in which GPUs tell each other so much. Where the rate was not measured: through
+        host memory, there and back, at half the link's.
+        """
         hardware = self.hardware
         if hardware.gpus == 1:
             return 0.0
-        # Through host memory, there and back: half the link's rate.
-        crossing = tokens * self.config.hidden * self.dtype.itemsize
-        seconds = hardware.all_reduce_seconds + 2 * crossing / hardware.link_bytes_per_second
-        return 2 * seconds
+        rate = hardware.all_reduce_bytes_per_second or hardware.link_bytes_per_second / 2
+        return hardware.all_reduce_seconds + nbytes / rate
 
 
 def _between(measured: Sequence[tuple[int, float]], rows: int) -> float:

@@ -135,7 +135,8 @@ class Plan:
             if self.budget and method.has_drafter:
                 drafts += f" by steps of {method.inner_draft_tokens}"
             parts.append(drafts)
-        return f"{method.method}, {', '.join(parts)}"
+        where = f"{self.gpus} GPUs, of each: " if self.gpus > 1 else ""
+        return f"{method.method}, {where}{', '.join(parts)}"
 
     def as_dict(self) -> dict[str, Any]:
         """All of it side by side, as a file has it."""

@@ -155,8 +155,11 @@ def links(hardware: Hardware) -> str:
         width = "" if hardware.link_full else ", narrower than the card's own"
         return f"{kind}, {rate:.1f} GB/s{width}"
     width = "both full width" if hardware.link_full else "neither full width (an x8/x8 board?)"
-    shared = " as host memory allows" if rate * 1e9 < hardware.link_bytes_per_second else ""
-    return f"2 x {kind}, {width}, {rate:.1f} GB/s each{shared}"
+    slowest = min((hardware.link_bytes_per_second, *hardware.other_links))
+    if slowest < max((hardware.link_bytes_per_second, *hardware.other_links)):
+        return f"{kind}, unequal: each waits for the slowest, {rate:.1f} GB/s"
+    shared = " as host memory allows" if rate * 1e9 < slowest else ""
+    return f"{hardware.gpus} x {kind}, {width}, {rate:.1f} GB/s each{shared}"
 
 
 def case_dict(case: Case, model: str) -> dict[str, Any]:

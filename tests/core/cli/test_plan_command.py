@@ -212,7 +212,7 @@ def test_a_plan_goes_to_a_file_and_to_an_engine(capsys, speaking, tmp_path) -> N
         ({"budget": -3}, "budget"),
         ({"method": "guess"}, "guess"),
         ({"streamed_layers": "all"}, "streamed_layers"),
-        ({"gpus": 2}, "2 GPUs"),
+        ({"gpus": 0}, "gpus must be 1"),
         ({"block_tokens": 48}, "power of two"),
     ],
 )

@@ -251,3 +251,23 @@ def test_an_engine_that_lost_a_rank_says_so_and_another_can_be_made(tiny) -> Non
             engine.generate(random_ids(60), params)
     with Engine.from_pretrained(path, **options) as engine:
         assert engine.generate(random_ids(60), params).token_ids == expected
+
+
+def test_two_nodes(speaking) -> None:
+    """Two networks joined by a pair of virtual cards, where users may make such."""
+    may = subprocess.run(["unshare", "-Urn", "true"], capture_output=True, check=False)
+    if may.returncode:
+        pytest.skip("namespaces of networks are not for users here")
+    script = Path(__file__).parents[3] / "scripts" / "two_nodes.sh"
+    environment = os.environ | {"PYTHON": sys.executable}
+    made = subprocess.run(
+        ["bash", script, speaking, PROMPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=80,
+    )
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.strip()
+    assert "two nodes say what one says" in made.stderr

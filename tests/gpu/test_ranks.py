@@ -1,0 +1,49 @@
+"""Ranks on a real device: two that share one GPU, and one on each where there are two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import BLOCK, placed, random_ids
+
+from offload.errors import UsageError
+from triforce_core import Engine, SamplingParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+GREEDY = SamplingParams(max_new_tokens=45, temperature=0)
+OPTIONS = {"max_context": 200, "block_tokens": BLOCK, "dtype": "float32", "device_memory": "2GiB"}
+# One GPU that both share, through host memory; or one each, over NCCL, as graphs where that is on.
+DEVICES = [
+    "cuda:0",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("placement", ["resident", "kv", "both", "substituted"])
+@pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3"])
+def test_two_ranks_say_what_one_says(tiny, family: str, placement: str, device: str) -> None:
+    path, _ = tiny(family)
+    options = placed(placement, OPTIONS | {"budget": 32, "draft_tokens": 6})
+    texts = []
+    for gpus in (1, 2):
+        with Engine.from_pretrained(path, device=device, gpus=gpus, **options) as engine:
+            first = engine.generate(random_ids(75), GREEDY)
+            again = engine.generate(random_ids(75) + first.token_ids, GREEDY)
+            texts.append((first.token_ids, again.token_ids))
+    assert texts[0] == texts[1]
+    peaks = [rank["device_peak_bytes"] for rank in again.stats["ranks"]]
+    budget = again.stats["memory"]["device_budget_bytes"]
+    assert max(peaks) <= budget
+
+
+def test_ranks_that_share_a_gpu_need_a_budget(tiny) -> None:
+    path, _ = tiny("llama")
+    options = {name: value for name, value in OPTIONS.items() if name != "device_memory"}
+    with pytest.raises(UsageError, match="--device-memory"):
+        Engine.from_pretrained(path, device="cuda:0", gpus=2, **options)
