@@ -112,7 +112,7 @@ class _Follower(_Rank):
                     raise CheckpointError("another model")
                 models = load(checkpoint, config, context, None, lambda *_: None, self)
             try:
-                serve(models, self.hear, self.answers.put)
+                serve(models, lambda: self.hear(), self.answers.put)
             finally:
                 models.close()
         except BaseException as error:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gguf
 import pytest
 import torch
+from allocations import allocated_peak
 from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
-from torch.profiler import ProfilerActivity, profile
 
 from offload.errors import DoesNotFitError
 from triforce_core import Engine, SamplingParams
@@ -20,23 +20,6 @@ def two_threads():
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-
-
-def allocated_peak(run, mapped_bytes: int) -> int:
-    """Most bytes that torch's CPU allocator handed out at once while `run` ran.
-
-    Host arenas are mappings of their own and not among them, nor is a mapped checkpoint of
-    `mapped_bytes`: what remains is the device.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    now = peak = 0
-    for event in events:
-        now += event.nbytes() if abs(event.nbytes()) != mapped_bytes else 0
-        peak = max(peak, now)
-    return peak
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

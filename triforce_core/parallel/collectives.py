@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -28,7 +29,11 @@ class Collectives:
                 "needs its own"
             )
         self._rank, self._ranks = rank, ranks
+        self._aborted = False
         self._nccl = nccl = device.type == "cuda" and own_device
+        if nccl:
+            # What ends a hung call is `abort`, and not torch, which would end the process.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._through_host = device.type == "cuda" and not nccl
         dist.init_process_group(
             "nccl" if nccl else "gloo",
@@ -62,11 +67,14 @@ class Collectives:
         whole = torch.cat([it[:, :width] for it, width in zip(parts, widths, strict=True)], 1)
         return whole.to(home)
 
-    def close(self, *, failed: bool = False) -> None:
-        """failed: whether some rank is gone, for which the others would wait."""
-        if failed and self._nccl:
+    def abort(self) -> None:
+        """Ends what waits on this device for a rank that is gone. Called in any thread."""
+        if self._nccl:
+            self._aborted = True
             dist.distributed_c10d._abort_process_group()
-        else:
+
+    def close(self) -> None:
+        if not self._aborted:
             dist.destroy_process_group()
 
     def _on_host(self, tensor: torch.Tensor, run: Callable[[torch.Tensor], object]) -> torch.Tensor:

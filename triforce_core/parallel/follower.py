@@ -22,7 +22,7 @@ from triforce_core.parallel.collectives import Collectives
 from triforce_core.parallel.message import Call, unpacked
 from triforce_core.parallel.pulse import Failure, Pulse
 from triforce_core.parallel.serving import serve
-from triforce_core.parallel.wire import GONE, Wire, knock
+from triforce_core.parallel.wire import Gone, Wire, knock
 from triforce_core.parallel.world import COMMANDS, LEADER, LEADER_PROCESS, PULSE, World
 from triforce_core.settings import EngineConfig
 
@@ -47,7 +47,7 @@ def main() -> int:
     ranks = Follower(world, store, commands)
     try:
         ranks.follow()
-    except GONE:
+    except Gone:
         return _LED
     except TriforceError as error:
         pulse.fail(Failure(str(error), error.exit_code, not isinstance(error, RankError)))
@@ -85,7 +85,7 @@ class Follower:
         self._device = torch.device("cpu")
 
     def follow(self) -> None:
-        """Does what it is told until the end. Raises what that raises, or one of GONE."""
+        """Does what it is told until the end. Raises what that raises, or Gone."""
         call = self.hear()
         if call.name == "finish":
             return
@@ -140,7 +140,7 @@ class Follower:
         """Ranks.abandon."""
 
     def hear(self) -> Call:
-        """What the first rank is about to do. Raises RankError or one of GONE."""
+        """What the first rank is about to do. Raises RankError or Gone."""
         call = self._commands.receive()
         try:
             return unpacked(call, self._device, self._spread)

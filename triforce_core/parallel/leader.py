@@ -19,7 +19,7 @@ from offload.errors import RankError, TriforceError, UsageError
 from triforce_core.parallel.collectives import Collectives
 from triforce_core.parallel.message import packed
 from triforce_core.parallel.pulse import Failure, Pulse
-from triforce_core.parallel.wire import GONE, Door, Wire
+from triforce_core.parallel.wire import Door, Gone, Wire
 from triforce_core.parallel.world import COMMANDS, LEADER, LEADER_PROCESS, PULSE, World
 
 _Result = TypeVar("_Result")
@@ -154,7 +154,9 @@ class Leader:
         for wire in self._wires.values():
             wire.close()
         if self._collectives is not None:
-            self._collectives.close(failed=self._failed.is_set())
+            if self._failed.is_set():
+                self._collectives.abort()
+            self._collectives.close()
         until = time.monotonic() + (_END_SECONDS if self._wires else 0)
         for process in self._processes:
             try:
@@ -205,9 +207,11 @@ class Leader:
         self._kill()
         for wire in self._wires.values():
             wire.cut()
+        if self._collectives is not None:
+            self._collectives.abort()
         time.sleep(_HUNG_SECONDS)
         if self._waiting:
-            # What a device waits for cannot be called back.
+            # What it waits for will not come.
             print(f"triforce: {self._error()}", file=sys.stderr, flush=True)
             os._exit(self._error().exit_code)
 
@@ -217,9 +221,10 @@ class Leader:
 
     def _error(self) -> RankError:
         """What a rank that was lost died of."""
-        failures = self._failures or [(0, Failure("was given up", 1, first_hand=True))]
-        first_hand = [known for known in failures if known[1].first_hand]
-        rank, failure = (first_hand or failures)[0]
+        if not self._failures:
+            return RankError("the ranks were ended after an error; an engine has to be made anew")
+        first_hand = [known for known in self._failures if known[1].first_hand]
+        rank, failure = (first_hand or self._failures)[0]
         return RankError(f"rank {rank}: {failure.message}", failure.exit_code)
 
     def _guarded(self, run: Callable[[], _Result]) -> _Result:
@@ -231,7 +236,7 @@ class Leader:
             return run()
         except TriforceError:
             raise
-        except (RuntimeError, *GONE) as error:
+        except (RuntimeError, Gone) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             self._failed.wait(2 * _EXPLAIN_SECONDS)

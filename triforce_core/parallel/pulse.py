@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-from triforce_core.parallel.wire import GONE, Wire
+from triforce_core.parallel.wire import Gone, Wire
 
 BEAT_SECONDS = 0.5
 # A rank that has not been heard of for so many beats is lost. They are counted, not timed: a
@@ -55,7 +55,7 @@ class Pulse:
         self._wire.close()
 
     def _send(self, message: object) -> None:
-        with self._sending, suppress(*GONE):
+        with self._sending, suppress(Gone):
             self._wire.send(message)
 
     def _run(self) -> None:
@@ -72,7 +72,7 @@ class Pulse:
                         self._end(Failure(f"has not answered for {seconds:g} s", 1, True))
                     continue
                 silent, message = 0, self._wire.receive()
-            except GONE:
+            except Gone:
                 self._end(None)
                 return
             if message == _BYE:

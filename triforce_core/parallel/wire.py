@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 _KEY_BYTES = 32
-# What the other rank's end raises when this one is gone.
-GONE = (EOFError, OSError)
+
+
+class Gone(Exception):
+    """Whoever is at the other end is not there any more."""
 
 
 class Wire:
@@ -24,16 +27,22 @@ class Wire:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Any) -> None:
-        """Raises one of GONE."""
-        self._connection.send(message)
+        """Raises Gone."""
+        with _noticing():
+            self._connection.send(message)
 
     def receive(self) -> Any:
-        """Raises one of GONE."""
-        return self._connection.recv()
+        """Raises Gone."""
+        with _noticing():
+            return self._connection.recv()
 
     def waits(self, seconds: float) -> bool:
-        """Whether there is something to receive within so long, the other's end included."""
-        return self._connection.poll(seconds)
+        """Whether there is something to receive within so long, the other's end included.
+
+        Raises Gone.
+        """
+        with _noticing():
+            return self._connection.poll(seconds)
 
     def cut(self) -> None:
         """Ends it for both, and for whoever is waiting here."""
@@ -44,6 +53,14 @@ class Wire:
         self.cut()
         self._socket.close()
         self._connection.close()
+
+
+@contextmanager
+def _noticing() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise Gone from error
 
 
 class Door:
@@ -63,17 +80,18 @@ class Door:
         self._server.settimeout(seconds)
         try:
             visitor, _ = self._server.accept()
-            visitor.settimeout(seconds)
-            # Nothing is unpickled for a stranger.
-            key = visitor.recv(_KEY_BYTES, socket.MSG_WAITALL)
         except TimeoutError:
             return None
-        if not secrets.compare_digest(key, self._key):
-            visitor.close()
-            return None
-        visitor.settimeout(None)
-        wire = Wire(Connection(visitor.detach()))
-        return *wire.receive(), wire
+        with visitor:
+            visitor.settimeout(seconds)
+            # Nothing is unpickled for a stranger.
+            with suppress(OSError):
+                key = visitor.recv(_KEY_BYTES, socket.MSG_WAITALL)
+                if secrets.compare_digest(key, self._key):
+                    visitor.settimeout(None)
+                    wire = Wire(Connection(visitor.detach()))
+                    return *wire.receive(), wire
+        return None
 
     def close(self) -> None:
         self._server.close()

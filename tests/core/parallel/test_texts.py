@@ -17,7 +17,9 @@ from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 from thread_ranks import ThreadLeader
 
+from offload.errors import RankError
 from triforce_core import Engine, SamplingParams
+from triforce_core.parallel.message import Call
 
 PROMPT, NEW = 75, 24
 METHODS = {
@@ -204,3 +206,40 @@ def test_ranks_interrupt_together(tiny, leaders) -> None:
         cut = ours.generate(prompt, greedy(NEW), reuse=False)
         assert (cut.finish_reason, cut.token_ids) == ("interrupted", [])
         assert ours.generate(prompt, greedy(NEW)).token_ids == whole
+
+
+def test_a_level_is_dropped_everywhere(tiny, leaders) -> None:
+    path, model = tiny("llama")
+    with engine(path, 2, "kv-in-part", **METHODS["triforce"]) as ours:
+        prompt = random_ids(PROMPT)
+        first = ours.generate(prompt, greedy(10)).token_ids
+        ours.drafting._drop_retrieval(ours._context)
+        ours._context.lend()
+        again = ours.generate(prompt + first, greedy(NEW - 10))
+    assert again.stats["levels"] == ["ngram", "target"]
+    theirs = transformers_text(model, prompt)
+    assert_equal_but_for_ties(model, prompt, first + again.token_ids, theirs)
+
+
+def test_ranks_that_hold_another_text_are_found_out(tiny, leaders) -> None:
+    """A planted fault: a rank is fed one token wrongly."""
+    path, _ = tiny("llama")
+    with engine(path, 2, "kv", method="autoregressive") as ours:
+        ours.generate(random_ids(PROMPT), greedy(4))
+        follower = leaders[0].followers[0]
+        hear, heard = follower.hear, []
+
+        def wrong() -> Call:
+            call = hear()
+            heard.append(call.name)
+            if heard.count("feed_one") == 2 and call.name == "feed_one":
+                checksum, token, more = call.arguments
+                return call._replace(arguments=(checksum, token ^ 1, more))
+            return call
+
+        follower.hear = wrong
+        with pytest.raises(RuntimeError):
+            ours.generate(random_ids(PROMPT), greedy(8))
+        assert isinstance(follower.error, RankError)
+        assert "checksum" in str(follower.error)
+        follower.error = None
