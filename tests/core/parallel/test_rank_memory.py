@@ -1,0 +1,88 @@
+"""F5 for ranks: what each accounts is what it allocates, within its own budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from allocations import allocated_peak
+from helpers import BLOCK, make_model, placed, random_ids
+
+from triforce_core import SamplingParams
+from triforce_core.engine import Engine
+from triforce_core.loading import load
+from triforce_core.model.checkpoint import open_checkpoint
+from triforce_core.settings import EngineConfig
+
+
+class Deaf:
+    """One of two ranks that takes the other one's part of every sum for nothing, and of what is
+    gathered for its own: wrong numbers, in memory of the right size.
+    """
+
+    count, here = 2, 1
+
+    def __init__(self, index: int) -> None:
+        self.index = self.local = index
+
+    def meet(self, device: torch.device, *, own_device: bool) -> None:
+        pass
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
+    def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        # Also for the second rank, which draws for itself here.
+        parts = [torch.empty_like(part) for _ in widths]
+        return torch.cat([it.copy_(part)[:, :w] for it, w in zip(parts, widths, strict=True)], 1)
+
+    def least(self, number: int) -> int:
+        return number
+
+    def tell(self, call: str, *arguments: Any) -> None:
+        pass
+
+    def ask(self, question: str) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("placement", ["resident", "kv", "both"])
+@pytest.mark.parametrize("heads", [4, 9])
+def test_accounted_bytes_cover_what_a_rank_allocates(
+    tmp_path: Path, heads: int, placement: str, rank: int
+) -> None:
+    """9 heads over 3 key-value heads do not divide."""
+    sizes = {"hidden_size": 16 * heads, "num_attention_heads": heads}
+    sizes |= {"num_key_value_heads": 2 if heads == 4 else 3, "intermediate_size": 256}
+    make_model("llama", tmp_path, max_position_embeddings=2048, **sizes)
+    options = placed(placement, {"budget": 256, "draft": "none"})
+    config = EngineConfig().changed(device="cpu", block_tokens=4 * BLOCK, **options)
+    peaks = []
+
+    def run() -> None:
+        with closing(open_checkpoint(tmp_path)) as checkpoint:
+            whole = checkpoint.config
+            models = load(checkpoint, config, 1520, None, lambda *_: None, Deaf(rank))
+            with Engine("m", models, None, 0.0, lambda *_: None, config=whole) as engine:
+                engine.generate(random_ids(1500), SamplingParams(max_new_tokens=20))
+                peaks.append(models.runtime.memory.peak_bytes)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        peak = allocated_peak(run, 0)
+    finally:
+        torch.set_num_threads(before)
+    (accounted,) = peaks
+    assert peak <= accounted <= 1.35 * peak
