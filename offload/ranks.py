@@ -44,11 +44,20 @@ class Ranks(Protocol):
     def ask(self, question: str) -> list[Any]:
         """What each of the others answers, in their order. Raises RankError."""
 
+    def check(self) -> None:
+        """Asked when the device has computed what was told, and before that is used.
+
+        Raises RankError if a rank was lost meanwhile.
+        """
+
     def close(self) -> None:
         """Ends the others, if this rank leads."""
 
+    def recover(self) -> None:
+        """After an error: ends the others if they are in the middle of what this rank left."""
+
     def abandon(self) -> None:
-        """The same after an error, in the middle of whatever they do."""
+        """Ends the others, in the middle of whatever they do."""
 
 
 class Alone:
@@ -81,8 +90,14 @@ class Alone:
         """Ranks.ask."""
         return []
 
+    def check(self) -> None:
+        """Ranks.check."""
+
     def close(self) -> None:
         """Ranks.close."""
+
+    def recover(self) -> None:
+        """Ranks.recover."""
 
     def abandon(self) -> None:
         """Ranks.abandon."""

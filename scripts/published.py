@@ -101,7 +101,9 @@ class Published:
         """What a GPU holds: weights, buffers, resident layers of KV, retrieval cache, drafter."""
         case, rank = self.case, self.case.rank
         weights = rank.layers * layer_layout(rank, case.dtype).nbytes
-        weights += head_layout(rank, case.dtype).nbytes + embedding_layout(rank, case.dtype).nbytes
+        # Each card has the ends whole.
+        ends = (head_layout, embedding_layout)
+        weights += sum(layout(case.config, case.dtype).nbytes for layout in ends)
         kv = (KV_BUFFERS + self.resident_layers) * self._layer_kv(case.context + SPARE_TOKENS)
         if not self.gamma:
             return weights + kv

@@ -54,7 +54,7 @@ class _Rank:
     here = 1
 
     def __init__(self, index: int, count: int, meeting: _Meeting) -> None:
-        self.index = self.local = index
+        self.index, self.local = index, 0
         self.count = count
         self.sums = self.gathers = 0
         self._meeting = meeting
@@ -85,6 +85,12 @@ class _Rank:
     def close(self) -> None:
         pass
 
+    def check(self) -> None:
+        pass
+
+    def recover(self) -> None:
+        pass
+
     def abandon(self) -> None:
         pass
 
@@ -105,10 +111,10 @@ class _Follower(_Rank):
                 return self.answers.get(timeout=0.1)
         raise self.error
 
-    def run(self, path: Path, shape: str, config: EngineConfig, context: int) -> None:
+    def run(self, path: Path, fingerprint: str, config: EngineConfig, context: int) -> None:
         try:
             with closing(open_checkpoint(path)) as checkpoint:
-                if repr(checkpoint.config) != shape:
+                if checkpoint.fingerprint != fingerprint:
                     raise CheckpointError("another model")
                 models = load(checkpoint, config, context, None, lambda *_: None, self)
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from triforce_kernels.dispatch import KernelsError, backend
 
@@ -89,4 +91,10 @@ def set_threads(machine: MachineSettings, device: torch.device, ranks: Ranks) ->
         torch.set_num_threads(machine.threads)
     elif ranks.count > 1 and device.type == "cpu":
         # Those of one rank would wait for processors that another one's have.
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.here))
+        torch.set_num_threads(max(1, _threads() // ranks.here))
+
+
+@cache
+def _threads() -> int:
+    """As there were before any engine changed that."""
+    return torch.get_num_threads()

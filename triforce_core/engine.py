@@ -103,6 +103,8 @@ class Engine:
             plan = plan if isinstance(plan, Plan) else Plan.read(plan)
             config = plan.config(config)
         config = config.changed(**fields)
+        if plan is not None:
+            plan.check_gpus(config.machine.gpus)
         if config.trace is not None:
             Output(config.trace, "trace").check()
         progress = progress or (lambda *_: None)
@@ -353,8 +355,7 @@ class Engine:
         except GeneratorExit:
             raise
         except BaseException:
-            # Wherever the other ranks are now, it is not where this one is.
-            self.models.ranks.abandon()
+            self.models.ranks.recover()
             raise
         finally:
             self._streaming = False

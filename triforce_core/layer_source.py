@@ -44,6 +44,10 @@ class Readable(Protocol):
 
     def shared(self, share: Share) -> Readable: ...
 
+    def reopened(self) -> Readable: ...
+
+    def close(self) -> None: ...
+
 
 class LayerSource:
     """Fills layers, and what stands in for them."""

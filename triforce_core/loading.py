@@ -100,7 +100,8 @@ def load(
             widens=widens(device, dtype),
         )
         # Of this machine's memory, before any rank takes some.
-        host_bytes_here = available_host_bytes() // ranks.here
+        host_share = share.of_machine(ranks.local, ranks.here) if share else 1.0
+        host_bytes_here = int(available_host_bytes() * host_share)
         limit = machine.device_memory
         if limit is None and not own_device:
             if on_gpu:
@@ -121,7 +122,7 @@ def load(
                 fitted.demand,
                 fitted.placement,
                 host_bytes_here,
-                machine.host_memory and machine.host_memory // ranks.here,
+                machine.host_memory and int(machine.host_memory * host_share),
                 on_gpu,
             )
             return fitted, placement
@@ -147,6 +148,10 @@ def load(
             with one_by_one:
                 progress("load", next(read), layers)
 
+        # Recorded forwards are padded, and so ranks record alike or not at all.
+        recordable = placement.embedding_resident or layouts.embedding is None
+        if ranks.count > 1:
+            graphs = bool(ranks.least(int(graphs and recordable)))
         with memory.typed_errors(), memory.current():
             recorder = CudaRecorder(device) if graphs else None
             small = None

@@ -17,13 +17,12 @@ from typing import Any
 
 from offload.errors import OutputError, UsageError
 from offload.files import Output, cache_directory
+from offload.machine.gpus import measure_together
 from offload.machine.profiles import ALL_REDUCE_SECONDS, EMULATED, Hardware
+from offload.machine.timing import seconds_of
 from offload.memory.available import available_host_bytes, lendable_bytes
 from offload.units import parse_bandwidth
 
-# Each of the rates is measured in so many windows of so many seconds: others that use the machine
-# disturb some of them.
-_WINDOWS, _WINDOW_SECONDS = 5, 0.05
 # The host runs so many operations for each kernel that `costs` counts: torch's profiler tells about
 # 80, views included, for the 39 kernels of a layer's forward over one token.
 OPERATIONS = 2
@@ -39,9 +38,6 @@ _CACHES, _CACHE_KEYS = 128, 512
 _LAUNCHES = 200
 # Of the file by which a disk is measured.
 _DISK_BYTES = 64 << 20
-# Of a copy over a link, and of the least and the largest sum over GPUs that is timed.
-_LINK_BYTES = 256 << 20
-_LEAST_SUM = 16 << 10
 # Rows of the matrix in 4 bits that is decoded.
 _DECODED = 512
 
@@ -67,12 +63,12 @@ class Rates:
     attend_flops_per_second: float | None = None
     decode_seconds_per_number: float | None = None
     disk_bytes_per_second: float | None = None
+    measured: str = ""
+    load: float = 0.0
     other_links: tuple[float, ...] = ()
     host_bytes_per_second: float | None = None
     all_reduce_seconds: float | None = None
     all_reduce_bytes_per_second: float | None = None
-    measured: str = ""
-    load: float = 0.0
 
     @property
     def source(self) -> str:
@@ -168,11 +164,11 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
             x = x * small + torch.cat((-x[..., 288:], x[..., :288]), -1) * small
 
     with torch.inference_mode():
-        taken = {rows: _seconds(products(rows)) / nbytes for rows in _ROWS}
-        attended, wide = (_seconds(attention(rows)) for rows in (query, queries))
-        tiny = _seconds(operations)
+        taken = {rows: seconds_of(products(rows)) / nbytes for rows in _ROWS}
+        attended, wide = (seconds_of(attention(rows)) for rows in (query, queries))
+        tiny = seconds_of(operations)
         packed = quantise(torch.randn(_DECODED, 1024))
-        decoded = _seconds(lambda: dequantise(packed)) / (_DECODED * 1024)
+        decoded = seconds_of(lambda: dequantise(packed)) / (_DECODED * 1024)
     rates = Rates(
         memory_bytes_per_second=1 / taken[_ROWS[0]],
         flops_per_second=2 * _ROWS[-1] / 4 / taken[_ROWS[-1]],
@@ -200,49 +196,17 @@ def measure_gpu() -> Rates:
         for _ in range(_LAUNCHES):
             small.add_(1)
 
-    link = _seconds(lambda: there.copy_(pinned, non_blocking=True), torch.cuda.synchronize)
-    memory = _seconds(lambda: other.copy_(there), torch.cuda.synchronize)
-    product = _seconds(lambda: matrix @ matrix, torch.cuda.synchronize)
-    tiny = _seconds(launches, torch.cuda.synchronize)
+    link = seconds_of(lambda: there.copy_(pinned, non_blocking=True), torch.cuda.synchronize)
+    memory = seconds_of(lambda: other.copy_(there), torch.cuda.synchronize)
+    product = seconds_of(lambda: matrix @ matrix, torch.cuda.synchronize)
+    tiny = seconds_of(launches, torch.cuda.synchronize)
     rates = Rates(2 * size / memory, 2 * 4096**3 / product, tiny / _LAUNCHES, size / link)
     rates = replace(rates, disk_bytes_per_second=measure_disk())
-    return _now(_of_several(rates) if torch.cuda.device_count() > 1 else rates)
-
-
-def _of_several(rates: Rates) -> Rates:
-    """With what several GPUs reach: each link, all links together, a sum over all."""
-    import torch
-    from torch.cuda import nccl
-
-    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    pinned = [torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in devices]
-    there = [torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device) for device in devices]
-
-    def settle() -> None:
-        for device in devices:
-            torch.cuda.synchronize(device)
-
-    def copy(which: Sequence[int]) -> Callable[[], None]:
-        def run() -> None:
-            for i in which:
-                there[i].copy_(pinned[i], non_blocking=True)
-
-        return run
-
-    def summing(nbytes: int) -> float:
-        parts = [torch.zeros(nbytes // 2, dtype=torch.float16, device=it) for it in devices]
-        return _seconds(lambda: nccl.all_reduce(parts), settle)
-
-    others = [_LINK_BYTES / _seconds(copy([i]), settle) for i in range(1, len(devices))]
-    together = _seconds(copy(range(len(devices))), settle)
-    least = summing(_LEAST_SUM)
-    return replace(
-        rates,
-        other_links=tuple(others),
-        host_bytes_per_second=len(devices) * _LINK_BYTES / together,
-        all_reduce_seconds=least,
-        all_reduce_bytes_per_second=_LINK_BYTES / max(summing(_LINK_BYTES) - least, 1e-9),
-    )
+    if torch.cuda.device_count() > 1:
+        # A card that others have filled gives no rates.
+        with suppress(RuntimeError):
+            rates = replace(rates, **measure_together())
+    return _now(rates)
 
 
 def measure_disk() -> float | None:
@@ -310,7 +274,9 @@ def _gpu_key() -> str:
     from offload.machine.hardware import inspect_machine
 
     name = torch.cuda.get_device_name()
-    return f"{name}, driver {inspect_machine().driver}, torch {torch.__version__}"
+    count = torch.cuda.device_count()
+    cards = name if count == 1 else f"{count} x {name}"
+    return f"{cards}, driver {inspect_machine().driver}, torch {torch.__version__}"
 
 
 def _now(rates: Rates) -> Rates:
@@ -375,30 +341,12 @@ def _gpu(rate: float | None) -> Hardware:
         launch_seconds=rates.launch_seconds,
         disk_bytes_per_second=rates.disk_bytes_per_second,
         link_full=full,
-        other_links=rates.other_links,
+        other_links=() if rate else rates.other_links,
         host_bytes_per_second=rates.host_bytes_per_second,
         all_reduce_seconds=rates.all_reduce_seconds or ALL_REDUCE_SECONDS,
         all_reduce_bytes_per_second=rates.all_reduce_bytes_per_second,
         host_memory_bytes=machine.host_available_bytes,
     )
-
-
-def _seconds(run: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> float:
-    """What one run takes: the median of a window, in the best of several, after one that warms
-    up.
-    """
-    run()
-    settle()
-    medians = []
-    for _ in range(_WINDOWS):
-        taken: list[float] = []
-        while sum(taken) < _WINDOW_SECONDS:
-            began = time.perf_counter()
-            run()
-            settle()
-            taken.append(time.perf_counter() - began)
-        medians.append(sorted(taken)[len(taken) // 2])
-    return min(medians)
 
 
 def _processor() -> str:

@@ -9,7 +9,7 @@ from datetime import date
 import pytest
 
 from offload.errors import UsageError
-from offload.machine import probe
+from offload.machine import probe, timing
 from offload.machine.probe import Rates, cached, emulated, measure_cpu
 
 RATES = Rates(
@@ -68,7 +68,7 @@ def test_a_cache_that_cannot_be_written_is_said_once(cache, monkeypatch) -> None
 
 
 def test_the_cpu_reads_a_matrix_once_for_many_rows(monkeypatch) -> None:
-    monkeypatch.setattr(probe, "_WINDOW_SECONDS", 0.002)
+    monkeypatch.setattr(timing, "_WINDOW_SECONDS", 0.002)
     monkeypatch.setattr(probe, "_MATRIX_BYTES", 8 << 20)
     rates = measure_cpu([(256, 128), (128, 256)])
     each = dict(rates.product_seconds_per_byte)
@@ -84,12 +84,12 @@ def test_of_several_windows_the_best_counts(monkeypatch) -> None:
     """Somebody else has the machine for some of them."""
     seconds = iter([0.0, 0.08, 0.08, 0.06, 0.07, 0.051])
     clock = [0.0]
-    monkeypatch.setattr(probe.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 
     def run() -> None:
         clock[0] += next(seconds)
 
-    assert probe._seconds(run) == pytest.approx(0.051)
+    assert timing.seconds_of(run) == pytest.approx(0.051)
 
 
 def test_what_is_forgotten_is_measured_again(cache) -> None:

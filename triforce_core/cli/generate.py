@@ -17,7 +17,7 @@ from triforce_core.cli.prompt import read_prompt
 from triforce_core.cli.signals import Stop
 from triforce_core.model.checkpoint import resolve
 from triforce_core.opening import OpenModel
-from triforce_core.parallel.world import World
+from triforce_core.parallel.world import World, heed_the_leader
 from triforce_core.params import SamplingParams, check_context
 from triforce_core.planner.plan import Plan
 from triforce_core.settings import EngineConfig, MethodSettings
@@ -31,6 +31,9 @@ def generate(args: argparse.Namespace) -> int:
     world = World.of_environment()
     if world is not None and world.rank:
         # Torchrun started this one beside the rank that leads.
+        heed_the_leader()
+        if not args.quiet:
+            say(f"triforce: rank {world.rank} of {world.ranks}")
         from triforce_core.parallel.follower import main
 
         return main()
@@ -39,6 +42,8 @@ def generate(args: argparse.Namespace) -> int:
     config = engine_config(args, plan and plan.config(EngineConfig()))
     if world is not None and config.machine.gpus == 1:
         config = config.changed(gpus=world.ranks)
+    if plan is not None:
+        plan.check_gpus(config.machine.gpus)
     _check_outputs(args, config)
     prompt = read_prompt(args)
     _say_what_has_no_effect(args, config)

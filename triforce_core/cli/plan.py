@@ -171,6 +171,9 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
         slots = 1 + len(hardware.other_links)
         raise UsageError(f"--link names {slots} slots, and the plan is for {count} GPUs")
     changed: dict[str, object] = {"gpus": count}
+    if hardware.emulated:
+        # They share the host's memory.
+        changed["memory_bytes"] = hardware.memory_bytes // count
     if args.device_memory:
         changed["memory_bytes"] = parse_bytes(args.device_memory)
     if args.host_memory:

@@ -60,6 +60,7 @@ class Autoregressive:
             self._logits = context.feed_one(self._last, more=remaining > 1)
         self._last = self._rule.draw(laws(self._logits, self._params), passes.length)
         tokens = self._last.tolist()
+        context.arrived()
         check_token(tokens[0])
         context.text.commit(tokens)
         passes.trace.host("step", began, time.perf_counter() - began)

@@ -228,6 +228,10 @@ class Context:
             self._models.drop_retrieval()
         return freed()
 
+    def arrived(self) -> None:
+        """Said when the host has what was computed, before it is used. Raises RankError."""
+        self._models.ranks.check()
+
     def lend(self) -> None:
         """Lends what was dropped to KV, once nobody holds on to it."""
         self._tell("lend")

@@ -108,6 +108,7 @@ class Hierarchy:
     def _first(self, prompt: Prompt) -> Step:
         law = laws(prompt.logits, self._params)
         tokens = self._rule.draw(law, self._context.text.committed).tolist()
+        self._context.arrived()
         check_token(tokens[0])
         return Step(tokens, 0)
 
@@ -116,6 +117,7 @@ class Hierarchy:
         count = self._length.choose(remaining - 1)
         began = time.perf_counter()
         outcome = speculate(self._proposer, self._target, self._rule, context.text, count)
+        context.arrived()
         self._trace(began, outcome)
         self._tally.count(outcome)
         self._length.observe(outcome)

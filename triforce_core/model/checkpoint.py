@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,8 @@ _HUB_IGNORED = ["consolidated*", "*/*"]
 # Old checkpoints carry buffers that are computed here; scales belong to the tensor they are named
 # after.
 _UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX)
+# Of a file by which it is told from others.
+_SAMPLES, _SAMPLE_BYTES = 512, 64
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,11 @@ class Checkpoint:
     def files(self) -> Sequence[Path]:
         """That hold its tensors."""
         return self._source.files
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells it from any other: its config, its files' sizes and some bytes of them."""
+        return f"{self.config!r} {' '.join(map(_sampled, sorted(self.files)))}"
 
     def read_layer(self, layer: int, views: Mapping[str, Weight]) -> None:
         """Writes every tensor of a layer, named and shaped as `model.layer_shapes`.
@@ -202,6 +211,18 @@ class Checkpoint:
                 yield piece.name, (piece.rows, *shape[1:])
         if self._rope_factors is not None:
             yield self._rope_factors, (config.head_dim // 2,)
+
+
+def _sampled(path: Path) -> str:
+    """Size and a checksum of bytes from all over a file. Raises CheckpointError."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            starts = (size * i // _SAMPLES for i in range(_SAMPLES))
+            parts = [os.pread(file.fileno(), _SAMPLE_BYTES, start) for start in starts]
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    return f"{size}:{zlib.crc32(b''.join(parts)):08x}"
 
 
 def _state(path: Path) -> tuple[int, int] | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.share import Share
 from triforce_core.model.tensors import layer_shapes
 
 
@@ -42,6 +43,12 @@ class RandomCheckpoint:
 
     def rope_factors(self) -> None:
         return None
+
+    def shared(self, share: Share) -> RandomCheckpoint:
+        return RandomCheckpoint(share.config)
+
+    def reopened(self) -> RandomCheckpoint:
+        return RandomCheckpoint(self.config)
 
     def close(self) -> None:
         self._noise.clear()

@@ -101,6 +101,14 @@ class Share:
         """Rows of the vocabulary of each rank."""
         return tuple(len(part) for part in self.vocab)
 
+    def of_machine(self, local: int, here: int) -> float:
+        """What of the memory that `here` ranks of one machine have this one should have: most is KV
+        and what is as large as a head's part of a layer. local: which of those it is
+        """
+        first = self.rank - local
+        sizes = [len(kv) for kv in self.kv_heads[first : first + here]]
+        return sizes[local] / sum(sizes)
+
     def windows(self, name: str) -> list[Window]:
         """Of `embedding`, `head` or `layers.N.PART`: what of each of its pieces is in the share."""
         part, rank, size = name.rsplit(".", 1)[-1], self.rank, self.whole.head_dim

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from offload.errors import UsageError
+
+def is_own(error: Exception) -> bool:
+    """Whether an error of a call to other ranks is this device's own: its memory, a fault of it, or
+    a call that cannot be recorded as part of a graph.
+    """
+    faults = (torch.OutOfMemoryError, torch.AcceleratorError)
+    return isinstance(error, faults) or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
 
 
 class Collectives:
@@ -21,15 +30,11 @@ class Collectives:
     ) -> None:
         """Waits for all ranks. own_device: whether no other rank computes on it.
 
-        Raises UsageError if the process is in a group of its own already, or RuntimeError.
+        Raises RuntimeError.
         """
-        if dist.is_initialized():
-            raise UsageError(
-                "this process is in a torch.distributed group already; an engine of several ranks "
-                "needs its own"
-            )
         self._rank, self._ranks = rank, ranks
-        self._aborted = False
+        self._aborted = threading.Event()
+        self._aborting = threading.Lock()
         self._nccl = nccl = device.type == "cuda" and own_device
         if nccl:
             # What ends a hung call is `abort`, and not torch, which would end the process.
@@ -42,6 +47,8 @@ class Collectives:
             world_size=ranks,
             device_id=device if nccl else None,
         )
+        # The library takes its memory now, before anybody counts what is free.
+        self.sum(torch.zeros(1, device=device))
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Of all ranks' parts, written over `part`."""
@@ -69,12 +76,13 @@ class Collectives:
 
     def abort(self) -> None:
         """Ends what waits on this device for a rank that is gone. Called in any thread."""
-        if self._nccl:
-            self._aborted = True
-            dist.distributed_c10d._abort_process_group()
+        with self._aborting:
+            if self._nccl and not self._aborted.is_set():
+                self._aborted.set()
+                dist.distributed_c10d._abort_process_group()
 
     def close(self) -> None:
-        if not self._aborted:
+        if not self._aborted.is_set():
             dist.destroy_process_group()
 
     def _on_host(self, tensor: torch.Tensor, run: Callable[[torch.Tensor], object]) -> torch.Tensor:

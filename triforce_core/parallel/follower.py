@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload.errors import CheckpointError, RankError, TriforceError
+from offload.errors import CheckpointError, TriforceError
 from triforce_core.decoding.models import Models
 from triforce_core.loading import load
 from triforce_core.model.checkpoint import open_checkpoint
-from triforce_core.parallel.collectives import Collectives
+from triforce_core.parallel.collectives import Collectives, is_own
 from triforce_core.parallel.message import Call, unpacked
 from triforce_core.parallel.pulse import Failure, Pulse
 from triforce_core.parallel.serving import serve
-from triforce_core.parallel.wire import Gone, Wire, knock
-from triforce_core.parallel.world import COMMANDS, LEADER, LEADER_PROCESS, PULSE, World
+from triforce_core.parallel.wire import Gone, LostError, Wire, knock
+from triforce_core.parallel.world import (
+    COMMANDS,
+    LEADER,
+    LEADER_ADDRESS,
+    LEADER_PROCESS,
+    PULSE,
+    World,
+)
 from triforce_core.settings import EngineConfig
 
 # What ends with the first rank, and because of it.
@@ -32,17 +39,18 @@ _LED = 1
 
 def main() -> int:
     """Follows until the first rank ends. Returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # Whoever means the command means the rank that leads, which tells the others.
-        signal.signal(number, signal.SIG_IGN)
     world = World.of_environment()
+    warnings.showwarning = lambda message, *_: _say(f"rank {world.rank}: {message}")
+    started = LEADER_PROCESS in os.environ
     try:
         store = world.store()
-        address = pickle.loads(store.get(LEADER))
+        address = os.environ[LEADER_ADDRESS] if started else store.get(LEADER).decode()
         commands = knock(address, world.rank, COMMANDS)
         pulse = Pulse(knock(address, world.rank, PULSE), _leader_lost)
-    except (RuntimeError, OSError):
-        # It met an error before it needed anybody, and says so itself.
+    except (RuntimeError, OSError) as error:
+        if not started:
+            _say(f"rank {world.rank} does not find rank 0: {str(error).splitlines()[0]}")
+        # Or it met an error before it needed anybody, and says so itself.
         return _LED
     ranks = Follower(world, store, commands)
     try:
@@ -50,7 +58,7 @@ def main() -> int:
     except Gone:
         return _LED
     except TriforceError as error:
-        pulse.fail(Failure(str(error), error.exit_code, not isinstance(error, RankError)))
+        pulse.fail(Failure(str(error), error.exit_code, not isinstance(error, LostError)))
         return error.exit_code
     except BaseException as error:
         traceback.print_exc()
@@ -64,11 +72,16 @@ def _leader_lost(failure: Failure | None) -> None:
     """Called in the pulse's thread, whatever the other one is waiting for."""
     leader = os.environ.get(LEADER_PROCESS)
     if failure is not None:
-        print(f"triforce: rank 0 {failure.message}", file=sys.stderr, flush=True)
+        if os.environ["RANK"] == "1" or leader is None:
+            _say(f"rank 0 {failure.message}")
         if leader is not None:
             # It was stopped, or hangs: nobody else would end the command.
             os.kill(int(leader), signal.SIGKILL)
     os._exit(_LED)
+
+
+def _say(line: str) -> None:
+    print(f"triforce: {line}", file=sys.stderr, flush=True)
 
 
 class Follower:
@@ -105,7 +118,7 @@ class Follower:
                 self._store, self.index, self.count, device, own_device=own_device
             )
         except RuntimeError as error:
-            raise RankError(f"lost the other ranks: {error}") from error
+            raise _lost(error) from error
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Ranks.sum."""
@@ -133,8 +146,14 @@ class Follower:
         """Ranks.ask."""
         return []
 
+    def check(self) -> None:
+        """Ranks.check."""
+
     def close(self) -> None:
         """Ranks.close."""
+
+    def recover(self) -> None:
+        """Ranks.recover."""
 
     def abandon(self) -> None:
         """Ranks.abandon."""
@@ -150,10 +169,10 @@ class Follower:
     def _spread(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._collectives.spread(tokens)
 
-    def _load(self, path: Path, shape: str, config: EngineConfig, max_context: int) -> Models:
+    def _load(self, path: Path, fingerprint: str, config: EngineConfig, max_context: int) -> Models:
         checkpoint = open_checkpoint(path)
         try:
-            if repr(checkpoint.config) != shape:
+            if checkpoint.fingerprint != fingerprint:
                 raise CheckpointError(f"{path} holds another model than it does for rank 0")
             # Nobody here draws, and so nobody drafts but the target's own weights.
             return load(checkpoint, config, max_context, None, lambda *_: None, self)
@@ -163,6 +182,6 @@ class Follower:
 
 def _lost(error: RuntimeError) -> Exception:
     """An error of a call to the other ranks; one of this rank's own memory is left as it is."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_own(error):
         return error
-    return RankError(f"lost the other ranks: {str(error).splitlines()[0]}")
+    return LostError(f"lost the other ranks: {str(error).splitlines()[0]}")

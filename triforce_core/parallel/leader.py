@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -16,16 +15,25 @@ import torch
 import torch.distributed as dist
 
 from offload.errors import RankError, TriforceError, UsageError
-from triforce_core.parallel.collectives import Collectives
+from triforce_core.parallel.collectives import Collectives, is_own
 from triforce_core.parallel.message import packed
 from triforce_core.parallel.pulse import Failure, Pulse
 from triforce_core.parallel.wire import Door, Gone, Wire
-from triforce_core.parallel.world import COMMANDS, LEADER, LEADER_PROCESS, PULSE, World
+from triforce_core.parallel.world import (
+    LEADER,
+    LEADER_ADDRESS,
+    LEADER_PROCESS,
+    PULSE,
+    START_SECONDS,
+    World,
+)
 
 _Result = TypeVar("_Result")
 
-# Seconds that the others have to import what they need.
-_START_SECONDS = 120.0
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+# Calls that end when the device has computed, which `check` says; and those that nothing follows.
+_COMPUTING = ("read", "verify", "feed_one", "draft")
+_COMPUTED = ("stop", "end")
 # Seconds in which a rank that met an error says so, if another one has only lost its connection.
 _EXPLAIN_SECONDS = 2.0
 # Seconds after which a call that waits for a rank that is lost will not return.
@@ -38,22 +46,58 @@ def lead(count: int) -> Leader:
 
     Raises UsageError or RankError.
     """
+    if dist.is_initialized():
+        raise UsageError(
+            "this process is in a torch.distributed group already; an engine of several ranks "
+            "needs its own"
+        )
     world = World.of_environment()
-    if world is None:
-        store = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
-        world = World(0, count, count, 0, "127.0.0.1", store.port)
-        # It would ask for this machine's name otherwise, which may not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        processes = [_start(world, rank) for rank in range(1, count)]
-        return Leader(world, dist.PrefixStore(world.prefix, store), processes)
-    if count not in (1, world.ranks):
+    try:
+        return _start_all(count) if world is None else _find(world, count)
+    except (RuntimeError, OSError) as error:
+        raise RankError(f"the other ranks cannot be started or found: {error}") from error
+
+
+def _find(world: World, count: int) -> Leader:
+    """The ranks that torchrun started."""
+    if world.rank:
+        raise UsageError(
+            f"this is rank {world.rank} of torchrun's, and rank 0 leads: call "
+            "triforce_core.parallel.follower.main() here"
+        )
+    if count != world.ranks:
         raise UsageError(f"--gpus {count} does not go with the {world.ranks} ranks of torchrun")
-    return Leader(world, world.store(), ())
+    store = world.store()
+    door = Door(world.host, everywhere=world.here < world.ranks)
+    store.set(LEADER, door.address)
+    return Leader(world, store, door, ())
 
 
-def _start(world: World, rank: int) -> subprocess.Popen:
+def _start_all(count: int) -> Leader:
+    store = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
+    world = World(0, count, count, 0, "127.0.0.1", store.port)
+    door = Door(world.host)
+    processes: list[subprocess.Popen] = []
+    try:
+        for rank in range(1, count):
+            processes.append(_start(world, rank, door.address))
+    except BaseException:
+        for process in processes:
+            process.kill()
+        raise
+    return Leader(world, dist.PrefixStore(world.prefix, store), door, processes)
+
+
+def _start(world: World, rank: int, address: str) -> subprocess.Popen:
     # Whoever ends this process ends the others by that: they share its group, and heed it alone.
-    environment = os.environ | world.environment(rank) | {LEADER_PROCESS: str(os.getpid())}
+    environment = {
+        # It would ask for this machine's name otherwise, which may not resolve.
+        "GLOO_SOCKET_IFNAME": "lo",
+        **os.environ,
+        **world.environment(rank),
+        LEADER_PROCESS: str(os.getpid()),
+        LEADER_ADDRESS: address,
+    }
     return subprocess.Popen(
         # Nothing in the current directory is taken for a module.
         [sys.executable, "-P", "-m", "triforce_core.parallel"],
@@ -70,9 +114,13 @@ class Leader:
     local = 0
 
     def __init__(
-        self, world: World, store: dist.Store, processes: Sequence[subprocess.Popen]
+        self,
+        world: World,
+        store: dist.Store,
+        door: Door,
+        processes: Sequence[subprocess.Popen],
     ) -> None:
-        """processes: of the other ranks, if this one started them. Raises RankError."""
+        """processes: of the other ranks, if this one started them."""
         self.count = world.ranks
         self.here = world.here
         self._store = store
@@ -82,21 +130,27 @@ class Leader:
         self._collectives: Collectives | None = None
         self._failures: list[tuple[int, Failure]] = []
         self._failed = threading.Event()
-        self._waiting = False
+        self._waiting = self._computing = False
         self._closed = False
-        self._door: Door | None = None
-        try:
-            self._door = Door(world.host)
-            store.set(LEADER, pickle.dumps(self._door.address))
-        except BaseException:
-            self.abandon()
-            raise
+        self._door = door
 
     def meet(self, device: torch.device, *, own_device: bool) -> None:
         """Ranks.meet."""
-        self._collectives = self._guarded(
-            lambda: Collectives(self._store, 0, self.count, device, own_device=own_device)
-        )
+
+        def meet() -> Collectives:
+            return Collectives(self._store, 0, self.count, device, own_device=own_device)
+
+        if not self._processes:
+            self._collectives = self._guarded(meet)
+            return
+        # As the others have it; whatever else this process connects to finds its own way.
+        before = os.environ.get(_INTERFACE)
+        os.environ.setdefault(_INTERFACE, "lo")
+        try:
+            self._collectives = self._guarded(meet)
+        finally:
+            if before is None:
+                del os.environ[_INTERFACE]
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Ranks.sum."""
@@ -129,7 +183,17 @@ class Leader:
             for tokens in following:
                 self._collectives.spread(tokens)
 
+        if call in _COMPUTED:
+            self._computing = False
         self._guarded(send)
+        if call in _COMPUTING:
+            self._computing = True
+
+    def check(self) -> None:
+        """Ranks.check."""
+        self._computing = False
+        if self._failed.is_set():
+            raise self._error()
 
     def ask(self, question: str) -> list[Any]:
         """Ranks.ask."""
@@ -147,8 +211,7 @@ class Leader:
                 self.abandon()
                 return
         self._closed = True
-        if self._door is not None:
-            self._door.close()
+        self._door.close()
         for pulse in self._pulses.values():
             pulse.close()
         for wire in self._wires.values():
@@ -165,28 +228,38 @@ class Leader:
                 process.kill()
                 process.wait()
 
+    def recover(self) -> None:
+        """Ranks.recover."""
+        if self._computing or self._failed.is_set():
+            self.abandon()
+
     def abandon(self) -> None:
         """Ranks.abandon."""
+        self._computing = False
         self._failed.set()
         self._kill()
         self.close()
 
     def _let_in(self) -> None:
         """Waits until every rank has opened its wires."""
-        wires: dict[tuple[int, str], Wire] = {}
-        until = time.monotonic() + _START_SECONDS
-        while len(wires) < 2 * (self.count - 1):
+        wires: dict[int, Wire] = {}
+        until = time.monotonic() + START_SECONDS
+        while len(wires) + len(self._pulses) < 2 * (self.count - 1):
+            if self._failures:
+                raise self._error()
             for rank, process in enumerate(self._processes, 1):
                 if process.poll() is not None:
                     raise RankError(f"rank {rank} {_how_it_ended(process)} as it started")
             if time.monotonic() > until:
-                raise RankError(f"not all {self.count} ranks came within {_START_SECONDS:g} s")
+                raise RankError(f"not all {self.count} ranks came within {START_SECONDS} s")
             if visitor := self._door.open(_EXPLAIN_SECONDS):
                 rank, purpose, wire = visitor
-                wires[rank, purpose] = wire
-        ranks = range(1, self.count)
-        self._wires = {rank: wires[rank, COMMANDS] for rank in ranks}
-        self._pulses = {rank: Pulse(wires[rank, PULSE], self._watch(rank)) for rank in ranks}
+                if purpose == PULSE:
+                    # At once: it waits for the first beat.
+                    self._pulses[rank] = Pulse(wire, self._watch(rank))
+                else:
+                    wires[rank] = wire
+        self._wires = dict(sorted(wires.items()))
 
     def _watch(self, rank: int) -> Callable[[Failure | None], None]:
         return lambda failure: self._lost(rank, failure)
@@ -207,20 +280,26 @@ class Leader:
         self._kill()
         for wire in self._wires.values():
             wire.cut()
+        last_resort = threading.Timer(_HUNG_SECONDS, self._leave_if_hung)
+        last_resort.daemon = True
+        last_resort.start()
         if self._collectives is not None:
             self._collectives.abort()
-        time.sleep(_HUNG_SECONDS)
-        if self._waiting:
-            # What it waits for will not come.
-            print(f"triforce: {self._error()}", file=sys.stderr, flush=True)
-            os._exit(self._error().exit_code)
+
+    def _leave_if_hung(self) -> None:
+        """What it waits for will not come, and no call can be taken back."""
+        if self._waiting or self._computing:
+            error = self._error()
+            print(f"triforce: {error}", file=sys.stderr, flush=True)
+            os._exit(error.exit_code)
 
     def _kill(self) -> None:
         for process in self._processes:
             process.kill()
 
     def _error(self) -> RankError:
-        """What a rank that was lost died of."""
+        """What a rank that was lost died of. Whoever asks has noticed."""
+        self._computing = False
         if not self._failures:
             return RankError("the ranks were ended after an error; an engine has to be made anew")
         first_hand = [known for known in self._failures if known[1].first_hand]
@@ -237,7 +316,7 @@ class Leader:
         except TriforceError:
             raise
         except (RuntimeError, Gone) as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if is_own(error):
                 raise
             self._failed.wait(2 * _EXPLAIN_SECONDS)
             if not self._failures:

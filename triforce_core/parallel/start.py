@@ -23,8 +23,8 @@ def start_ranks(checkpoint: Checkpoint, config: EngineConfig, max_context: int) 
 
     ranks = leader.lead(gpus)
     try:
-        shape = repr(checkpoint.config)
-        ranks.tell("load", checkpoint.path.absolute(), shape, config, max_context)
+        path, fingerprint = checkpoint.path.absolute(), checkpoint.fingerprint
+        ranks.tell("load", path, fingerprint, config, max_context)
     except BaseException:
         ranks.abandon()
         raise

@@ -10,11 +10,17 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from offload.errors import RankError
+
 _KEY_BYTES = 32
 
 
 class Gone(Exception):
     """Whoever is at the other end is not there any more."""
+
+
+class LostError(RankError):
+    """A call to the other ranks failed, because one of them did or the way to it."""
 
 
 class Wire:
@@ -69,11 +75,13 @@ class Door:
     address: what they need to know, to be told to nobody else
     """
 
-    def __init__(self, host: str) -> None:
-        """Raises OSError."""
+    def __init__(self, host: str, *, everywhere: bool = False) -> None:
+        """host: by which the others know this machine. everywhere: whether it listens on all of
+        this machine's addresses, since that name may be of another one here. Raises OSError.
+        """
         self._key = secrets.token_bytes(_KEY_BYTES)
-        self._server = socket.create_server((host, 0))
-        self.address = (host, self._server.getsockname()[1], self._key)
+        self._server = socket.create_server(("" if everywhere else host, 0))
+        self.address = f"{host} {self._server.getsockname()[1]} {self._key.hex()}"
 
     def open(self, seconds: float) -> tuple[int, str, Wire] | None:
         """The next one's rank and purpose, and its wire; None if nobody came within so long."""
@@ -85,7 +93,7 @@ class Door:
         with visitor:
             visitor.settimeout(seconds)
             # Nothing is unpickled for a stranger.
-            with suppress(OSError):
+            with suppress(OSError, Gone):
                 key = visitor.recv(_KEY_BYTES, socket.MSG_WAITALL)
                 if secrets.compare_digest(key, self._key):
                     visitor.settimeout(None)
@@ -97,11 +105,11 @@ class Door:
         self._server.close()
 
 
-def knock(address: tuple[str, int, bytes], rank: int, purpose: str) -> Wire:
+def knock(address: str, rank: int, purpose: str) -> Wire:
     """Opens a wire to a Door. Raises OSError."""
-    host, port, key = address
-    caller = socket.create_connection((host, port))
-    caller.sendall(key)
+    host, port, key = address.split()
+    caller = socket.create_connection((host, int(port)))
+    caller.sendall(bytes.fromhex(key))
     wire = Wire(Connection(caller.detach()))
     wire.send((rank, purpose))
     return wire

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from offload.errors import UsageError
@@ -12,12 +16,15 @@ from offload.errors import UsageError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+# Seconds that ranks have to import what they need and to find each other.
+START_SECONDS = 120
+_LOOK_SECONDS = 0.5
 # What a rank's wires are for.
 COMMANDS, PULSE = "commands", "pulse"
 # In the store: where the rank that leads listens.
 LEADER = "leader"
-# In the environment: the process that leads, if it started this one.
-LEADER_PROCESS = "TRIFORCE_LEADER"
+# In the environment, if the process that leads started this one: that, and where it listens.
+LEADER_PROCESS, LEADER_ADDRESS = "TRIFORCE_LEADER", "TRIFORCE_LEADER_ADDRESS"
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,11 @@ class World:
 
     @classmethod
     def of_environment(cls) -> World | None:
-        """None if nobody says that this process is a rank. Raises UsageError."""
+        """None if nobody says that this process is one of several ranks. Raises UsageError."""
         have = os.environ
-        if "RANK" not in have or "WORLD_SIZE" not in have:
+        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= have.keys():
+            return None
+        if have["WORLD_SIZE"] == "1":
             return None
         ranks = _number("WORLD_SIZE")
         return cls(
@@ -49,7 +58,7 @@ class World:
             ranks=ranks,
             here=_number("LOCAL_WORLD_SIZE", ranks),
             local=_number("LOCAL_RANK", _number("RANK")),
-            host=have.get("MASTER_ADDR", "127.0.0.1"),
+            host=have["MASTER_ADDR"],
             port=_number("MASTER_PORT"),
             run="/".join(
                 have.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT")
@@ -60,7 +69,8 @@ class World:
         """Through which the ranks find each other. Raises RuntimeError."""
         import torch.distributed as dist
 
-        store, _, _ = next(dist.rendezvous("env://", self.rank, self.ranks))
+        limit = timedelta(seconds=START_SECONDS)
+        store, _, _ = next(dist.rendezvous("env://", self.rank, self.ranks, timeout=limit))
         return dist.PrefixStore(self.prefix, store)
 
     @property
@@ -77,9 +87,26 @@ class World:
             "LOCAL_WORLD_SIZE": str(self.here),
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
-            # Of connections that end it writes pages.
+            # It would log pages about every connection that ends.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
         }
+
+
+def heed_the_leader() -> None:
+    """Whoever means the command with a signal means the rank that leads, which tells the others. If
+    that started this process and is gone, this one ends too, whatever it is doing.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    leader = os.environ.get(LEADER_PROCESS)
+    if leader is not None:
+        threading.Thread(target=_outlive, args=(int(leader),), daemon=True).start()
+
+
+def _outlive(leader: int) -> None:
+    while os.getppid() == leader:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(1)
 
 
 def _number(name: str, default: int | None = None) -> int:

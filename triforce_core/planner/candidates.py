@@ -192,6 +192,7 @@ class Candidate:
         matrices = self.demand.streamed_bytes(placement)
         flops = prefill_flops(rank, prompt)
         compute = flops / hardware.flops_per_second + case.costs.head(1)
+        compute += (2 * rank.layers + 1) * case.costs.all_reduce(prompt)
         if not hardware.asynchronous:
             chunks = -(-prompt // PREFILL_CHUNK)
             compute += rank.layers * chunks * case.costs.launches.layer * hardware.launch_seconds
@@ -312,7 +313,8 @@ def _placed_on_host(case: Case, demand: Demand, placement: Placement) -> Placeme
         return placement
     if hardware.emulated:
         # The device takes host memory too.
-        if (taken := device_bytes(demand, placement)) > have:
+        taken = device_bytes(demand, placement) * hardware.gpus
+        if taken > have:
             raise DoesNotFitError("host memory for the emulated device", taken, have, _MORE_HOST)
         have -= taken
     each = have // hardware.gpus

@@ -109,7 +109,7 @@ class Costs:
         touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self.config.mlp
         work = self._product(tokens, self._elements(*parts), self.matrices.rest)
         layer = self._launched(work + self._touch(tokens, touched), self.launches.after, recorded)
-        return layer + 2 * self._all_reduce(tokens)
+        return layer + 2 * self.all_reduce(tokens)
 
     def attend(
         self, tokens: int, keys: int, *, scored: bool = False, recorded: bool = False
@@ -194,13 +194,14 @@ class Costs:
             return work + launches * hardware.graph_launch_seconds
         return max(work, launches * hardware.launch_seconds)
 
-    def _all_reduce(self, tokens: int) -> float:
+    def all_reduce(self, tokens: int) -> float:
         """A sum over GPUs of [tokens, hidden]."""
         return self._told(tokens * self.config.hidden * self.dtype.itemsize)
 
     def _ends(self, tokens: int) -> float:
-        """A sum of what each GPU has of the input embedding, and a gathering of logits."""
-        return self._all_reduce(tokens) + self._told(4 * tokens * self.config.vocab_rows)
+        """A sum of what each GPU has of the input embedding; gathering logits on the first GPU."""
+        others = self.hardware.gpus - 1
+        return self.all_reduce(tokens) + self._told(4 * tokens * self.config.vocab_rows * others)
 
     def _told(self, nbytes: float) -> float:
         """Seconds in which GPUs tell each other so much. Where the rate was not measured: through

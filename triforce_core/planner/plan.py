@@ -94,6 +94,11 @@ class Plan:
         if not same_card(made.get("device", device), device):
             raise UsageError(f"the plan was made for {made['device']}, and this is {device}")
 
+    def check_gpus(self, count: int) -> None:
+        """Raises UsageError if a run is to have another number of GPUs."""
+        if count != self.gpus:
+            raise UsageError(f"the plan is for {self.gpus} GPUs, and the run has {count}")
+
     def as_run(self, taken: Plan) -> Plan:
         """The same with what an engine says otherwise in passing: names and predictions."""
         weights = taken.weights if self.weights == AUTO else self.weights
@@ -104,8 +109,6 @@ class Plan:
 
         Raises UsageError for a plan that an engine cannot take.
         """
-        if like.machine.gpus not in (1, self.gpus):
-            raise UsageError(f"the plan is for {self.gpus} GPUs, not {like.machine.gpus}")
         return replace(
             like,
             machine=replace(like.machine, gpus=self.gpus),

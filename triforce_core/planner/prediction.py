@@ -154,9 +154,11 @@ def links(hardware: Hardware) -> str:
     if hardware.gpus == 1:
         width = "" if hardware.link_full else ", narrower than the card's own"
         return f"{kind}, {rate:.1f} GB/s{width}"
-    width = "both full width" if hardware.link_full else "neither full width (an x8/x8 board?)"
-    slowest = min((hardware.link_bytes_per_second, *hardware.other_links))
-    if slowest < max((hardware.link_bytes_per_second, *hardware.other_links)):
+    width = "full width" if hardware.link_full else "not full width (an x8/x8 board?)"
+    rates = (hardware.link_bytes_per_second, *hardware.other_links[: hardware.gpus - 1])
+    slowest = min(rates)
+    # Measured rates of equal links differ a little.
+    if slowest < 0.9 * max(rates):
         return f"{kind}, unequal: each waits for the slowest, {rate:.1f} GB/s"
     shared = " as host memory allows" if rate * 1e9 < slowest else ""
     return f"{hardware.gpus} x {kind}, {width}, {rate:.1f} GB/s each{shared}"

@@ -69,10 +69,12 @@ class RoundCost:
 
     @property
     def _disk(self) -> ReadFromDisk | None:
-        rate = self.costs.hardware.disk_bytes_per_second
+        hardware = self.costs.hardware
+        rate = hardware.disk_bytes_per_second
         if not self.placement.file_layers or rate is None:
             return None
-        return ReadFromDisk(frozenset(self.placement.file_layers), rate)
+        # All GPUs read from it at once.
+        return ReadFromDisk(frozenset(self.placement.file_layers), rate / hardware.gpus)
 
     @property
     def disk_seconds(self) -> float:

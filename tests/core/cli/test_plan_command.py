@@ -70,11 +70,25 @@ def test_a_table_names_what_bounds_it_and_that_it_is_simulated(capsys) -> None:
     assert code == 0
     assert "SIMULATED" in out
     assert "Bottleneck: " in out
-    assert "both full width" in out
+    assert ", full width" in out
     _, out, _ = run(
         capsys, "plan", "llama2-7b-128k", "--gpu", "rtx4090", "--gpus", 2, "--link", "pcie4x8"
     )
-    assert "neither full width" in out
+    assert "not full width" in out
+
+
+def test_two_slots_that_differ_are_as_slow_as_the_slowest(capsys) -> None:
+    options = ("plan", "llama2-7b-128k", "--gpu", "rtx4090", "--json")
+    planned = []
+    for link in ("pcie4x16", "pcie4x4", "pcie4x16,pcie4x4"):
+        code, out, _ = run(capsys, *options, "--gpus", 2, "--link", link)
+        assert code == 0
+        planned.append(json.loads(out)["hardware"]["link_gb_per_s"])
+    wide, narrow, unequal = planned
+    assert unequal == narrow == pytest.approx(wide / 4)
+    code, _, err = run(capsys, *options, "--link", "pcie4x16,pcie4x4")
+    assert code == 2
+    assert "names 2 slots, and the plan is for 1 GPUs" in err
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import torch
 from helpers import random_ids
 from oracle import assert_equal_but_for_ties, greedy
 
-from offload.errors import RankError
+from offload.errors import RankError, UsageError
 from triforce_core import Engine, SamplingParams
 
 PROMPT = "Hello there, this is a text of some length. " * 8
@@ -213,6 +213,25 @@ def test_a_rank_that_raises(
     assert process.returncode == code, err
     assert said in err
     assert "triforce: rank 1" in err
+
+
+def test_a_rank_that_comes_late_is_waited_for(speaking, tmp_path) -> None:
+    """Later than a rank that is heard of may be silent for."""
+    source = "import os, time\nif os.environ.get('RANK') == '2': time.sleep(8)\n"
+    (tmp_path / "sitecustomize.py").write_text(source)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    options = ("--device", "cpu", "--max-new-tokens", 4, "--quiet")
+    process = generate(speaking, *options, gpus=3, env=environment)
+    _, err = process.communicate(timeout=90)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_only_the_first_of_torchruns_ranks_leads(tiny, monkeypatch) -> None:
+    world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=r"this is rank 1 of torchrun's, and rank 0 leads"):
+        Engine.from_pretrained(tiny("llama")[0], device="cpu", gpus=2)
 
 
 def test_what_is_refused_is_said_once(speaking) -> None:

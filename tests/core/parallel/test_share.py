@@ -142,8 +142,9 @@ def test_a_rank_reads_its_share_of_safetensors(tiny, family: str, ranks: int) ->
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q8_0"])
 def test_a_rank_reads_its_share_of_blocks(tmp_path, kind: str, ranks: int) -> None:
-    sizes = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32}
-    model = make_model("llama", tmp_path, intermediate_size=192, **sizes)
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    sizes |= {"head_dim": 32, "intermediate_size": 192}
+    model = make_model("llama", tmp_path, **sizes)
     write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType[kind])
     held_against_the_whole(tmp_path / "m.gguf", ranks)
     for layouts in held_against_the_whole(tmp_path / "m.gguf", ranks, stored=True):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import gguf
@@ -19,6 +20,7 @@ from thread_ranks import ThreadLeader
 
 from offload.errors import RankError
 from triforce_core import Engine, SamplingParams
+from triforce_core.model.checkpoint import open_checkpoint
 from triforce_core.parallel.message import Call
 
 PROMPT, NEW = 75, 24
@@ -219,6 +221,15 @@ def test_a_level_is_dropped_everywhere(tiny, leaders) -> None:
     assert again.stats["levels"] == ["ngram", "target"]
     theirs = transformers_text(model, prompt)
     assert_equal_but_for_ties(model, prompt, first + again.token_ids, theirs)
+
+
+def test_another_model_of_the_same_shape_is_told_apart(tmp_path) -> None:
+    prints = []
+    for scale in (0.3, 0.4, 0.3):
+        make_model("llama", tmp_path, initializer_range=scale)
+        with closing(open_checkpoint(tmp_path)) as checkpoint:
+            prints.append(checkpoint.fingerprint)
+    assert prints[0] == prints[2] != prints[1]
 
 
 def test_ranks_that_hold_another_text_are_found_out(tiny, leaders) -> None:
