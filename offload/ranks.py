@@ -60,28 +60,15 @@ class Ranks(Protocol):
         """Ends the others, in the middle of whatever they do."""
 
 
-class Alone:
-    """One device with the whole model."""
+class Silent:
+    """What a rank that tells the others nothing has of Ranks."""
 
     index = 0
-    count = 1
     here = 1
     local = 0
 
     def meet(self, device: torch.device, *, own_device: bool) -> None:
         """Ranks.meet."""
-
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Ranks.sum."""
-        return part
-
-    def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """Ranks.gather."""
-        return part
-
-    def least(self, number: int) -> int:
-        """Ranks.least."""
-        return number
 
     def tell(self, call: str, *arguments: Any) -> None:
         """Ranks.tell."""
@@ -101,3 +88,21 @@ class Alone:
 
     def abandon(self) -> None:
         """Ranks.abandon."""
+
+
+class Alone(Silent):
+    """One device with the whole model."""
+
+    count = 1
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Ranks.sum."""
+        return part
+
+    def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Ranks.gather."""
+        return part
+
+    def least(self, number: int) -> int:
+        """Ranks.least."""
+        return number

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench_acceptance import generate_fully
-from bench_triforce import step_and_pass
+from bench_triforce import step_and_pass, workload
 from material import model_file, stretches
 from results import write_result
 from rich.console import Console
@@ -56,13 +56,7 @@ def main() -> None:
     bandwidth = pass_bytes / (RATIO * step_seconds)
     exact_alone = replace(bench.placement, substituted_layers=())
     record: dict[str, Any] = {
-        "model": "SmolLM2-135M-Instruct.Q4_1 as bfloat16",
-        "link": "emulated",
-        "prompt_tokens": args.tokens,
-        "prompts": args.prompts,
-        "temperature": 0.6,
-        "top_p": 0.9,
-        "budget": args.budget,
+        **workload(args, "bfloat16"),
         "device_memory_bytes": bench.device_bytes,
         "level_1_step_seconds": step_seconds,
         "bytes_per_pass": pass_bytes,

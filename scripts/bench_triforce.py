@@ -83,13 +83,7 @@ def main() -> None:
     path = write_result(
         args.result,
         {
-            "model": "SmolLM2-135M-Instruct.Q4_1 as float32",
-            "link": "emulated",
-            "prompt_tokens": args.tokens,
-            "prompts": args.prompts,
-            "temperature": 0.6,
-            "top_p": 0.9,
-            "budget": args.budget,
+            **workload(args, "float32"),
             "retrieval_step_seconds": step_seconds,
             "bytes_per_pass": pass_bytes,
             "pass_to_retrieval_step": ratios,
@@ -102,6 +96,19 @@ def main() -> None:
         plot(ratios)
         print(f"written to {os.path.relpath(PLOT)}")
     print(f"written to {os.path.relpath(path)}")
+
+
+def workload(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """What a record says of the texts and of how they are drawn."""
+    return {
+        "model": f"SmolLM2-135M-Instruct.Q4_1 as {dtype}",
+        "link": "emulated",
+        "prompt_tokens": args.tokens,
+        "prompts": args.prompts,
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "budget": args.budget,
+    }
 
 
 class TriforceBench:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from offload.errors import CheckpointError
+from offload.ranks import Silent
 from triforce_core.loading import load
 from triforce_core.model.checkpoint import open_checkpoint
 from triforce_core.parallel.message import Call, packed, unpacked
@@ -48,19 +49,14 @@ class _Meeting:
         self._aborted = True
 
 
-class _Rank:
+class _Rank(Silent):
     """What a leader and a follower have in common of Ranks."""
 
-    here = 1
-
     def __init__(self, index: int, count: int, meeting: _Meeting) -> None:
-        self.index, self.local = index, 0
+        self.index = index
         self.count = count
         self.sums = self.gathers = 0
         self._meeting = meeting
-
-    def meet(self, device: torch.device, *, own_device: bool) -> None:
-        pass
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         self.sums += 1
@@ -75,24 +71,6 @@ class _Rank:
 
     def least(self, number: int) -> int:
         return min(self._meeting.exchange(self.index, number))
-
-    def tell(self, call: str, *arguments: Any) -> None:
-        pass
-
-    def ask(self, question: str) -> list[Any]:
-        return []
-
-    def close(self) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-    def recover(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
 
 
 class _Follower(_Rank):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 import torch
@@ -209,11 +209,11 @@ class Context:
 
         Returns the bytes of device memory that were given back.
         """
-        with self._freeing() as freed:
-            self.drafter.close()
-            self.drafter = Nothing(self.model.device)
-            self._models.drop_drafter()
-        return freed()
+        before = self._models.runtime.memory.available_bytes
+        self.drafter.close()
+        self.drafter = Nothing(self.model.device)
+        self._models.drop_drafter()
+        return self._freed_since(before)
 
     def drop_retrieval(self) -> int:
         """Lets go of the retrieval cache, of the model over it and of the scores it is chosen by,
@@ -222,11 +222,11 @@ class Context:
         Returns the bytes of device memory that were given back.
         """
         self._tell("drop_retrieval")
-        with self._freeing() as freed:
-            self._level_resources.close()
-            self.retrieval = self.level = None
-            self._models.drop_retrieval()
-        return freed()
+        before = self._models.runtime.memory.available_bytes
+        self._level_resources.close()
+        self.retrieval = self.level = None
+        self._models.drop_retrieval()
+        return self._freed_since(before)
 
     def arrived(self) -> None:
         """Said when the host has what was computed, before it is used. Raises RankError."""
@@ -279,14 +279,10 @@ class Context:
 
         return told
 
-    @contextmanager
-    def _freeing(self) -> Iterator[Callable[[], int]]:
-        memory = self._models.runtime.memory
-        before = memory.available_bytes
-        freed = 0
-        yield lambda: freed
-        freed = memory.available_bytes - before
+    def _freed_since(self, before: int) -> int:
+        freed = self._models.runtime.memory.available_bytes - before
         self._models.freed_bytes += freed
+        return freed
 
     def _lend(self) -> None:
         freed = self._models.freed_bytes

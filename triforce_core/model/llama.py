@@ -111,6 +111,12 @@ class Model:
 
     def _layer(self, index: int, w: Views, hidden: torch.Tensor, cache: Cache, feed: Feed) -> None:
         """Adds attention and MLP of one layer to `hidden` [rows, hidden], in place."""
+        hidden += self._mlp(w, hidden, self._attention(index, w, hidden, cache, feed))
+
+    def _attention(
+        self, index: int, w: Views, hidden: torch.Tensor, cache: Cache, feed: Feed
+    ) -> torch.Tensor:
+        """[rows, hidden]. What it makes on the way is gone before the MLP makes its own."""
         config, eps = self.config, self.config.norm_eps
         qkv = linear(rms_norm(hidden, w["input_norm"], eps), w["qkv"], w.get("qkv_bias"))
         heads = qkv.view(feed.rows, config.heads + 2 * config.kv_heads, config.head_dim)
@@ -122,6 +128,11 @@ class Model:
             ):
                 part.copy_(rms_norm(part, weight, eps))
         mixed = cache.attend(index, heads, feed).transpose(0, 1).reshape(feed.rows, -1)
-        mixed = self._ranks.sum(linear(mixed, w["o"], w.get("o_bias")))
-        gate_up = linear(rms_norm(hidden, w["post_norm"], eps, mixed), w["gate_up"])
-        hidden += self._ranks.sum(linear(swiglu(gate_up), w["down"]))
+        return self._ranks.sum(linear(mixed, w["o"], w.get("o_bias")))
+
+    def _mlp(self, w: Views, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden]. Adds `mixed` to `hidden` before, in place."""
+        gate_up = linear(
+            rms_norm(hidden, w["post_norm"], self.config.norm_eps, mixed), w["gate_up"]
+        )
+        return self._ranks.sum(linear(swiglu(gate_up), w["down"]))

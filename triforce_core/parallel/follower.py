@@ -7,14 +7,15 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from offload.errors import CheckpointError, TriforceError
+from offload.ranks import Silent
 from triforce_core.decoding.models import Models
 from triforce_core.loading import load
 from triforce_core.model.checkpoint import open_checkpoint
@@ -47,7 +48,7 @@ def main() -> int:
         address = os.environ[LEADER_ADDRESS] if started else store.get(LEADER).decode()
         commands = knock(address, world.rank, COMMANDS)
         pulse = Pulse(knock(address, world.rank, PULSE), _leader_lost)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, Gone) as error:
         if not started:
             _say(f"rank {world.rank} does not find rank 0: {str(error).splitlines()[0]}")
         # Or it met an error before it needed anybody, and says so itself.
@@ -84,7 +85,7 @@ def _say(line: str) -> None:
     print(f"triforce: {line}", file=sys.stderr, flush=True)
 
 
-class Follower:
+class Follower(Silent):
     """Ranks, as any but the first sees them."""
 
     def __init__(self, world: World, store: dist.Store, commands: Wire) -> None:
@@ -113,58 +114,31 @@ class Follower:
     def meet(self, device: torch.device, *, own_device: bool) -> None:
         """Ranks.meet."""
         self._device = device
-        try:
+        with _noticed():
             self._collectives = Collectives(
                 self._store, self.index, self.count, device, own_device=own_device
             )
-        except RuntimeError as error:
-            raise _lost(error) from error
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Ranks.sum."""
-        try:
+        with _noticed():
             return self._collectives.sum(part)
-        except RuntimeError as error:
-            raise _lost(error) from error
 
     def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """Ranks.gather."""
-        try:
+        with _noticed():
             return self._collectives.gather(part, widths)
-        except RuntimeError as error:
-            raise _lost(error) from error
 
     def least(self, number: int) -> int:
         """Ranks.least."""
         self._commands.send(number)
         return self._commands.receive()
 
-    def tell(self, call: str, *arguments: Any) -> None:
-        """Ranks.tell."""
-
-    def ask(self, question: str) -> list[Any]:
-        """Ranks.ask."""
-        return []
-
-    def check(self) -> None:
-        """Ranks.check."""
-
-    def close(self) -> None:
-        """Ranks.close."""
-
-    def recover(self) -> None:
-        """Ranks.recover."""
-
-    def abandon(self) -> None:
-        """Ranks.abandon."""
-
     def hear(self) -> Call:
         """What the first rank is about to do. Raises RankError or Gone."""
         call = self._commands.receive()
-        try:
+        with _noticed():
             return unpacked(call, self._device, self._spread)
-        except RuntimeError as error:
-            raise _lost(error) from error
 
     def _spread(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._collectives.spread(tokens)
@@ -180,8 +154,12 @@ class Follower:
             checkpoint.close()
 
 
-def _lost(error: RuntimeError) -> Exception:
-    """An error of a call to the other ranks; one of this rank's own memory is left as it is."""
-    if is_own(error):
-        return error
-    return LostError(f"lost the other ranks: {str(error).splitlines()[0]}")
+@contextmanager
+def _noticed() -> Iterator[None]:
+    """Of a call to the other ranks. An error of this rank's own memory is left as it is."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_own(error):
+            raise
+        raise LostError(f"lost the other ranks: {str(error).splitlines()[0]}") from error

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,6 @@ from triforce_core.parallel.world import (
     START_SECONDS,
     World,
 )
-
-_Result = TypeVar("_Result")
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 # Calls that end when the device has computed, which `check` says; and those that nothing follows.
@@ -92,7 +91,7 @@ def _start(world: World, rank: int, address: str) -> subprocess.Popen:
     # Whoever ends this process ends the others by that: they share its group, and heed it alone.
     environment = {
         # It would ask for this machine's name otherwise, which may not resolve.
-        "GLOO_SOCKET_IFNAME": "lo",
+        _INTERFACE: "lo",
         **os.environ,
         **world.environment(rank),
         LEADER_PROCESS: str(os.getpid()),
@@ -136,56 +135,41 @@ class Leader:
 
     def meet(self, device: torch.device, *, own_device: bool) -> None:
         """Ranks.meet."""
-
-        def meet() -> Collectives:
-            return Collectives(self._store, 0, self.count, device, own_device=own_device)
-
-        if not self._processes:
-            self._collectives = self._guarded(meet)
-            return
-        # As the others have it; whatever else this process connects to finds its own way.
-        before = os.environ.get(_INTERFACE)
-        os.environ.setdefault(_INTERFACE, "lo")
-        try:
-            self._collectives = self._guarded(meet)
-        finally:
-            if before is None:
-                del os.environ[_INTERFACE]
+        with _on_this_machine() if self._processes else nullcontext(), self._guarded():
+            self._collectives = Collectives(
+                self._store, 0, self.count, device, own_device=own_device
+            )
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Ranks.sum."""
-        return self._guarded(lambda: self._collectives.sum(part))
+        with self._guarded():
+            return self._collectives.sum(part)
 
     def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """Ranks.gather."""
-        return self._guarded(lambda: self._collectives.gather(part, widths))
+        with self._guarded():
+            return self._collectives.gather(part, widths)
 
     def least(self, number: int) -> int:
         """Ranks.least."""
-
-        def agree() -> int:
+        with self._guarded():
             least = min(number, *(wire.receive() for wire in self._wires.values()))
             for wire in self._wires.values():
                 wire.send(least)
             return least
-
-        return self._guarded(agree)
 
     def tell(self, call: str, *arguments: Any) -> None:
         """Ranks.tell."""
         if not self._wires:
             self._let_in()
         message, following = packed(call, arguments)
-
-        def send() -> None:
+        if call in _COMPUTED:
+            self._computing = False
+        with self._guarded():
             for wire in self._wires.values():
                 wire.send(message)
             for tokens in following:
                 self._collectives.spread(tokens)
-
-        if call in _COMPUTED:
-            self._computing = False
-        self._guarded(send)
         if call in _COMPUTING:
             self._computing = True
 
@@ -198,7 +182,8 @@ class Leader:
     def ask(self, question: str) -> list[Any]:
         """Ranks.ask."""
         self.tell(question)
-        return self._guarded(lambda: [wire.receive() for wire in self._wires.values()])
+        with self._guarded():
+            return [wire.receive() for wire in self._wires.values()]
 
     def close(self) -> None:
         """Ranks.close."""
@@ -306,13 +291,14 @@ class Leader:
         rank, failure = (first_hand or self._failures)[0]
         return RankError(f"rank {rank}: {failure.message}", failure.exit_code)
 
-    def _guarded(self, run: Callable[[], _Result]) -> _Result:
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         """Turns what the loss of a rank does to a call into what that rank died of."""
         if self._failed.is_set() or self._closed:
             raise self._error()
         self._waiting = True
         try:
-            return run()
+            yield
         except TriforceError:
             raise
         except (RuntimeError, Gone) as error:
@@ -324,6 +310,20 @@ class Leader:
             raise self._error() from error
         finally:
             self._waiting = False
+
+
+@contextmanager
+def _on_this_machine() -> Iterator[None]:
+    """As the ranks that were started have it; whatever else this process connects to finds its own
+    way.
+    """
+    before = os.environ.get(_INTERFACE)
+    os.environ.setdefault(_INTERFACE, "lo")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_INTERFACE]
 
 
 def _how_it_ended(process: subprocess.Popen) -> str:

@@ -87,6 +87,10 @@ class World:
             "LOCAL_WORLD_SIZE": str(self.here),
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
+            # Of a `torchrun` that this process itself may be alone in.
+            "TORCHELASTIC_RUN_ID": "",
+            "TORCHELASTIC_RESTART_COUNT": "",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
             # It would log pages about every connection that ends.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
         }

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import random_ids
+from helpers import placed, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 
 from offload.errors import RankError, UsageError
@@ -76,17 +76,20 @@ def nothing_is_left() -> Iterator[None]:
     assert set(os.listdir("/dev/shm")) <= before
 
 
-def test_processes_say_what_transformers_does(tiny) -> None:
+@pytest.mark.parametrize("placement", ["resident", "both"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_say_what_transformers_does(tiny, ranks: int, placement: str) -> None:
     path, model = tiny("llama")
     prompt = random_ids(75)
-    options = {"device": "cpu", "max_context": 120, "budget": 32, "draft_tokens": 6}
-    with Engine.from_pretrained(path, dtype="float32", gpus=2, **options) as ours:
+    options = {"device": "cpu", "max_context": 120, "draft_tokens": 6}
+    options |= placed(placement, {"budget": 32})
+    with Engine.from_pretrained(path, dtype="float32", gpus=ranks, **options) as ours:
         first = ours.generate(prompt, greedy(16))
         again = ours.generate(prompt + first.token_ids, greedy(8))
     theirs = transformers_text(model, prompt, 24)
     assert_equal_but_for_ties(model, prompt, first.token_ids + again.token_ids, theirs)
     checksums = [rank["checksum"] for rank in again.stats["ranks"]]
-    assert len(checksums) == 2
+    assert len(checksums) == ranks
     assert len(set(checksums)) == 1
 
 

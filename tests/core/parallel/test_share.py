@@ -14,6 +14,7 @@ from gguf_files import write_gguf
 from helpers import make_model
 from triforce_kernels.linear import Weight, dense_rows
 
+from offload.checkpoint.safetensors import SafetensorsSource
 from offload.errors import UsageError
 from offload.formats import Blocks
 from offload.layouts import FlatLayout
@@ -137,6 +138,24 @@ def held_against_the_whole(path: Path, ranks: int, *, stored: bool = False) -> l
 @pytest.mark.parametrize("family", ["llama", "llama-mqa", "llama-bias", "qwen2", "qwen3"])
 def test_a_rank_reads_its_share_of_safetensors(tiny, family: str, ranks: int) -> None:
     held_against_the_whole(tiny(family)[0], ranks)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3"])
+def test_a_rank_reads_no_byte_of_another_share(tiny, monkeypatch, family: str) -> None:
+    read = []
+    fill = SafetensorsSource._read
+
+    def counted(self: SafetensorsSource, name: str, start: int, into: memoryview) -> None:
+        read.append(len(into))
+        fill(self, name, start, into)
+
+    monkeypatch.setattr(SafetensorsSource, "_read", counted)
+    with closing(open_checkpoint(tiny(family)[0])) as checkpoint:
+        for rank in range(2):
+            share = Share.of(checkpoint.config, rank, 2)
+            read.clear()
+            held = filled(checkpoint.shared(share), dense_layouts(share.config, FLOAT))
+            assert sum(read) == sum(it.numel() * FLOAT.itemsize for it in held.values())
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
