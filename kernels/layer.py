@@ -115,8 +115,8 @@ def reference_rope_into(
 ) -> torch.Tensor:
     tokens, count, _ = heads.shape
     kv_heads = key.shape[0]
-    query, keys, values = heads.transpose(0, 1).split((count - 2 * kv_heads, kv_heads, kv_heads))
-    keys = rotate(keys, cos, sin)
+    rotated, values = heads.transpose(0, 1).split((count - kv_heads, kv_heads))
+    query, keys = rotate(rotated, cos, sin).split((count - 2 * kv_heads, kv_heads))
     if isinstance(start, int):
         key[:, start : start + tokens] = keys
         value[:, start : start + tokens] = values
@@ -124,7 +124,7 @@ def reference_rope_into(
         places = start + torch.arange(tokens, device=heads.device)
         key.index_copy_(1, places, keys)
         value.index_copy_(1, places, values)
-    return rotate(query, cos, sin)
+    return query
 
 
 def reference_swiglu(gate_up: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch
 
 from .attention import (
     Partial,
+    attention_to_blocks,
     merge,
     partial_attention,
     plain_partial,
@@ -200,10 +201,13 @@ def reference_blocks(
     value: torch.Tensor,
     scores: ScoreBuffer | None,
 ) -> None:
+    if scores is None:
+        for part in attention_to_blocks(query, key, value):
+            _add(running, part, hides=False)
+        return
     for keys, values in zip(key, value, strict=True):
         _add(running, _piece(query, keys, values, None, scores), hides=False)
-        if scores:
-            scores = scores.at(scores.first + keys.shape[1] // scores.size)
+        scores = scores.at(scores.first + keys.shape[1] // scores.size)
 
 
 def reference_tail(

@@ -107,9 +107,11 @@ class PassAttention:
 
         Hands the scores in and returns the whole attention, [heads, rows, head_dim].
         """
-        # Whole chunks that all see are a block like any other: it is read by more of the device.
+        # Whole chunks that all see are a block like any other: it is read by more of the device. A
+        # single row sees all there is.
         size = self._buffer.size if self._buffer else 1
-        seen = (key.shape[1] - self._tokens) // size * size
+        own = self._tokens if self._tokens > 1 or self._buffer or visible is not None else 0
+        seen = (key.shape[1] - own) // size * size
         self.blocks(key[None, :, :seen], value[None, :, :seen])
         out, lse = attend_tail(
             self._running,

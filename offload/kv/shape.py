@@ -18,6 +18,7 @@ class KVShape:
     """The geometry of a model's KV cache. A block is [2, kv_heads, block_tokens, head_dim].
 
     dtype: a torch.dtype where there are tensors; sizes alone need its `itemsize`
+    text_tokens: of the longest text; a block that is longer never fills
     """
 
     layers: int
@@ -25,6 +26,7 @@ class KVShape:
     head_dim: int
     block_tokens: int
     dtype: ElementType
+    text_tokens: int | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -36,9 +38,16 @@ class KVShape:
         """Bytes of a block's buffer: rounded up, so that neighbours in an arena stay aligned."""
         return -(-self.token_bytes * self.block_tokens // ALIGNMENT) * ALIGNMENT
 
+    def tail_tokens(self, max_pass_tokens: int) -> int:
+        """Tokens of a layer's hot tail: a block that fills, and room for a whole pass."""
+        filling = self.block_tokens
+        if self.text_tokens is not None:
+            filling = min(filling, self.text_tokens)
+        return filling + max_pass_tokens
+
     def tail_bytes(self, max_pass_tokens: int) -> int:
-        """Bytes of the hot tail of all layers: a block that fills, and room for a whole pass."""
-        return self.token_bytes * (self.block_tokens + max_pass_tokens) * self.layers
+        """Bytes of the hot tail of all layers."""
+        return self.token_bytes * self.tail_tokens(max_pass_tokens) * self.layers
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """A flat uint8 block as [2, kv_heads, block_tokens, head_dim]."""

@@ -73,7 +73,7 @@ class KVStore:
             shape.layers,
             2,
             shape.kv_heads,
-            shape.block_tokens + max_pass_tokens,
+            shape.tail_tokens(max_pass_tokens),
             shape.head_dim,
         )
 

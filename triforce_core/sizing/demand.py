@@ -168,7 +168,7 @@ class Wanted:
         )
         if chunk > tokens:
             raise UsageError(f"chunk_size {chunk} is more than the {tokens} tokens of a block")
-        return replace(shape, block_tokens=tokens)
+        return replace(shape, block_tokens=tokens, text_tokens=self.max_context)
 
     def _gather_bytes(self, shape: KVShape, budget: int) -> int:
         if not budget or not self.gathers_through_host:
