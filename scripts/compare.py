@@ -1,0 +1,296 @@
+"""The same text by every system that a user could pick, one after another, on this machine.
+
+Each system runs in a process of its own, on the same model, prompt, lengths, dtype, threads and
+memory. Repeats are interleaved. What cannot run here says why. What was measured is kept: the same
+command goes on where it was interrupted (`--afresh` begins anew).
+
+    python scripts/compare.py [--rivals transformers accelerate ours] [--model PATH]
+        [--prompt-tokens 2000] [--new-tokens 64] [--repeats 3] [--task continuation]
+    bash scripts/setup_rivals.sh      # once, for DeepSpeed, which has packages of its own
+
+Prints a table; writes benchmarks/results/compare.json and, with --plot, a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from compare_report import Comparison, plot, print_comparison
+from material import model_file
+from memory_rates import memory_rates
+from results import write_result
+from rich.console import Console
+from rich.progress import Progress
+from rivals import prepared, reference, spawn
+from rivals.job import Job, Outcome
+from rivals.systems import GROUPS, System, chosen, systems
+from workloads import TASKS, prompt
+
+from offload.errors import TriforceError
+from offload.units import format_bytes, parse_bandwidth, parse_bytes
+from triforce_core.model.checkpoint import open_checkpoint
+from triforce_core.model.shapes import SHAPES
+from triforce_core.model.tokenizer import load_tokenizer
+
+# A short version for tests and the impatient: nothing that has to be installed or built first.
+QUICK = ("transformers", "accelerate", "llama.cpp", "ours")
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    try:
+        return Run(args).all()
+    except (TriforceError, ValueError) as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("compare: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--rivals", nargs="+", default=["memory", "offloaded"], metavar="NAME",
+        help=f"names, beginnings of names, {', '.join(GROUPS)} or all")  # fmt: skip
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, help="a directory or a .gguf file; SmolLM2-135M")
+    model.add_argument("--shape", choices=SHAPES, help="random weights: speed alone")
+    add("--acceptance", type=float, help="of drafted tokens, assumed of random weights")
+    add("--assistant", default="", help="a small model for transformers' assisted generation")
+    add("--task", choices=TASKS, default="continuation", help="what is written")
+    add("--prompt-tokens", type=int, default=2000)
+    add("--new-tokens", type=int, default=64)
+    add("--repeats", type=int, default=3)
+    add("--temperature", type=float, default=0.0)
+    add("--dtype", default=None, help="float32 on a CPU, float16 on a GPU")
+    add("--threads", type=int, default=os.cpu_count(), help="of the CPU")
+    add("--device-memory", type=parse_bytes,
+        help="for all systems; half of weights and KV on a CPU, 24GB on a GPU")  # fmt: skip
+    add("--link-bandwidth", type=parse_bandwidth,
+        help="of our emulated link; what one thread copies, measured")  # fmt: skip
+    add("--limit", type=float, default=600, help="seconds for one text of one system")
+    add("--work", type=Path, default=_cache(), help="for checkpoints and what was measured")
+    add("--afresh", action="store_true", help="forget what was measured before")
+    add("--result", default="compare", help="name of the file under benchmarks/results")
+    add("--plot", type=Path, help="write a picture")
+    return parser
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "triforce-offload" / "compare"
+
+
+class Run:
+    """One comparison: what is asked of all, and what was answered so far."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Raises ValueError or TriforceError."""
+        if args.acceptance is not None and not args.shape:
+            raise ValueError("--acceptance is assumed of random weights alone: give a --shape")
+        self._args = args
+        self._on_gpu = torch.cuda.is_available()
+        dtype = args.dtype or ("float16" if self._on_gpu else "float32")
+        args.work.mkdir(parents=True, exist_ok=True)
+        if args.shape:
+            directory = prepared.of_shape(args.shape, SHAPES[args.shape], dtype, args.work)
+            generator = torch.Generator().manual_seed(0)
+            ids = torch.randint(100, 20000, (args.prompt_tokens,), generator=generator).tolist()
+            source, self._name = directory, f"{args.shape}, random weights"
+        else:
+            source = args.model or model_file()
+            if not source.exists():
+                raise ValueError(f"{source} does not exist")
+            directory = prepared.prepared(source, args.work)
+            ids = prompt(args.task, load_tokenizer(source), args.prompt_tokens)
+            self._name = source.name
+        self._stored_bytes = self._count(directory, dtype, len(ids) + args.new_tokens)
+        self._rates = memory_rates(args.threads)
+        memory = args.device_memory
+        if memory is None:
+            memory = 24 * 10**9 if self._on_gpu else self._stored_bytes // 2
+        known = systems(len(ids), args.new_tokens, args.assistant)
+        try:
+            self._systems = {name: known[name] for name in chosen(args.rivals, known)}
+        except KeyError as error:
+            raise ValueError(
+                f"--rivals {error.args[0]!r} is none of {', '.join(GROUPS)}, all, or the beginning "
+                f"of {', '.join(known)}"
+            ) from error
+        self._job = Job(
+            module="",
+            options={},
+            model=str(directory),
+            prompt=ids,
+            new_tokens=args.new_tokens,
+            dtype=dtype,
+            device="cuda:0" if self._on_gpu else "cpu",
+            threads=args.threads,
+            gguf=str(source) if source.suffix == ".gguf" else None,
+            temperature=args.temperature,
+            memory_bytes=memory,
+            link_bytes_per_second=args.link_bandwidth,
+            acceptance=args.acceptance,
+        )
+        stamp = hashlib.sha256(self._job.to_json().encode()).hexdigest()[:16]
+        self._kept = args.work / f"{stamp}.jsonl"
+        self._logs = args.work / f"{stamp}-logs"
+        self._reference = args.work / f"{stamp}.npz"
+        if args.afresh:
+            self._kept.unlink(missing_ok=True)
+        if args.link_bandwidth is None:
+            # Kept with what was measured: a comparison that goes on has the same link.
+            rate = self._keep_rates()["copied_bytes_per_second"]
+            self._job = replace(self._job, link_bytes_per_second=rate)
+
+    def all(self) -> int:
+        """Returns the exit code."""
+        args = self._args
+        console = Console(stderr=True)
+        self._logs.mkdir(exist_ok=True)
+        console.print(
+            f"{self._name}, {len(self._job.prompt)} + {args.new_tokens} tokens, {self._job.dtype}, "
+            f"{args.threads} threads, device memory {format_bytes(self._job.memory_bytes)} "
+            f"of {format_bytes(self._stored_bytes)} of weights and KV"
+        )
+        done = self._answers()
+        names = list(self._systems)
+        todo = [
+            # Another one begins each round.
+            (repeat, names[(i + repeat) % len(names)])
+            for repeat in range(args.repeats)
+            for i in range(len(names))
+        ]
+        refused = {name for (name, _), outcome in done.items() if outcome.refusal}
+        with Progress(console=console, transient=True) as progress:
+            bar = progress.add_task("the text that all must give", total=len(todo) + 1)
+            self._make_reference(console)
+            progress.advance(bar)
+            for repeat, name in todo:
+                progress.update(bar, description=f"{name} ({repeat + 1} of {args.repeats})")
+                if (name, repeat) not in done and name not in refused:
+                    outcome = self._ask(name, self._systems[name])
+                    done[name, repeat] = outcome
+                    self._append({"system": name, "repeat": repeat, **asdict(outcome)})
+                    if outcome.refusal:
+                        refused.add(name)
+                    self._say(console, name, repeat, outcome)
+                progress.advance(bar)
+        comparison = self._compared(done)
+        print_comparison(comparison)
+        path = write_result(args.result, comparison.record())
+        print(f"written to {os.path.relpath(path)}")
+        if args.plot:
+            plot(comparison, args.plot)
+            print(f"drawn in {os.path.relpath(args.plot)}")
+        return 0
+
+    def _ask(self, name: str, system: System) -> Outcome:
+        job = replace(self._job, module=system.module, options=system.options)
+        log = self._logs / f"{name.replace(' ', '-').replace(',', '')}.log"
+        began = time.perf_counter()
+        outcome = spawn.run(job, log, self._args.limit, own_packages=system.own_packages)
+        outcome.notes["process_seconds"] = time.perf_counter() - began
+        if outcome.tokens and not self._job.temperature and self._reference.exists():
+            found = reference.difference(str(self._reference), outcome.tokens)
+            outcome.notes["difference"] = found and {"token": found[0], "logit_gap": found[1]}
+        return outcome
+
+    def _make_reference(self, console: Console) -> None:
+        """In float32 where that is not too much, else in the dtype of all."""
+        if self._job.temperature or self._reference.exists():
+            return
+        options = {"path": str(self._reference)}
+        dtype = "float32" if not self._on_gpu or self._stored_bytes < 8 << 30 else self._job.dtype
+        job = replace(self._job, module="reference", options=options, dtype=dtype)
+        outcome = spawn.run(job, self._logs / "reference.log", self._args.limit, own_packages=False)
+        if outcome.refusal:
+            console.print(f"no text to hold others against: {outcome.refusal}")
+
+    def _compared(self, done: dict[tuple[str, int], Outcome]) -> Comparison:
+        job, args = self._job, self._args
+        return Comparison(
+            settings={
+                "model": self._name,
+                "task": None if args.shape else args.task,
+                "prompt_tokens": len(job.prompt),
+                "new_tokens": job.new_tokens,
+                "dtype": job.dtype,
+                "temperature": job.temperature,
+                "repeats": args.repeats,
+                "threads": job.threads,
+                "device": job.device,
+                "device_memory_bytes": job.memory_bytes,
+                "weights_and_kv_bytes": self._stored_bytes,
+                "link": "PCIe" if self._on_gpu else "emulated, ours alone has one",
+                "link_bytes_per_second": None if self._on_gpu else job.link_bytes_per_second,
+                "assumed_acceptance": job.acceptance,
+            },
+            memory={**self._rates, **self._keep_rates()},
+            groups={name: system.group for name, system in self._systems.items()},
+            lossless={name: system.lossless for name, system in self._systems.items()},
+            outcomes={
+                name: [done[name, i] for i in range(args.repeats) if (name, i) in done]
+                for name in self._systems
+            },
+        )
+
+    def _answers(self) -> dict[tuple[str, int], Outcome]:
+        """What was measured before. What was refused is asked again."""
+        return {
+            (line["system"], line["repeat"]): Outcome.from_dict(line)
+            for line in self._lines()
+            if "system" in line and not line["refusal"]
+        }
+
+    def _keep_rates(self) -> dict[str, float]:
+        for line in self._lines():
+            if "rates" in line:
+                return line["rates"]
+        self._append({"rates": self._rates})
+        return self._rates
+
+    def _lines(self) -> list[dict[str, Any]]:
+        if not self._kept.exists():
+            return []
+        whole = self._kept.read_text().rpartition("\n")[0]
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def _append(self, line: dict[str, Any]) -> None:
+        with self._kept.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _say(self, console: Console, name: str, repeat: int, outcome: Outcome) -> None:
+        if outcome.refusal:
+            console.print(f"{name}: {outcome.refusal}")
+        else:
+            console.print(f"{name} {repeat + 1}: {outcome.token_seconds:.4f} s/token")
+
+    @staticmethod
+    def _count(directory: Path, dtype: str, tokens: int) -> int:
+        """Bytes of weights and KV. Raises TriforceError."""
+        checkpoint = open_checkpoint(directory)
+        try:
+            config, itemsize = checkpoint.config, getattr(torch, dtype).itemsize
+            stored = torch.float32 if checkpoint.stored_dtype == "float32" else torch.float16
+            weights = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        finally:
+            checkpoint.close()
+        kv = 2 * config.layers * config.kv_heads * config.head_dim * itemsize * tokens
+        return weights * itemsize // stored.itemsize + kv
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Times what transformers' `generate` hands out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from rivals.job import Job, Outcome
+
+
+class Clock(BaseStreamer):
+    """When tokens came: (seconds, how many there are). The first that comes is the prompt."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.seen: list[tuple[float, int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        # A GPU has them when the host reads one.
+        value.flatten()[-1].item()
+        now = time.perf_counter() - self.began
+        before = self.seen[-1][1] if self.seen else -value.numel()
+        self.seen.append((now, before + value.numel()))
+
+    def end(self) -> None:
+        pass
+
+
+def sampling(job: Job) -> dict[str, Any]:
+    """Arguments of `generate`. Every text has its whole length: the model knows no end."""
+    arguments: dict[str, Any] = {"max_new_tokens": job.new_tokens, "do_sample": False}
+    if job.temperature:
+        arguments |= {"do_sample": True, "temperature": job.temperature, "top_p": 0.9, "top_k": 0}
+    return arguments
+
+
+def generate(model: torch.nn.Module, job: Job, **arguments: Any) -> Outcome:
+    """One text, after a short one that warms up."""
+    prompt = torch.tensor([job.prompt], device=job.device)
+    mask = torch.ones_like(prompt)
+    wanted = sampling(job)
+    with torch.inference_mode():
+        short = wanted | {"max_new_tokens": 2}
+        model.generate(prompt[:, :32], attention_mask=mask[:, :32], **short, **arguments)
+        torch.manual_seed(job.seed)
+        if job.device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+        clock = Clock()
+        output = model.generate(prompt, attention_mask=mask, streamer=clock, **wanted, **arguments)
+    tokens = output[0, len(job.prompt) :].tolist()
+    first, (last, count) = clock.seen[1], clock.seen[-1]
+    return Outcome(
+        tokens=tokens,
+        first_seconds=first[0],
+        token_seconds=(last - first[0]) / (count - first[1]),
+        device_bytes=None if job.device == "cpu" else torch.cuda.max_memory_allocated(),
+    )

@@ -1,0 +1,71 @@
+"""DeepSpeed ZeRO-Inference: stage 3 with parameters in pinned host memory.
+
+Settings are those of DeepSpeedExamples `inference/huggingface/zero_inference`. Without a GPU it is
+run by its CPU accelerator.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from rivals.clock import generate
+from rivals.job import Job, Outcome
+from rivals.models import dtype, prepare
+
+
+def run(job: Job) -> Outcome:
+    """options: `offload`: whether parameters lie on the host; `cache`: transformers' cache."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "DS_ACCELERATOR": "cpu" if job.device == "cpu" else "cuda",
+    }
+    import deepspeed
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
+
+    prepare(job)
+    hidden = AutoConfig.from_pretrained(job.model).hidden_size
+    settings = zero_settings(hidden, job)
+    # Before the model is made: its parameters are then made where they stay.
+    _kept = HfDeepSpeedConfig(settings)
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype(job))
+    # Whether to offload is said there; parameters without it stay on the device.
+    engine = deepspeed.initialize(model=model, config_params=settings)[0]
+    arguments = {}
+    if job.device != "cpu" and job.options.get("cache"):
+        arguments["cache_implementation"] = job.options["cache"]
+    outcome = generate(engine.module.eval(), job, **arguments)
+    outcome.notes["settings"] = settings["zero_optimization"]
+    return outcome
+
+
+def zero_settings(hidden: int, job: Job) -> dict[str, Any]:
+    """As the example has them, for a hidden size."""
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "stage3_prefetch_bucket_size": 2 * hidden * hidden,
+        "stage3_param_persistence_threshold": hidden,
+        "stage3_max_live_parameters": 2 * hidden * hidden,
+    }
+    if job.options["offload"]:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    else:
+        # Nothing is taken apart again once it is there.
+        zero["stage3_param_persistence_threshold"] = 1 << 40
+    return {
+        "fp16": {"enabled": job.dtype == "float16"},
+        "bf16": {"enabled": job.dtype == "bfloat16"},
+        "zero_optimization": zero,
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 1 << 30,
+        "wall_clock_breakdown": False,
+    }

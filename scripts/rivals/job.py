@@ -1,0 +1,76 @@
+"""What every system of a comparison is asked, and what it answers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """One text, the same for all systems.
+
+    module, options: the adapter and what makes it this system
+    model: a directory with dense safetensors and no end-of-text token, so that all texts are as
+        long; gguf: the file it was made of, if one was, and its twin in float32
+    prompt: token ids
+    device: "cpu" or "cuda:0"; memory_bytes: of the device, all of it if None
+    link_bytes_per_second: of an emulated link
+    acceptance: assumed of each drafted token where weights are random
+    """
+
+    module: str
+    options: dict[str, Any]
+    model: str
+    prompt: list[int]
+    new_tokens: int
+    dtype: str
+    device: str
+    threads: int
+    gguf: str | None = None
+    temperature: float = 0.0
+    seed: int = 0
+    memory_bytes: int | None = None
+    link_bytes_per_second: float | None = None
+    acceptance: float | None = None
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass
+class Outcome:
+    """One text, timed; or why there is none.
+
+    tokens: new token ids, None where a system does not tell them
+    first_seconds: from the request to the first new token; token_seconds: of each one after
+    device_bytes: most of the device's memory, None where nobody counts it (on a CPU, for all
+        but ours, whose emulated device is accounted)
+    host_bytes: most resident memory of the process, everything included
+    moved_bytes: to the device, per new token
+    refusal: why the system cannot run here
+    """
+
+    tokens: list[int] | None = None
+    first_seconds: float | None = None
+    token_seconds: float | None = None
+    load_seconds: float | None = None
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    moved_bytes: float | None = None
+    refusal: str | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Outcome:
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+
+class Refusal(Exception):
+    """A system cannot run here; the message says why."""

@@ -1,0 +1,66 @@
+"""What the published TriForce does otherwise, in our engine, one policy at a time: an ablation.
+
+The code that was read is Infini-AI-Lab/TriForce at 164c8c0 (models/cache.py, utils/decoding.py).
+What an option of the engine does is not here: mean keys, fixed lengths, blocks as long as a layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+CHOSEN_ONCE = "chosen once"
+BY_LAYERS = "resident by layers"
+
+
+@contextlib.contextmanager
+def installed(policies: Sequence[str], blocks_of_layer: int) -> Iterator[None]:
+    """The engines of this process have these policies. blocks_of_layer: KV blocks of a whole text
+    in a layer.
+    """
+    with contextlib.ExitStack() as stack:
+        for policy in policies:
+            for target, name, replacement in _POLICIES[policy](blocks_of_layer):
+                stack.enter_context(mock.patch.object(target, name, replacement))
+        yield
+
+
+def _chosen_once(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
+    """Chunks keep the scores that the prompt gave them; what is new has none."""
+    from triforce_core.decoding.retrieval import RetrievalCache
+
+    score, begin = RetrievalCache._current_scores, RetrievalCache.begin
+    first: dict[int, torch.Tensor] = {}
+
+    def scores(self: RetrievalCache, tokens: int, chunks: int) -> torch.Tensor:
+        if id(self) not in first:
+            first[id(self)] = score(self, tokens, chunks).clone()
+        kept = first[id(self)]
+        if kept.shape[-1] >= chunks:
+            return kept[..., :chunks]
+        least = kept.new_full((*kept.shape[:-1], chunks - kept.shape[-1]), float("-inf"))
+        return torch.cat((kept, least), -1)
+
+    def begins(self: RetrievalCache) -> None:
+        first.pop(id(self), None)
+        begin(self)
+
+    return [(RetrievalCache, "_current_scores", scores), (RetrievalCache, "begin", begins)]
+
+
+def _by_layers(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
+    """The KV that stays on the device is that of whole layers, the first ones."""
+    from offload import passes, runtime
+
+    def share(blocks: int, layers: int) -> tuple[int, ...]:
+        each = blocks_of_layer
+        return tuple(max(0, min(each, blocks - i * each)) for i in range(layers))
+
+    return [(module, "share_blocks", share) for module in (passes, runtime)]
+
+
+_POLICIES = {CHOSEN_ONCE: _chosen_once, BY_LAYERS: _by_layers}

@@ -1,0 +1,44 @@
+"""The text that all lossless systems must give, and how sure the model was of each token."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from rivals.clock import sampling
+from rivals.job import Job, Outcome
+from rivals.models import dtype, prepare
+
+
+def run(job: Job) -> Outcome:
+    """options: `path`: of a file that gets tokens [n] and the logits before each, [n, vocab]."""
+    prepare(job)
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype(job)).to(job.device).eval()
+    prompt = torch.tensor([job.prompt], device=job.device)
+    with torch.inference_mode():
+        output = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            **sampling(job),
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    tokens = output.sequences[0, len(job.prompt) :].tolist()
+    logits = torch.cat(output.logits).float().cpu().numpy()
+    np.savez(job.options["path"], tokens=np.array(tokens), logits=logits)
+    return Outcome(tokens=tokens)
+
+
+def difference(path: str, tokens: list[int]) -> tuple[int, float] | None:
+    """Where a text first differs from the reference, and by how much the model preferred its own
+    token there; None if it does not.
+    """
+    with np.load(path) as kept:
+        for i, (own, theirs) in enumerate(zip(kept["tokens"], tokens, strict=False)):
+            if own != theirs:
+                row = kept["logits"][i]
+                return i, float(row[own] - row[theirs])
+        if len(tokens) != len(kept["tokens"]):
+            return min(len(tokens), len(kept["tokens"])), float("nan")
+    return None
