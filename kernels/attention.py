@@ -22,11 +22,6 @@ _FLASH_CAPABILITY = (8, 0)
 _CUDA_MAX_HEAD_DIM = 256
 _MASK_COLUMNS = 16
 _CPU_ROWS = 4
-# On a CPU, one call has a thread at least for each head of so many rows, and no more where keys are
-# in one piece: those of few rows are cut into pieces of so many.
-_CPU_ROWS_AT_ONCE = 32
-_CPU_UNITS = 16
-_CPU_PIECE = 256
 
 
 class Partial(NamedTuple):
@@ -63,8 +58,6 @@ def partial_attention(
     if query.is_cuda and fits_cuda and query.dtype != torch.float64:
         return _cuda(query, key, value, mask, causal)
     if query.device.type == "cpu" and query.dtype != torch.float64:
-        if mask is None and not causal and _wants_pieces(query, key):
-            return _cpu_in_pieces(query, key, value)
         mask = None if mask is None else mask[None, None]
         out, lse = _cpu(query[None], key[None], value[None], mask, causal)
         return Partial(out[0], lse[0])
@@ -82,8 +75,7 @@ def attention_to_blocks(
 
     On a CPU it is one call, which keeps all threads busy. Raises ValueError.
     """
-    on_cpu = query.device.type == "cpu" and query.dtype != torch.float64
-    if on_cpu and len(key) > 1 and not _wants_pieces(query, key[0]):
+    if query.device.type == "cpu" and query.dtype != torch.float64:
         _check(query, key[0], value[0], None, causal=False)
         outs, lses = _cpu(query.expand(len(key), *query.shape), key, value)
         return [Partial(out, lse) for out, lse in zip(outs, lses, strict=True)]
@@ -149,26 +141,6 @@ def finite(x: torch.Tensor) -> torch.Tensor:
     return x.masked_fill(x == float("-inf"), 0)
 
 
-def _wants_pieces(query: torch.Tensor, key: torch.Tensor) -> bool:
-    units = query.shape[0] * -(-query.shape[1] // _CPU_ROWS_AT_ONCE)
-    return units < _CPU_UNITS and key.shape[1] >= 2 * _CPU_PIECE
-
-
-def _cpu_in_pieces(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Partial:
-    """Attention to one piece of keys as to several, so that all threads have some of it."""
-    count = key.shape[1] // _CPU_PIECE
-    end = count * _CPU_PIECE
-    keys, values = (
-        part[:, :end].unflatten(1, (count, _CPU_PIECE)).transpose(0, 1) for part in (key, value)
-    )
-    outs, lses = _cpu(query.expand(count, *query.shape), keys, values)
-    if end < key.shape[1]:
-        out, lse = _cpu(query[None], key[None, :, end:], value[None, :, end:])
-        outs, lses = torch.cat((outs, out)), torch.cat((lses, lse))
-    out = outs.float().mul_(lses.softmax(0).unsqueeze(-1)).sum(0)
-    return Partial(out.to(query.dtype), lses.logsumexp(0))
-
-
 def _cpu(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -178,17 +150,14 @@ def _cpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of blocks of queries and keys, [blocks, kv_heads, rows or tokens, head_dim]."""
     rows = query.shape[2]
-    # The library's products of fewer rows round by where a thread's buffer lies in memory, and so
-    # by which thread has which head.
-    padded = rows < _CPU_ROWS and mask is None and not causal
-    if padded:
+    if rows < _CPU_ROWS and mask is None and not causal:
+        # The library's products of fewer rows round by where a thread's buffer lies in memory, and
+        # so by which thread has which head.
         query = F.pad(query, (0, 0, 0, _CPU_ROWS - rows))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=mask
     )
-    if padded:
-        return out[:, :, :rows].contiguous(), lse[:, :, :rows].contiguous()
-    return out, lse
+    return out[:, :, :rows], lse[:, :, :rows]
 
 
 def _cuda(query, key, value, mask, causal) -> Partial:

@@ -6,7 +6,7 @@ command goes on where it was interrupted (`--afresh` begins anew).
 
     python scripts/compare.py [--rivals transformers accelerate ours] [--model PATH]
         [--prompt-tokens 2000] [--new-tokens 64] [--repeats 3] [--task continuation]
-    bash scripts/setup_rivals.sh      # once, for DeepSpeed, which has packages of its own
+    bash scripts/setup_rivals.sh      # once, for DeepSpeed and llama.cpp
 
 Prints a table; writes benchmarks/results/compare.json and, with --plot, a picture.
 """
@@ -40,9 +40,6 @@ from offload.units import format_bytes, parse_bandwidth, parse_bytes
 from triforce_core.model.checkpoint import open_checkpoint
 from triforce_core.model.shapes import SHAPES
 from triforce_core.model.tokenizer import load_tokenizer
-
-# A short version for tests and the impatient: nothing that has to be installed or built first.
-QUICK = ("transformers", "accelerate", "llama.cpp", "ours")
 
 
 def main() -> int:
@@ -83,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=float, default=600, help="seconds for one text of one system")
     add("--work", type=Path, default=_cache(), help="for checkpoints and what was measured")
     add("--afresh", action="store_true", help="forget what was measured before")
-    add("--result", default="compare", help="name of the file under benchmarks/results")
+    add("--result", default="compare", help="a name under benchmarks/results, or a whole path")
     add("--plot", type=Path, help="write a picture")
     return parser
 
@@ -121,7 +118,8 @@ class Run:
         memory = args.device_memory
         if memory is None:
             memory = 24 * 10**9 if self._on_gpu else self._stored_bytes // 2
-        known = systems(len(ids), args.new_tokens, args.assistant)
+        is_gguf = source.suffix == ".gguf"
+        known = systems(len(ids), args.new_tokens, args.assistant, is_gguf=is_gguf)
         try:
             self._systems = {name: known[name] for name in chosen(args.rivals, known)}
         except KeyError as error:
@@ -138,7 +136,7 @@ class Run:
             dtype=dtype,
             device="cuda:0" if self._on_gpu else "cpu",
             threads=args.threads,
-            gguf=str(source) if source.suffix == ".gguf" else None,
+            gguf=str(source) if is_gguf else None,
             temperature=args.temperature,
             memory_bytes=memory,
             link_bytes_per_second=args.link_bandwidth,
@@ -150,6 +148,10 @@ class Run:
         self._reference = args.work / f"{stamp}.npz"
         if args.afresh:
             self._kept.unlink(missing_ok=True)
+        elif self._kept.exists():
+            # A line that was being written when it was interrupted is none.
+            whole, newline, _ = self._kept.read_text().rpartition("\n")
+            self._kept.write_text(whole + newline)
         if args.link_bandwidth is None:
             # Kept with what was measured: a comparison that goes on has the same link.
             rate = self._keep_rates()["copied_bytes_per_second"]
@@ -198,6 +200,8 @@ class Run:
         return 0
 
     def _ask(self, name: str, system: System) -> Outcome:
+        if system.refusal:
+            return Outcome(refusal=system.refusal)
         job = replace(self._job, module=system.module, options=system.options)
         log = self._logs / f"{name.replace(' ', '-').replace(',', '')}.log"
         began = time.perf_counter()
@@ -265,8 +269,7 @@ class Run:
     def _lines(self) -> list[dict[str, Any]]:
         if not self._kept.exists():
             return []
-        whole = self._kept.read_text().rpartition("\n")[0]
-        return [json.loads(line) for line in whole.splitlines()]
+        return [json.loads(line) for line in self._kept.read_text().splitlines()]
 
     def _append(self, line: dict[str, Any]) -> None:
         with self._kept.open("a") as file:

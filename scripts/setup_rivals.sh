@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Makes .venv-rivals with DeepSpeed for scripts/compare.py, and has it build its helper: a minute
-# and a half that no measurement should contain. A GPU's PyTorch is taken if INDEX names one.
+# Makes .venv-rivals for scripts/compare.py, with DeepSpeed and llama.cpp (the wheel xllamacpp), and
+# has DeepSpeed build its helper: a minute that no measurement should contain. What it takes besides
+# is pinned in constraints.txt, PyTorch among it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ ! -x .venv-rivals/bin/python ]; then
     "${PYTHON:-python3}" -m venv .venv-rivals
 fi
 .venv-rivals/bin/python -m pip install --quiet --disable-pip-version-check \
-    -c constraints.txt torch numpy transformers accelerate deepspeed ninja
+    -c constraints.txt torch numpy transformers accelerate deepspeed ninja xllamacpp
 export PATH="$PWD/.venv-rivals/bin:$PATH"
 export RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT="${MASTER_PORT:-29555}"
 DS_ACCELERATOR="$(.venv-rivals/bin/python -c \

@@ -82,8 +82,9 @@ def _random(name: str, shape: tuple[int, ...], noise: torch.Tensor) -> torch.Ten
 
 def _dense(gguf: Path, folder: Path) -> dict[str, Any]:
     """Writes the numbers of a GGUF file; returns the model's config."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, utils
 
+    utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )

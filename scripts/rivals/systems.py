@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rivals.published_policies import BY_LAYERS, CHOSEN_ONCE
@@ -22,6 +22,7 @@ ABLATION_BLOCK = 128
 class System:
     """module, options: of its adapter. own_packages: whether it lives in .venv-rivals
     lossless: whether its greedy text must be the model's in float32
+    refusal: why it cannot be asked, whatever the machine
     """
 
     group: str
@@ -29,21 +30,30 @@ class System:
     options: dict[str, Any] = field(default_factory=dict)
     own_packages: bool = False
     lossless: bool = True
+    refusal: str | None = None
 
 
-def systems(prompt_tokens: int, new_tokens: int, assistant: str) -> dict[str, System]:
+def systems(
+    prompt_tokens: int, new_tokens: int, assistant: str, *, is_gguf: bool
+) -> dict[str, System]:
     """All there are, for texts of that length. assistant: path of a small model, or empty."""
+    no_file = None if is_gguf else "it reads GGUF files, and the model is none"
     return {
         "transformers": System(MEMORY, "transformers_generate"),
         "transformers, prompt lookup": System(
             MEMORY, "transformers_generate", {"prompt_lookup_num_tokens": 10}
         ),
         "transformers, assistant": System(
-            MEMORY, "transformers_generate", {"assistant": assistant}
+            MEMORY,
+            "transformers_generate",
+            {"assistant": assistant},
+            refusal=None if assistant else "it needs a small model of this vocabulary: --assistant",
         ),
         "accelerate": System(MEMORY, "accelerate_offload", {"how": "memory"}),
         "deepspeed": System(MEMORY, "deepspeed_zero", {"offload": False}, own_packages=True),
-        "llama.cpp": System(MEMORY, "llama_cpp", lossless=False),
+        "llama.cpp": System(
+            MEMORY, "llama_cpp", own_packages=True, lossless=False, refusal=no_file
+        ),
         "ours, autoregressive": System(
             MEMORY, "ours", {"method": "autoregressive", "in_memory": True}
         ),
@@ -60,43 +70,53 @@ def systems(prompt_tokens: int, new_tokens: int, assistant: str) -> dict[str, Sy
             OFFLOADED, "deepspeed_zero", {"offload": True, "cache": "offloaded"}, own_packages=True
         ),
         "llama.cpp, KV on the host": System(
-            OFFLOADED, "llama_cpp", {"kv_on_host": True}, lossless=False
+            OFFLOADED,
+            "llama_cpp",
+            {"kv_on_host": True},
+            own_packages=True,
+            lossless=False,
+            refusal=no_file,
         ),
         "ours, autoregressive, streamed": System(OFFLOADED, "ours", {"method": "autoregressive"}),
         "ours, speculative, streamed": System(OFFLOADED, "ours", {"method": "speculative"}),
         "ours, triforce, streamed": System(OFFLOADED, "ours", {"method": "triforce"}),
-        **_ablation(prompt_tokens + new_tokens),
+        **_ablation(prompt_tokens, new_tokens),
     }
 
 
-def _ablation(text_tokens: int) -> dict[str, System]:
-    """Each row has one policy more of the published code; a quarter of KV is resident."""
-    per_layer = text_tokens // ABLATION_BLOCK
+def _ablation(prompt_tokens: int, new_tokens: int) -> dict[str, System]:
+    """Each row has one policy more of the published code; about a quarter of KV is resident."""
+    layers_resident = 8
+    text_tokens = prompt_tokens + new_tokens
     options: dict[str, Any] = {
-        "budget": max(128, text_tokens // 8 // 128 * 128),
+        "budget": max(ABLATION_BLOCK, text_tokens // 8 // ABLATION_BLOCK * ABLATION_BLOCK),
         "block_tokens": ABLATION_BLOCK,
-        "resident_blocks": per_layer * 8,
+        "resident_blocks": text_tokens // ABLATION_BLOCK * layers_resident,
         "kv_slots": 3,
         "link_bandwidth": ABLATION_LINK,
         "draft_weights": "exact",
     }
-    rows = {"ours, KV streamed": dict(options)}
+    whole = 1 << (prompt_tokens.bit_length() - 1)
+    rows = {"ours, KV streamed": System(ABLATION, "ours", dict(options))}
     for name, changes in (
         ("+ mean keys", {"retrieval": "mean"}),
         ("+ chosen once", {"policies": [CHOSEN_ONCE]}),
         ("+ fixed lengths", {"draft_tokens": 12, "inner_draft_tokens": 1}),
         ("+ resident by layers", {"policies": [CHOSEN_ONCE, BY_LAYERS]}),
-        ("+ whole layers, two slots", _whole_layers(text_tokens)),
+        (
+            "+ whole layers, two slots",
+            {"block_tokens": whole, "resident_blocks": layers_resident, "kv_slots": 2},
+        ),
     ):
         options |= changes
-        rows[name] = dict(options)
-    return {name: System(ABLATION, "ours", row) for name, row in rows.items()}
-
-
-def _whole_layers(text_tokens: int) -> dict[str, Any]:
-    """One block that holds most of a layer. Its rest lies in the tail, on the device."""
-    block = 1 << (text_tokens.bit_length() - 1)
-    return {"block_tokens": block, "resident_blocks": 8, "kv_slots": 2}
+        rows[name] = System(ABLATION, "ours", dict(options))
+    if whole < 0.9 * prompt_tokens:
+        rows[name] = replace(
+            rows[name],
+            refusal=f"a block of a power of two holds {whole} of {prompt_tokens} tokens, and no "
+            "whole layer; a prompt of little more would fit it",
+        )
+    return rows
 
 
 def chosen(names: list[str], known: dict[str, System]) -> list[str]:

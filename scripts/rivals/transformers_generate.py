@@ -7,7 +7,7 @@ from __future__ import annotations
 from transformers import AutoModelForCausalLM
 
 from rivals.clock import generate
-from rivals.job import Job, Outcome, Refusal
+from rivals.job import Job, Outcome
 from rivals.models import dtype, need_cuda, prepare
 
 
@@ -17,8 +17,6 @@ def run(job: Job) -> Outcome:
     if options.get("cache_implementation") == "offloaded":
         need_cuda(job)
     assistant = options.pop("assistant", None)
-    if assistant == "":
-        raise Refusal("no small model of this vocabulary is at hand (--assistant PATH)")
     prepare(job)
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype(job)).to(job.device).eval()
     if assistant:

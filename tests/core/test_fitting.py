@@ -110,3 +110,29 @@ def test_more_memory_is_never_slower(shape: str, context: int) -> None:
     assert len(seconds) > 35
     for less, more in pairwise(seconds):
         assert more <= 1.02 * less
+
+
+def test_kv_that_stays_and_is_not_chosen_from_is_one_block() -> None:
+    """Its tail takes the whole text and no more."""
+    asks = wanted("llama2-7b", 4096, method="autoregressive")
+    small, large = fit(asks, 8 * GIB), fit(asks, 40 * GIB)
+    assert small.demand.kv_blocks > 0
+    assert large.demand.kv_blocks == 0
+    assert large.demand.kv.tail_tokens(1) == 4097
+    assert not streams(large.demand, large.placement)
+    asked = fit(replace(asks, block_tokens=256), 40 * GIB)
+    assert asked.demand.kv.block_tokens == 256
+    chosen_from = fit(wanted("llama2-7b", 4096, budget=1024), 40 * GIB)
+    assert chosen_from.demand.kv_blocks > 0
+
+
+def test_more_memory_is_found_for_one_block_only_where_all_else_stays() -> None:
+    """From streaming to resident, device bytes are within the budget and nothing more crosses."""
+    asks = wanted("llama2-7b", 4096, method="autoregressive")
+    before = None
+    for eighths in range(8 * 13, 8 * 18):
+        fitted = fit(asks, eighths * GIB // 8)
+        assert device_bytes(fitted.demand, fitted.placement) <= eighths * GIB // 8
+        assert before is None or crosses(fitted) <= before
+        before = crosses(fitted)
+    assert before == 0

@@ -6,7 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triforce_kernels.attention import merge, partial_attention, reference_attention
+from triforce_kernels.attention import (
+    attention_to_blocks,
+    merge,
+    partial_attention,
+    reference_attention,
+)
 
 SHAPES = [
     # kv_heads, rows, tokens, head_dim
@@ -100,3 +105,32 @@ def test_inputs_that_do_not_fit_are_all_reported(spoil) -> None:
     query, key, value = spoil(*make(2, 3, 16, 64))
     with pytest.raises(ValueError, match=r"query \(.*key \(.*value \("):
         partial_attention(query, key, value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [1, 3, 8, 33])
+@pytest.mark.parametrize("tokens", [16, 512, 600])
+def test_blocks_together_are_bitwise_those_one_by_one(
+    tokens: int, rows: int, threads: int, dtype: torch.dtype
+) -> None:
+    """Whatever thread has which head: the library rounds fewer than four rows by where a thread's
+    buffer lies.
+    """
+    blocks, kv_heads, head_dim = 5, 3, 64
+    generator = torch.Generator().manual_seed(rows)
+    query = torch.randn(kv_heads, rows, head_dim, generator=generator).to(dtype)
+    size = (2, blocks, kv_heads, tokens, head_dim)
+    key, value = torch.randn(size, generator=generator).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = attention_to_blocks(query, key, value)
+        alone = [partial_attention(query, k, v) for k, v in zip(key, value, strict=True)]
+        some = attention_to_blocks(query, key[:2], value[:2])
+    finally:
+        torch.set_num_threads(before)
+    for part, one in zip(together, alone, strict=True):
+        assert torch.equal(part.out, one.out)
+        assert torch.equal(part.lse, one.lse)
+    assert all(torch.equal(a.out, b.out) for a, b in zip(some, together, strict=False))

@@ -38,22 +38,19 @@ def fit(
     the target's own layers, or with copies in 4 bits of those that stream: it is there if one or
     the other of each is on the device. It is left out where nothing streams and a pass reads little
     more than it would; the drafter then proposes to the target directly. A budget that was asked
-    for is never given up: it fits or is refused. Where all KV stays on the device and nothing
-    chooses from it, it is one block. Raises DoesNotFitError, or UsageError.
+    for is never given up: it fits or is refused. Where nothing streams and nothing
+    chooses from the KV, that is one block. Raises DoesNotFitError, or UsageError.
     """
     fitted = _fit(wanted, available_bytes, placement, most_budget)
-    if placement or fitted.budget or wanted.block_tokens:
-        return fitted
-    if fitted.placement.resident_kv_blocks < fitted.demand.kv_blocks:
+    asked = placement or fitted.budget or wanted.block_tokens
+    if asked or streams(fitted.demand, fitted.placement):
         return fitted
     whole = replace(wanted, block_tokens=1 << wanted.max_context.bit_length()).demand(0)
     try:
         chosen = place(whole, available_bytes)
     except DoesNotFitError:
         return fitted
-    if crossing_bytes(whole, chosen) > crossing_bytes(fitted.demand, fitted.placement):
-        return fitted
-    return Fitted(whole, chosen, 0)
+    return fitted if streams(whole, chosen) else Fitted(whole, chosen, 0)
 
 
 def _fit(
