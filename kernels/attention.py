@@ -150,14 +150,17 @@ def _cpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of blocks of queries and keys, [blocks, kv_heads, rows or tokens, head_dim]."""
     rows = query.shape[2]
-    if rows < _CPU_ROWS and mask is None and not causal:
+    few = rows < _CPU_ROWS and mask is None and not causal
+    if few:
         # The library's products of fewer rows round by where a thread's buffer lies in memory, and
         # so by which thread has which head.
         query = F.pad(query, (0, 0, 0, _CPU_ROWS - rows))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=mask
     )
-    return out[:, :, :rows], lse[:, :, :rows]
+    if few:
+        return out[:, :, :rows].contiguous(), lse[:, :, :rows].contiguous()
+    return out, lse
 
 
 def _cuda(query, key, value, mask, causal) -> Partial:

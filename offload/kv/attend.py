@@ -124,4 +124,4 @@ class PassAttention:
         )
         if self._scores:
             self._scores.end_layer(layer, lse, self._tokens, self._keys)
-        return out.reshape(self._shape)
+        return out.view(self._shape)
