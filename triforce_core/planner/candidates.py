@@ -287,6 +287,9 @@ def _fit(case: Case, method: MethodSettings) -> Fitted:
         layouts=case.layouts,
     )
     available = hardware.memory_bytes - case.library_bytes
+    if "resident_kv_blocks" in case.fixed:
+        # Blocks of which some may stream, even where all would fit.
+        wanted = replace(wanted, block_tokens=wanted.demand(0).kv.block_tokens)
     fitted = fit(wanted, available)
     fixed = {n: case.fixed[n] for n in Placement.__dataclass_fields__ if n in case.fixed}
     if not fixed:
