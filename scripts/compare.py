@@ -1,8 +1,8 @@
 """The same text by every system that a user could pick, one after another, on this machine.
 
 Each system runs in a process of its own, on the same model, prompt, lengths, dtype, threads and
-memory. Repeats are interleaved. What cannot run here says why. What was measured is kept: the same
-command goes on where it was interrupted (`--afresh` begins anew).
+memory. Repeats are interleaved. What cannot run here says why. What was measured is kept until the
+comparison is whole: the same command goes on where it was interrupted (`--afresh` begins anew).
 
     python scripts/compare.py [--rivals transformers accelerate ours] [--model PATH]
         [--prompt-tokens 2000] [--new-tokens 64] [--repeats 3] [--task continuation]
@@ -114,7 +114,6 @@ class Run:
             ids = prompt(args.task, load_tokenizer(source), args.prompt_tokens)
             self._name = source.name
         self._stored_bytes = self._count(directory, dtype, len(ids) + args.new_tokens)
-        self._rates = memory_rates(args.threads)
         memory = args.device_memory
         if memory is None:
             memory = 24 * 10**9 if self._on_gpu else self._stored_bytes // 2
@@ -152,9 +151,10 @@ class Run:
             # A line that was being written when it was interrupted is none.
             whole, newline, _ = self._kept.read_text().rpartition("\n")
             self._kept.write_text(whole + newline)
+        # Kept with what was measured: a comparison that goes on has the same link.
+        self._rates = self._keep_rates()
         if args.link_bandwidth is None:
-            # Kept with what was measured: a comparison that goes on has the same link.
-            rate = self._keep_rates()["copied_bytes_per_second"]
+            rate = self._rates["copied_bytes_per_second"]
             self._job = replace(self._job, link_bytes_per_second=rate)
 
     def all(self) -> int:
@@ -194,6 +194,8 @@ class Run:
         print_comparison(comparison)
         path = write_result(args.result, comparison.record())
         print(f"written to {os.path.relpath(path)}")
+        # Asked again, it measures again: what is compared may have changed.
+        self._kept.replace(self._kept.with_suffix(".done"))
         if args.plot:
             plot(comparison, args.plot)
             print(f"drawn in {os.path.relpath(args.plot)}")
@@ -242,7 +244,7 @@ class Run:
                 "link_bytes_per_second": None if self._on_gpu else job.link_bytes_per_second,
                 "assumed_acceptance": job.acceptance,
             },
-            memory={**self._rates, **self._keep_rates()},
+            memory=self._rates,
             groups={name: system.group for name, system in self._systems.items()},
             lossless={name: system.lossless for name, system in self._systems.items()},
             outcomes={
@@ -263,8 +265,9 @@ class Run:
         for line in self._lines():
             if "rates" in line:
                 return line["rates"]
-        self._append({"rates": self._rates})
-        return self._rates
+        rates = memory_rates(self._args.threads)
+        self._append({"rates": rates})
+        return rates
 
     def _lines(self) -> list[dict[str, Any]]:
         if not self._kept.exists():

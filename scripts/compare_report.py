@@ -15,7 +15,7 @@ from rivals.systems import ABLATION, GROUPS, MEMORY, OFFLOADED
 
 @dataclass(frozen=True)
 class Comparison:
-    """settings: the same for all; memory: rates of the host's
+    """settings: the same for all. memory: rates of the host's (`memory_rates`)
     groups, lossless, outcomes: of each system, in the order of the table
     """
 

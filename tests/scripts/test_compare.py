@@ -66,16 +66,18 @@ def test_every_system_gives_the_text_or_says_why_it_cannot(speaking, tmp_path) -
 def test_a_comparison_goes_on_where_it_was_interrupted(speaking, tmp_path) -> None:
     rivals = ("--rivals", "ours, auto", "ours, spec")
     assert compare(speaking, tmp_path, *rivals).returncode == 0
-    (kept,) = tmp_path.glob("*.jsonl")
-    lines = kept.read_text().splitlines()
+    assert not list(tmp_path.glob("*.jsonl"))
+    (done,) = tmp_path.glob("*.done")
+    lines, kept = done.read_text().splitlines(), done.with_suffix(".jsonl")
     assert len(lines) == 5
     # As if it had been ended while it wrote the last line.
     kept.write_text("\n".join(lines[:4]) + "\n" + lines[4][:40])
     assert compare(speaking, tmp_path, *rivals).returncode == 0
-    again = [line for line in kept.read_text().splitlines() if line.endswith("}")]
+    again = done.read_text().splitlines()
     assert again[:4] == lines[:4]
-    done = [json.loads(line)["system"] for line in again[1:]]
-    assert sorted(done) == sorted(json.loads(line)["system"] for line in lines[1:])
+    assert again[4] != lines[4]
+    systems_of = [json.loads(line)["system"] for line in again[1:]]
+    assert sorted(systems_of) == sorted(json.loads(line)["system"] for line in lines[1:])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ AUTO_INNER_TOKENS = 16
 _RETRIEVAL_ACCEPTANCE, _RETRIEVAL_FIRST = 0.95, 24
 _DRAFTER_ACCEPTANCE, _DRAFTER_FIRST = 0.6, 4
 # Of n-grams straight to the target: they propose only where the text has said the same before (.90
-# to .92 of their tokens held in three tasks of scripts/compare.py).
+# to .92 of their tokens held in two tasks of scripts/compare.py, continuation and code).
 _NGRAM_ACCEPTANCE, _NGRAM_FIRST = 0.85, 8
 
 

@@ -137,7 +137,9 @@ def held_against_the_whole(path: Path, ranks: int, *, stored: bool = False) -> l
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("family", ["llama", "llama-mqa", "llama-bias", "qwen2", "qwen3"])
 def test_a_rank_reads_its_share_of_safetensors(tiny, family: str, ranks: int) -> None:
-    held_against_the_whole(tiny(family)[0], ranks)
+    layouts = held_against_the_whole(tiny(family)[0], ranks)
+    assert len(layouts) == ranks
+    assert not any(each.block_types for each in layouts)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3"])
