@@ -103,7 +103,7 @@ def test_one_table_one_trace_with_rows_for_each_link(speaking, tmp_path) -> None
     alone = generate(speaking, "--quiet", "--device", "cpu", "--max-new-tokens", 12, gpus=1)
     both = generate(
         *(speaking, "--max-new-tokens", 12, "--trace", trace, "--stats", stats),
-        *("--device", "cpu", "--device-memory", "1100KiB"),
+        *("--device", "cpu", "--device-memory", "1000KiB"),
     )
     expected, _ = alone.communicate(timeout=60)
     text, err = both.communicate(timeout=60)
