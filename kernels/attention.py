@@ -78,7 +78,7 @@ def attention_to_blocks(
     if query.device.type == "cpu" and query.dtype != torch.float64:
         _check(query, key[0], value[0], None, causal=False)
         outs, lses = _cpu(query.expand(len(key), *query.shape), key, value)
-        return [Partial(out, lse) for out, lse in zip(outs, lses, strict=True)]
+        return [Partial(*both) for both in zip(outs.unbind(), lses.unbind(), strict=True)]
     return [partial_attention(query, k, v) for k, v in zip(key, value, strict=True)]
 
 
@@ -154,7 +154,7 @@ def _cpu(
     if few:
         # The library's products of fewer rows round by where a thread's buffer lies in memory, and
         # so by which thread has which head.
-        query = F.pad(query, (0, 0, 0, _CPU_ROWS - rows))
+        query = torch.constant_pad_nd(query, (0, 0, 0, _CPU_ROWS - rows))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=mask
     )

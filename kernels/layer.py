@@ -97,10 +97,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def reference_rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None
 ) -> torch.Tensor:
-    # Spelt out: on the CPU faster than the fused operator.
     if delta is not None:
         x += delta
-    exact = x if x.dtype == torch.float64 else x.float()
+    if x.dtype.itemsize > 2:
+        return torch.rms_norm(x, weight.shape, weight, eps)
+    exact = x.float()
     scale = torch.rsqrt(exact.square().mean(-1, keepdim=True).add_(eps))
     return (exact * scale).to(x.dtype) * weight
 
@@ -113,10 +114,10 @@ def reference_rope_into(
     value: torch.Tensor,
     start: int | torch.Tensor,
 ) -> torch.Tensor:
-    tokens, count, _ = heads.shape
-    kv_heads = key.shape[0]
-    rotated, values = heads.transpose(0, 1).split((count - kv_heads, kv_heads))
-    query, keys = rotate(rotated, cos, sin).split((count - 2 * kv_heads, kv_heads))
+    tokens, kv_heads = heads.shape[0], key.shape[0]
+    heads = heads.transpose(0, 1)
+    values, rotated = heads[-kv_heads:], rotate(heads[:-kv_heads], cos, sin)
+    query, keys = rotated[:-kv_heads], rotated[-kv_heads:]
     if isinstance(start, int):
         key[:, start : start + tokens] = keys
         value[:, start : start + tokens] = values

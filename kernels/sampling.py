@@ -143,7 +143,7 @@ def reference_accept(
 
 def reference_pick(law: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
     """By inverting the cumulative law in float64: what has no probability spans nothing."""
-    cumulative = law.double().cumsum(-1)
+    cumulative = law.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     below_total = torch.minimum(coins * total, total.nextafter(torch.zeros_like(total)))
     tokens = torch.searchsorted(cumulative, below_total.unsqueeze(-1), right=True)

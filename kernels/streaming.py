@@ -55,8 +55,7 @@ class Running:
         size = (implementation("attention_splits", query.device)(query), *query.shape)
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         acc = torch.empty(size, dtype=dtype, device=query.device)
-        peak, total = torch.empty((2, *size[:-1]), dtype=dtype, device=query.device)
-        return cls(acc, peak, total)
+        return cls(acc, acc.new_empty(size[:-1]), acc.new_empty(size[:-1]))
 
 
 def attend_blocks(

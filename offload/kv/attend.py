@@ -35,14 +35,14 @@ class PassCache:
     def attend(self, layer: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
         """Cache.attend. Raises LinkError."""
         store = self._store
-        query = rope_into(
-            qkv, *feed.rotation, *store.room(layer, feed.end), store.tail_length + feed.first
-        )
+        keys, values = store.room(layer, feed.end)
+        end = store.tail_length + feed.end
+        query = rope_into(qkv, *feed.rotation, keys, values, store.tail_length + feed.first)
         self._fed = feed
-        homes, tail = store.homes(layer), store.tail(layer, feed.end)
+        homes = store.homes(layer)
         scores = self._scores if self._scores and self._scores.enabled else None
-        keys = len(homes) * store.shape.block_tokens + tail.shape[2]
-        attention = PassAttention(query, store.shape.kv_heads, scores, keys)
+        seen = len(homes) * store.shape.block_tokens + end
+        attention = PassAttention(query, store.shape.kv_heads, scores, seen)
         for run in store.runs(layer):
             attention.blocks(*run)
         for index in range(store.on_device(layer), len(homes)):
@@ -50,7 +50,7 @@ class PassCache:
                 key, value = self._keys_values(block)
                 attention.blocks(key.unsqueeze(0), value.unsqueeze(0))
                 store.settle(layer, index, block)
-        return attention.end(layer, *tail, feed.visible)
+        return attention.end(layer, keys[:, :end], values[:, :end], feed.visible)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Cache.keep."""

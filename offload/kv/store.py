@@ -76,6 +76,8 @@ class KVStore:
             shape.tail_tokens(max_pass_tokens),
             shape.head_dim,
         )
+        # Made once: each layer of each pass asks for them.
+        self._rooms: list[KeysValues] = [layer.unbind() for layer in self._tail]
 
     @property
     def tail_length(self) -> int:
@@ -121,8 +123,7 @@ class KVStore:
         """
         if end > self.max_pass_tokens:
             raise RuntimeError(f"a pass of {end} tokens, the tail takes {self.max_pass_tokens}")
-        keys, values = self._tail[layer]
-        return keys, values
+        return self._rooms[layer]
 
     def newest(self, tokens: int) -> torch.Tensor:
         """The last kept tokens of all layers, [layers, 2, kv_heads, tokens, head_dim]; they must
@@ -255,7 +256,7 @@ class KVStore:
         self.reclaim()
         self._memory.free(self._tail_allocation)
         self._resident.close()
-        del self._tail
+        del self._tail, self._rooms
 
     def _move_out_tail_block(self) -> None:
         block_tokens = self.shape.block_tokens

@@ -79,11 +79,11 @@ class Model:
         """
         hidden = self._embed(feed.tokens)
         feed = replace(feed, rotation=self.rope.rotation(feed.positions, hidden))
-        parts = list(feed.parts(chunk))
+        parts = [(hidden[part.first : part.end], part) for part in feed.parts(chunk)]
         for index in range(self.config.layers):
             with weights.layer(index) as layer:
-                for part in parts:
-                    self._layer(index, layer, hidden[part.first : part.end], cache, part)
+                for rows, part in parts:
+                    self._layer(index, layer, rows, cache, part)
             if each_layer is not None:
                 each_layer(index)
         return hidden
