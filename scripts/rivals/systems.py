@@ -39,7 +39,7 @@ def systems(
     """All there are, for texts of that length. assistant: path of a small model, or empty."""
     no_file = None if is_gguf else "it reads GGUF files, and the model is none"
     return {
-        "transformers": System(MEMORY, "transformers_generate"),
+        "transformers, plain": System(MEMORY, "transformers_generate"),
         "transformers, prompt lookup": System(
             MEMORY, "transformers_generate", {"prompt_lookup_num_tokens": 10}
         ),
@@ -49,9 +49,9 @@ def systems(
             {"assistant": assistant},
             refusal=None if assistant else "it needs a small model of this vocabulary: --assistant",
         ),
-        "accelerate": System(MEMORY, "accelerate_offload", {"how": "memory"}),
-        "deepspeed": System(MEMORY, "deepspeed_zero", {"offload": False}, own_packages=True),
-        "llama.cpp": System(
+        "accelerate, plain": System(MEMORY, "accelerate_offload", {"how": "memory"}),
+        "deepspeed, plain": System(MEMORY, "deepspeed_zero", {"offload": False}, own_packages=True),
+        "llama.cpp, plain": System(
             MEMORY, "llama_cpp", own_packages=True, lossless=False, refusal=no_file
         ),
         "ours, autoregressive": System(

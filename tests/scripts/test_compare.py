@@ -41,12 +41,12 @@ def test_every_system_gives_the_text_or_says_why_it_cannot(speaking, tmp_path) -
     assert set(refused) == {
         "transformers, assistant",
         "transformers, offloaded cache",
-        "llama.cpp",
+        "llama.cpp, plain",
         "llama.cpp, KV on the host",
     }
     assert "--assistant" in refused["transformers, assistant"]
     assert "CUDA" in refused["transformers, offloaded cache"]
-    assert "GGUF" in refused["llama.cpp"]
+    assert "GGUF" in refused["llama.cpp, plain"]
     for name, row in record["systems"].items():
         if name not in refused:
             assert row["text"] == "equal", name
