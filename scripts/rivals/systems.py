@@ -126,11 +126,15 @@ def chosen(names: list[str], known: dict[str, System]) -> list[str]:
     """
     found = []
     for name in names:
-        meant = [
-            each
-            for each, system in known.items()
-            if name in (each, system.group, "all") or each.startswith(name)
-        ]
+        meant = (
+            [name]
+            if name in known
+            else [
+                each
+                for each, system in known.items()
+                if name in (system.group, "all") or each.startswith(name)
+            ]
+        )
         if not meant:
             raise KeyError(name)
         found += [each for each in meant if each not in found]

@@ -115,6 +115,7 @@ def test_names_groups_and_beginnings() -> None:
     known = systems(2000, 64, "", is_gguf=True)
     assert chosen(["accelerate"], known) == [name for name in known if name.startswith("accel")]
     assert chosen([MEMORY, OFFLOADED, ABLATION], known) == chosen(["all"], known) == list(known)
+    assert chosen(["ours, speculative"], known) == ["ours, speculative"]
     with pytest.raises(KeyError):
         chosen(["nobody"], known)
     assert "2000 tokens" in known["+ whole layers, two slots"].refusal
