@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from triforce_kernels.layer import rope_into
-from triforce_kernels.streaming import Running, attend_blocks, attend_tail
+from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
 
 from offload.conveyor import Conveyor
 from offload.feed import Feed
@@ -41,6 +41,10 @@ class PassCache:
         self._fed = feed
         homes = store.homes(layer)
         scores = self._scores if self._scores and self._scores.enabled else None
+        if not homes and scores is None and feed.visible is None:
+            # Of a text that fills no block there is nothing to merge.
+            rows = query.reshape(store.shape.kv_heads, -1, query.shape[2])
+            return attend_cache(rows, keys, values, feed.rows, end - feed.rows).view(query.shape)
         seen = len(homes) * store.shape.block_tokens + end
         attention = PassAttention(query, store.shape.kv_heads, scores, seen)
         for run in store.runs(layer):
