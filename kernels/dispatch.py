@@ -38,6 +38,9 @@ KERNELS = {
     "pick": ("sampling.reference_pick", "accept_triton.pick"),
     "decode_blocks": ("blocks.reference_decode", "blocks_triton.decode"),
     "block_matmul": ("blocks.reference_matmul", "blocks_triton.matmul"),
+    "decode_planes": ("planes.reference_decode", "planes_triton.decode"),
+    "plane_matmul": ("planes.reference_matmul", "planes_triton.matmul"),
+    "upper_matmul": ("upper.reference_matmul", "upper_triton.matmul"),
     "int4_matmul": ("int4.reference_matmul", "int4_triton.matmul"),
 }
 

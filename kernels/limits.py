@@ -11,3 +11,8 @@ GROUPS_AT_ONCE = 1 << 20
 GROUPS_BYTES = 12
 # And of dense ones in half precision whose products are made in float32.
 WIDENED_BYTES = 4
+# Device bytes for each number of planes while they are decoded, the result included.
+PLANES_BYTES = 12
+# Planes have room for one exception of so many numbers, and for some more.
+NUMBERS_OF_AN_EXCEPTION = 1024
+LEAST_EXCEPTIONS = 32

@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from . import int4, limits
+from . import int4, limits, planes, upper
 from .blocks import BlockWeight, block_matmul, decode, has_kernel
+from .dispatch import TRITON, backend
 from .int4 import Int4Weight, int4_matmul
+from .planes import PlaneWeight
+from .upper import UpperWeight, upper_matmul
 
 # A product with more rows than this decodes weights first, some rows at a time.
 _FEW_ROWS = 64
@@ -29,7 +32,7 @@ class StackedWeight:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
 
-Weight = torch.Tensor | BlockWeight | Int4Weight | StackedWeight
+Weight = torch.Tensor | BlockWeight | Int4Weight | PlaneWeight | UpperWeight | StackedWeight
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,6 +47,12 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     few = x.shape[0] <= _FEW_ROWS
     if few and isinstance(weight, Int4Weight):
         product = int4_matmul(x, weight)
+        return product if bias is None else product.add_(bias)
+    if few and isinstance(weight, PlaneWeight) and backend(x.device.type) == TRITON:
+        product = planes.plane_matmul(x, weight)
+        return product if bias is None else product.add_(bias)
+    if few and isinstance(weight, UpperWeight):
+        product = upper_matmul(x, weight)
         return product if bias is None else product.add_(bias)
     if few and isinstance(weight, BlockWeight) and has_kernel(weight.kind, x.device):
         product = block_matmul(x, weight)
@@ -80,10 +89,14 @@ def lookup(weight: Weight, index: torch.Tensor, dtype: torch.dtype) -> torch.Ten
         return F.embedding(index, weight).to(dtype)
     if isinstance(weight, BlockWeight):
         return decode(weight.data[index], weight.kind, dtype)
+    if isinstance(weight, PlaneWeight):
+        return planes.decode_rows(weight, index).to(dtype)
     raise TypeError(f"rows of a {type(weight).__name__} are not looked up")
 
 
-def rows_of(weight: Weight, first: int, end: int) -> torch.Tensor | BlockWeight | Int4Weight:
+def rows_of(
+    weight: Weight, first: int, end: int
+) -> torch.Tensor | BlockWeight | Int4Weight | PlaneWeight:
     """Some rows of a weight, which lie in one part of it; a view."""
     if isinstance(weight, StackedWeight):
         for part in weight.parts:
@@ -95,7 +108,7 @@ def rows_of(weight: Weight, first: int, end: int) -> torch.Tensor | BlockWeight 
         raise IndexError(f"rows {first} to {end} of {weight.shape[0]}")
     if isinstance(weight, BlockWeight):
         return replace(weight, data=weight.data[first:end])
-    if isinstance(weight, Int4Weight):
+    if isinstance(weight, Int4Weight | PlaneWeight):
         return weight.rows(first, end)
     return weight[first:end]
 
@@ -112,6 +125,13 @@ def dense_rows(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[int, torch.
         for first in range(0, weight.shape[0], weight.rows_at_once):
             data = weight.data[first : first + weight.rows_at_once]
             yield first, decode(data, weight.kind, dtype)
+    elif isinstance(weight, PlaneWeight):
+        for first in range(0, weight.shape[0], weight.rows_at_once):
+            end = min(first + weight.rows_at_once, weight.shape[0])
+            yield first, planes.decode(weight.rows(first, end)).to(dtype)
+    elif isinstance(weight, UpperWeight):
+        for first in range(0, weight.shape[0], weight.rows_at_once):
+            yield first, upper.decode(weight.rows(first, first + weight.rows_at_once)).to(dtype)
     elif isinstance(weight, Int4Weight):
         for first, rows in int4.dense_rows(weight):
             yield first, rows.to(dtype)

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from triforce_kernels import planes
 from triforce_kernels.block_types import BLOCK_TYPES
 from triforce_kernels.blocks import BlockWeight, block_matmul, decode
 from triforce_kernels.gather import ChunkSource, gather_chunks
@@ -76,6 +77,7 @@ class KernelCases:
             yield from rows()
             self._settle()
         yield from self._int4()
+        yield from self._planes()
         yield from self._blocks()
 
     def draw(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -336,6 +338,21 @@ class KernelCases:
                         f"{rows} x {width} by {out}, group 64", packed[0].nbytes,
                         2.0 * rows * out * width, partial(product, x.to(dtype)),
                     )  # fmt: skip
+
+    def _planes(self) -> Iterator[KernelRow]:
+        out, width = self.config.mlp, self.config.hidden
+        dense = [(self.draw(out, width) * 0.02).bfloat16() for _ in range(2)]
+        weights = [planes.encode(each) for each in dense]
+        nbytes, shape = out * width * 7 // 2, f"{out} x {width}"
+        yield self._row(
+            "decode_planes", shape, nbytes, 0.0, [partial(planes.decode, w) for w in weights],
+            rival="copy of as many bytes",
+            rival_seconds=self.times([d.clone for d in dense]),
+        )  # fmt: skip
+        if self.device.type == "cpu":
+            # On a GPU weights are encoded by the host, as they are read.
+            runs = [partial(planes.encode, d) for d in dense]
+            yield self._row("planes.encode", shape, nbytes, 0.0, runs)
 
     def _blocks(self) -> Iterator[KernelRow]:
         out, width = self.config.mlp, self.config.hidden

@@ -28,15 +28,19 @@ from triforce_kernels.dispatch import KERNELS
 from triforce_kernels.gather import ChunkSource, gather_chunks
 from triforce_kernels.int4 import int4_matmul, quantise
 from triforce_kernels.layer import rms_norm, rope_into, swiglu
+from triforce_kernels.planes import decode as decode_planes
+from triforce_kernels.planes import decode_rows, encode, plane_matmul
 from triforce_kernels.sampling import accept, law, pick
 from triforce_kernels.scoring import ScoreBuffer, group_scores
 from triforce_kernels.selection import choose_chunks
 from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
+from triforce_kernels.upper import UpperWeight, upper_matmul
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 LAUNCHERS = (
     "streaming", "scoring", "selection", "gather", "layer", "sampling", "int4", "blocks",
+    "planes", "upper",
 )  # fmt: skip
 
 
@@ -179,6 +183,12 @@ def launch_others(dtype: torch.dtype) -> None:
     pick(logits, coins[0])
     for rows in (1, 17, 64):
         int4_matmul(empty(rows, 4096), quantise(torch.zeros(4096, 4096, dtype=dtype)))
+    weight = encode(torch.zeros(64, 4096, dtype=torch.bfloat16))
+    decode_planes(weight)
+    decode_rows(weight, torch.zeros(3, dtype=torch.int64))
+    for rows in (1, 64):
+        plane_matmul(empty(rows, 4096), weight)
+        upper_matmul(empty(rows, 4096), UpperWeight.of(weight))
     for name in FUSED:
         kind = ALL_TYPES[name]
         data = torch.zeros(64, kind.row_bytes(4096), dtype=torch.uint8)

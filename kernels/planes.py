@@ -1,0 +1,295 @@
+"""bfloat16 matrices in 12 bits a number, bit for bit, whose upper 8 are a number by themselves.
+
+A bfloat16 number is a sign, 8 bits of exponent and 7 of mantissa. Within a row nearly all exponents
+lie within 15 powers of two of the greatest, so 4 bits tell which one it is:
+
+    upper   sign; exponent above that of the row's floor, 1 to 15; upper 3 bits of the mantissa
+    lower   lower 4 bits of the mantissa
+
+A code of 0 is a zero, or, with all bits of the upper mantissa, an exception: too small, infinite or
+no number at all. A list has where these are and their 16 bits. Others code exponents to store or
+send bfloat16 in fewer bits (DFloat11, Zhang et al., 2025); here one of the parts can also be
+computed with alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from . import limits
+from .checks import require
+from .dispatch import implementation
+
+# Behind the last exception of a list.
+NOTHING = 2**31 - 1
+# Numbers that are coded at a time: what that takes stays in a processor's cache.
+_CODED_AT_ONCE = 1 << 17
+_MAGNITUDE, _NOT_FINITE = 0x7FFF, 0x7F80
+# Powers of two that a row spans.
+_SPAN = 15
+# Where sign, code and upper mantissa end up in 16 bits.
+_UPPER = 0x87F0 - 0x10000
+# Of an upper byte: the code; and what an exception has there.
+CODE, _EXCEPTION = 0x78, 0x07
+
+
+class PlanesError(ValueError):
+    """A matrix does not fit its planes, or a list of exceptions is damaged."""
+
+
+@dataclass(frozen=True)
+class PlaneWeight:
+    """A matrix [rows, columns] of bfloat16, whose columns are even.
+
+    upper: [rows, columns] uint8
+    lower: [rows, columns / 2] uint8; the first half of a row lies in the low 4 bits
+    base: [rows] uint8, the greatest exponent of each row's finite numbers
+    places: [room] int32, where exceptions are in the whole matrix, ascending, NOTHING behind them
+    patterns: [room] int16, their bits
+    first: row of the whole matrix that this part of it begins with
+    """
+
+    upper: torch.Tensor
+    lower: torch.Tensor
+    base: torch.Tensor
+    places: torch.Tensor
+    patterns: torch.Tensor
+    first: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.upper.shape[0], self.upper.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.upper.device
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows that are decoded at a time."""
+        return max(1, limits.DECODED_AT_ONCE // self.upper.shape[1])
+
+    def rows(self, first: int, end: int) -> PlaneWeight:
+        """Some of its rows; a view."""
+        part = slice(first, end)
+        upper, lower, base = self.upper[part], self.lower[part], self.base[part]
+        return replace(self, upper=upper, lower=lower, base=base, first=self.first + first)
+
+
+class _Coded(NamedTuple):
+    """Some rows, coded. places: of their exceptions, int64, from the first of these rows on."""
+
+    upper: torch.Tensor
+    lower: torch.Tensor
+    base: torch.Tensor
+    places: torch.Tensor
+    patterns: torch.Tensor
+
+
+def encode(matrix: torch.Tensor) -> PlaneWeight:
+    """Planes of a bfloat16 matrix [rows, columns], with the room that its exceptions take.
+
+    Raises ValueError.
+    """
+    parts = [_code(part) for part in _slices(matrix)]
+    above = torch.tensor([0, *(part.upper.numel() for part in parts)]).cumsum(0).tolist()
+    places = [part.places + before for part, before in zip(parts, above, strict=False)]
+    return PlaneWeight(
+        torch.cat([part.upper for part in parts]),
+        torch.cat([part.lower for part in parts]),
+        torch.cat([part.base for part in parts]),
+        torch.cat(places).int(),
+        torch.cat([part.patterns for part in parts]),
+    )
+
+
+def encode_into(matrix: torch.Tensor, into: PlaneWeight) -> None:
+    """Writes a bfloat16 matrix [rows, columns] into these rows of a larger one, wherever it lies.
+
+    The rows of the larger one are written in ascending order: exceptions behind these are
+    forgotten. Raises ValueError, or PlanesError for more exceptions than there is room for.
+    """
+    columns, row = matrix.shape[1], 0
+    if matrix.shape != into.shape:
+        raise ValueError(f"encode_into of {tuple(matrix.shape)} into {into.shape}")
+    place = into.first * columns
+    # What was there before the first rows are written may be anything.
+    known = int(torch.searchsorted(into.places, place)) if into.first else 0
+    into.places[known:] = NOTHING
+    for part in _slices(matrix):
+        coded, end = _code(part), row + part.shape[0]
+        into.upper[row:end] = coded.upper
+        into.lower[row:end] = coded.lower
+        into.base[row:end] = coded.base
+        known_then = known + len(coded.places)
+        if known_then > len(into.places):
+            raise PlanesError(
+                f"more than {len(into.places)} numbers of a matrix are far below the greatest of "
+                "their row, which is what planes have room for"
+            )
+        into.places[known:known_then] = (coded.places + place).int()
+        into.patterns[known:known_then] = coded.patterns
+        known, row, place = known_then, end, place + part.numel()
+
+
+def decode(weight: PlaneWeight) -> torch.Tensor:
+    """The matrix [rows, columns] in bfloat16. Raises ValueError."""
+    _require("decode", weight)
+    return implementation("decode_planes", weight.device)(weight, None)
+
+
+def decode_rows(weight: PlaneWeight, index: torch.Tensor) -> torch.Tensor:
+    """Rows of the matrix by index [n] int64: [n, columns] bfloat16. Raises ValueError."""
+    _require("decode_rows", weight)
+    return implementation("decode_planes", weight.device)(weight, index)
+
+
+def plane_matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
+    """x [rows, in] times the weight, transposed: [rows, out] in x's dtype, summed in float32.
+
+    Meant for few rows, 1 to 64 or so, where the weight's bytes are what it takes. The reference is
+    the dense product, bit for bit. Raises ValueError.
+    """
+    _require("plane_matmul", weight)
+    require(
+        "plane_matmul",
+        x.dim() == 2
+        and x.shape[0] > 0
+        and x.shape[1] == weight.shape[1]
+        and x.stride(1) == 1
+        and x.device == weight.device,
+        x=x,
+        upper=weight.upper,
+    )
+    return implementation("plane_matmul", x.device)(x, weight)
+
+
+def check(weight: PlaneWeight) -> None:
+    """Raises PlanesError unless the exceptions of a whole matrix are those that its codes say."""
+    coded = (weight.upper == _EXCEPTION).flatten().nonzero().squeeze(1)
+    places = weight.places
+    if (
+        not torch.equal(places[: len(coded)].long(), coded)
+        or (places[len(coded) :] < NOTHING).any()
+    ):
+        raise PlanesError(
+            f"a list of {int((places != NOTHING).sum())} exceptions is not that of the "
+            f"{len(coded)} numbers that are coded as such"
+        )
+
+
+def reference_decode(weight: PlaneWeight, index: torch.Tensor | None) -> torch.Tensor:
+    upper, lower, base = weight.upper, weight.lower, weight.base
+    if index is None:
+        index = torch.arange(weight.shape[0], device=weight.device)
+    else:
+        upper, lower, base = upper[index], lower[index], base[index]
+    bits = upper_bits(upper, base)
+    half = bits.shape[1] // 2
+    bits[:, :half] |= lower & 15
+    bits[:, half:] |= lower >> 4
+    _put_exceptions(bits, weight, index)
+    return bits.view(torch.bfloat16)
+
+
+def reference_matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    for first in range(0, weight.shape[0], weight.rows_at_once):
+        part = weight.rows(first, min(first + weight.rows_at_once, weight.shape[0]))
+        out[:, first : first + part.shape[0]] = F.linear(x, decode(part).to(x.dtype))
+    return out
+
+
+def _require(kernel: str, weight: PlaneWeight) -> None:
+    rows, columns = weight.shape
+    tensors = (weight.upper, weight.lower, weight.base, weight.places, weight.patterns)
+    require(
+        kernel,
+        columns % 2 == 0
+        and weight.lower.shape == (rows, columns // 2)
+        and weight.base.shape == (rows,)
+        and weight.places.shape == weight.patterns.shape
+        and [part.dtype for part in tensors] == [torch.uint8] * 3 + [torch.int32, torch.int16]
+        and all(part.is_contiguous() and part.device == weight.device for part in tensors),
+        upper=weight.upper,
+        lower=weight.lower,
+        base=weight.base,
+        places=weight.places,
+        patterns=weight.patterns,
+    )
+
+
+def _slices(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    require(
+        "encode",
+        matrix.dim() == 2
+        and matrix.dtype == torch.bfloat16
+        and matrix.shape[1] % 2 == 0
+        and matrix.numel() < NOTHING,
+        matrix=matrix,
+    )
+    return matrix.split(max(1, _CODED_AT_ONCE // matrix.shape[1]))
+
+
+def _code(matrix: torch.Tensor) -> _Coded:
+    bits = matrix.contiguous().view(torch.int16)
+    magnitude = bits & _MAGNITUDE
+    finite = magnitude.amax(1, keepdim=True)
+    if (finite >= _NOT_FINITE).any():
+        finite = magnitude.where(magnitude < _NOT_FINITE, 0).amax(1, keepdim=True)
+    base = finite >> 7
+    # The code where bits of an exponent are; wraps around where it does not fit 16 bits, to what is
+    # no code either.
+    magnitude -= (base - _SPAN) << 7
+    upper = magnitude >> 4
+    outside = magnitude < 1 << 7
+    outside |= magnitude >= (_SPAN + 1) << 7
+    sign = (bits >> 8) & 0x80
+    upper |= sign
+    if outside.any():
+        zero = bits & _MAGNITUDE == 0
+        upper = upper.where(~(outside & zero), sign)
+        outside &= ~zero
+        upper.masked_fill_(outside, _EXCEPTION)
+    low = (bits & 15).to(torch.uint8)
+    half = low.shape[1] // 2
+    return _Coded(
+        upper.to(torch.uint8),
+        low[:, :half] | low[:, half:] << 4,
+        base.squeeze(1).to(torch.uint8),
+        outside.flatten().nonzero().squeeze(1),
+        bits[outside],
+    )
+
+
+def upper_bits(upper: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """Sign, exponent and upper mantissa where bfloat16 has them, [rows, columns] int16. What has no
+    code is a zero.
+    """
+    bits = upper.view(torch.int8).to(torch.int16) << 4
+    bits &= _UPPER
+    bits += ((base.to(torch.int16) - _SPAN) << 7).unsqueeze(1)
+    uncoded = upper & CODE == 0
+    if upper.device.type != "cpu" or uncoded.any():
+        bits = bits.where(~uncoded, (upper & 0x80).to(torch.int16) << 8)
+    return bits
+
+
+def _put_exceptions(bits: torch.Tensor, weight: PlaneWeight, index: torch.Tensor) -> None:
+    """Writes what is in the list for some rows. A damaged list cannot make it write elsewhere."""
+    columns = bits.shape[1]
+    rows = (index + weight.first) * columns
+    begin = torch.searchsorted(weight.places, rows.int())
+    counts = (torch.searchsorted(weight.places, (rows + columns).int()) - begin).clamp_(min=0)
+    total = int(counts.sum())
+    if not total:
+        return
+    which = torch.arange(len(index), device=bits.device).repeat_interleave(counts)
+    before = (counts.cumsum(0) - counts)[which]
+    entry = torch.arange(total, device=bits.device) - before + begin[which]
+    column = (weight.places[entry] - rows[which]).clamp(0, columns - 1)
+    bits[which, column] = weight.patterns[entry]
