@@ -2,9 +2,11 @@
 
 SmolLM2-135M over stretches of 6,000 tokens of the Python manual, temperature 0.6, top-p 0.9, the
 retrieval model drafting for itself; for each policy the acceptance and the tokens per pass. No
-figure here depends on the machine's speed.
+figure here depends on the machine's speed. `--task fact` asks for facts that were told once, far
+back, and counts the tokens of the answers: does retrieval bring them?
 
     python scripts/bench_acceptance.py [--budget 1024] [--draft-tokens 24]
+    python scripts/bench_acceptance.py --task fact --new-tokens 12 --draft-tokens 6
 
 Prints a table and writes benchmarks/results/bench_acceptance.json.
 """
@@ -13,14 +15,17 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from material import model_file, stretches
 from results import write_result
 from rich.console import Console
 from rich.table import Table
+from rivals.published_policies import NEWEST, installed
+from workloads import FACTS, prompt
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.model.tokenizer import load_tokenizer
+from triforce_core.model.tokenizer import Tokenizer, load_tokenizer
 
 
 def main() -> None:
@@ -30,15 +35,25 @@ def main() -> None:
     parser.add_argument("--stretches", type=int, default=4)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--draft-tokens", type=int, default=24)
-    parser.add_argument("--policies", nargs="+", default=["mass", "mean"])
+    parser.add_argument("--policies", nargs="+", default=["mass", "mean", NEWEST])
+    parser.add_argument("--task", choices=("continuation", "fact"), default="continuation")
     args = parser.parse_args()
     tokenizer = load_tokenizer(model_file())
-    prompts = stretches(tokenizer, args.stretches, args.tokens)
-    figures = {policy: measure(args, policy, prompts, tokenizer) for policy in args.policies}
+    if args.task == "fact":
+        prompts = [prompt("fact", tokenizer, args.tokens, i) for i in range(len(FACTS))]
+    else:
+        prompts = stretches(tokenizer, args.stretches, args.tokens)
+    figures = {}
+    for policy in args.policies:
+        newest = policy == NEWEST
+        with installed([NEWEST] if newest else [], 0):
+            options = {"retrieval": "mass" if newest else policy}
+            figures[policy] = measure(args, options, prompts, tokenizer)
     path = write_result(
-        "bench_acceptance",
+        "bench_acceptance" if args.task == "continuation" else f"bench_acceptance_{args.task}",
         {
             "model": "SmolLM2-135M-Instruct.Q4_1 as float32",
+            "task": args.task,
             "prompt_tokens": args.tokens,
             "temperature": 0.6,
             "top_p": 0.9,
@@ -63,28 +78,30 @@ def main() -> None:
     print(f"written to {os.path.relpath(path)}")
 
 
-def measure(args: argparse.Namespace, policy: str, prompts: list, tokenizer) -> dict:
-    """Acceptance (accepted tokens of those examined) and tokens per pass, over all stretches."""
+def measure(
+    args: argparse.Namespace,
+    options: dict[str, Any],
+    prompts: list[list[int]],
+    tokenizer: Tokenizer,
+) -> dict[str, Any]:
+    """Acceptance (accepted tokens of those examined) and tokens per pass, over all prompts, of an
+    engine with these options.
+    """
     runs = []
+    settings = {"device": "cpu", "draft": "none", "draft_tokens": args.draft_tokens}
+    settings |= {"budget": args.budget, "max_context": args.tokens + args.new_tokens}
     with Engine.from_pretrained(
-        model_file(),
-        device="cpu",
-        draft="none",
-        draft_tokens=args.draft_tokens,
-        budget=args.budget,
-        retrieval=policy,
-        max_context=args.tokens + args.new_tokens,
-        tokenizer=tokenizer,
+        model_file(), tokenizer=tokenizer, **(settings | options)
     ) as engine:
-        for seed, prompt in enumerate(prompts):
-            # A text that ends would not fill its passes: generate on, as a long answer does.
-            stats = generate_fully(engine, prompt, args.new_tokens, seed)
+        for seed, ids in enumerate(prompts):
+            stats, text = generate(args, engine, ids, seed)
             lengths = stats["acceptance"]["accepted_lengths"]
             accepted = sum(i * n for i, n in enumerate(lengths))
             examined = accepted + sum(lengths[: args.draft_tokens])
             runs.append(
                 {
                     "seed": seed,
+                    "text": text,
                     "new_tokens": stats["new_tokens"],
                     "passes": stats["passes"],
                     "accepted": accepted,
@@ -104,13 +121,17 @@ def measure(args: argparse.Namespace, policy: str, prompts: list, tokenizer) -> 
     }
 
 
-def generate_fully(engine: Engine, prompt: list[int], new_tokens: int, seed: int) -> dict:
-    """Stats of the first seed from `seed` on whose text does not end before its length."""
+def generate(
+    args: argparse.Namespace, engine: Engine, ids: list[int], seed: int
+) -> tuple[dict, str]:
+    """Stats and text of an answer; of a continuation, those of the first seed from `seed` on whose
+    text does not end before its length: one that ends would not fill its passes.
+    """
     while True:
-        params = SamplingParams(new_tokens, temperature=0.6, top_p=0.9, seed=seed)
-        stats = engine.generate(prompt, params, reuse=False).stats
-        if stats["finish_reason"] == "length":
-            return stats
+        params = SamplingParams(args.new_tokens, temperature=0.6, top_p=0.9, seed=seed)
+        result = engine.generate(ids, params, reuse=False)
+        if args.task == "fact" or result.stats["finish_reason"] == "length":
+            return result.stats, result.text
         seed += 1000
 
 

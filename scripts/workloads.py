@@ -10,13 +10,18 @@ from material import manual
 from triforce_core.model.tokenizer import Tokenizer
 
 TASKS = ("continuation", "question", "code", "fact")
-FACT = "The password of the lighthouse keeper is 'amber-seven-kestrel'."
-_ASKS_FACT = "What is the password of the lighthouse keeper? Answer with the password."
+# Each is told once and asked for at the end.
+FACTS = (
+    ("the password of the lighthouse keeper", "amber-seven-kestrel"),
+    ("the number of the locker at the station", "four-nine-two-eight-six-one"),
+    ("the name of the captain's third ship", "Margarete of Warnemünde"),
+    ("the address of the old observatory", "17 Quarry Lane, Upper Tollgate"),
+)
 _ASKS = "How does the with statement use a context manager? Answer in a few sentences."
 
 
-def prompt(task: str, tokenizer: Tokenizer, tokens: int) -> list[int]:
-    """Token ids of a prompt.
+def prompt(task: str, tokenizer: Tokenizer, tokens: int, fact: int = 0) -> list[int]:
+    """Token ids of a prompt. fact: which of FACTS it is about.
 
     continuation: of the Python manual; code: of CPython's own library; question: about a long part
     of the manual; fact: about one sentence that stands far back in it.
@@ -24,13 +29,15 @@ def prompt(task: str, tokenizer: Tokenizer, tokens: int) -> list[int]:
     if task in ("continuation", "code"):
         text = manual(8 * tokens) if task == "continuation" else _code()
         return _cut(tokenizer.encode(text), tokens)
-    asked = _ASKS if task == "question" else _ASKS_FACT
+    what, answer = FACTS[fact]
+    asked = _ASKS if task == "question" else f"What is {what}? Answer with it alone."
 
     def with_document(characters: int) -> list[int]:
         document = manual(characters)
         if task == "fact":
             place = document.find("\n", len(document) // 8)
-            document = f"{document[:place]}\n{FACT}{document[place:]}"
+            told = f"{what[0].upper()}{what[1:]} is {answer}."
+            document = f"{document[:place]}\n{told}{document[place:]}"
         return tokenizer.chat(f"{document}\n\n{asked}")
 
     return _longest(with_document, tokens)

@@ -1,4 +1,5 @@
 """What the published TriForce does otherwise, in our engine, one policy at a time: an ablation.
+And drafting from what is newest alone, which shows what choosing brings.
 
 The code that was read is Infini-AI-Lab/TriForce at 164c8c0 (models/cache.py, utils/decoding.py).
 What an option of the engine does is not here: mean keys, fixed lengths, blocks as long as a layer.
@@ -15,6 +16,7 @@ import torch
 
 CHOSEN_ONCE = "chosen once"
 BY_LAYERS = "resident by layers"
+NEWEST = "newest"
 
 
 @contextlib.contextmanager
@@ -63,4 +65,18 @@ def _by_layers(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
     return [(module, "share_blocks", share) for module in (passes, runtime)]
 
 
-_POLICIES = {CHOSEN_ONCE: _chosen_once, BY_LAYERS: _by_layers}
+def _newest(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
+    """Chunks are worth the more the newer they are; the first stays, as it always does."""
+    from triforce_core.decoding.retrieval import RetrievalCache
+
+    score = RetrievalCache._current_scores
+
+    def scores(self: RetrievalCache, tokens: int, chunks: int) -> torch.Tensor:
+        found = score(self, tokens, chunks)
+        newer = torch.arange(chunks, dtype=found.dtype, device=found.device)
+        return newer.expand_as(found).contiguous()
+
+    return [(RetrievalCache, "_current_scores", scores)]
+
+
+_POLICIES = {CHOSEN_ONCE: _chosen_once, BY_LAYERS: _by_layers, NEWEST: _newest}
