@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from triforce_kernels import limits
 from triforce_kernels.block_types import BlockType
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from triforce_kernels.blocks import BlockWeight
     from triforce_kernels.int4 import Int4Weight
     from triforce_kernels.linear import StackedWeight, Weight
+    from triforce_kernels.planes import PlaneWeight
+    from triforce_kernels.upper import UpperWeight
 
 # Bytes. Equal alignment everywhere keeps vectorised kernels bitwise equal at any placement.
 ALIGNMENT = 256
@@ -112,6 +115,68 @@ class Groups:
     @property
     def _scale_bytes(self) -> int:
         return self.rows * self.columns // self.group * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Planes:
+    """A bfloat16 matrix of an even number of columns in 12 bits a number, and room for exceptions
+    (`triforce_kernels.planes`).
+    """
+
+    rows: int
+    columns: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.upper_bytes + self.lower_bytes
+
+    @property
+    def upper_bytes(self) -> int:
+        """Of all but the lower planes."""
+        return sum(map(aligned, self._upper_sizes))
+
+    @property
+    def lower_bytes(self) -> int:
+        """Of the lower planes, which passes alone read."""
+        return aligned(self.rows * self.columns // 2)
+
+    def view(self, buffer: torch.Tensor) -> PlaneWeight:
+        return self.joined(buffer[: self.upper_bytes], buffer[self.upper_bytes :])
+
+    def joined(self, buffer: torch.Tensor, lower: torch.Tensor) -> PlaneWeight:
+        """Of two flat buffers."""
+        import torch
+        from triforce_kernels.planes import PlaneWeight
+
+        upper, base, places, patterns = self._upper_parts(buffer)
+        return PlaneWeight(
+            upper.view(self.rows, -1),
+            lower[: self.rows * self.columns // 2].view(self.rows, -1),
+            base,
+            places.view(torch.int32),
+            patterns.view(torch.int16),
+        )
+
+    def upper(self, buffer: torch.Tensor) -> UpperWeight:
+        """What can be read without the lower planes."""
+        from triforce_kernels.upper import UpperWeight
+
+        upper, base, *_ = self._upper_parts(buffer)
+        return UpperWeight(upper.view(self.rows, -1), base)
+
+    def _upper_parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        parts, start = [], 0
+        for size in self._upper_sizes:
+            parts.append(buffer[start : start + size])
+            start += aligned(size)
+        return parts
+
+    @property
+    def _upper_sizes(self) -> tuple[int, ...]:
+        """Bytes of upper plane, base exponents, and the exceptions' places and patterns."""
+        numbers = self.rows * self.columns
+        room = -(-numbers // limits.NUMBERS_OF_AN_EXCEPTION) + limits.LEAST_EXCEPTIONS
+        return numbers, self.rows, 4 * room, 2 * room
 
 
 @dataclass(frozen=True)

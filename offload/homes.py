@@ -67,6 +67,21 @@ class HostHome:
         return slot
 
 
+class HalvedHome:
+    """Bytes of which the first, the upper planes among them, stay on the device and the last, the
+    lower planes, cross the link.
+    """
+
+    def __init__(self, resident: torch.Tensor, lower: torch.Tensor) -> None:
+        """resident: on the device; lower: on the host."""
+        self.memory = resident
+        self.source = Source(lower)
+
+    def read(self, slot: torch.Tensor | None) -> torch.Tensor:
+        """What came: the rest is `memory`."""
+        return slot
+
+
 class FileHome:
     """Bytes that are read from a file, and cross the link, each time they are asked for."""
 

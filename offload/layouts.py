@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from offload.formats import Blocks, Format, Stack, aligned
+from offload.formats import Blocks, Format, Planes, Stack, aligned
 
 if TYPE_CHECKING:
     import torch
@@ -19,31 +19,75 @@ Views = Mapping[str, "Weight"]
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each named tensor, in a format of its own, lies in a flat buffer of `nbytes` bytes."""
+    """Where each named tensor, in a format of its own, lies in a flat buffer of `nbytes` bytes.
+
+    lower_offsets: of the lower planes of those that have such, which lie behind everything else
+    upper_bytes: of what lies before these
+    """
 
     formats: Mapping[str, Format]
     offsets: Mapping[str, int]
+    lower_offsets: Mapping[str, int]
+    upper_bytes: int
     nbytes: int
 
     @classmethod
     def of(cls, formats: Mapping[str, Format]) -> FlatLayout:
-        offsets, end = {}, 0
+        offsets, lower_offsets, end = {}, {}, 0
         for name, stored in formats.items():
             offsets[name] = end
-            end += aligned(stored.nbytes)
-        return cls(MappingProxyType(dict(formats)), MappingProxyType(offsets), end)
+            end += aligned(stored.upper_bytes if isinstance(stored, Planes) else stored.nbytes)
+        upper_bytes = end
+        for name, stored in formats.items():
+            if isinstance(stored, Planes):
+                lower_offsets[name] = end
+                end += stored.lower_bytes
+        return cls(
+            MappingProxyType(dict(formats)),
+            MappingProxyType(offsets),
+            MappingProxyType(lower_offsets),
+            upper_bytes,
+            end,
+        )
 
-    def blocks(self) -> Iterator[Blocks]:
-        """The matrices, or parts of such, that are stored in blocks."""
+    @property
+    def lower_bytes(self) -> int:
+        """Of the lower planes: what passes alone read."""
+        return self.nbytes - self.upper_bytes
+
+    def decoded(self) -> Iterator[Blocks | Planes]:
+        """The matrices, or parts of such, that are not dense."""
         for stored in self.formats.values():
             parts = stored.parts if isinstance(stored, Stack) else (stored,)
-            yield from (part for part in parts if isinstance(part, Blocks))
+            yield from (part for part in parts if isinstance(part, Blocks | Planes))
+
+    def blocks(self) -> Iterator[Blocks]:
+        """Those in a GGUF file's blocks."""
+        return (part for part in self.decoded() if isinstance(part, Blocks))
 
     def views(self, buffer: torch.Tensor) -> dict[str, Weight]:
         """The named tensors as views of a flat uint8 buffer of at least `nbytes` bytes."""
-        return {
-            name: stored.view(buffer[start : start + stored.nbytes])
-            for (name, stored), start in zip(
-                self.formats.items(), self.offsets.values(), strict=True
-            )
-        }
+        return self.joined(buffer[: self.upper_bytes], buffer[self.upper_bytes : self.nbytes])
+
+    def joined(self, buffer: torch.Tensor, lower: torch.Tensor) -> dict[str, Weight]:
+        """The same of two buffers, of `upper_bytes` and `lower_bytes`."""
+        views: dict[str, Weight] = {}
+        for name, stored in self.formats.items():
+            start = self.offsets[name]
+            if isinstance(stored, Planes):
+                below = self.lower_offsets[name] - self.upper_bytes
+                views[name] = stored.joined(buffer[start:], lower[below:])
+            else:
+                views[name] = stored.view(buffer[start : start + stored.nbytes])
+        return views
+
+    def upper_views(self, buffer: torch.Tensor) -> dict[str, Weight]:
+        """What can be read of them without the lower planes. buffer: of at least `upper_bytes`."""
+        views: dict[str, Weight] = {}
+        for name, stored in self.formats.items():
+            start = self.offsets[name]
+            if isinstance(stored, Planes):
+                views[name] = stored.upper(buffer[start:])
+            else:
+                views[name] = stored.view(buffer[start : start + stored.nbytes])
+        return views

@@ -172,7 +172,7 @@ class Passes:
         crossings = pass_schedule(
             Places(
                 streamed_layers=self._placement.streamed_layers,
-                layer_bytes=self._store.layer_bytes,
+                layer_bytes=self._store.crossing_bytes,
                 kv_blocks=[len(kv.homes(layer)) for layer in layers],
                 resident_blocks=[kv.on_device(layer) for layer in layers],
                 block_bytes=kv.shape.block_bytes,

@@ -20,6 +20,7 @@ class Demand:
     """What a model and a context ask for. Sizes in bytes.
 
     layer_bytes: of each layer's weights, as they are stored
+    lower_bytes: of these, what passes alone read: the lower planes; empty where there are none
     head_bytes: final norm and output matrix, always on the device
     embedding_bytes: the input embedding if it is a matrix of its own, 0 when tied to the head
     reading_bytes: temporaries of reading a prompt that fills the context
@@ -45,15 +46,11 @@ class Demand:
     substitute_bytes: int = 0
     substitute_all: bool = False
     decoding_bytes: int = 0
+    lower_bytes: tuple[int, ...] = ()
 
     @property
     def layers(self) -> int:
         return len(self.layer_bytes)
-
-    @cached_property
-    def slot_bytes(self) -> int:
-        """Of a weight slot, which takes any layer."""
-        return max(self.layer_bytes)
 
     @cached_property
     def weights_bytes(self) -> int:
@@ -62,7 +59,17 @@ class Demand:
 
     def streamed_bytes(self, placement: Placement) -> int:
         """Weights that cross the link in each pass."""
-        return sum(self.layer_bytes[layer] for layer in placement.streamed_layers)
+        return sum(self.crossing_bytes(layer, placement) for layer in placement.streamed_layers)
+
+    def slot_bytes(self, placement: Placement) -> int:
+        """Of a weight slot, which takes any layer that streams."""
+        streamed = placement.streamed_layers
+        return max((self.crossing_bytes(layer, placement) for layer in streamed), default=0)
+
+    def crossing_bytes(self, layer: int, placement: Placement) -> int:
+        """What crosses the link of a layer that streams."""
+        halved = layer in placement.halved_layers
+        return self.lower_bytes[layer] if halved else self.layer_bytes[layer]
 
     @property
     def kv_blocks(self) -> int:
@@ -86,6 +93,8 @@ class Placement:
     substituted_layers: those with a copy in fewer bits on the device, by which they draft
     file_layers: those of the streamed ones that are read from the checkpoint in each pass, since
         the host has no room for them
+    halved_layers: those of the streamed ones of which the lower planes alone stream; by the upper
+        ones, which stay on the device, they draft
     """
 
     streamed_layers: tuple[int, ...]
@@ -97,6 +106,7 @@ class Placement:
     lent_kv_blocks: int = 0
     substituted_layers: tuple[int, ...] = ()
     file_layers: tuple[int, ...] = ()
+    halved_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises UsageError for what no placement can hold."""
@@ -104,8 +114,11 @@ class Placement:
             layers = getattr(self, name)
             if not isinstance(layers, tuple) or not all(map(_is_count, layers)):
                 raise UsageError(f"{name} of a placement cannot be {layers!r}")
-        if not set(self.file_layers) <= set(self.streamed_layers):
-            raise UsageError(f"file_layers {list(self.file_layers)} are not all streamed_layers")
+        for name in ("file_layers", "halved_layers"):
+            if not set(layers := getattr(self, name)) <= set(self.streamed_layers):
+                raise UsageError(f"{name} {list(layers)} are not all streamed_layers")
+        if both := sorted(set(self.file_layers) & set(self.halved_layers)):
+            raise UsageError(f"layers {both} cannot be in files and have planes on the device")
         if not isinstance(self.embedding_resident, bool):
             raise UsageError(f"embedding_resident cannot be {self.embedding_resident!r}")
         for name in _COUNTS:
@@ -114,8 +127,10 @@ class Placement:
 
     @property
     def can_draft(self) -> bool:
-        """Whether each layer is on the device, itself or a copy in fewer bits."""
-        return set(self.streamed_layers) <= set(self.substituted_layers)
+        """Whether each layer is on the device, itself, by its upper planes or by a copy in fewer
+        bits.
+        """
+        return set(self.streamed_layers) <= {*self.substituted_layers, *self.halved_layers}
 
     def with_resident_blocks(self, blocks: int) -> Placement:
         """So many KV blocks on the device and none in lent memory; the others stream."""
@@ -130,7 +145,7 @@ class Placement:
         )
 
 
-LAYER_LISTS = ("streamed_layers", "substituted_layers", "file_layers")
+LAYER_LISTS = ("streamed_layers", "substituted_layers", "file_layers", "halved_layers")
 _COUNTS = ("resident_kv_blocks", "weight_slots", "kv_slots", "staging_slots", "lent_kv_blocks")
 
 
@@ -147,7 +162,11 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
     if device_bytes(demand, everything) <= limit_bytes:
         return everything
     streamed = 0
-    least = _least(demand, streamed)
+    # With all upper planes on the device, or none: by these the whole model drafts.
+    halved = bool(demand.lower_bytes)
+    if halved:
+        halved = device_bytes(demand, _least(demand, demand.layers, halved=True)) <= limit_bytes
+    least = _least(demand, streamed, halved=halved)
     while (spare := limit_bytes - device_bytes(demand, least)) < 0:
         if streamed == demand.layers:
             raise DoesNotFitError(
@@ -159,9 +178,10 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
             )
         # So many more do not suffice: none gives more than the largest, but which ones stream
         # changes too.
-        streamed += max(1, -spare // (2 * demand.slot_bytes))
+        largest = max(demand.lower_bytes if halved else demand.layer_bytes)
+        streamed += max(1, -spare // (2 * largest))
         streamed = min(streamed, demand.layers)
-        least = _least(demand, streamed)
+        least = _least(demand, streamed, halved=halved)
     embedding_resident = demand.embedding_bytes <= spare
     if embedding_resident:
         spare -= demand.embedding_bytes
@@ -189,8 +209,8 @@ def _everything(demand: Demand) -> Placement:
     )
 
 
-def _least(demand: Demand, streamed: int) -> Placement:
-    """The placement that takes least with so many layers streamed."""
+def _least(demand: Demand, streamed: int, *, halved: bool = False) -> Placement:
+    """The placement that takes least with so many layers streamed, or their lower planes."""
     kv_slots, staging_slots = (KV_SLOTS, STAGING_SLOTS) if demand.kv_blocks else (0, 0)
     layers = spread(streamed, demand.layers)
     return Placement(
@@ -200,7 +220,8 @@ def _least(demand: Demand, streamed: int) -> Placement:
         min(WEIGHT_SLOTS, streamed),
         kv_slots,
         staging_slots,
-        substituted_layers=_substituted(demand, layers),
+        substituted_layers=_substituted(demand, () if halved else layers),
+        halved_layers=layers if halved else (),
     )
 
 
@@ -226,7 +247,7 @@ def device_bytes(demand: Demand, placement: Placement) -> int:
         + resident_weights
         + len(placement.substituted_layers) * demand.substitute_bytes
         + (demand.decoding_bytes if placement.substituted_layers else 0)
-        + placement.weight_slots * demand.slot_bytes
+        + placement.weight_slots * demand.slot_bytes(placement)
         + blocks * demand.kv.block_bytes
     )
 
@@ -250,7 +271,7 @@ def host_bytes(demand: Demand, placement: Placement) -> int:
     return (
         demand.streamed_bytes(placement)
         - in_files
-        + (READ_AHEAD * demand.slot_bytes if in_files else 0)
+        + (READ_AHEAD * max(demand.layer_bytes) if in_files else 0)
         + streamed_blocks * demand.kv.block_bytes
         + (0 if placement.embedding_resident else demand.embedding_bytes)
         + (demand.gather_bytes if streamed_blocks else 0)
@@ -261,7 +282,7 @@ def place_on_host(demand: Demand, placement: Placement, limit_bytes: int) -> Pla
     """The same with as many of the streamed layers on the host as `limit_bytes` of it hold; the
     others are read from files in each pass. All are if even that is too much.
     """
-    streamed = placement.streamed_layers
+    streamed = [x for x in placement.streamed_layers if x not in placement.halved_layers]
     for count in range(len(placement.file_layers), len(streamed) + 1):
         in_files = tuple(streamed[i] for i in spread(count, len(streamed)))
         placed = replace(placement, file_layers=in_files if count else ())
@@ -277,6 +298,8 @@ def check_placement(demand: Demand, placement: Placement, limit_bytes: int) -> N
     for name in LAYER_LISTS:
         if (last := max(getattr(placement, name), default=0)) >= demand.layers:
             raise UsageError(f"{name} of a placement cannot hold {last} of {demand.layers} layers")
+    if placement.halved_layers and not demand.lower_bytes:
+        raise UsageError("halved_layers of a placement are of weights that are kept in planes")
     needed = device_bytes(demand, placement)
     if needed > limit_bytes:
         raise DoesNotFitError(

@@ -58,13 +58,16 @@ class Runtime:
                 fill,
                 placement.file_layers,
                 loaded,
+                placement.halved_layers,
             )
             undo.callback(self.weights.close)
             self._slots: list = []
             self.conveyor = Conveyor(
                 link,
                 {
-                    WEIGHTS: self._ring(placement.weight_slots, demand.slot_bytes, "weight slots"),
+                    WEIGHTS: self._ring(
+                        placement.weight_slots, demand.slot_bytes(placement), "weight slots"
+                    ),
                     KV: self._ring(placement.kv_slots, demand.kv.block_bytes, "KV slots"),
                 },
             )

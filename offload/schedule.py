@@ -64,7 +64,7 @@ class Schedule(NamedTuple):
 class Places:
     """What of a model and a text lies where, as far as a schedule asks.
 
-    streamed_layers: layers whose weights stream
+    streamed_layers: layers whose weights stream; layer_bytes: what of each then crosses
     kv_blocks: of each layer; resident_blocks: how many of them, the first ones, are on the device
     """
 

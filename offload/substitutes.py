@@ -8,6 +8,8 @@ from collections.abc import Collection
 import torch
 from triforce_kernels import limits
 from triforce_kernels.int4 import Int4Weight, quantise
+from triforce_kernels.linear import Weight, rows_of
+from triforce_kernels.planes import PlaneWeight, decode
 
 from offload.checkpoint.layer_cache import LayerCache
 from offload.layouts import FlatLayout, Views
@@ -68,7 +70,7 @@ class Substitutes:
                 with self._quantising:
                     _quantise_into(exact[name], view)
             else:
-                view.copy_(exact[name])
+                view.copy_(_rows(exact[name], 0, view.shape[0]))
         if self._cache:
             self._cache.write(layer, buffer)
 
@@ -79,13 +81,18 @@ class Substitutes:
         self._memory.free(self._decoding)
 
 
-def _quantise_into(exact: torch.Tensor, into: Int4Weight) -> None:
+def _rows(exact: Weight, first: int, end: int) -> torch.Tensor:
+    part = rows_of(exact, first, end)
+    return decode(part) if isinstance(part, PlaneWeight) else part
+
+
+def _quantise_into(exact: Weight, into: Int4Weight) -> None:
     """Some rows at a time, on the device, so that no matrix is there as a whole."""
     rows, columns = into.shape
     step = max(1, limits.DECODED_AT_ONCE // columns)
     for first in range(0, rows, step):
         part = into.rows(first, min(first + step, rows))
-        made = quantise(exact[first : first + step].to(into.device), into.group)
+        made = quantise(_rows(exact, first, first + part.shape[0]).to(into.device), into.group)
         part.packed.copy_(made.packed)
         part.scale.copy_(made.scale)
         part.offset.copy_(made.offset)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from offload.conveyor import Conveyor
-from offload.homes import DeviceHome, FileHome, Home, HostHome
+from offload.homes import DeviceHome, FileHome, HalvedHome, Home, HostHome
 from offload.layouts import FlatLayout, Views
 from offload.link.trace import Tracer
 from offload.memory.device import Allocation, DeviceMemory
@@ -46,28 +46,31 @@ class WeightStore:
         fill: Fill,
         in_files: Collection[int] = (),
         loaded: Loaded = lambda layer, views: None,
+        halved: Collection[int] = (),
     ) -> None:
         """fill(layer, views) writes a layer's tensors where they will live; threads call it.
 
         in_files: streamed layers that are filled anew, into what they cross the link from, each
             time they do. loaded(layer, views) is called after each, in threads; it has no views of
-            those.
+            those. halved: streamed layers of which the lower planes alone do
         Raises DoesNotFitError before anything is read.
         """
         self.layouts = layouts
         self._memory = memory
-        sizes = [layout.nbytes for layout in layouts]
-        resident = [i for i in range(len(layouts)) if i not in streamed]
-        on_host = [i for i in streamed if i not in in_files]
-        self._host = HostBuffers([sizes[i] for i in sorted(on_host)], host)
+        on_device, on_host = [], []
+        for layer, layout in enumerate(layouts):
+            if layer in halved:
+                on_device.append(layout.upper_bytes)
+                on_host.append(layout.lower_bytes)
+            elif layer not in in_files:
+                (on_host if layer in streamed else on_device).append(layout.nbytes)
+        self._host = HostBuffers(on_host, host)
         try:
-            self._device: Allocation = memory.allocate(
-                sum(sizes[i] for i in resident), "resident weights"
-            )
+            self._device: Allocation = memory.allocate(sum(on_device), "resident weights")
         except BaseException:
             self._host.close()
             raise
-        device_buffers = iter(self._device.bytes.split([sizes[i] for i in resident]))
+        device_buffers = iter(self._device.bytes.split(on_device))
         host_buffers = iter(self._host.buffers)
         self.homes: list[Home] = []
         views: list[Views | None] = []
@@ -75,6 +78,11 @@ class WeightStore:
             if layer in in_files:
                 self.homes.append(FileHome(_FilledLayer(layer, layout, fill)))
                 views.append(None)
+                continue
+            if layer in halved:
+                halves = next(device_buffers), next(host_buffers)
+                self.homes.append(HalvedHome(*halves))
+                views.append(layout.joined(*halves))
                 continue
             streams = layer in streamed
             buffer = next(host_buffers if streams else device_buffers)
@@ -100,8 +108,9 @@ class WeightStore:
         return sum(home.source is None for home in self.homes)
 
     @property
-    def layer_bytes(self) -> list[int]:
-        return [layout.nbytes for layout in self.layouts]
+    def crossing_bytes(self) -> list[int]:
+        """Of each layer, what crosses the link in a pass."""
+        return [home.source.bytes.numel() if home.source else 0 for home in self.homes]
 
     def close(self) -> None:
         self.homes.clear()
@@ -140,7 +149,11 @@ class StreamedWeights:
         with self._conveyor.bring((WEIGHTS, index), home) as buffer:
             key = (index, buffer.data_ptr())
             if key not in self._views:
-                self._views[key] = self._store.layouts[index].views(buffer)
+                layout = self._store.layouts[index]
+                halved = isinstance(home, HalvedHome)
+                self._views[key] = (
+                    layout.joined(home.memory, buffer) if halved else layout.views(buffer)
+                )
             with self._trace.compute("layer", layer=index):
                 yield self._views[key]
 
@@ -148,13 +161,22 @@ class StreamedWeights:
 class ResidentWeights:
     """Layers that are all on the device, exact or not: what a level that drafts computes with."""
 
-    def __init__(self, store: WeightStore, substitutes: Substitutes | None = None) -> None:
-        """substitutes: of layers that are taken from there, streamed ones or more."""
+    def __init__(
+        self, store: WeightStore, substitutes: Substitutes | None = None, *, upper: bool = False
+    ) -> None:
+        """substitutes: of layers that are taken from there, streamed ones or more. upper: whether
+        only the upper planes are read of those that are in planes, as it must be where the lower
+        ones stream.
+        """
         instead = substitutes.views if substitutes else {}
-        self._views = [
-            instead[layer] if layer in instead else layout.views(home.read(None))
-            for layer, (layout, home) in enumerate(zip(store.layouts, store.homes, strict=True))
-        ]
+        self._views: list[Views] = []
+        for layer, (layout, home) in enumerate(zip(store.layouts, store.homes, strict=True)):
+            if layer in instead:
+                self._views.append(instead[layer])
+            elif upper or isinstance(home, HalvedHome):
+                self._views.append(layout.upper_views(home.memory))
+            else:
+                self._views.append(layout.views(home.memory))
 
     def layer(self, index: int) -> AbstractContextManager[Views]:
         """Weights.layer."""

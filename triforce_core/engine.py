@@ -30,7 +30,7 @@ from triforce_core.parallel.start import start_ranks
 from triforce_core.params import SamplingParams, check_context
 from triforce_core.planner.plan import Plan
 from triforce_core.request import Request
-from triforce_core.settings import DENSE, EXACT, STORED, EngineConfig
+from triforce_core.settings import EXACT, STORED, EngineConfig
 from triforce_core.stream import Completion, Piece, Stream
 from triforce_core.text import TextStream
 
@@ -152,8 +152,7 @@ class Engine:
         """What lives where, and how long drafts are."""
         runtime = self.runtime
         plan = Plan.of(self.models.method, runtime.demand, runtime.placement, self.models.budget)
-        weights = STORED if any(any(x.blocks()) for x in runtime.weights.layouts) else DENSE
-        plan = replace(plan, weights=weights, gpus=self.models.ranks.count)
+        plan = replace(plan, weights=self.models.weights, gpus=self.models.ranks.count)
         return plan.named(self._name, self.config, device_name(runtime.memory.device))
 
     @property
@@ -176,7 +175,7 @@ class Engine:
             return "there is no room for it"
         if models.method.draft_weights == EXACT:
             return "weights stream"
-        if any(any(layout.blocks()) for layout in runtime.weights.layouts):
+        if models.weights == STORED:
             return "quantised weights stream, which nothing stands in for yet"
         return "weights stream and no copies of them in 4 bits are on the device"
 

@@ -46,8 +46,8 @@ from triforce_core.layer_source import LayerSource, Readable
 from triforce_core.model.llama import Ends, Model
 from triforce_core.model.rope import Rope
 from triforce_core.model.share import Share, mlp_unit
-from triforce_core.model.tensors import Layouts, dense_layouts, stored_layouts
-from triforce_core.settings import AUTO, DENSE, EngineConfig
+from triforce_core.model.tensors import Layouts, dense_layouts, plane_layouts, stored_layouts
+from triforce_core.settings import AUTO, DENSE, PLANES, STORED, EngineConfig
 from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.drafting import small_model_shape, window_tokens
 from triforce_core.sizing.fitting import Fitted, fit
@@ -109,7 +109,9 @@ def load(
             limit = host_bytes_here
         layouts = choose_layouts(checkpoint, config, wanted, device, host_bytes_here)
         # Decoding without a kernel brings small tables from the host, which no graph can hold.
-        graphs = wanted.graphs and all(has_kernel(kind, device) for kind in layouts.block_types)
+        fused = backend(device.type) == TRITON or not layouts.in_planes
+        fused = fused and all(has_kernel(kind, device) for kind in layouts.block_types)
+        graphs = wanted.graphs and fused
         wanted = replace(wanted, layouts=layouts, graphs=graphs)
         memory = DeviceMemory(device, limit, wanted.stored_bytes)
         stack.callback(memory.close)
@@ -136,7 +138,7 @@ def load(
             checkpoint = checkpoint.reopened()
             stack.callback(checkpoint.close)
         if on_gpu or placement.file_layers:
-            link = StagedLink(link, host, reading=(READ_AHEAD, demand.slot_bytes))
+            link = StagedLink(link, host, reading=(READ_AHEAD, max(demand.layer_bytes)))
         tracer: Tracer = NoTrace()
         if config.trace:
             tracer = Trace(link)
@@ -198,6 +200,7 @@ def load(
             recorder,
             stack.pop_all(),
             ranks=ranks,
+            weights=STORED if layouts.block_types else PLANES if layouts.in_planes else DENSE,
         )
 
 
@@ -252,6 +255,13 @@ def choose_layouts(
     dense = wanted.weights
     if config.weights == DENSE:
         return dense
+    if config.weights == PLANES:
+        if wanted.dtype != torch.bfloat16:
+            raise UsageError(
+                f"planes hold bfloat16, and weights are in {str(wanted.dtype).split('.')[-1]} "
+                "here: use --dtype bfloat16"
+            )
+        return plane_layouts(wanted.config, wanted.dtype)
     stored = stored_layouts(wanted.config, wanted.dtype, checkpoint.pieces)
     unknown = [kind.name for kind in stored.block_types if not can_decode(kind, device)]
     if config.weights == AUTO:

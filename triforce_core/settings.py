@@ -21,10 +21,10 @@ RETRIEVAL = ("mass", "mean")
 ACCEPT = ("optimal", "coupled")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 AUTO = "auto"
-DENSE, STORED = "dense", "stored"
-WEIGHTS = (AUTO, STORED, DENSE)
+DENSE, STORED, PLANES = "dense", "stored", "planes"
+WEIGHTS = (AUTO, STORED, DENSE, PLANES)
 EXACT, INT4 = "exact", "int4"
-DRAFT_WEIGHTS = (AUTO, EXACT, INT4)
+DRAFT_WEIGHTS = (AUTO, EXACT, INT4, PLANES)
 NGRAM, NO_DRAFTER = "ngram", "none"
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
@@ -97,7 +97,8 @@ class MethodSettings:
     retrieval: "mass" or "mean", see `decoding/retrieval`
     draft_weights: what the retrieval model computes with. "auto": exact layers where they are on
         the device, copies in 4 bits of those that stream; "exact": there is no such level if one
-        streams; "int4": copies of all
+        streams; "int4": copies of all; "planes": exact layers by the upper 8 bits of their planes,
+        which on a GPU is "auto" where weights are in such
     accept: "optimal", or "coupled" for a seed's text that depends on nothing but the seed
     """
 
@@ -186,8 +187,9 @@ class EngineConfig:
 
     machine, method: as their classes say
     dtype: of weights and KV: "auto", "float32", "bfloat16" or "float16"
-    weights: "dense" (every number in dtype), "stored" (a GGUF file's blocks as they are), or
-        "auto": as stored on a GPU, and on the emulated device where dense ones would stream
+    weights: "dense" (every number in dtype), "stored" (a GGUF file's blocks as they are), "planes"
+        (bfloat16 in 12 bits a number, the same to the last bit), or "auto": as stored on a GPU, and
+        on the emulated device where dense ones would stream
     max_context: prompt and new tokens that will be needed at most; the model's positions if None.
         What a longer context would take is used to keep weights and KV on the device
     block_tokens: tokens of a KV block, a power of two; chosen from the sizes if None
@@ -219,6 +221,8 @@ class EngineConfig:
             raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_NAMES)}")
         if self.weights not in WEIGHTS:
             raise UsageError(f"weights {self.weights!r} is not one of {', '.join(WEIGHTS)}")
+        if self.method.draft_weights == PLANES and self.weights != PLANES:
+            raise UsageError("planes to draft with are those of weights that are kept in planes")
         if self.trace is not None:
             object.__setattr__(self, "trace", Path(self.trace))
 

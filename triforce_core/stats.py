@@ -103,6 +103,7 @@ def request_stats(
             "resident_weight_layers": runtime.weights.resident_layers,
             "substituted_layers": len(placement.substituted_layers),
             "file_layers": len(placement.file_layers),
+            "halved_layers": len(placement.halved_layers),
             "embedding_resident": placement.embedding_resident,
             "block_tokens": demand.kv.block_tokens,
             "resident_kv_layers": sum(resident == whole for resident, whole in blocks),
@@ -156,6 +157,8 @@ def drafting_stats(
             "churn": cache.churn,
             "bytes_read_in_place": cache.bytes_read_in_place,
             "steps": inner.rounds,
+            "reads_upper_planes": models.reads_upper
+            or bool(models.runtime.placement.halved_layers),
         }
         if cache
         else None,

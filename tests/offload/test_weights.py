@@ -56,7 +56,7 @@ def test_layers_of_different_sizes_go_through_slots_of_one(streamed, slots: int)
     layouts = [layout(layer) for layer in range(LAYERS)]
     memory, host, link = DeviceMemory(torch.device("cpu"), 1 << 20), HostMemory(), EmulatedLink()
     store = WeightStore(layouts, streamed, memory, host, fill)
-    largest = max(store.layer_bytes)
+    largest = max(store.crossing_bytes)
     rings = {WEIGHTS: [torch.zeros(largest, dtype=torch.uint8) for _ in range(slots)]}
     conveyor = Conveyor(link, rings)
     weights = StreamedWeights(store, conveyor, NoTrace())
@@ -77,7 +77,7 @@ def test_layers_of_different_sizes_go_through_slots_of_one(streamed, slots: int)
                     for name, view in views.items():
                         assert torch.equal(view, expected[name])
             carried = (link.counters() - before).bytes_to_device
-            assert carried == sum(store.layer_bytes[layer] for layer in streamed)
+            assert carried == sum(store.crossing_bytes[layer] for layer in streamed)
         if not streamed:
             resident = ResidentWeights(store)
             with resident.layer(2) as views:

@@ -203,11 +203,15 @@ class Bench:
         # Copies in 4 bits of some layers, the others themselves.
         instead = placement.substituted_layers
         exact = set(range(demand.layers)) - set(instead)
+        upper = exact if self.models.reads_upper else placement.halved_layers
         read = sum(demand.layer_bytes[layer] for layer in exact) + demand.head_bytes
+        read -= sum(demand.lower_bytes[layer] for layer in upper)
         read += len(instead) * demand.substitute_bytes
         read += demand.kv.token_bytes * demand.layers * cache.kv.end
         floor = read / self.device_copy_bytes_per_second
         what = f"one token over {cache.kv.end}"
+        if upper:
+            what += f", {len(upper)} layers by their upper planes"
         if instead:
             what += f", {len(instead)} layers in 4 bits"
         name = "weights and cache at the rate of a copy on the device"

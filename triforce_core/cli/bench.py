@@ -59,7 +59,9 @@ def describe(running: Bench) -> dict[str, Any]:
     runtime, settings = running.runtime, running.settings
     demand, placement, link = runtime.demand, runtime.placement, runtime.link
     slots = placement.kv_slots + placement.staging_slots
-    streaming = slots * demand.kv.block_bytes + placement.weight_slots * demand.slot_bytes
+    streaming = slots * demand.kv.block_bytes + placement.weight_slots * demand.slot_bytes(
+        placement
+    )
     return {
         **provenance(shlex.join(["triforce", *sys.argv[1:]])),
         "shape": settings.shape,

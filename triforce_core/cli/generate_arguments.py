@@ -120,7 +120,8 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     add("retrieval", "how chunks are chosen", choices=RETRIEVAL)
     add(
         "draft_weights",
-        "of the retrieval model: auto takes copies in 4 bits of layers that stream, int4 of all",
+        "of the retrieval model: auto takes copies in 4 bits of layers that stream, int4 of all; "
+        "planes reads 8 of 12 bits",
         choices=DRAFT_WEIGHTS,
     )
     add(

@@ -35,6 +35,7 @@ from triforce_core.settings import (
     MOST_DRAFT_TOKENS,
     NGRAM,
     NO_DRAFTER,
+    PLANES,
     STORED,
     MethodSettings,
 )
@@ -123,11 +124,14 @@ def _case(args: argparse.Namespace) -> Case:
         curve=_curve(args, draft_config, context - args.new_tokens // 2),
         draft=draft,
         draft_config=draft_config,
-        pieces=None if weights == DENSE else shape.pieces,
+        pieces=None if weights in (DENSE, PLANES) else shape.pieces,
+        planes=weights == PLANES,
         method=method,
     )
     if case.hardware.emulated:
         case = replace(case, dtype=DTYPES["float32"], block_bytes=COPY_BYTES)
+    if case.planes and case.dtype.name != "bfloat16":
+        raise UsageError(f"planes hold bfloat16, and weights are in {case.dtype.name} here")
     case.check()
     fixed: dict[str, object] = {}
     for name, least, most in (

@@ -75,13 +75,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights",
         default=AUTO,
         choices=WEIGHTS,
-        help="of a quantised model: stored as they are, which is auto, or dense in --dtype",
+        help="of a quantised model: stored as they are, which is auto, or dense in --dtype; of one "
+        "in bfloat16: planes of 12 bits a number",
     )
     add(
         "--draft-weights",
         choices=DRAFT_WEIGHTS,
         help="of the retrieval model: copies in 4 bits of all layers, of those that stream (auto, "
-        "or whatever is faster), or none",
+        "or whatever is faster), or none; planes: 8 of 12 bits of those that are in planes",
     )
     add(
         "--link",

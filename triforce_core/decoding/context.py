@@ -328,7 +328,7 @@ class Context:
         resources.callback(self.retrieval.close)
         self.level = ResidentModel(
             models.target,
-            ResidentWeights(runtime.weights, models.substitutes),
+            ResidentWeights(runtime.weights, models.substitutes, upper=models.reads_upper),
             self.retrieval.kv,
             models.recorder,
             runtime.trace,

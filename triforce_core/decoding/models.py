@@ -12,7 +12,7 @@ from offload.runtime import Runtime
 from offload.substitutes import Substitutes
 from offload.weights import WeightStore
 from triforce_core.model.llama import Model
-from triforce_core.settings import NO_DRAFTER, MethodSettings
+from triforce_core.settings import AUTO, DENSE, NO_DRAFTER, PLANES, MethodSettings
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Models:
     dropped: what drafted once, in the order in which it was dropped
     ranks: that share the target
     freed_bytes: of device memory that dropped levels gave back
+    weights: how the target's are kept, as EngineConfig has it
     """
 
     target: Model
@@ -78,6 +79,16 @@ class Models:
     dropped: list[Dropped] = field(default_factory=list)
     ranks: Ranks = field(default_factory=Alone)
     freed_bytes: int = 0
+    weights: str = DENSE
+
+    @property
+    def reads_upper(self) -> bool:
+        """Whether the retrieval model reads the upper planes alone of weights that are in planes.
+        A CPU decodes longer than it reads.
+        """
+        asked = self.method.draft_weights
+        auto = asked == AUTO and self.target.device.type == "cuda"
+        return self.weights == PLANES and (auto or asked == PLANES)
 
     def close(self) -> None:
         """Releases everything that loading took."""

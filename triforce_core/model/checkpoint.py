@@ -149,7 +149,10 @@ class Checkpoint:
 
     def read(self, name: str, into: Weight) -> None:
         """Writes `embedding`, `head`, `norm` or `layers.N.PART`, dense or as it is stored."""
-        from triforce_kernels.linear import BlockWeight, rows_of
+        from triforce_kernels.linear import BlockWeight, PlaneWeight, rows_of
+        from triforce_kernels.planes import PlanesError
+
+        from offload.checkpoint.planes import read_in_planes
 
         first, pieces = 0, self._names(name)
         if self._share is not None:
@@ -157,6 +160,14 @@ class Checkpoint:
             pieces = [piece.within(w) for piece, w in zip(pieces, windows, strict=True)]
         for piece in pieces:
             part = rows_of(into, first, first + piece.rows)
+            first += piece.rows
+            if isinstance(part, PlaneWeight):
+                head_rows = piece.rows // piece.heads if piece.heads else 0
+                try:
+                    read_in_planes(self._source, piece.name, part, piece.corner, head_rows)
+                except PlanesError as error:
+                    raise CheckpointError(f"{self.path}: {name}: {error}; keep it dense") from error
+                continue
             stored = isinstance(part, BlockWeight)
             rows = part.data if stored else part
             if piece.heads:
@@ -164,7 +175,6 @@ class Checkpoint:
                 rows = rows.unflatten(0, (piece.heads, 2, half)).transpose(1, 2)
             read = self._source.read_blocks if stored else self._source.read
             read(piece.name, rows, piece.corner)
-            first += piece.rows
 
     def _check(self) -> None:
         """Every tensor is there in the shape the config says, before anything is allocated."""

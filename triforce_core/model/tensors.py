@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from triforce_kernels.block_types import BlockType
 
-from offload.formats import Blocks, Dense, ElementType, Format, Groups, matrix
+from offload.formats import Dense, ElementType, Format, Groups, Planes, matrix
 from offload.kv.shape import KVShape
 from offload.layouts import FlatLayout
 from triforce_core.model.config import ModelConfig
@@ -91,19 +91,21 @@ class Layouts:
     @cached_property
     def decoded_numbers(self) -> int:
         """Of the largest matrix that has to be decoded, 0 if all are dense."""
-        return max((part.rows * part.columns for part in self._in_blocks()), default=0)
+        parts = (part for layout in self._all() for part in layout.decoded())
+        return max((part.rows * part.columns for part in parts), default=0)
+
+    @property
+    def in_planes(self) -> bool:
+        """Whether some matrices are."""
+        return any(isinstance(part, Planes) for layout in self._all() for part in layout.decoded())
 
     @property
     def block_types(self) -> set[BlockType]:
         """That matrices are kept in."""
-        return {part.kind for part in self._in_blocks()}
+        return {part.kind for layout in self._all() for part in layout.blocks()}
 
     def _all(self) -> Iterator[FlatLayout]:
         yield from filter(None, (*self.layers, self.head, self.embedding))
-
-    def _in_blocks(self) -> Iterator[Blocks]:
-        for layout in self._all():
-            yield from layout.blocks()
 
 
 def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
@@ -117,12 +119,26 @@ def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
 
 def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> Layouts:
     """Matrices as the checkpoint stores them, everything else in `dtype`."""
+    return _layouts(config, dtype, lambda name, shape: matrix(pieces(name), shape[1], dtype))
+
+
+def plane_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
+    """Matrices in planes as far as their rows are even, everything else in `dtype`: bfloat16."""
+
+    def planes(name: str, shape: tuple[int, ...]) -> Format:
+        return Dense(shape, dtype) if shape[1] % 2 else Planes(*shape)
+
+    return _layouts(config, dtype, planes)
+
+
+def _layouts(
+    config: ModelConfig, dtype: ElementType, matrix_format: Callable[[str, tuple[int, ...]], Format]
+) -> Layouts:
+    """matrix_format: by a matrix's name and shape. Everything else is kept in `dtype`."""
 
     def layout(shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> FlatLayout:
         formats: dict[str, Format] = {
-            name: matrix(pieces(prefix + name), shape[1], dtype)
-            if len(shape) == 2
-            else Dense(shape, dtype)
+            name: matrix_format(prefix + name, shape) if len(shape) == 2 else Dense(shape, dtype)
             for name, shape in shapes.items()
         }
         return FlatLayout.of(formats)
@@ -160,6 +176,14 @@ class MatrixBytes:
         """With other layers, which have to be decoded, and the same head."""
         qkv = layer.formats["qkv"].nbytes
         return MatrixBytes(qkv, layer.nbytes - qkv, self.head, decoded=True)
+
+    def with_upper(self, layer: FlatLayout) -> MatrixBytes:
+        """With the upper planes of layers alone, and the same head."""
+        sizes = {
+            name: stored.rows * stored.columns if isinstance(stored, Planes) else stored.nbytes
+            for name, stored in layer.formats.items()
+        }
+        return MatrixBytes(sizes["qkv"], sum(sizes.values()) - sizes["qkv"], self.head, True)
 
 
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVShape:

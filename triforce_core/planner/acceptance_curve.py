@@ -27,6 +27,9 @@ MODEL_ACCEPTANCE = 0.5
 # Qwen2.5-7B makes 28 tokens a pass of such drafts (SubSpec, arXiv 2509.18344). Not measured here on
 # any of their size.
 SUBSTITUTE_ACCEPTANCE = 0.95
+# And this share with all layers read by their upper planes, 8 bits a number: SmolLM2-135M, the text
+# of scripts/bench_planes.py.
+PLANES_ACCEPTANCE = 0.98
 # The rejected share falls with this power of the budget: see `AcceptanceCurve`.
 _EXPONENT = 0.5
 # No other budget is taken to be accepted more often than this.
@@ -39,7 +42,7 @@ class AcceptanceCurve:
     inner: of the drafter's tokens by the model above it
     churn: share of the retrieval cache that a refresh moves
     substitutes: of what a model all of whose layers are in 4 bits drafts, by itself with the exact
-        ones
+        ones; planes: of one that reads the upper planes of all layers
 
     What is rejected falls with the square root of the budget: (1 - a) ~ budget ** -0.5. Between 256
     and 1024 tokens it fell with powers of 0.64 and 0.76 (SmolLM2-135M, refreshed by mass), between
@@ -51,6 +54,7 @@ class AcceptanceCurve:
     inner: float = NGRAM_ACCEPTANCE
     churn: float = 0.06
     substitutes: float = SUBSTITUTE_ACCEPTANCE
+    planes: float = PLANES_ACCEPTANCE
     context: int | None = None
 
     def __post_init__(self) -> None:
@@ -58,18 +62,25 @@ class AcceptanceCurve:
             if not 0 <= value < 1:
                 raise UsageError(f"{name} must be at least 0 and less than 1, got {value!r}")
 
-    def at(self, budget: int, context: int | None = None, substituted: float = 0.0) -> float:
+    def at(
+        self,
+        budget: int,
+        context: int | None = None,
+        substituted: float = 0.0,
+        by_planes: float = 0.0,
+    ) -> float:
         """Acceptance with another budget. Nothing is rejected for what a budget leaves out of a
         text that it holds.
 
         context: tokens of the text, far more than any budget if None. substituted: share of the
-            layers in 4 bits
+            layers in 4 bits; by_planes: of those that are read by their upper planes
         """
         rejected = (1 - self.outer) * (self.budget / budget) ** _EXPONENT
         if left_out := _left_out(self.budget, self.context):
             rejected *= _left_out(budget, context) / left_out
         held = min(max(0.0, 1 - rejected), max(_MOST, self.outer))
-        return held * (1 - substituted * (1 - self.substitutes))
+        held *= 1 - substituted * (1 - self.substitutes)
+        return held * (1 - by_planes * (1 - self.planes))
 
     @classmethod
     def measured(cls, path: str | Path) -> AcceptanceCurve:
@@ -89,6 +100,8 @@ class AcceptanceCurve:
                 if stats["placement"].get("substituted_layers"):
                     # It is in what was measured.
                     curve = replace(curve, substitutes=1.0)
+                if cache.get("reads_upper_planes"):
+                    curve = replace(curve, planes=1.0)
                 if cache["churn"] is not None:
                     curve = replace(curve, churn=float(cache["churn"]))
             elif acceptance["target"] is not None:

@@ -27,6 +27,7 @@ from triforce_core.model.tensors import (
     MatrixBytes,
     dense_layouts,
     kv_shape,
+    plane_layouts,
     stored_layouts,
     substitute_layout,
 )
@@ -35,7 +36,7 @@ from triforce_core.planner.acceptance_curve import NGRAM_PROPOSED, AcceptanceCur
 from triforce_core.planner.costs import Costs, prefill_flops
 from triforce_core.planner.plan import Plan
 from triforce_core.planner.round_cost import RoundCost
-from triforce_core.settings import AUTO, DENSE, STORED, MethodSettings
+from triforce_core.settings import AUTO, DENSE, PLANES, STORED, MethodSettings
 from triforce_core.sizing.demand import PREFILL_CHUNK, Wanted
 from triforce_core.sizing.drafting import WINDOW, fitting_budget
 from triforce_core.sizing.fitting import Fitted, fit
@@ -53,7 +54,8 @@ _MORE_HOST = "use more of it"
 class Case:
     """What is planned for. draft_config: of a small model that drafts, None for n-grams.
 
-    pieces: of its matrices, if they are kept as they are quantised
+    pieces: of its matrices, if they are kept as they are quantised; planes: whether they are kept
+        in such
     method: what a plan leaves as it is: how chunks are chosen, how drafts are accepted; and what
         drafts, if that is not `auto`
     fixed: what the user set of a plan: "method", "budget", "draft_tokens", "inner_draft_tokens",
@@ -69,6 +71,7 @@ class Case:
     draft: str = AUTO
     draft_config: ModelConfig | None = None
     pieces: Pieces | None = None
+    planes: bool = False
     block_bytes: int = BLOCK_BYTES
     method: MethodSettings = field(default_factory=MethodSettings)
     fixed: dict[str, object] = field(default_factory=dict)
@@ -86,9 +89,16 @@ class Case:
     @cached_property
     def layouts(self) -> Layouts:
         """Of one GPU's share of the weights."""
+        if self.planes:
+            return plane_layouts(self.rank, self.dtype)
         if self.pieces is None:
             return dense_layouts(self.rank, self.dtype)
         return stored_layouts(self.rank, self.dtype, self.share.pieces(self.pieces))
+
+    @property
+    def weights(self) -> str:
+        """As EngineConfig has it."""
+        return PLANES if self.planes else STORED if self.pieces else DENSE
 
     @cached_property
     def costs(self) -> Costs:
@@ -99,6 +109,11 @@ class Case:
         """Of a model whose layers are in 4 bits."""
         layer = substitute_layout(self.rank, self.dtype)
         return replace(self.costs, stored=self.costs.matrices.with_layer(layer))
+
+    @cached_property
+    def upper_costs(self) -> Costs:
+        """Of a model whose layers are read by their upper planes."""
+        return replace(self.costs, stored=self.costs.matrices.with_upper(self.layouts.layers[0]))
 
     @property
     def length(self) -> int:
@@ -120,12 +135,22 @@ class Case:
         """
         substituted = len(plan.placement.substituted_layers) / self.config.layers
         budget = fitting_budget(plan.budget, self.chunk_tokens, self.context)
-        return self.curve.at(budget, self.length, substituted)
+        by_planes = self._upper_layers(plan) / self.config.layers
+        return self.curve.at(budget, self.length, substituted, by_planes)
+
+    def _upper_layers(self, plan: Plan) -> int:
+        """Layers that the retrieval model reads by their upper planes: see `Models.reads_upper`."""
+        asked, placement = plan.method.draft_weights, plan.placement
+        auto = asked == AUTO and self.hardware.asynchronous
+        if self.planes and (auto or asked == PLANES):
+            return self.rank.layers - len(placement.substituted_layers)
+        return len(placement.halved_layers)
 
     def draft_forward(self, tokens: int, keys: int, plan: Plan) -> float:
         """Seconds of a forward of the retrieval model."""
-        instead = len(plan.placement.substituted_layers)
-        layers = (self.rank.layers - instead) * self.costs.resident_layer(tokens, keys)
+        instead, upper = len(plan.placement.substituted_layers), self._upper_layers(plan)
+        layers = (self.rank.layers - instead - upper) * self.costs.resident_layer(tokens, keys)
+        layers += upper * self.upper_costs.resident_layer(tokens, keys) if upper else 0.0
         layers += instead * self.substitute_costs.resident_layer(tokens, keys) if instead else 0.0
         return layers + self.costs.head(tokens, recorded=True)
 
@@ -199,7 +224,7 @@ class Candidate:
         rate = hardware.stream_bytes_per_second
         crossing = matrices / rate + self.round.disk_seconds
         outwards = max(0, host_bytes(self.demand, placement) - matrices)
-        first = self.demand.slot_bytes / rate if placement.streamed_layers else 0.0
+        first = self.demand.slot_bytes(placement) / rate if placement.streamed_layers else 0.0
         return first + max(compute, crossing, outwards / rate)
 
 
@@ -223,8 +248,7 @@ def candidates(
     fitted = _fit(case, method)
     placement = _placed_on_host(case, fitted.demand, fitted.placement)
     chosen = Plan.of(method, fitted.demand, placement, fitted.budget)
-    weights = STORED if case.pieces else DENSE
-    chosen = replace(chosen, gpus=case.hardware.gpus, weights=weights)
+    chosen = replace(chosen, gpus=case.hardware.gpus, weights=case.weights)
     return [
         evaluate(
             case,

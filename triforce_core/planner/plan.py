@@ -125,7 +125,12 @@ class Plan:
         resident = min(placement.resident_kv_blocks + placement.lent_kv_blocks, kv_blocks)
         parts = [
             f"{layers - len(placement.streamed_layers)} of {layers} layers' weights resident"
-            + (f", {len(placement.file_layers)} on disk" if placement.file_layers else ""),
+            + (f", {len(placement.file_layers)} on disk" if placement.file_layers else "")
+            + (
+                f", the upper planes of {len(placement.halved_layers)}"
+                if placement.halved_layers
+                else ""
+            ),
             f"{resident} of {kv_blocks} KV blocks of {self.block_tokens} tokens resident",
         ]
         if self.budget:
@@ -187,5 +192,5 @@ _OWN = tuple(f.name for f in fields(Plan) if f.name not in ("method", "placement
 _OPTIONAL = {
     "gpus", "made_for", "predicted", "chunk_size", "retrieval", "accept", "draft_weights",
     "weights", "lent_kv_blocks", "substituted_layers",
-    "file_layers",
+    "file_layers", "halved_layers",
 }  # fmt: skip

@@ -108,6 +108,7 @@ def _placement(chosen: Candidate) -> dict[str, Any]:
         "resident_weight_layers": demand.layers - len(placement.streamed_layers),
         "substituted_layers": len(placement.substituted_layers),
         "file_layers": len(placement.file_layers),
+        "halved_layers": len(placement.halved_layers),
         "embedding_resident": placement.embedding_resident,
         "block_tokens": demand.kv.block_tokens,
         "kv_blocks": demand.kv_blocks,
@@ -135,7 +136,7 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
         "substitutes_bytes": len(placement.substituted_layers) * demand.substitute_bytes,
         "drafting_bytes": demand.drafting_bytes
         + (demand.gather_bytes if resident < demand.kv_blocks else 0),
-        "slots_bytes": placement.weight_slots * demand.slot_bytes
+        "slots_bytes": placement.weight_slots * demand.slot_bytes(placement)
         + (placement.kv_slots + placement.staging_slots) * block,
         "workspace_bytes": max(demand.reading_bytes, demand.pass_bytes + lent)
         + (demand.decoding_bytes if placement.substituted_layers else 0)

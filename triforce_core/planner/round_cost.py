@@ -41,7 +41,7 @@ class RoundCost:
         resident = placement.resident_kv_blocks + placement.lent_kv_blocks
         return Places(
             streamed_layers=frozenset(placement.streamed_layers),
-            layer_bytes=demand.layer_bytes,
+            layer_bytes=[demand.crossing_bytes(layer, placement) for layer in range(demand.layers)],
             kv_blocks=[self._blocks] * demand.layers,
             resident_blocks=share_blocks(min(resident, demand.kv_blocks), demand.layers),
             block_bytes=demand.kv.block_bytes,
@@ -100,7 +100,7 @@ class RoundCost:
         which no more crosses than the slots hold.
         """
         placement, demand = self.placement, self.demand
-        ahead = placement.weight_slots * demand.slot_bytes
+        ahead = placement.weight_slots * demand.slot_bytes(placement)
         ahead += placement.kv_slots * demand.kv.block_bytes
         # Those ahead may be the slowest.
         crossing = max(0, self.link_bytes - ahead) / self._rate

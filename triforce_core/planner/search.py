@@ -57,7 +57,11 @@ def _budgets(case: Case) -> tuple[int, ...]:
     if method in ("speculative", "autoregressive"):
         return (0,)
     streamed = case.fixed.get("streamed_layers", ())
-    instead = case.fixed.get("substituted_layers", ())
+    instead = [
+        layer
+        for name in ("substituted_layers", "halved_layers")
+        for layer in case.fixed.get(name, ())
+    ]
     if not set(streamed) <= set(instead):
         if budget:
             raise needs_weights(budget, len(streamed))

@@ -18,7 +18,7 @@ from triforce_core.model.tensors import (
     matrices,
     substitute_layout,
 )
-from triforce_core.settings import EXACT, INT4, MethodSettings
+from triforce_core.settings import EXACT, INT4, PLANES, MethodSettings
 from triforce_core.sizing.drafting import (
     LONGEST_RECORDED,
     fitting_budget,
@@ -32,6 +32,7 @@ from triforce_core.sizing.workspace import (
     groups_bytes,
     law_bytes,
     pass_bytes,
+    planes_bytes,
     reading_bytes,
     widened_bytes,
 )
@@ -90,9 +91,11 @@ class Wanted:
         Raises UsageError if it has to and none can be made.
         """
         asked = self.method.draft_weights
+        if asked == PLANES and not self.weights.in_planes:
+            raise UsageError("planes to draft with are those of weights that are kept in planes")
         if asked == EXACT or self.method.method != "triforce":
             return None
-        if self.weights.decoded_numbers:
+        if self.weights.block_types:
             if asked == INT4:
                 raise UsageError(
                     "weights to draft with are made of dense ones, and these are kept as stored"
@@ -112,6 +115,9 @@ class Wanted:
         read_at_once = min(PREFILL_CHUNK, self.max_context)
         return Demand(
             layer_bytes=tuple(layer.nbytes for layer in weights.layers),
+            lower_bytes=tuple(layer.lower_bytes for layer in weights.layers)
+            if weights.in_planes
+            else (),
             head_bytes=weights.head.nbytes,
             embedding_bytes=weights.embedding.nbytes if weights.embedding else 0,
             reading_bytes=reading_bytes(
@@ -150,7 +156,8 @@ class Wanted:
     def _product_bytes(self, tokens: int) -> int:
         """What products with weights take besides their results."""
         config = self.config
-        total = decode_bytes(config, tokens, self.weights.decoded_numbers, self.dtype.itemsize)
+        taken = planes_bytes if self.weights.in_planes else decode_bytes
+        total = taken(config, tokens, self.weights.decoded_numbers, self.dtype.itemsize)
         if self.widens:
             largest = max(config.vocab_rows * config.hidden, self._largest)
             total += widened_bytes(config, tokens, largest)

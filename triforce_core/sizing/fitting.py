@@ -86,7 +86,7 @@ def _fit(
         except DoesNotFitError as error:
             needed = error.needed_bytes
             continue
-        if chosen.streamed_layers and not demand.substitute_bytes:
+        if not chosen.can_draft:
             needed = least_bytes(demand, streamed_layers=0)
         # A cache that nobody asked for must not make passes wait for the link that would not.
         elif method.budget is not None or streaming or _is_hidden(demand, chosen):
@@ -108,7 +108,8 @@ def _can_draft(wanted: Wanted, placement: Placement) -> bool:
     """Whether every layer is on the device, itself or a copy that there is."""
     if not placement.streamed_layers:
         return True
-    return placement.can_draft and wanted.substitute is not None
+    copied = set(placement.streamed_layers) - set(placement.halved_layers)
+    return placement.can_draft and (not copied or wanted.substitute is not None)
 
 
 def _is_hidden(demand: Demand, placement: Placement) -> bool:

@@ -7,6 +7,7 @@ from triforce_kernels.limits import (
     DECODED_AT_ONCE,
     GROUPS_AT_ONCE,
     GROUPS_BYTES,
+    PLANES_BYTES,
     WIDENED_BYTES,
 )
 
@@ -47,6 +48,11 @@ def decode_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) 
     so many numbers, and their product with `tokens` rows before it is put with the others.
     """
     return _sliced_bytes(config, tokens, numbers, itemsize, DECODED_AT_ONCE, DECODE_BYTES)
+
+
+def planes_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:
+    """The same of weights in planes."""
+    return _sliced_bytes(config, tokens, numbers, itemsize, DECODED_AT_ONCE, PLANES_BYTES)
 
 
 def groups_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:

@@ -16,9 +16,11 @@ from helpers import BLOCK, PLACEMENTS, make_model, random_ids
 from law_tests import LEAST_P, p_value
 from thread_ranks import ThreadLeader
 from triforce_kernels.int4 import Int4Weight
+from triforce_kernels.upper import UpperWeight
 
 from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.context import Context
 from triforce_core.decoding.laws import laws
 
 VOCAB = 8
@@ -177,3 +179,60 @@ def test_three_tokens_have_the_exact_law(models, temperature: float, top_p: floa
         assert way == "none" or min(inner[i] for i in range(2)) > 20, way
     # Noise is noise, whatever an earlier way kept on disk.
     assert results["noise"][2] != results["int4"][2]
+
+
+# Weights in planes, of bfloat16: read by their upper planes to draft, while the lower ones stream,
+# and with noise for what is read.
+BY_PLANES: dict[str, dict[str, object]] = {
+    "upper": {"placement": PLACEMENTS["kv-in-part"]},
+    "halved": {"placement": Placement((0,), False, 1, 1, 2, 1, halved_layers=(0,))},
+    "noise": {"placement": PLACEMENTS["kv-in-part"]},
+}
+
+
+def noisy_product(x: torch.Tensor, weight: UpperWeight) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(weight.upper.numel())
+    return torch.randn(x.shape[0], weight.shape[0], generator=generator).to(x.dtype)
+
+
+def law_of_engine(engine: Engine) -> torch.Tensor:
+    """As `exact_law`, by the engine's own logits: bfloat16 is far from transformers' float32."""
+    context, each = Context(engine.models), {}
+    for length in range(TOKENS):
+        for beginning in product(range(VOCAB), repeat=length):
+            read = context.read([*PROMPT, *beginning], 1, lambda layer: None)
+            each[beginning] = laws(read.logits, SamplingParams(temperature=1.0))[0].double()
+    context.close()
+    outcomes = product(range(VOCAB), repeat=TOKENS)
+    return torch.stack([prod_of(each[o[:i]][o[i]] for i in range(TOKENS)) for o in outcomes])
+
+
+def prod_of(factors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(factors)).prod()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", BY_PLANES)
+def test_three_tokens_have_the_exact_law_whatever_is_read_of_planes(models, way: str) -> None:
+    options = {"device": "cpu", "dtype": "bfloat16", "max_context": 64, "block_tokens": BLOCK}
+    drafting = {"budget": 8, "chunk_size": 4, "draft_tokens": 2, "draft": "none"}
+    with Engine.from_pretrained(models[0], method="autoregressive", **options) as plain:
+        exact = law_of_engine(plain)
+    counts: Counter = Counter()
+    accepted: Counter = Counter()
+    patched = patch("triforce_kernels.linear.upper_matmul", noisy_product)
+    drafting |= BY_PLANES[way] | {"weights": "planes", "draft_weights": "planes"}
+    with (
+        patched if way == "noise" else nullcontext(),
+        Engine.from_pretrained(models[0], **options, **drafting) as engine,
+    ):
+        for seed in range(SAMPLES // 2):
+            params = SamplingParams(TOKENS + 1, temperature=1.0, seed=seed)
+            result = engine.generate(PROMPT, params)
+            assert result.stats["retrieval"]["reads_upper_planes"]
+            counts[tuple(result.token_ids[:TOKENS])] += 1
+            for length, count in enumerate(result.stats["acceptance"]["accepted_lengths"]):
+                accepted[length] += count
+    row = torch.tensor([[counts[o] for o in product(range(VOCAB), repeat=TOKENS)]])
+    assert p_value(row, exact.unsqueeze(0)) > LEAST_P
+    assert min(accepted[i] for i in range(3)) > 20

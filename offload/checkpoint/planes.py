@@ -1,0 +1,28 @@
+"""Reading a tensor into planes: some rows at a time, so that no matrix is dense as a whole."""
+
+from __future__ import annotations
+
+import torch
+from triforce_kernels.planes import PlaneWeight, encode_into
+
+from offload.checkpoint.source import Corner, TensorSource
+
+
+def read_in_planes(
+    source: TensorSource, name: str, into: PlaneWeight, corner: Corner, head_rows: int
+) -> None:
+    """Writes tensor `name`, or the part of it that begins at `corner`, into planes.
+
+    head_rows: rows of a head, if the file has the halves of each head interleaved; else 0
+    Raises CheckpointError, or PlanesError.
+    """
+    unit = head_rows or 1
+    step = max(1, into.rows_at_once // unit) * unit
+    for first in range(0, into.shape[0], step):
+        part = into.rows(first, min(first + step, into.shape[0]))
+        dense = torch.empty(part.shape, dtype=torch.bfloat16)
+        rows = dense
+        if head_rows:
+            rows = dense.view(-1, 2, head_rows // 2, part.shape[1]).transpose(1, 2)
+        source.read(name, rows, Corner(corner.row + first, corner.column))
+        encode_into(dense, part)

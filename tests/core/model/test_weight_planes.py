@@ -1,0 +1,277 @@
+"""Weights in planes: bitwise what dense ones of bfloat16 give, in three quarters of the bytes."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from gguf_files import write_gguf
+from helpers import BLOCK, LAYERS, PLACEMENTS, make_model, placed, random_ids
+from triforce_kernels.upper import UpperWeight, upper_matmul
+
+from offload.errors import CheckpointError, UsageError
+from offload.placement import Placement
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.context import Context
+from triforce_core.model.checkpoint import open_checkpoint
+from triforce_core.model.random_checkpoint import RandomCheckpoint
+from triforce_core.model.share import Share
+from triforce_core.model.tensors import dense_layouts, plane_layouts
+
+PROMPT, NEW = random_ids(75), 24
+GREEDY = SamplingParams(NEW, temperature=0)
+
+
+def engine(path: Path, weights: str, **options: object) -> Engine:
+    options = {"device": "cpu", "dtype": "bfloat16", "max_context": 120, **options}
+    return Engine.from_pretrained(path, weights=weights, block_tokens=BLOCK, **options)
+
+
+@pytest.fixture(scope="module")
+def clear(tiny) -> tuple[list[int], list[int]]:
+    """A prompt and its greedy text, none of whose tokens was close: passes of different lengths
+    round differently, in bfloat16 by several hundredths.
+    """
+    path, _ = tiny("llama")
+    with engine(path, "dense", method="autoregressive") as plain:
+        context = Context(plain.models)
+        for seed in range(100):
+            prompt = random_ids(75, seed)
+            logits = context.read(prompt, 12, lambda layer: None).logits
+            text, gaps = [], []
+            while len(text) < 12:
+                best = logits[0].topk(2)
+                gaps.append(float(best.values[0] - best.values[1]))
+                text.append(int(best.indices[0]))
+                logits = context.feed_one(best.indices[:1], more=False)
+            if min(gaps) > 0.25:
+                context.close()
+                return prompt, text
+    raise AssertionError("no such prompt")
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "llama-bias", "qwen2", "qwen3"])
+@pytest.mark.parametrize("placement", ["resident", "weights", "both-one-slot"])
+def test_logits_are_bitwise_those_of_dense_weights(tiny, family: str, placement: str) -> None:
+    path, _ = tiny(family)
+    logits = []
+    for weights in ("dense", "planes"):
+        options = {"method": "speculative", "draft_tokens": 4, "placement": PLACEMENTS[placement]}
+        with engine(path, weights, **options) as running:
+            context = Context(running.models)
+            read = context.read(PROMPT, 8, lambda layer: None).logits
+            one = context.feed_one(torch.tensor([5]), more=False)
+            several = context.verify(torch.tensor([7, 8, 9]))
+            context.close()
+        logits.append(torch.cat((read, one, several)))
+    dense, planes = logits
+    assert dense.std() > 1e-3, "it would be no test"
+    assert torch.equal(planes, dense)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_texts_are_the_same_at_every_placement(tiny, placement: str) -> None:
+    path, _ = tiny("llama")
+    params = SamplingParams(NEW, temperature=0.8, top_p=0.9, seed=3)
+    options = placed(placement, {"budget": 32, "accept": "coupled", "draft_tokens": 4})
+    texts = []
+    for weights in ("dense", "planes"):
+        with engine(path, weights, **options) as running:
+            result = running.generate(PROMPT, params)
+        texts.append(result.token_ids)
+        memory = result.stats["memory"]
+        assert memory["device_peak_bytes"] <= memory["device_budget_bytes"]
+    assert texts[0] == texts[1]
+
+
+def test_three_quarters_cross_the_link(tmp_path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+    make_model("llama", tmp_path, **sizes, initializer_range=0.05)
+    crossed, taken, texts = [], [], []
+    for weights in ("dense", "planes"):
+        options = {"method": "autoregressive", "placement": PLACEMENTS["weights"]}
+        with engine(tmp_path, weights, **options) as running:
+            result = running.generate(PROMPT, GREEDY)
+            assert running.plan.weights == weights
+        crossed.append(result.stats["link"]["bytes_to_device"])
+        taken.append(result.stats["memory"]["weights_bytes"])
+        texts.append(result.token_ids)
+    assert texts[0] == texts[1]
+    # 12 bits, and room for exceptions, which small matrices have more of for their size.
+    assert crossed[1] < 0.76 * crossed[0]
+    assert taken[1] < 0.76 * taken[0]
+
+
+@pytest.mark.parametrize("placement", ["kv", "kv-in-part", "substituted-in-part"])
+def test_what_drafts_by_upper_planes_leaves_the_text_as_it_is(
+    tiny, clear, monkeypatch, placement: str
+) -> None:
+    path, _ = tiny("llama")
+    options = {"budget": 32, "draft_tokens": 5, "placement": PLACEMENTS[placement]}
+    prompt, expected = clear
+    params = SamplingParams(len(expected), temperature=0)
+    products = []
+
+    def counted(x: torch.Tensor, weight: UpperWeight) -> torch.Tensor:
+        products.append(weight.shape)
+        return upper_matmul(x, weight)
+
+    monkeypatch.setattr("triforce_kernels.linear.upper_matmul", counted)
+    for draft_weights in ("exact", "planes") if placement.startswith("kv") else ("planes",):
+        options |= {"draft": "none", "draft_weights": draft_weights}
+        with engine(path, "planes", **options) as running:
+            result = running.generate(prompt, params)
+        assert result.token_ids == expected
+        reads = draft_weights == "planes"
+        assert result.stats["retrieval"]["reads_upper_planes"] == reads
+        assert bool(products) == reads
+
+
+# Lower planes stream of all layers, of some, of some beside layers that stream wholly.
+HALVED = {
+    "all": Placement((0, 1, 2), True, 10**6, 2, 0, 0, halved_layers=(0, 1, 2)),
+    "one slot": Placement((0, 2), False, 4, 1, 1, 1, halved_layers=(0, 2)),
+    "and whole ones": Placement((0, 1, 2), True, 0, 2, 3, 2, halved_layers=(1,)),
+    "and copies": Placement((0, 1), True, 0, 2, 3, 2, halved_layers=(1,), substituted_layers=(0,)),
+}
+
+
+@pytest.mark.parametrize("method", ["triforce", "autoregressive"])
+@pytest.mark.parametrize("name", HALVED)
+def test_what_streams_by_its_lower_planes_gives_the_text(
+    tiny, clear, name: str, method: str
+) -> None:
+    path, _ = tiny("llama")
+    placement = HALVED[name]
+    options = {"method": method, "placement": placement}
+    if method == "triforce" and placement.can_draft:
+        options |= {"budget": 32, "draft": "none", "draft_tokens": 4}
+    prompt, expected = clear
+    with engine(path, "planes", **options) as running:
+        result = running.generate(prompt, SamplingParams(len(expected), temperature=0))
+        demand = running.runtime.demand
+    assert result.token_ids == expected
+    memory = result.stats["memory"]
+    assert memory["device_peak_bytes"] <= memory["device_budget_bytes"]
+    if "budget" in options:
+        assert result.stats["levels"] == ["retrieval", "target"]
+    if name == "all" and method == "autoregressive":
+        crossed = result.stats["link"]["bytes_to_device"]
+        assert crossed == sum(demand.lower_bytes) * result.stats["passes"]
+
+
+def test_a_pass_carries_the_lower_planes_alone_where_the_others_fit(tmp_path) -> None:
+    """And level 1 drafts from those, which needs no copies."""
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 24}
+    make_model("llama", tmp_path, **sizes, initializer_range=0.05)
+    with engine(tmp_path, "dense", method="autoregressive") as plain:
+        dense_bytes = plain.runtime.demand.weights_bytes
+        expected = plain.generate(PROMPT, GREEDY)
+        peak = expected.stats["memory"]["device_peak_bytes"]
+    for memory in (peak, peak - int(0.35 * dense_bytes), peak - int(0.8 * dense_bytes)):
+        options = {"device_memory": memory, "draft": "none", "draft_tokens": 4, "budget": 32}
+        options |= {} if memory > peak - 0.7 * dense_bytes else {"budget": None}
+        with engine(tmp_path, "planes", **options) as running:
+            placement = running.runtime.placement
+            result = running.generate(PROMPT, GREEDY)
+        if memory == peak:
+            assert not placement.streamed_layers
+        elif options.get("budget"):
+            assert placement.halved_layers == placement.streamed_layers
+            assert result.stats["levels"] == ["retrieval", "target"]
+            crossed = result.stats["link"]["bytes_to_device"] / result.stats["passes"]
+            assert crossed <= 0.27 * dense_bytes
+        else:
+            assert placement.streamed_layers
+            assert not placement.halved_layers
+
+
+def test_a_placement_halves_planes_alone(tiny) -> None:
+    path, _ = tiny("llama")
+    with pytest.raises(UsageError, match="halved_layers of a placement are of weights that are"):
+        engine(path, "dense", placement=HALVED["all"], method="autoregressive")
+    with pytest.raises(UsageError, match=r"halved_layers \[1\] are not all streamed_layers"):
+        Placement((0,), True, 0, 1, 1, 1, halved_layers=(1,))
+    with pytest.raises(UsageError, match=r"layers \[0\] cannot be in files and have planes on the"):
+        Placement((0,), True, 0, 1, 1, 1, halved_layers=(0,), file_layers=(0,))
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8b", "qwen3-14b", "llama2-7b"])
+def test_models_take_twelve_bits_a_number(name: str) -> None:
+    from offload.formats import DTYPES
+    from triforce_core.model.shapes import read_shape
+
+    config, dtype = read_shape(name), DTYPES["bfloat16"]
+    dense, planes = dense_layouts(config, dtype), plane_layouts(config, dtype)
+    assert 16 * planes.nbytes / dense.nbytes <= 12.1
+
+
+def test_a_gguf_file_and_layers_in_files(tmp_path) -> None:
+    """Rows of a GGUF file's queries and keys are stored in another order; a layer in a file is
+    encoded anew each time it crosses.
+    """
+    model = make_model("llama", tmp_path)
+    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
+    layers = tuple(range(LAYERS))
+    in_files = Placement(layers, False, 0, 2, 3, 2, file_layers=layers)
+    texts = []
+    for weights, placement in (("dense", "both"), ("planes", "both"), ("planes", in_files)):
+        where = PLACEMENTS.get(placement) if isinstance(placement, str) else placement
+        with engine(
+            tmp_path / "m.gguf", weights, placement=where, method="autoregressive"
+        ) as running:
+            texts.append(running.generate(PROMPT, GREEDY).token_ids)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_rank_encodes_its_share(tiny) -> None:
+    path, _ = tiny("llama")
+    with closing(open_checkpoint(path)) as whole:
+        for rank in range(2):
+            share = Share.of(whole.config, rank, 2)
+            checkpoint = whole.shared(share)
+            read = []
+            for made in (dense_layouts, plane_layouts):
+                layout = made(checkpoint.config, torch.bfloat16).layers[1]
+                views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+                checkpoint.read_layer(1, views)
+                read.append(views)
+            dense, planes = read
+            from triforce_kernels.planes import check, decode
+
+            for name, view in planes.items():
+                if view.dim() if isinstance(view, torch.Tensor) else False:
+                    assert torch.equal(view, dense[name])
+                else:
+                    check(view)
+                    assert torch.equal(decode(view), dense[name])
+
+
+def test_random_weights_in_planes_are_those_that_are_dense() -> None:
+    from triforce_kernels.planes import decode
+
+    from triforce_core.model.shapes import read_shape
+
+    checkpoint = RandomCheckpoint(read_shape("smollm2-135m"))
+    config = checkpoint.config
+    layout = plane_layouts(config, torch.bfloat16).layers[0]
+    views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
+    checkpoint.read_layer(0, views)
+    assert decode(views["o"]).float().std() == pytest.approx(0.02, rel=0.05)
+
+
+def test_what_has_no_planes_is_refused_in_a_sentence(tiny, tmp_path) -> None:
+    path, _ = tiny("llama")
+    with pytest.raises(UsageError, match="planes hold bfloat16, and weights are in float32 here"):
+        engine(path, "planes", dtype="float32")
+    with pytest.raises(UsageError, match="planes to draft with are those of weights that are kept"):
+        engine(path, "dense", draft_weights="planes")
+    model = make_model("llama", tmp_path)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[:, ::2] = 1e-20
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"layers\.1\.down: more than .* keep it dense"):
+        engine(tmp_path, "planes")
