@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .block_types import BlockType
+from .slices import tile_rows
 
 _COLUMNS = 32
 # Steps of a program of `decode`.
@@ -208,7 +209,7 @@ def matmul(x: torch.Tensor, data: torch.Tensor, kind: BlockType) -> torch.Tensor
     (columns, row_bytes), rows = data.shape, x.shape[0]
     size, steps = _SHAPES[kind.name]
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    tile = min(64 if x.dtype != torch.float32 else 16, max(16, triton.next_power_of_2(rows)))
+    tile = tile_rows(x)
     _matmul_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
         x, data, out, x.stride(0), row_bytes, rows, columns, row_bytes // kind.nbytes * steps,
         KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=steps, BYTES=size,

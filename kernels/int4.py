@@ -10,6 +10,7 @@ import torch
 from . import limits
 from .checks import require
 from .dispatch import implementation
+from .slices import sliced_product
 
 GROUPS = (32, 64, 128, 256)
 # Shares of a group's range that `quantise` begins with, and how often it improves on each.
@@ -153,8 +154,4 @@ def int4_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
 
 
 def reference_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    wide = x.float()
-    for first, rows in dense_rows(weight):
-        out[:, first : first + rows.shape[0]] = wide @ rows.T
-    return out
+    return sliced_product(x, weight.shape[0], dense_rows(weight))

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .int4 import Int4Weight
+from .slices import tile_rows
 
 _COLUMNS = 32
 
@@ -44,7 +45,7 @@ def _matmul_kernel(
 def matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
     rows, (columns, width) = x.shape[0], weight.shape
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    tile = min(64 if x.dtype != torch.float32 else 16, max(16, triton.next_power_of_2(rows)))
+    tile = tile_rows(x)
     _matmul_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
         x, weight.packed, weight.scale, weight.offset, out, x.stride(0), rows, columns, width,
         ROWS=tile, COLUMNS=_COLUMNS, GROUP=weight.group,

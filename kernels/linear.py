@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from . import int4, limits, planes, upper
 from .blocks import BlockWeight, block_matmul, decode, has_kernel
 from .dispatch import TRITON, backend
 from .int4 import Int4Weight, int4_matmul
-from .planes import PlaneWeight
+from .planes import PlaneWeight, plane_matmul
 from .upper import UpperWeight, upper_matmul
 
 # A product with more rows than this decodes weights first, some rows at a time.
@@ -45,17 +45,8 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     if isinstance(weight, torch.Tensor) and not wide:
         return F.linear(x, weight, bias)
     few = x.shape[0] <= _FEW_ROWS
-    if few and isinstance(weight, Int4Weight):
-        product = int4_matmul(x, weight)
-        return product if bias is None else product.add_(bias)
-    if few and isinstance(weight, PlaneWeight) and backend(x.device.type) == TRITON:
-        product = planes.plane_matmul(x, weight)
-        return product if bias is None else product.add_(bias)
-    if few and isinstance(weight, UpperWeight):
-        product = upper_matmul(x, weight)
-        return product if bias is None else product.add_(bias)
-    if few and isinstance(weight, BlockWeight) and has_kernel(weight.kind, x.device):
-        product = block_matmul(x, weight)
+    if few and (matmul := _own_product(weight, x.device)):
+        product = matmul(x, weight)
         return product if bias is None else product.add_(bias)
     out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
     if few and isinstance(weight, StackedWeight):
@@ -73,6 +64,21 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
             added = bias[first:end].to(computed)
         out[..., first:end] = F.linear(left, rows.to(computed), added)
     return out
+
+
+def _own_product(weight: Weight, device: torch.device) -> Callable | None:
+    """What multiplies few rows with a weight as it is stored, if that is to be."""
+    match weight:
+        case Int4Weight():
+            return int4_matmul
+        case UpperWeight():
+            return upper_matmul
+        # Without a kernel these are decoded, and multiply as the dense matrix does to the last bit.
+        case PlaneWeight() if backend(device.type) == TRITON:
+            return plane_matmul
+        case BlockWeight() if has_kernel(weight.kind, device):
+            return block_matmul
+    return None
 
 
 def widens(device: torch.device, dtype: torch.dtype, rows: int = _NARROW_ROWS + 1) -> bool:
@@ -126,12 +132,11 @@ def dense_rows(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[int, torch.
             data = weight.data[first : first + weight.rows_at_once]
             yield first, decode(data, weight.kind, dtype)
     elif isinstance(weight, PlaneWeight):
-        for first in range(0, weight.shape[0], weight.rows_at_once):
-            end = min(first + weight.rows_at_once, weight.shape[0])
-            yield first, planes.decode(weight.rows(first, end)).to(dtype)
+        for first, part in weight.slices():
+            yield first, planes.decode(part).to(dtype)
     elif isinstance(weight, UpperWeight):
-        for first in range(0, weight.shape[0], weight.rows_at_once):
-            yield first, upper.decode(weight.rows(first, first + weight.rows_at_once)).to(dtype)
+        for first, part in weight.slices():
+            yield first, upper.decode(part).to(dtype)
     elif isinstance(weight, Int4Weight):
         for first, rows in int4.dense_rows(weight):
             yield first, rows.to(dtype)

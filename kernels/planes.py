@@ -14,15 +14,16 @@ computed with alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 
 from . import limits
 from .checks import require
 from .dispatch import implementation
+from .slices import sliced_product
 
 # Behind the last exception of a list.
 NOTHING = 2**31 - 1
@@ -42,23 +43,15 @@ class PlanesError(ValueError):
 
 
 @dataclass(frozen=True)
-class PlaneWeight:
-    """A matrix [rows, columns] of bfloat16, whose columns are even.
+class UpperPlanes:
+    """What every reading of planes needs of a matrix [rows, columns].
 
     upper: [rows, columns] uint8
-    lower: [rows, columns / 2] uint8; the first half of a row lies in the low 4 bits
     base: [rows] uint8, the greatest exponent of each row's finite numbers
-    places: [room] int32, where exceptions are in the whole matrix, ascending, NOTHING behind them
-    patterns: [room] int16, their bits
-    first: row of the whole matrix that this part of it begins with
     """
 
     upper: torch.Tensor
-    lower: torch.Tensor
     base: torch.Tensor
-    places: torch.Tensor
-    patterns: torch.Tensor
-    first: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,16 +61,36 @@ class PlaneWeight:
     def device(self) -> torch.device:
         return self.upper.device
 
-    @property
-    def rows_at_once(self) -> int:
-        """Rows that are decoded at a time."""
-        return max(1, limits.DECODED_AT_ONCE // self.upper.shape[1])
+    def rows(self, first: int, end: int) -> Self:
+        """Some of its rows; a view."""
+        return replace(self, upper=self.upper[first:end], base=self.base[first:end])
+
+    def slices(self) -> Iterator[tuple[int, Self]]:
+        """As many rows as are decoded at a time, each time with the index of the first."""
+        step = max(1, limits.DECODED_AT_ONCE // self.shape[1])
+        for first in range(0, self.shape[0], step):
+            yield first, self.rows(first, min(first + step, self.shape[0]))
+
+
+@dataclass(frozen=True)
+class PlaneWeight(UpperPlanes):
+    """A matrix [rows, columns] of bfloat16, whose columns are even.
+
+    lower: [rows, columns / 2] uint8; the first half of a row lies in the low 4 bits
+    places: [room] int32, where exceptions are in the whole matrix, ascending, NOTHING behind them
+    patterns: [room] int16, their bits
+    first: row of the whole matrix that this part of it begins with
+    """
+
+    lower: torch.Tensor
+    places: torch.Tensor
+    patterns: torch.Tensor
+    first: int = 0
 
     def rows(self, first: int, end: int) -> PlaneWeight:
         """Some of its rows; a view."""
-        part = slice(first, end)
-        upper, lower, base = self.upper[part], self.lower[part], self.base[part]
-        return replace(self, upper=upper, lower=lower, base=base, first=self.first + first)
+        part = super().rows(first, end)
+        return replace(part, lower=self.lower[first:end], first=self.first + first)
 
 
 class _Coded(NamedTuple):
@@ -100,8 +113,8 @@ def encode(matrix: torch.Tensor) -> PlaneWeight:
     places = [part.places + before for part, before in zip(parts, above, strict=False)]
     return PlaneWeight(
         torch.cat([part.upper for part in parts]),
-        torch.cat([part.lower for part in parts]),
         torch.cat([part.base for part in parts]),
+        torch.cat([part.lower for part in parts]),
         torch.cat(places).int(),
         torch.cat([part.patterns for part in parts]),
     )
@@ -151,8 +164,8 @@ def decode_rows(weight: PlaneWeight, index: torch.Tensor) -> torch.Tensor:
 def plane_matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
     """x [rows, in] times the weight, transposed: [rows, out] in x's dtype, summed in float32.
 
-    Meant for few rows, 1 to 64 or so, where the weight's bytes are what it takes. The reference is
-    the dense product, bit for bit. Raises ValueError.
+    Meant for few rows, 1 to 64 or so, where the weight's bytes are what it takes.
+    Raises ValueError.
     """
     _require("plane_matmul", weight)
     require(
@@ -197,11 +210,7 @@ def reference_decode(weight: PlaneWeight, index: torch.Tensor | None) -> torch.T
 
 
 def reference_matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    for first in range(0, weight.shape[0], weight.rows_at_once):
-        part = weight.rows(first, min(first + weight.rows_at_once, weight.shape[0]))
-        out[:, first : first + part.shape[0]] = F.linear(x, decode(part).to(x.dtype))
-    return out
+    return sliced_product(x, weight.shape[0], ((i, decode(part)) for i, part in weight.slices()))
 
 
 def _require(kernel: str, weight: PlaneWeight) -> None:
@@ -274,6 +283,7 @@ def upper_bits(upper: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     bits &= _UPPER
     bits += ((base.to(torch.int16) - _SPAN) << 7).unsqueeze(1)
     uncoded = upper & CODE == 0
+    # Asking takes a CPU less than choosing, and a GPU more.
     if upper.device.type != "cpu" or uncoded.any():
         bits = bits.where(~uncoded, (upper & 0x80).to(torch.int16) << 8)
     return bits

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .planes import PlaneWeight
+from .slices import tile_rows
 
 _BYTES = 256
 _COLUMNS = 32
@@ -121,7 +122,7 @@ def matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
     """`planes.plane_matmul`."""
     rows, (columns, depth) = x.shape[0], weight.shape
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    tile = min(64 if x.dtype != torch.float32 else 16, max(16, triton.next_power_of_2(rows)))
+    tile = tile_rows(x)
     _planes_matmul_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
         x, weight.upper, weight.lower, weight.base, weight.places, weight.patterns, out,
         x.stride(0), rows, columns, depth, len(weight.places), weight.first,

@@ -10,48 +10,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from . import limits
 from .checks import require
 from .dispatch import implementation
-from .planes import CODE, PlaneWeight, upper_bits
+from .planes import CODE, UpperPlanes, upper_bits
+from .slices import sliced_product
 
 # The middle of the lower 4 bits of a mantissa.
 _MIDDLE = 8
 
 
 @dataclass(frozen=True)
-class UpperWeight:
-    """A matrix [rows, columns], about that of the planes that it is part of.
-
-    upper: [rows, columns] uint8; base: [rows] uint8
-    """
-
-    upper: torch.Tensor
-    base: torch.Tensor
+class UpperWeight(UpperPlanes):
+    """A matrix [rows, columns], about that of the planes that it is part of."""
 
     @classmethod
-    def of(cls, weight: PlaneWeight) -> UpperWeight:
+    def of(cls, weight: UpperPlanes) -> UpperWeight:
         """A view."""
         return cls(weight.upper, weight.base)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.upper.shape[0], self.upper.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.upper.device
-
-    @property
-    def rows_at_once(self) -> int:
-        """Rows that are decoded at a time."""
-        return max(1, limits.DECODED_AT_ONCE // self.upper.shape[1])
-
-    def rows(self, first: int, end: int) -> UpperWeight:
-        """Some of its rows; a view."""
-        return UpperWeight(self.upper[first:end], self.base[first:end])
 
 
 def decode(weight: UpperWeight) -> torch.Tensor:
@@ -87,9 +63,4 @@ def upper_matmul(x: torch.Tensor, weight: UpperWeight) -> torch.Tensor:
 
 
 def reference_matmul(x: torch.Tensor, weight: UpperWeight) -> torch.Tensor:
-    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    wide = x.float()
-    for first in range(0, weight.shape[0], weight.rows_at_once):
-        part = decode(weight.rows(first, first + weight.rows_at_once))
-        out[:, first : first + part.shape[0]] = F.linear(wide, part.float())
-    return out
+    return sliced_product(x, weight.shape[0], ((i, decode(part)) for i, part in weight.slices()))

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .slices import tile_rows
 from .upper import UpperWeight
 
 _COLUMNS = 32
@@ -42,7 +43,7 @@ def matmul(x: torch.Tensor, weight: UpperWeight) -> torch.Tensor:
     """`upper.upper_matmul`."""
     rows, (columns, depth) = x.shape[0], weight.shape
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    tile = min(64 if x.dtype != torch.float32 else 16, max(16, triton.next_power_of_2(rows)))
+    tile = tile_rows(x)
     _upper_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
         x, weight.upper, weight.base, out, x.stride(0), rows, columns, depth,
         ROWS=tile, COLUMNS=_COLUMNS, DEPTH=256 // x.dtype.itemsize, num_warps=4, num_stages=4,

@@ -151,8 +151,8 @@ class Planes:
         upper, base, places, patterns = self._upper_parts(buffer)
         return PlaneWeight(
             upper.view(self.rows, -1),
-            lower[: self.rows * self.columns // 2].view(self.rows, -1),
             base,
+            lower[: self.rows * self.columns // 2].view(self.rows, -1),
             places.view(torch.int32),
             patterns.view(torch.int16),
         )

@@ -69,25 +69,18 @@ class FlatLayout:
         """The named tensors as views of a flat uint8 buffer of at least `nbytes` bytes."""
         return self.joined(buffer[: self.upper_bytes], buffer[self.upper_bytes : self.nbytes])
 
-    def joined(self, buffer: torch.Tensor, lower: torch.Tensor) -> dict[str, Weight]:
-        """The same of two buffers, of `upper_bytes` and `lower_bytes`."""
+    def joined(self, buffer: torch.Tensor, lower: torch.Tensor | None) -> dict[str, Weight]:
+        """The same of two buffers, of `upper_bytes` and `lower_bytes`. Without the second, what can
+        be read of them by the upper planes.
+        """
         views: dict[str, Weight] = {}
         for name, stored in self.formats.items():
             start = self.offsets[name]
-            if isinstance(stored, Planes):
-                below = self.lower_offsets[name] - self.upper_bytes
-                views[name] = stored.joined(buffer[start:], lower[below:])
-            else:
+            if not isinstance(stored, Planes):
                 views[name] = stored.view(buffer[start : start + stored.nbytes])
-        return views
-
-    def upper_views(self, buffer: torch.Tensor) -> dict[str, Weight]:
-        """What can be read of them without the lower planes. buffer: of at least `upper_bytes`."""
-        views: dict[str, Weight] = {}
-        for name, stored in self.formats.items():
-            start = self.offsets[name]
-            if isinstance(stored, Planes):
+            elif lower is None:
                 views[name] = stored.upper(buffer[start:])
             else:
-                views[name] = stored.view(buffer[start : start + stored.nbytes])
+                below = self.lower_offsets[name] - self.upper_bytes
+                views[name] = stored.joined(buffer[start:], lower[below:])
         return views

@@ -174,7 +174,7 @@ class ResidentWeights:
             if layer in instead:
                 self._views.append(instead[layer])
             elif upper or isinstance(home, HalvedHome):
-                self._views.append(layout.upper_views(home.memory))
+                self._views.append(layout.joined(home.memory, None))
             else:
                 self._views.append(layout.views(home.memory))
 

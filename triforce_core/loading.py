@@ -258,8 +258,8 @@ def choose_layouts(
     if config.weights == PLANES:
         if wanted.dtype != torch.bfloat16:
             raise UsageError(
-                f"planes hold bfloat16, and weights are in {str(wanted.dtype).split('.')[-1]} "
-                "here: use --dtype bfloat16"
+                "planes hold bfloat16, and weights are in "
+                f"{str(wanted.dtype).removeprefix('torch.')} here: use --dtype bfloat16"
             )
         return plane_layouts(wanted.config, wanted.dtype)
     stored = stored_layouts(wanted.config, wanted.dtype, checkpoint.pieces)

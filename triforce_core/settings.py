@@ -150,6 +150,18 @@ class MethodSettings:
             unused |= {"inner_draft_tokens"}
         return [name for name in names if name in unused]
 
+    def check_weights(self, weights: str) -> None:
+        """Raises UsageError if it drafts by planes that weights so kept do not have."""
+        if self.draft_weights == PLANES and weights != PLANES:
+            raise UsageError("planes to draft with are those of weights that are kept in planes")
+
+    def reads_upper(self, weights: str, *, on_gpu: bool) -> bool:
+        """Whether the retrieval model reads layers that are on the device by their upper planes
+        alone. A CPU decodes longer than it reads.
+        """
+        auto = on_gpu and self.draft_weights == AUTO
+        return weights == PLANES and (auto or self.draft_weights == PLANES)
+
     @property
     def drafts(self) -> bool:
         return self.method != "autoregressive"
@@ -221,8 +233,7 @@ class EngineConfig:
             raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_NAMES)}")
         if self.weights not in WEIGHTS:
             raise UsageError(f"weights {self.weights!r} is not one of {', '.join(WEIGHTS)}")
-        if self.method.draft_weights == PLANES and self.weights != PLANES:
-            raise UsageError("planes to draft with are those of weights that are kept in planes")
+        self.method.check_weights(self.weights)
         if self.trace is not None:
             object.__setattr__(self, "trace", Path(self.trace))
 

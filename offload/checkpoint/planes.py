@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from triforce_kernels import limits
 from triforce_kernels.planes import PlaneWeight, encode_into
 
 from offload.checkpoint.source import Corner, TensorSource
@@ -17,7 +18,7 @@ def read_in_planes(
     Raises CheckpointError, or PlanesError.
     """
     unit = head_rows or 1
-    step = max(1, into.rows_at_once // unit) * unit
+    step = max(1, limits.DECODED_AT_ONCE // into.shape[1] // unit) * unit
     for first in range(0, into.shape[0], step):
         part = into.rows(first, min(first + step, into.shape[0]))
         dense = torch.empty(part.shape, dtype=torch.bfloat16)

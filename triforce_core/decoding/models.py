@@ -12,7 +12,7 @@ from offload.runtime import Runtime
 from offload.substitutes import Substitutes
 from offload.weights import WeightStore
 from triforce_core.model.llama import Model
-from triforce_core.settings import AUTO, DENSE, NO_DRAFTER, PLANES, MethodSettings
+from triforce_core.settings import DENSE, NO_DRAFTER, MethodSettings
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,8 @@ class Models:
 
     @property
     def reads_upper(self) -> bool:
-        """Whether the retrieval model reads the upper planes alone of weights that are in planes.
-        A CPU decodes longer than it reads.
-        """
-        asked = self.method.draft_weights
-        auto = asked == AUTO and self.target.device.type == "cuda"
-        return self.weights == PLANES and (auto or asked == PLANES)
+        """See MethodSettings.reads_upper."""
+        return self.method.reads_upper(self.weights, on_gpu=self.target.device.type == "cuda")
 
     def close(self) -> None:
         """Releases everything that loading took."""

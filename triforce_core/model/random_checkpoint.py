@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from triforce_kernels.linear import Weight
-from triforce_kernels.planes import PlaneWeight, encode_into
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.share import Share
@@ -28,32 +26,20 @@ class RandomCheckpoint:
         shapes = layer_shapes(self.config)
         return [(shapes[name.split(".")[-1]][0] if "." in name else self.config.vocab, None)]
 
-    def read_layer(self, layer: int, views: Mapping[str, Weight]) -> None:
+    def read_layer(self, layer: int, views: Mapping[str, torch.Tensor]) -> None:
         for part, view in views.items():
             self.read(part, view)
 
-    def read(self, name: str, into: Weight) -> None:
+    def read(self, name: str, into: torch.Tensor) -> None:
         if "norm" in name:
             into.fill_(1)
             return
-        if isinstance(into, PlaneWeight):
-            rows, columns = into.shape
-            step = max(1, min(into.rows_at_once, _NOISE // columns))
-            for first in range(0, rows, step):
-                part = into.rows(first, min(first + step, rows))
-                count = part.shape[0] * columns
-                noise = self._drawn(torch.device("cpu"), torch.bfloat16)[:count]
-                encode_into(noise.view(part.shape), part)
-            return
-        for part in into.view(-1).split(_NOISE):
-            part.copy_(self._drawn(into.device, into.dtype)[: part.numel()])
-
-    def _drawn(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        key = (device, dtype)
+        key = (into.device, into.dtype)
         if key not in self._noise:
             noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0))
             self._noise[key] = (noise * _STD).to(*key)
-        return self._noise[key]
+        for part in into.view(-1).split(_NOISE):
+            part.copy_(self._noise[key][: part.numel()])
 
     def rope_factors(self) -> None:
         return None

@@ -139,10 +139,9 @@ class Case:
         return self.curve.at(budget, self.length, substituted, by_planes)
 
     def _upper_layers(self, plan: Plan) -> int:
-        """Layers that the retrieval model reads by their upper planes: see `Models.reads_upper`."""
-        asked, placement = plan.method.draft_weights, plan.placement
-        auto = asked == AUTO and self.hardware.asynchronous
-        if self.planes and (auto or asked == PLANES):
+        """Layers that the retrieval model reads by their upper planes."""
+        placement = plan.placement
+        if plan.method.reads_upper(self.weights, on_gpu=self.hardware.asynchronous):
             return self.rank.layers - len(placement.substituted_layers)
         return len(placement.halved_layers)
 
@@ -155,7 +154,8 @@ class Case:
         return layers + self.costs.head(tokens, recorded=True)
 
     def check(self) -> None:
-        """Raises UsageError for a context that the model cannot have."""
+        """Raises UsageError for a context that the model cannot have, or planes that it has not."""
+        self.method.check_weights(self.weights)
         positions = self.config.positions
         if self.context > positions:
             raise UsageError(

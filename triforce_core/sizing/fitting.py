@@ -35,10 +35,10 @@ def fit(
 
     placement: where everything goes, instead of `place`'s choice. most_budget: tokens of the
     retrieval cache that other ranks have room for. The retrieval model computes with
-    the target's own layers, or with copies in 4 bits of those that stream: it is there if one or
-    the other of each is on the device. It is left out where nothing streams and a pass reads little
-    more than it would; the drafter then proposes to the target directly. A budget that was asked
-    for is never given up: it fits or is refused. Where nothing streams and nothing
+    the target's own layers, or, of those that stream, with upper planes or copies in 4 bits: it is
+    there if one or the other of each is on the device. It is left out where nothing streams and a
+    pass reads little more than it would; the drafter then proposes to the target directly. A budget
+    that was asked for is never given up: it fits or is refused. Where nothing streams and nothing
     chooses from the KV, that is one block. Raises DoesNotFitError, or UsageError.
     """
     fitted = _fit(wanted, available_bytes, placement, most_budget)
