@@ -78,6 +78,7 @@ def compare_resident(args: argparse.Namespace) -> tuple[dict[str, Any], list[int
         path,
         device="cpu",
         method="autoregressive",
+        weights="dense",
         max_context=args.tokens + args.new_tokens,
     ) as ours:
         tokenizer = ours.tokenizer
@@ -145,6 +146,7 @@ def measure_streamed(
         model_file(),
         device="cpu",
         method="autoregressive",
+        weights="dense",
         link_bandwidth=bandwidth,
         max_context=len(prompt) + passes + 1,
         placement=placement,

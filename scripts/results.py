@@ -16,7 +16,7 @@ DIRECTORY = Path(__file__).parent.parent / "benchmarks" / "results"
 
 def write_result(name: str, figures: dict[str, Any]) -> Path:
     """Writes benchmarks/results/NAME.json: date, command, hardware, versions and the figures."""
-    path = DIRECTORY / f"{name}.json"
+    path = DIRECTORY / f"{name.removesuffix('.json')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     arguments = [f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]
     record = {
