@@ -41,6 +41,8 @@ KERNELS = {
     "decode_planes": ("planes.reference_decode", "planes_triton.decode"),
     "plane_matmul": ("planes.reference_matmul", "planes_triton.matmul"),
     "upper_matmul": ("upper.reference_matmul", "upper_triton.matmul"),
+    "encode_kv_block": ("kv_planes.reference_encode", "kv_planes_triton.encode"),
+    "decode_kv_block": ("kv_planes.reference_decode", "kv_planes_triton.decode"),
     "int4_matmul": ("int4.reference_matmul", "int4_triton.matmul"),
 }
 

@@ -1,15 +1,7 @@
 """bfloat16 matrices in 12 bits a number, bit for bit, whose upper 8 are a number by themselves.
 
-A bfloat16 number is a sign, 8 bits of exponent and 7 of mantissa. Within a row nearly all exponents
-lie within 15 powers of two of the greatest, so 4 bits tell which one it is:
-
-    upper   sign; exponent above that of the row's floor, 1 to 15; upper 3 bits of the mantissa
-    lower   lower 4 bits of the mantissa
-
-A code of 0 is a zero, or, with all bits of the upper mantissa, an exception: too small, infinite or
-no number at all. A list has where these are and their 16 bits. Others code exponents to store or
-send bfloat16 in fewer bits (DFloat11, Zhang et al., 2025); here one of the parts can also be
-computed with alone.
+Numbers are coded as `plane_codes` says, with a base for each row; a list has where exceptions are,
+and their 16 bits.
 """
 
 from __future__ import annotations
@@ -23,19 +15,13 @@ import torch
 from . import limits
 from .checks import require
 from .dispatch import implementation
+from .plane_codes import EXCEPTION, add_lower, base_of, lower_codes, upper_bits, upper_codes
 from .slices import sliced_product
 
 # Behind the last exception of a list.
 NOTHING = 2**31 - 1
 # Numbers that are coded at a time: what that takes stays in a processor's cache.
 _CODED_AT_ONCE = 1 << 17
-_MAGNITUDE, _NOT_FINITE = 0x7FFF, 0x7F80
-# Powers of two that a row spans.
-_SPAN = 15
-# Where sign, code and upper mantissa end up in 16 bits.
-_UPPER = 0x87F0 - 0x10000
-# Of an upper byte: the code; and what an exception has there.
-CODE, _EXCEPTION = 0x78, 0x07
 
 
 class PlanesError(ValueError):
@@ -183,7 +169,7 @@ def plane_matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
 
 def check(weight: PlaneWeight) -> None:
     """Raises PlanesError unless the exceptions of a whole matrix are those that its codes say."""
-    coded = (weight.upper == _EXCEPTION).flatten().nonzero().squeeze(1)
+    coded = (weight.upper == EXCEPTION).flatten().nonzero().squeeze(1)
     places = weight.places
     if (
         not torch.equal(places[: len(coded)].long(), coded)
@@ -201,10 +187,8 @@ def reference_decode(weight: PlaneWeight, index: torch.Tensor | None) -> torch.T
         index = torch.arange(weight.shape[0], device=weight.device)
     else:
         upper, lower, base = upper[index], lower[index], base[index]
-    bits = upper_bits(upper, base)
-    half = bits.shape[1] // 2
-    bits[:, :half] |= lower & 15
-    bits[:, half:] |= lower >> 4
+    bits = upper_bits(upper, base.unsqueeze(1))
+    add_lower(bits, lower)
     _put_exceptions(bits, weight, index)
     return bits.view(torch.bfloat16)
 
@@ -246,47 +230,15 @@ def _slices(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _code(matrix: torch.Tensor) -> _Coded:
     bits = matrix.contiguous().view(torch.int16)
-    magnitude = bits & _MAGNITUDE
-    finite = magnitude.amax(1, keepdim=True)
-    if (finite >= _NOT_FINITE).any():
-        finite = magnitude.where(magnitude < _NOT_FINITE, 0).amax(1, keepdim=True)
-    base = finite >> 7
-    # The code where bits of an exponent are; wraps around where it does not fit 16 bits, to what is
-    # no code either.
-    magnitude -= (base - _SPAN) << 7
-    upper = magnitude >> 4
-    outside = magnitude < 1 << 7
-    outside |= magnitude >= (_SPAN + 1) << 7
-    sign = (bits >> 8) & 0x80
-    upper |= sign
-    if outside.any():
-        zero = bits & _MAGNITUDE == 0
-        upper = upper.where(~(outside & zero), sign)
-        outside &= ~zero
-        upper.masked_fill_(outside, _EXCEPTION)
-    low = (bits & 15).to(torch.uint8)
-    half = low.shape[1] // 2
+    base = base_of(bits, 1)
+    upper, outside = upper_codes(bits, base)
     return _Coded(
-        upper.to(torch.uint8),
-        low[:, :half] | low[:, half:] << 4,
+        upper,
+        lower_codes(bits),
         base.squeeze(1).to(torch.uint8),
         outside.flatten().nonzero().squeeze(1),
         bits[outside],
     )
-
-
-def upper_bits(upper: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Sign, exponent and upper mantissa where bfloat16 has them, [rows, columns] int16. What has no
-    code is a zero.
-    """
-    bits = upper.view(torch.int8).to(torch.int16) << 4
-    bits &= _UPPER
-    bits += ((base.to(torch.int16) - _SPAN) << 7).unsqueeze(1)
-    uncoded = upper & CODE == 0
-    # Asking takes a CPU less than choosing, and a GPU more.
-    if upper.device.type != "cpu" or uncoded.any():
-        bits = bits.where(~uncoded, (upper & 0x80).to(torch.int16) << 8)
-    return bits
 
 
 def _put_exceptions(bits: torch.Tensor, weight: PlaneWeight, index: torch.Tensor) -> None:

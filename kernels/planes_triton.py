@@ -16,7 +16,7 @@ _LISTED = 16
 
 
 @triton.jit
-def _number(upper, lower, floor):
+def number_bits(upper, lower, floor):
     """The bits of numbers that are no exceptions."""
     bits = ((upper & 0x80) << 8) | ((upper & 0x7F) << 4)
     return tl.where((upper & 0x78) == 0, (upper & 0x80) << 8, (bits + (floor << 7)) | lower)
@@ -36,8 +36,8 @@ def _planes_kernel(
     first = tl.load(upper + row * columns + column, mask=real, other=0).to(tl.int32)
     second = tl.load(upper + row * columns + half + column, mask=real, other=0).to(tl.int32)
     place = out + target * columns + column
-    tl.store(place, _number(first, low & 15, floor).to(tl.int16), mask=real)
-    tl.store(place + half, _number(second, low >> 4, floor).to(tl.int16), mask=real)
+    tl.store(place, number_bits(first, low & 15, floor).to(tl.int16), mask=real)
+    tl.store(place + half, number_bits(second, low >> 4, floor).to(tl.int16), mask=real)
 
 
 @triton.jit
@@ -90,9 +90,9 @@ def _planes_matmul_kernel(
         some = (row < rows)[:, None] & real
         nibbles = tl.load(low + begin, mask=real, other=0).to(tl.int32)
         ahead = tl.load(high + begin, mask=real, other=0).to(tl.int32)
-        ahead = _number(ahead, nibbles & 15, floor).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        ahead = number_bits(ahead, nibbles & 15, floor).to(tl.int16).to(tl.bfloat16, bitcast=True)
         behind = tl.load(high + begin + half, mask=real, other=0).to(tl.int32)
-        behind = _number(behind, nibbles >> 4, floor).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        behind = number_bits(behind, nibbles >> 4, floor).to(tl.int16).to(tl.bfloat16, bitcast=True)
         one = tl.load(left + begin, mask=some, other=0.0)
         acc = tl.dot(one, tl.trans(ahead.to(item)), acc, input_precision="ieee")
         other = tl.load(left + begin + half, mask=some, other=0.0)

@@ -13,11 +13,9 @@ import torch
 
 from .checks import require
 from .dispatch import implementation
-from .planes import CODE, UpperPlanes, upper_bits
+from .plane_codes import middle_bits
+from .planes import UpperPlanes
 from .slices import sliced_product
-
-# The middle of the lower 4 bits of a mantissa.
-_MIDDLE = 8
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,7 @@ class UpperWeight(UpperPlanes):
 
 def decode(weight: UpperWeight) -> torch.Tensor:
     """[rows, columns] bfloat16."""
-    bits = upper_bits(weight.upper, weight.base)
-    bits += _MIDDLE
-    bits.masked_fill_(weight.upper & CODE == 0, 0)
-    return bits.view(torch.bfloat16)
+    return middle_bits(weight.upper, weight.base.unsqueeze(1)).view(torch.bfloat16)
 
 
 def upper_matmul(x: torch.Tensor, weight: UpperWeight) -> torch.Tensor:

@@ -67,6 +67,12 @@ class HostHome:
         return slot
 
 
+class DenseHome(HostHome):
+    """A block of keys and values in host memory that is kept dense, where others are in planes:
+    they have no room for its exceptions.
+    """
+
+
 class HalvedHome:
     """Bytes of which the first, the upper planes among them, stay on the device and the last, the
     lower planes, cross the link.

@@ -79,7 +79,9 @@ class Demand:
     @property
     def fixed_bytes(self) -> int:
         """Always on the device, without temporaries."""
-        return self.head_bytes + self.drafting_bytes + self.kv.tail_bytes(self.max_pass_tokens)
+        decoded = self.kv.scratch_bytes if self.kv_blocks else 0
+        tail = self.kv.tail_bytes(self.max_pass_tokens)
+        return self.head_bytes + self.drafting_bytes + tail + decoded
 
 
 @dataclass(frozen=True)
@@ -203,9 +205,10 @@ def least_bytes(demand: Demand, *, streamed_layers: int) -> int:
 
 
 def _everything(demand: Demand) -> Placement:
-    """All on the device."""
+    """All on the device; where blocks are in planes, with a way for one that has no room there."""
+    slots = int(demand.kv.in_planes and demand.kv_blocks > 0)
     return Placement(
-        (), True, demand.kv_blocks, 0, 0, 0, substituted_layers=_substituted(demand, ())
+        (), True, demand.kv_blocks, 0, slots, slots, substituted_layers=_substituted(demand, ())
     )
 
 
@@ -237,7 +240,7 @@ def device_bytes(demand: Demand, placement: Placement) -> int:
     """
     resident_weights = demand.weights_bytes - demand.streamed_bytes(placement)
     resident_blocks = min(placement.resident_kv_blocks, demand.kv_blocks)
-    blocks = resident_blocks + placement.kv_slots + placement.staging_slots
+    slots = placement.kv_slots + placement.staging_slots
     lent = placement.lent_kv_blocks * demand.kv.block_bytes
     return (
         demand.fixed_bytes
@@ -248,7 +251,8 @@ def device_bytes(demand: Demand, placement: Placement) -> int:
         + len(placement.substituted_layers) * demand.substitute_bytes
         + (demand.decoding_bytes if placement.substituted_layers else 0)
         + placement.weight_slots * demand.slot_bytes(placement)
-        + blocks * demand.kv.block_bytes
+        + slots * demand.kv.slot_bytes
+        + resident_blocks * demand.kv.block_bytes
     )
 
 
@@ -308,6 +312,9 @@ def check_placement(demand: Demand, placement: Placement, limit_bytes: int) -> N
     if placement.streamed_layers and placement.weight_slots < 1:
         raise UsageError("a placement that streams weights needs at least one weight slot")
     streamed_kv = demand.kv_blocks > placement.resident_kv_blocks
+    if demand.kv.in_planes and demand.kv_blocks:
+        # A block that planes have no room for streams.
+        streamed_kv = True
     if streamed_kv and min(placement.kv_slots, placement.staging_slots) < 1:
         raise UsageError("a placement that streams KV needs KV slots and staging slots")
 

@@ -50,6 +50,8 @@ class Runtime:
         with ExitStack() as undo:
             self.host_blocks = HostBlocks(demand.kv.block_bytes, host)
             undo.callback(self.host_blocks.close)
+            self.dense_blocks = HostBlocks(demand.kv.dense_block_bytes, host)
+            undo.callback(self.dense_blocks.close)
             self.weights = WeightStore(
                 layouts,
                 placement.streamed_layers,
@@ -68,11 +70,11 @@ class Runtime:
                     WEIGHTS: self._ring(
                         placement.weight_slots, demand.slot_bytes(placement), "weight slots"
                     ),
-                    KV: self._ring(placement.kv_slots, demand.kv.block_bytes, "KV slots"),
+                    KV: self._ring(placement.kv_slots, demand.kv.slot_bytes, "KV slots"),
                 },
             )
             self._staging = self._ring(
-                placement.staging_slots, demand.kv.block_bytes, "staging slots"
+                placement.staging_slots, demand.kv.slot_bytes, "staging slots"
             )
             undo.pop_all()
 
@@ -96,6 +98,7 @@ class Runtime:
             self.host_blocks,
             self.link,
             self._staging,
+            self.dense_blocks,
         )
         try:
             return Passes(
@@ -117,6 +120,7 @@ class Runtime:
         self.conveyor.close()
         self.weights.close()
         self.host_blocks.close()
+        self.dense_blocks.close()
         for allocation in self._slots:
             self.memory.free(allocation)
         self._slots.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,6 +16,7 @@ from offload.memory.host import HostBlocks, HostMemory
 from offload.schedule import KV
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype=torch.float32)
+PLANES = replace(SHAPE, dtype=torch.bfloat16, in_planes=True)
 MAX_PASS = 6
 
 
@@ -83,24 +85,34 @@ class LateLink:
 
 
 def make_store(
-    resident: Sequence[int] = (0, 0), link=None, staging: int = 1, slots: int = 1
+    resident: Sequence[int] = (0, 0),
+    link=None,
+    staging: int = 1,
+    slots: int = 1,
+    shape: KVShape = SHAPE,
 ) -> tuple[KVStore, Conveyor]:
     link = link or LateLink()
     memory = DeviceMemory(torch.device("cpu"), 1 << 20)
 
     def buffers(count: int) -> list[torch.Tensor]:
-        return [torch.zeros(SHAPE.block_bytes, dtype=torch.uint8) for _ in range(count)]
+        return [torch.zeros(shape.slot_bytes, dtype=torch.uint8) for _ in range(count)]
 
-    blocks = HostBlocks(SHAPE.block_bytes, HostMemory())
-    store = KVStore(SHAPE, MAX_PASS, resident, memory, blocks, link, buffers(staging))
+    host = HostMemory()
+    blocks, dense = HostBlocks(shape.block_bytes, host), HostBlocks(shape.dense_block_bytes, host)
+    store = KVStore(shape, MAX_PASS, resident, memory, blocks, link, buffers(staging), dense)
     return store, Conveyor(link, {KV: buffers(slots)})
 
 
-def kv_of(tokens: Sequence[int], layer: int) -> torch.Tensor:
-    """Recognisable KV: [2, kv_heads, tokens, head_dim]."""
+def kv_of(tokens: Sequence[int], layer: int, shape: KVShape = SHAPE) -> torch.Tensor:
+    """Recognisable KV: [2, kv_heads, tokens, head_dim]. Planes have room for one token of a block
+    that is far smaller than the others, and not for two.
+    """
     base = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None] * 10 + layer
-    offsets = torch.arange(2 * SHAPE.kv_heads * SHAPE.head_dim).view(2, SHAPE.kv_heads, 1, -1)
-    return base + offsets / 1000
+    offsets = torch.arange(2 * shape.kv_heads * shape.head_dim).view(2, shape.kv_heads, 1, -1)
+    values = base + offsets / 1000
+    if shape.in_planes:
+        values = (values + 1).where(base.round() // 10 % 3 > 0, (values + 1) * 2.0**-40)
+    return values.to(shape.dtype)
 
 
 def start(store: KVStore, conveyor: Conveyor) -> None:

@@ -30,7 +30,7 @@ from triforce_core.parallel.start import start_ranks
 from triforce_core.params import SamplingParams, check_context
 from triforce_core.planner.plan import Plan
 from triforce_core.request import Request
-from triforce_core.settings import EXACT, STORED, EngineConfig
+from triforce_core.settings import DENSE, EXACT, PLANES, STORED, EngineConfig
 from triforce_core.stream import Completion, Piece, Stream
 from triforce_core.text import TextStream
 
@@ -152,7 +152,8 @@ class Engine:
         """What lives where, and how long drafts are."""
         runtime = self.runtime
         plan = Plan.of(self.models.method, runtime.demand, runtime.placement, self.models.budget)
-        plan = replace(plan, weights=self.models.weights, gpus=self.models.ranks.count)
+        kv = PLANES if self.models.runtime.demand.kv.in_planes else DENSE
+        plan = replace(plan, weights=self.models.weights, kv=kv, gpus=self.models.ranks.count)
         return plan.named(self._name, self.config, device_name(runtime.memory.device))
 
     @property

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
-from triforce_kernels.blocks import can_decode, has_kernel
+from triforce_kernels.blocks import has_kernel
 from triforce_kernels.dispatch import TRITON, backend
 from triforce_kernels.limits import MOST_SPLITS
 from triforce_kernels.linear import widens
@@ -32,8 +32,6 @@ from offload.placement import (
     check_host,
     check_placement,
     device_bytes,
-    host_bytes,
-    place,
     place_on_host,
 )
 from offload.ranks import Alone, Ranks
@@ -46,11 +44,12 @@ from triforce_core.layer_source import LayerSource, Readable
 from triforce_core.model.llama import Ends, Model
 from triforce_core.model.rope import Rope
 from triforce_core.model.share import Share, mlp_unit
-from triforce_core.model.tensors import Layouts, dense_layouts, plane_layouts, stored_layouts
-from triforce_core.settings import AUTO, DENSE, PLANES, STORED, EngineConfig
+from triforce_core.model.tensors import Layouts, dense_layouts
+from triforce_core.settings import DENSE, PLANES, STORED, EngineConfig
 from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.drafting import small_model_shape, window_tokens
 from triforce_core.sizing.fitting import Fitted, fit
+from triforce_core.storage import choose_kv_in_planes, choose_layouts
 
 # Called with what is under way, how much of it is done, and how much there is; by one thread at a
 # time, not always the same.
@@ -115,6 +114,8 @@ def load(
         wanted = replace(wanted, layouts=layouts, graphs=graphs)
         memory = DeviceMemory(device, limit, wanted.stored_bytes)
         stack.callback(memory.close)
+        if choose_kv_in_planes(config, wanted, device, memory.available_bytes):
+            wanted = replace(wanted, kv_in_planes=True, gathers_through_host=True)
 
         def fitting(most: int | None) -> tuple[Fitted, Placement]:
             fitted = fit(wanted, memory.available_bytes, config.placement, most)
@@ -239,59 +240,6 @@ def _placed_on_host(
         placement = place_on_host(demand, placement, limit)
     check_host(demand, placement, limit)
     return placement
-
-
-def choose_layouts(
-    checkpoint: Readable,
-    config: EngineConfig,
-    wanted: Wanted,
-    device: torch.device,
-    available: int,
-) -> Layouts:
-    """How the weights will lie in memory. wanted: with dense ones. available: bytes of the host.
-
-    Raises UsageError.
-    """
-    dense = wanted.weights
-    if config.weights == DENSE:
-        return dense
-    if config.weights == PLANES:
-        if wanted.dtype != torch.bfloat16:
-            raise UsageError(
-                "planes hold bfloat16, and weights are in "
-                f"{str(wanted.dtype).removeprefix('torch.')} here: use --dtype bfloat16"
-            )
-        return plane_layouts(wanted.config, wanted.dtype)
-    stored = stored_layouts(wanted.config, wanted.dtype, checkpoint.pieces)
-    unknown = [kind.name for kind in stored.block_types if not can_decode(kind, device)]
-    if config.weights == AUTO:
-        if (
-            unknown
-            or not stored.decoded_numbers
-            or not (device.type == "cuda" or _would_stream(wanted, config, available))
-        ):
-            return dense
-        return stored
-    if not stored.decoded_numbers:
-        raise UsageError("weights are kept as stored where they are quantised, and these are not")
-    if unknown:
-        raise UsageError(f"{unknown[0]} weights are kept as stored by transformers 5.23 or newer")
-    return stored
-
-
-def _would_stream(wanted: Wanted, config: EngineConfig, available: int) -> bool:
-    """Whether some layers would, on the emulated device."""
-    if config.placement is not None:
-        return bool(config.placement.streamed_layers)
-    limit = available if config.machine.device_memory is None else config.machine.device_memory
-    try:
-        demand = wanted.demand(0)
-        placement = place(demand, limit)
-        # The emulated device takes host memory, like what streams to it.
-        needed = device_bytes(demand, placement) + host_bytes(demand, placement)
-    except DoesNotFitError:
-        return True
-    return bool(placement.streamed_layers) or needed > available
 
 
 def _load_small_model(

@@ -17,7 +17,7 @@ from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.decoding.models import Models
 from triforce_core.params import SamplingParams
-from triforce_core.stats import Clock, drafting_stats, rank_stats, request_stats
+from triforce_core.stats import Clock, bits_per_number, drafting_stats, rank_stats, request_stats
 from triforce_core.stream import Completion, Piece, pieces_of, until_stop
 from triforce_core.text import TextStream
 
@@ -106,6 +106,7 @@ class Request:
                 len(self._tokens),
             ),
             **drafting_stats(self._models, self._tallies, retrieval),
+            "bits_per_number": bits_per_number(self._models),
         }
         ranks = self._models.ranks
         if ranks.count > 1:

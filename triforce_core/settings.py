@@ -23,6 +23,7 @@ DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 AUTO = "auto"
 DENSE, STORED, PLANES = "dense", "stored", "planes"
 WEIGHTS = (AUTO, STORED, DENSE, PLANES)
+KV_FORMATS = (AUTO, DENSE, PLANES)
 EXACT, INT4 = "exact", "int4"
 DRAFT_WEIGHTS = (AUTO, EXACT, INT4, PLANES)
 NGRAM, NO_DRAFTER = "ngram", "none"
@@ -202,6 +203,8 @@ class EngineConfig:
     weights: "dense" (every number in dtype), "stored" (a GGUF file's blocks as they are), "planes"
         (bfloat16 in 12 bits a number, the same to the last bit), or "auto": as stored on a GPU, and
         on the emulated device where dense ones would stream
+    kv: "dense", "planes" (blocks of bfloat16 in 12 bits, the same to the last bit), or "auto":
+        planes on a GPU where some KV would stream
     max_context: prompt and new tokens that will be needed at most; the model's positions if None.
         What a longer context would take is used to keep weights and KV on the device
     block_tokens: tokens of a KV block, a power of two; chosen from the sizes if None
@@ -213,6 +216,7 @@ class EngineConfig:
     method: MethodSettings = field(default_factory=MethodSettings)
     dtype: str = "auto"
     weights: str = AUTO
+    kv: str = AUTO
     max_context: int | None = None
     block_tokens: int | None = None
     placement: Placement | None = None
@@ -233,6 +237,8 @@ class EngineConfig:
             raise UsageError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_NAMES)}")
         if self.weights not in WEIGHTS:
             raise UsageError(f"weights {self.weights!r} is not one of {', '.join(WEIGHTS)}")
+        if self.kv not in KV_FORMATS:
+            raise UsageError(f"kv {self.kv!r} is not one of {', '.join(KV_FORMATS)}")
         self.method.check_weights(self.weights)
         if self.trace is not None:
             object.__setattr__(self, "trace", Path(self.trace))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
+from math import prod
 from typing import Any
 
 from offload.link.link import Link, LinkCounters
 from offload.passes import PassCounters, Passes
+from offload.placement import Demand, Placement, crossing_bytes
 from offload.runtime import Runtime
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.decoding.models import Models
 from triforce_core.decoding.retrieval import RetrievalCache
+from triforce_core.model.tensors import layer_shapes
 
 
 class Clock:
@@ -111,6 +115,50 @@ def request_stats(
             "kv_blocks": sum(whole for _, whole in blocks),
         },
     }
+
+
+def bits_per_number(models: Models) -> dict[str, Any]:
+    """Bits of each number, as weights of layers and KV are stored, as they cross the link in passes
+    and as the retrieval model reads them; None where nothing does.
+    """
+    runtime = models.runtime
+    demand, placement = runtime.demand, runtime.placement
+    numbers = sum(prod(shape) for shape in layer_shapes(models.target.config).values())
+    streamed = placement.streamed_layers
+    drafted = None
+    if models.budget:
+        drafted = [_drafted_bytes(models, layer) for layer in range(demand.layers)]
+    dense = 8 * demand.kv.dtype.itemsize
+
+    def bits(sizes: Sequence[int] | None) -> float | None:
+        return 8 * sum(sizes) / (numbers * len(sizes)) if sizes else None
+
+    return {
+        "weights": {
+            "stored": bits(demand.layer_bytes),
+            "link": bits([demand.crossing_bytes(layer, placement) for layer in streamed]),
+            "drafted": bits(drafted),
+        },
+        "kv": {
+            "stored": demand.kv.bits_per_number,
+            "link": demand.kv.bits_per_number if _streams_kv(demand, placement) else None,
+            "drafted": dense if models.budget else None,
+        },
+    }
+
+
+def _streams_kv(demand: Demand, placement: Placement) -> bool:
+    return crossing_bytes(demand, placement) > demand.streamed_bytes(placement)
+
+
+def _drafted_bytes(models: Models, layer: int) -> int:
+    """What the retrieval model reads of a layer."""
+    demand, placement = models.runtime.demand, models.runtime.placement
+    if layer in placement.substituted_layers:
+        return demand.substitute_bytes
+    if models.reads_upper or layer in placement.halved_layers:
+        return demand.layer_bytes[layer] - demand.lower_bytes[layer]
+    return demand.layer_bytes[layer]
 
 
 def rank_stats(runtime: Runtime, context: Context) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from triforce_kernels.streaming import Running, attend_blocks, attend_cache, att
 from offload.conveyor import Conveyor
 from offload.feed import Feed
 from offload.kv.scores import ChunkScores
-from offload.kv.store import KeysValues, KVStore
+from offload.kv.store import KVStore
 from offload.schedule import KV
 
 
@@ -29,7 +29,6 @@ class PassCache:
         self._store = store
         self._conveyor = conveyor
         self._scores = scores
-        self._views: dict[int, KeysValues] = {}
         self._fed: Feed | None = None
 
     def attend(self, layer: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
@@ -51,7 +50,7 @@ class PassCache:
             attention.blocks(*run)
         for index in range(store.on_device(layer), len(homes)):
             with self._conveyor.bring((KV, layer, index), homes[index]) as block:
-                key, value = self._keys_values(block)
+                key, value = store.read(homes[index], block)
                 attention.blocks(key.unsqueeze(0), value.unsqueeze(0))
                 store.settle(layer, index, block)
         return attention.end(layer, keys[:, :end], values[:, :end], feed.visible)
@@ -63,12 +62,6 @@ class PassCache:
         self._fed.check_path(rows)
         self._store.keep(rows)
         self._fed = None
-
-    def _keys_values(self, slot: torch.Tensor) -> KeysValues:
-        views = self._views.get(slot.data_ptr())
-        if views is None:
-            views = self._views[slot.data_ptr()] = self._store.shape.keys_values(slot)
-        return views
 
 
 class PassAttention:

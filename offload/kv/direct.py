@@ -98,7 +98,8 @@ def reads_in_place(device: torch.device) -> bool:
 
 
 def reader(store: KVStore, link: Link, host: HostMemory, collected: ChunkReader) -> Reader:
-    """The one that suits the device of a store's memory."""
-    if reads_in_place(store.tail(0).device):
+    """The one that suits a store, and the device of its memory."""
+    # Planes are decoded by whoever collects chunks of them.
+    if not store.shape.in_planes and reads_in_place(store.tail(0).device):
         return DirectReader(store, link, host, collected)
     return collected

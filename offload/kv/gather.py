@@ -11,17 +11,12 @@ import torch
 from offload.errors import LinkError
 from offload.formats import ALIGNMENT
 from offload.homes import Home
+from offload.kv.block_format import as_chunks
 from offload.kv.sizes import GATHER_BUFFERS
 from offload.kv.store import KVStore
 from offload.link.link import Event, Link
 from offload.memory.device import Allocation, DeviceMemory, put
 from offload.memory.host import HostArena, HostMemory
-
-
-def as_chunks(keys_values: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-    """[2, kv_heads, tokens, head_dim] as its whole chunks, [2, kv_heads, n, chunk, head_dim]."""
-    whole = keys_values.shape[2] // chunk_tokens * chunk_tokens
-    return keys_values[:, :, :whole].unflatten(2, (-1, chunk_tokens))
 
 
 class Reader(Protocol):
@@ -127,11 +122,12 @@ class ChunkReader:
             if index < len(homes) and homes[index].source is not None:
                 crossing.append((homes[index], part))
             else:
-                block = store.tail(layer)
-                if index < len(homes):
-                    block = store.shape.view(homes[index].memory)
                 head, slot, inside = there[:, part]
-                target[layer][:, head, slot] = as_chunks(block, self._chunk)[:, head, inside]
+                if index < len(homes):
+                    found = store.chunks(homes[index], head, inside, self._chunk)
+                else:
+                    found = as_chunks(store.tail(layer), self._chunk)[:, head, inside]
+                target[layer][:, head, slot] = found
             if crossing and following != layer:
                 # Blocks in host memory are neighbours: those on the device come before, the tail
                 # after.
@@ -187,10 +183,8 @@ class ChunkReader:
             for event in home.source.after:
                 self._link.wait_on_host(event)
             heads, _, inside = places[:, part]
-            chunks = as_chunks(shape.view(home.memory), self._chunk)
             end = filled + len(heads)
-            for half in range(2):
-                collected[half, filled:end] = chunks[half, heads, inside]
+            collected[:, filled:end] = self._store.chunks(home, heads, inside, self._chunk)
             filled = end
         event = self._link.to_device(
             buffer.device[:nbytes],

@@ -81,7 +81,7 @@ class PrefillCache:
         for index, home in enumerate(store.homes(layer)):
             with self._conveyor.bring((KV, layer, index), home) as block:
                 place = self.gathered[:, :, index * size : (index + 1) * size]
-                place.copy_(shape.view(block))
+                store.copy(home, block, place)
         tail = store.tail(layer)
         self.gathered[:, :, store.length - tail.shape[2] : store.length] = tail
 

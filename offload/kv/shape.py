@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
 
-from offload.formats import ALIGNMENT, ElementType
+from triforce_kernels.limits import LEAST_EXCEPTIONS, NUMBERS_OF_AN_EXCEPTION
 
-if TYPE_CHECKING:
-    import torch
-
-    KeysValues = tuple[torch.Tensor, torch.Tensor]
+from offload.formats import ElementType, aligned
 
 
 @dataclass(frozen=True)
@@ -19,6 +16,8 @@ class KVShape:
 
     dtype: a torch.dtype where there are tensors; sizes alone need its `itemsize`
     text_tokens: of the longest text; a block that is longer never fills
+    in_planes: whether blocks are kept as `kernels/kv_planes` has them, 12 bits a number, and not
+        as the numbers themselves
     """
 
     layers: int
@@ -27,6 +26,7 @@ class KVShape:
     block_tokens: int
     dtype: ElementType
     text_tokens: int | None = None
+    in_planes: bool = False
 
     @property
     def token_bytes(self) -> int:
@@ -34,9 +34,38 @@ class KVShape:
         return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
 
     @property
+    def dense_block_bytes(self) -> int:
+        """Bytes of a block's numbers: rounded up, so that neighbours in an arena stay aligned."""
+        return aligned(self.token_bytes * self.block_tokens)
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of a block's buffer: rounded up, so that neighbours in an arena stay aligned."""
-        return -(-self.token_bytes * self.block_tokens // ALIGNMENT) * ALIGNMENT
+        """Bytes of a block as it is kept."""
+        return self.planes.nbytes if self.in_planes else self.dense_block_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a place for any block: one that planes have no room for is kept dense."""
+        return max(self.block_bytes, self.dense_block_bytes)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the place where blocks are decoded, one after another."""
+        return self.dense_block_bytes if self.in_planes else 0
+
+    @property
+    def bits_per_number(self) -> float:
+        """Of a block as it is kept, everything counted."""
+        return 8 * self.block_bytes / self.numbers
+
+    @property
+    def numbers(self) -> int:
+        """Of a block."""
+        return 2 * self.kv_heads * self.block_tokens * self.head_dim
+
+    @cached_property
+    def planes(self) -> PlaneBlockLayout:
+        return PlaneBlockLayout.of(2 * self.kv_heads, self.block_tokens, self.head_dim)
 
     def tail_tokens(self, max_pass_tokens: int) -> int:
         """Tokens of a layer's hot tail: a block that fills, and room for a whole pass."""
@@ -49,12 +78,33 @@ class KVShape:
         """Bytes of the hot tail of all layers."""
         return self.token_bytes * self.tail_tokens(max_pass_tokens) * self.layers
 
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A flat uint8 block as [2, kv_heads, block_tokens, head_dim]."""
-        exact = buffer[: self.token_bytes * self.block_tokens].view(self.dtype)
-        return exact.view(2, self.kv_heads, self.block_tokens, self.head_dim)
 
-    def keys_values(self, buffer: torch.Tensor) -> KeysValues:
-        """A flat uint8 block as keys and values, [kv_heads, block_tokens, head_dim] each."""
-        keys, values = self.view(buffer)
-        return keys, values
+@dataclass(frozen=True)
+class PlaneBlockLayout:
+    """Where the parts of a block in planes lie: bytes from its beginning.
+
+    rows: heads of keys and of values; room: exceptions that it has room for
+    """
+
+    rows: int
+    tokens: int
+    head_dim: int
+    room: int
+    upper: int
+    lower: int
+    base: int
+    places: int
+    patterns: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, rows: int, tokens: int, head_dim: int) -> PlaneBlockLayout:
+        numbers = rows * tokens * head_dim
+        room = max(LEAST_EXCEPTIONS, numbers // NUMBERS_OF_AN_EXCEPTION)
+        # What has larger elements comes first, so that each part begins where it may.
+        places, patterns = 0, 4 * room
+        upper = -(-6 * room // 64) * 64
+        lower = upper + numbers
+        base = lower + numbers // 2
+        nbytes = aligned(base + rows * head_dim)
+        return cls(rows, tokens, head_dim, room, upper, lower, base, places, patterns, nbytes)

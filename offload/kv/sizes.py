@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from triforce_kernels.limits import KV_CODED_AT_ONCE, KV_CODING_BYTES
+
 from offload.kv.shape import KVShape
 
 # A copy over an emulated link has about so many bytes: its size costs nothing there.
@@ -27,6 +29,13 @@ def dense_bytes(shape: KVShape, tokens: int) -> int:
 
 def dense_capacity(tokens: int) -> int:
     return -(-tokens // ROUND_TOKENS) * ROUND_TOKENS
+
+
+def coding_bytes(shape: KVShape) -> int:
+    """Device bytes of temporaries while a block is coded or decoded."""
+    if not shape.in_planes:
+        return 0
+    return KV_CODING_BYTES * max(KV_CODED_AT_ONCE, shape.block_tokens * shape.head_dim)
 
 
 def reader_bytes(shape: KVShape, tokens: int) -> int:

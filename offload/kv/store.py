@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 
 import torch
 
 from offload.errors import LinkError
-from offload.homes import DeviceHome, Home, HostHome, MirroredHome
+from offload.homes import DenseHome, DeviceHome, Home, HostHome, MirroredHome
+from offload.kv.block_format import BlockFormat, DenseBlocks, KeysValues, PlaneBlocks
 from offload.kv.blocks import DeviceBlocks
 from offload.kv.shape import KVShape
 from offload.link.link import Event, Link
@@ -16,14 +17,12 @@ from offload.memory.device import DeviceMemory, put
 from offload.memory.host import HostBlocks
 from offload.schedule import KV
 
-KeysValues = tuple[torch.Tensor, torch.Tensor]
-
 
 class KVStore:
     """KV of one text.
 
-    Tokens [0, tail_start) of every layer lie in blocks of block_tokens; the rest lie in the hot
-    tail, which also takes the rows of a pass before any of them is kept. The length changes in
+    Tokens [0, tail_start) of every layer lie in blocks, kept as the shape says; the rest lie in the
+    hot tail, which also takes the rows of a pass before any of them is kept. The length changes in
     `keep`, `commit_fill` and `roll_back` alone. A full tail block moves out when its last row is
     kept: it is first copied to a staging slot on the device, so the tail is free at once while the
     link carries the block out behind it.
@@ -44,11 +43,12 @@ class KVStore:
         host_blocks: HostBlocks,
         link: Link,
         staging: Sequence[torch.Tensor],
+        dense_blocks: HostBlocks | None = None,
     ) -> None:
         """resident_blocks: for each layer, how many of its first blocks stay on the device.
 
-        staging: flat uint8 device buffers of one block each; needed if any block goes to the host.
-        Raises DoesNotFitError.
+        staging: flat uint8 device buffers of any one block each; needed if any goes to the host.
+        dense_blocks: for blocks that planes have no room for. Raises DoesNotFitError.
         """
         self.shape = shape
         self.length = 0
@@ -57,18 +57,24 @@ class KVStore:
         self._tail_start = 0
         self._memory = memory
         self._host_blocks = host_blocks
+        self._dense_blocks = dense_blocks
         self._link = link
         self._staging = list(staging)
         self._staged: list[Event | None] = [None] * len(self._staging)
         self._next_staging = 0
         self._homes: list[list[Home]] = [[] for _ in range(shape.layers)]
         self._mirror: DeviceBlocks | None = None
-        self._tail_allocation = memory.allocate(shape.tail_bytes(max_pass_tokens), "KV tail")
-        try:
+        with ExitStack() as undo:
+            self._tail_allocation = memory.allocate(shape.tail_bytes(max_pass_tokens), "KV tail")
+            undo.callback(memory.free, self._tail_allocation)
+            self._scratch = memory.allocate(shape.scratch_bytes, "KV decoding")
+            undo.callback(memory.free, self._scratch)
             self._resident = DeviceBlocks(shape, resident_blocks, memory, "resident KV")
-        except BaseException:
-            memory.free(self._tail_allocation)
-            raise
+            undo.pop_all()
+        self._dense = DenseBlocks(shape)
+        self._format: BlockFormat = self._dense
+        if shape.in_planes:
+            self._format = PlaneBlocks(shape, self._scratch.bytes)
         self._tail = self._tail_allocation.bytes.view(shape.dtype).view(
             shape.layers,
             2,
@@ -96,20 +102,46 @@ class KVStore:
     def on_device(self, layer: int) -> int:
         """How many of the layer's blocks are on the device: its first ones."""
         homes = self._homes[layer]
-        least = min(len(homes), self._resident.counts[layer])
-        streamed = (i for i in range(least, len(homes)) if homes[i].source is not None)
+        streamed = (i for i, home in enumerate(homes) if home.source is not None)
         return next(streamed, len(homes))
 
-    def runs(self, layer: int) -> list[KeysValues]:
+    def runs(self, layer: int) -> Iterator[KeysValues]:
         """The layer's blocks on the device, keys and values [blocks, kv_heads, block_tokens,
-        head_dim] each, those that lie side by side together; in token order.
+        head_dim] each, in token order: those that lie side by side together, or, where they have to
+        be decoded, one by one, each valid until the next.
         """
         count = self.on_device(layer)
+        if self.shape.in_planes:
+            for home in self._homes[layer][:count]:
+                keys, values = self.read(home, home.memory)
+                yield keys.unsqueeze(0), values.unsqueeze(0)
+            return
         resident = min(count, self._resident.counts[layer])
-        runs = [self._resident.run(layer, resident)] if resident else []
+        if resident:
+            yield tuple(self._resident.run(layer, resident))
         if count > resident:
-            runs.append(self._mirror.run(layer, count - resident))
-        return [(keys, values) for keys, values in runs]
+            yield tuple(self._mirror.run(layer, count - resident))
+
+    def read(self, home: Home, block: torch.Tensor) -> KeysValues:
+        """Keys and values of a block, [kv_heads, block_tokens, head_dim] each, valid until the next
+        read. block: the home's bytes, on the device
+        """
+        return self._format_of(home).read(block).unbind()
+
+    def copy(self, home: Home, block: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies a block to [2, kv_heads, block_tokens, head_dim]. block: the home's bytes, on the
+        device
+        """
+        self._format_of(home).copy(block, target)
+
+    def chunks(
+        self, home: Home, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
+    ) -> torch.Tensor:
+        """Some chunks of a block where it lies, [2, n, tokens, head_dim], to draft with.
+
+        heads, chunks: [n] int64 where the block lies: KV heads, and chunks of the block
+        """
+        return self._format_of(home).chunks(home.memory, heads, chunks, tokens)
 
     def tail(self, layer: int, rows: int = 0) -> torch.Tensor:
         """[2, kv_heads, tokens, head_dim]: what is kept in the tail, and so many rows behind it."""
@@ -255,8 +287,9 @@ class KVStore:
         self._homes = []
         self.reclaim()
         self._memory.free(self._tail_allocation)
+        self._memory.free(self._scratch)
         self._resident.close()
-        del self._tail, self._rooms
+        del self._tail, self._rooms, self._format
 
     def _move_out_tail_block(self) -> None:
         block_tokens = self.shape.block_tokens
@@ -272,19 +305,26 @@ class KVStore:
         homes = self._homes[layer]
         index = len(homes)
         self.version += 1
-        if index < self._resident.counts[layer]:
+        has_room = True
+        if index < self._resident.counts[layer] and self.on_device(layer) == index:
             buffer = self._resident.buffer(layer, index)
-            self.shape.view(buffer).copy_(keys_values)
-            homes.append(DeviceHome(buffer))
-            return
+            has_room = self._format.write(buffer, keys_values)
+            if has_room:
+                homes.append(DeviceHome(buffer))
+                return
         slot = self._take_staging()
-        self.shape.view(self._staging[slot]).copy_(keys_values)
-        host = self._host_blocks.take()
+        block = self._staging[slot][: self._format.nbytes]
+        if has_room and self._format.write(block, keys_values):
+            host, made = self._host_blocks.take(), HostHome
+        else:
+            block = self._staging[slot][: self._dense.nbytes]
+            self._dense.write(block, keys_values)
+            host, made = self._dense_blocks.take(), DenseHome
         after = (self._link.record(),)
-        written = self._link.to_host(host, self._staging[slot], after, (KV, layer, index))
+        written = self._link.to_host(host, block, after, (KV, layer, index))
         self._staged[slot] = written
-        homes.append(HostHome(host, written))
-        self.settle(layer, index, self._staging[slot])
+        homes.append(made(host, written))
+        self.settle(layer, index, block)
 
     def _recall(self, layer: int, home: Home, tokens: int) -> None:
         """Puts the first tokens of a block at the beginning of the tail."""
@@ -292,11 +332,15 @@ class KVStore:
             block = home.memory
         else:
             slot = self._take_staging()
-            block = self._staging[slot]
+            block = self._staging[slot][: home.memory.numel()]
             after = (*home.source.after, self._link.record())
             self._link.wait(self._link.to_device(block, home.memory, after, (KV, layer)))
             self._staged[slot] = None
-        self._tail[layer, :, :, :tokens] = self.shape.view(block)[:, :, :tokens]
+        kept = self._format_of(home).read(block)
+        self._tail[layer, :, :, :tokens] = kept[:, :, :tokens]
+
+    def _format_of(self, home: Home) -> BlockFormat:
+        return self._dense if isinstance(home, DenseHome) else self._format
 
     def _take_staging(self) -> int:
         """The next staging slot, once what it held has left."""
@@ -310,10 +354,15 @@ class KVStore:
         place = index - self._resident.counts[layer]
         if self._mirror is None or not 0 <= place < self._mirror.counts[layer]:
             return None
+        # Behind a block that must stream all do, so that those on the device are the first ones.
+        if any(isinstance(home, DenseHome) for home in self._homes[layer][: index + 1]):
+            return None
         return self._mirror.buffer(layer, place)
 
     def _give_back(self, home: Home) -> None:
         if isinstance(home, MirroredHome):
             home = home.host
-        if isinstance(home, HostHome):
+        if isinstance(home, DenseHome):
+            self._dense_blocks.give_back(home.memory)
+        elif isinstance(home, HostHome):
             self._host_blocks.give_back(home.memory)

@@ -27,6 +27,7 @@ from triforce_kernels.blocks import FUSED, BlockWeight, block_matmul, decode
 from triforce_kernels.dispatch import KERNELS
 from triforce_kernels.gather import ChunkSource, gather_chunks
 from triforce_kernels.int4 import int4_matmul, quantise
+from triforce_kernels.kv_planes import KVPlanes, decode_block, encode_block
 from triforce_kernels.layer import rms_norm, rope_into, swiglu
 from triforce_kernels.planes import decode as decode_planes
 from triforce_kernels.planes import decode_rows, encode, plane_matmul
@@ -40,7 +41,7 @@ from triton.runtime import JITFunction, driver
 
 LAUNCHERS = (
     "streaming", "scoring", "selection", "gather", "layer", "sampling", "int4", "blocks",
-    "planes", "upper",
+    "planes", "upper", "kv_planes",
 )  # fmt: skip
 
 
@@ -189,6 +190,17 @@ def launch_others(dtype: torch.dtype) -> None:
     for rows in (1, 64):
         plane_matmul(empty(rows, 4096), weight)
         upper_matmul(empty(rows, 4096), UpperWeight.of(weight))
+    heads, tokens, head_dim, room = 4, 64, 128, 32
+    block = torch.zeros(heads, tokens, head_dim, dtype=torch.bfloat16)
+    coded = KVPlanes(
+        torch.zeros(heads, tokens, head_dim, dtype=torch.uint8),
+        torch.zeros(heads, tokens, head_dim // 2, dtype=torch.uint8),
+        torch.zeros(heads, head_dim, dtype=torch.uint8),
+        torch.zeros(room, dtype=torch.int32),
+        torch.zeros(room, dtype=torch.int16),
+    )
+    encode_block(block, coded)
+    decode_block(coded, block)
     for name in FUSED:
         kind = ALL_TYPES[name]
         data = torch.zeros(64, kind.row_bytes(4096), dtype=torch.uint8)

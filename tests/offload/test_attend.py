@@ -123,7 +123,7 @@ def test_rows_of_a_tree_see_their_ancestors_and_a_path_of_them_is_kept() -> None
         parts = []
         for index, home in enumerate(store.homes(layer)):
             with conveyor.bring((KV, layer, index), home) as block:
-                parts.append(SHAPE.view(block).clone())
+                parts.append(torch.stack(store.read(home, block)))
         seen = torch.cat([*parts, store.tail(layer)], 2)
         keys, values = (text.qkv[rows, HEADS + i : HEADS + i + 2].transpose(0, 1) for i in (0, 2))
         assert torch.equal(seen, torch.stack((keys, values)))

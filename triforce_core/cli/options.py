@@ -10,6 +10,7 @@ from typing import Any
 from triforce_core.settings import (
     AUTO,
     DTYPE_NAMES,
+    KV_FORMATS,
     WEIGHTS,
     EngineConfig,
     MachineSettings,
@@ -83,6 +84,13 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         "same to the last bit",
         EngineConfig,
         choices=WEIGHTS,
+    )
+    add(
+        "kv",
+        "planes: blocks of bfloat16 in 12 bits a number, the same to the last bit; auto: so on a "
+        "GPU where some KV would stream",
+        EngineConfig,
+        choices=KV_FORMATS,
     )
     add(
         "pin",

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from offload.errors import DoesNotFitError, UsageError
+from offload.errors import UsageError
 from offload.files import Output, check_outputs
 from offload.formats import DTYPES
 from offload.kv.sizes import COPY_BYTES
@@ -50,7 +50,7 @@ def plan(args: argparse.Namespace) -> int:
     case = _case(args)
     if args.sweep or args.plot:
         return _sweep(args, case)
-    chosen = _of_file(args, case) if args.plan else _chosen(args, case)
+    chosen = _of_file(args, case) if args.plan else choose(case)
     prediction = predict(chosen)
     compared = None
     if args.compare:
@@ -70,23 +70,6 @@ def plan(args: argparse.Namespace) -> int:
     else:
         print_plan(chosen.case, args.model, prediction, chosen, compared)
     return 0
-
-
-def _chosen(args: argparse.Namespace, case: Case) -> Candidate:
-    """The best plan. On the emulated device, where decoding takes longer than reading, quantised
-    weights are planned both ways.
-    """
-    if not (case.pieces and case.hardware.emulated and args.weights == AUTO):
-        return choose(case)
-    plans, refused = [], None
-    for each in (case, replace(case, pieces=None)):
-        try:
-            plans.append(choose(each))
-        except DoesNotFitError as error:
-            refused = refused or error
-    if refused and not plans:
-        raise refused
-    return min(plans, key=lambda plan: plan.seconds_per_token)
 
 
 def _case(args: argparse.Namespace) -> Case:
@@ -115,6 +98,9 @@ def _case(args: argparse.Namespace) -> Case:
     weights = args.weights
     if weights == AUTO and planned:
         weights = planned.weights
+    kv = args.kv
+    if kv == AUTO and planned:
+        kv = planned.kv
     case = Case(
         config=config,
         hardware=_hardware(args, config, dtype.itemsize, planned.gpus if planned else 1),
@@ -126,12 +112,12 @@ def _case(args: argparse.Namespace) -> Case:
         draft_config=draft_config,
         pieces=None if weights in (DENSE, PLANES) else shape.pieces,
         planes=weights == PLANES,
+        kv_planes=kv == PLANES,
+        auto=frozenset(n for n, kept in (("weights", weights), ("kv", kv)) if kept == AUTO),
         method=method,
     )
     if case.hardware.emulated:
         case = replace(case, dtype=DTYPES["float32"], block_bytes=COPY_BYTES)
-    if case.planes and case.dtype.name != "bfloat16":
-        raise UsageError(f"planes hold bfloat16, and weights are in {case.dtype.name} here")
     case.check()
     fixed: dict[str, object] = {}
     for name, least, most in (

@@ -15,7 +15,14 @@ from triforce_core.planner.acceptance_curve import (
     MODEL_ACCEPTANCE,
     NGRAM_ACCEPTANCE,
 )
-from triforce_core.settings import AUTO, DEFAULT_BUDGET, DRAFT_WEIGHTS, METHODS, WEIGHTS
+from triforce_core.settings import (
+    AUTO,
+    DEFAULT_BUDGET,
+    DRAFT_WEIGHTS,
+    KV_FORMATS,
+    METHODS,
+    WEIGHTS,
+)
 
 SWEEPS = ("context", "gpus", "link")
 DEFAULT_CONTEXT = 131072
@@ -76,7 +83,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default=AUTO,
         choices=WEIGHTS,
         help="of a quantised model: stored as they are, which is auto, or dense in --dtype; of one "
-        "in bfloat16: planes of 12 bits a number",
+        "in bfloat16: planes of 12 bits a number, or dense (auto: the faster, of KV too)",
+    )
+    add(
+        "--kv",
+        default=AUTO,
+        choices=KV_FORMATS,
+        help="of a model in bfloat16: blocks in planes of 12 bits a number, or dense",
     )
     add(
         "--draft-weights",

@@ -55,7 +55,8 @@ class Case:
     """What is planned for. draft_config: of a small model that drafts, None for n-grams.
 
     pieces: of its matrices, if they are kept as they are quantised; planes: whether they are kept
-        in such
+        in such; kv_planes: whether KV is
+    auto: which of "weights" and "kv" may also be kept otherwise, if that is faster
     method: what a plan leaves as it is: how chunks are chosen, how drafts are accepted; and what
         drafts, if that is not `auto`
     fixed: what the user set of a plan: "method", "budget", "draft_tokens", "inner_draft_tokens",
@@ -72,6 +73,8 @@ class Case:
     draft_config: ModelConfig | None = None
     pieces: Pieces | None = None
     planes: bool = False
+    kv_planes: bool = False
+    auto: frozenset[str] = frozenset()
     block_bytes: int = BLOCK_BYTES
     method: MethodSettings = field(default_factory=MethodSettings)
     fixed: dict[str, object] = field(default_factory=dict)
@@ -100,6 +103,11 @@ class Case:
         """As EngineConfig has it."""
         return PLANES if self.planes else STORED if self.pieces else DENSE
 
+    @property
+    def kv(self) -> str:
+        """As EngineConfig has it."""
+        return PLANES if self.kv_planes else DENSE
+
     @cached_property
     def costs(self) -> Costs:
         return Costs(self.rank, self.dtype, self.hardware, MatrixBytes.of(self.layouts))
@@ -119,6 +127,11 @@ class Case:
     def length(self) -> int:
         """Tokens in the cache half way through decoding."""
         return self.context - self.new_tokens // 2
+
+    @property
+    def gathers_through_host(self) -> bool:
+        """Whether the host puts retrieved chunks together, as it does where they are in planes."""
+        return self.kv_planes or not self.hardware.asynchronous
 
     @property
     def library_bytes(self) -> int:
@@ -156,6 +169,9 @@ class Case:
     def check(self) -> None:
         """Raises UsageError for a context that the model cannot have, or planes that it has not."""
         self.method.check_weights(self.weights)
+        if (self.planes or self.kv_planes) and self.dtype.name != "bfloat16":
+            what = "weights are" if self.planes else "KV is"
+            raise UsageError(f"planes hold bfloat16, and {what} in {self.dtype.name} here")
         positions = self.config.positions
         if self.context > positions:
             raise UsageError(
@@ -248,7 +264,7 @@ def candidates(
     fitted = _fit(case, method)
     placement = _placed_on_host(case, fitted.demand, fitted.placement)
     chosen = Plan.of(method, fitted.demand, placement, fitted.budget)
-    chosen = replace(chosen, gpus=case.hardware.gpus, weights=case.weights)
+    chosen = replace(chosen, gpus=case.hardware.gpus, weights=case.weights, kv=case.kv)
     return [
         evaluate(
             case,
@@ -307,8 +323,9 @@ def _fit(case: Case, method: MethodSettings) -> Fitted:
         block_bytes=case.block_bytes,
         graphs=hardware.asynchronous,
         splits=MOST_SPLITS if hardware.asynchronous else 1,
-        gathers_through_host=not hardware.asynchronous,
+        gathers_through_host=case.gathers_through_host,
         layouts=case.layouts,
+        kv_in_planes=case.kv_planes,
     )
     available = hardware.memory_bytes - case.library_bytes
     if "resident_kv_blocks" in case.fixed:
@@ -381,4 +398,4 @@ def _refresh_seconds(case: Case, chosen: Plan, demand: Demand) -> float:
     chunks = case.length // case.chunk_tokens * shape.layers * shape.kv_heads
     seconds = costs.piece(chunks * 40.0 + moved, 0, launches)
     seconds += moved / hardware.stream_bytes_per_second
-    return seconds if hardware.asynchronous else seconds + moved / GATHER_BYTES_PER_SECOND
+    return seconds + moved / GATHER_BYTES_PER_SECOND if case.gathers_through_host else seconds

@@ -14,6 +14,7 @@ from itertools import pairwise
 from math import prod
 
 from offload.formats import ElementType
+from offload.kv.shape import KVShape
 from offload.machine.profiles import Hardware
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.tensors import MatrixBytes, dense_layouts, kv_shape, layer_shapes
@@ -132,6 +133,14 @@ class Costs:
         )
         scores = (nbytes - keys * shape.token_bytes) / hardware.memory_bytes_per_second
         return self._launched(products + scores, launches, recorded)
+
+    def decode_block(self, shape: KVShape) -> float:
+        """What a block of KV takes to become the numbers that are attended to."""
+        if not shape.in_planes:
+            return 0.0
+        decoding = shape.numbers * self.hardware.decode_seconds_per_number
+        # The numbers, and their exceptions.
+        return decoding + self.piece(shape.block_bytes + shape.dense_block_bytes, 0, 2)
 
     def merge(self, tokens: int, parts: int) -> float:
         rows = tokens * self.config.heads * self.config.head_dim

@@ -13,7 +13,7 @@ from offload.files import Output
 from offload.machine.profiles import same_card
 from offload.placement import LAYER_LISTS, Demand, Placement
 from triforce_core.model.config import ModelConfig
-from triforce_core.settings import AUTO, WEIGHTS, EngineConfig, MethodSettings
+from triforce_core.settings import AUTO, KV_FORMATS, PLANES, WEIGHTS, EngineConfig, MethodSettings
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Plan:
     context_tokens: prompt and new tokens that it was made for
     block_tokens: of a KV block
     method: its budget is None where there is no retrieval cache
-    weights: as EngineConfig has it
+    weights, kv: as EngineConfig has them
     gpus: how many it was made for
     made_for: the model's name, its shape in words, the device: None where nobody said
     predicted: figures of the simulation it was chosen by; of no use to a run
@@ -34,6 +34,7 @@ class Plan:
     method: MethodSettings
     placement: Placement
     weights: str = AUTO
+    kv: str = AUTO
     gpus: int = 1
     made_for: Mapping[str, str] | None = None
     predicted: Mapping[str, Any] | None = None
@@ -46,6 +47,8 @@ class Plan:
                 raise UsageError(f"{name} of a plan cannot be {value!r}")
         if self.weights not in WEIGHTS:
             raise UsageError(f"weights of a plan cannot be {self.weights!r}")
+        if self.kv not in KV_FORMATS:
+            raise UsageError(f"kv of a plan cannot be {self.kv!r}")
         for name in ("made_for", "predicted"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, Mapping):
@@ -101,8 +104,13 @@ class Plan:
 
     def as_run(self, taken: Plan) -> Plan:
         """The same with what an engine says otherwise in passing: names and predictions."""
-        weights = taken.weights if self.weights == AUTO else self.weights
-        return replace(self, made_for=taken.made_for, predicted=taken.predicted, weights=weights)
+        return replace(
+            self,
+            made_for=taken.made_for,
+            predicted=taken.predicted,
+            weights=taken.weights if self.weights == AUTO else self.weights,
+            kv=taken.kv if self.kv == AUTO else self.kv,
+        )
 
     def config(self, like: EngineConfig) -> EngineConfig:
         """What an engine is made with by it. like: the rest, a longest context of its own among it.
@@ -115,6 +123,7 @@ class Plan:
             method=self.method,
             max_context=like.max_context or self.context_tokens,
             weights=self.weights if like.weights == AUTO else like.weights,
+            kv=self.kv if like.kv == AUTO else like.kv,
             block_tokens=self.block_tokens,
             placement=self.placement,
         )
@@ -133,6 +142,8 @@ class Plan:
             ),
             f"{resident} of {kv_blocks} KV blocks of {self.block_tokens} tokens resident",
         ]
+        if planes := [n for n in ("weights", "kv") if getattr(self, n) == PLANES]:
+            parts.append(f"{' and '.join(planes).replace('kv', 'KV')} in planes")
         if self.budget:
             drafting = f"retrieval budget {self.budget}"
             if substituted := len(placement.substituted_layers):
@@ -191,6 +202,6 @@ _OWN = tuple(f.name for f in fields(Plan) if f.name not in ("method", "placement
 # What a plan may lack: files from before there was such a choice do.
 _OPTIONAL = {
     "gpus", "made_for", "predicted", "chunk_size", "retrieval", "accept", "draft_weights",
-    "weights", "lent_kv_blocks", "substituted_layers",
+    "weights", "kv", "lent_kv_blocks", "substituted_layers",
     "file_layers", "halved_layers",
 }  # fmt: skip

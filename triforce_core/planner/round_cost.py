@@ -174,6 +174,7 @@ class RoundCost:
         merge = costs.merge(tokens, self._blocks + 1)
         return {
             Kind.BEFORE: costs.before(tokens),
-            Kind.BLOCK: costs.attend(tokens, block, scored=self.scored),
+            Kind.BLOCK: costs.attend(tokens, block, scored=self.scored)
+            + costs.decode_block(self.demand.kv),
             Kind.AFTER: tail + merge + costs.after(tokens),
         }

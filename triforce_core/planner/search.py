@@ -18,9 +18,37 @@ INNER_DRAFTS = (1, 2, 3, 4, 6, 8)
 
 
 def choose(case: Case) -> Candidate:
-    """The best plan of the grid. Raises UsageError, or DoesNotFitError that names the shortest way
-    to fit.
+    """The best plan, with weights and KV kept in whichever way is fastest. Raises UsageError, or
+    DoesNotFitError that names the shortest way to fit.
     """
+    plans, refused = [], None
+    for each in _ways(case):
+        try:
+            plans.append(_choose(each))
+        except DoesNotFitError as error:
+            refused = refused or error
+    if refused and not plans:
+        raise refused
+    return min(plans, key=lambda plan: plan.seconds_per_token)
+
+
+def _ways(case: Case) -> list[Case]:
+    """The case with what is auto kept in each way that may be the fastest: in bfloat16, in planes;
+    and dense if it is quantised, on the emulated device, where decoding takes longer than reading.
+    """
+    ways = [case]
+    if "weights" in case.auto:
+        if case.pieces and case.hardware.emulated:
+            ways.append(replace(case, pieces=None))
+        elif not case.pieces and case.dtype.name == "bfloat16":
+            ways.append(replace(case, planes=True))
+    if "kv" in case.auto and case.dtype.name == "bfloat16":
+        ways += [replace(each, kv_planes=True) for each in ways]
+    return ways
+
+
+def _choose(case: Case) -> Candidate:
+    """The best plan of the grid."""
     case.check()
     fitting: list[Candidate] = []
     refused: DoesNotFitError | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from offload.errors import UsageError
 from offload.formats import ElementType
 from offload.kv.shape import KVShape
-from offload.kv.sizes import COPY_BYTES, reader_bytes
+from offload.kv.sizes import COPY_BYTES, coding_bytes, reader_bytes
 from offload.layouts import FlatLayout
 from offload.placement import Demand
 from triforce_core.model.config import ModelConfig
@@ -65,6 +65,7 @@ class Wanted:
     gathers_through_host: whether the host puts retrieved chunks together (`kv/gather`); where it
         should not have to, what that takes is found when it does
     widens: whether products of half precision are made in float32 (`kernels/linear`)
+    kv_in_planes: whether blocks of KV are kept in planes
     """
 
     config: ModelConfig
@@ -79,6 +80,7 @@ class Wanted:
     gathers_through_host: bool = True
     layouts: Layouts | None = None
     widens: bool = False
+    kv_in_planes: bool = False
 
     @property
     def weights(self) -> Layouts:
@@ -121,7 +123,8 @@ class Wanted:
             reading_bytes=reading_bytes(
                 config, self.max_context, PREFILL_CHUNK, shape.block_tokens, scored, itemsize
             )
-            + self._product_bytes(read_at_once),
+            + self._product_bytes(read_at_once)
+            + coding_bytes(shape),
             pass_bytes=pass_bytes(
                 config,
                 self.max_context,
@@ -131,7 +134,8 @@ class Wanted:
                 itemsize,
                 self.splits,
             )
-            + self._product_bytes(verified),
+            + self._product_bytes(verified)
+            + coding_bytes(shape),
             kv=shape,
             context_tokens=self.max_context,
             max_pass_tokens=verified,
@@ -173,7 +177,12 @@ class Wanted:
         )
         if chunk > tokens:
             raise UsageError(f"chunk_size {chunk} is more than the {tokens} tokens of a block")
-        return replace(shape, block_tokens=tokens, text_tokens=self.max_context)
+        return replace(
+            shape,
+            block_tokens=tokens,
+            text_tokens=self.max_context,
+            in_planes=self.kv_in_planes,
+        )
 
     def _gather_bytes(self, shape: KVShape, budget: int) -> int:
         if not budget or not self.gathers_through_host:

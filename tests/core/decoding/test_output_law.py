@@ -187,6 +187,7 @@ BY_PLANES: dict[str, dict[str, object]] = {
     "upper": {"placement": PLACEMENTS["kv-in-part"]},
     "halved": {"placement": Placement((0,), False, 1, 1, 2, 1, halved_layers=(0,))},
     "noise": {"placement": PLACEMENTS["kv-in-part"]},
+    "kv": {"placement": PLACEMENTS["kv-in-part"], "kv": "planes"},
 }
 
 

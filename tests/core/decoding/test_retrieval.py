@@ -50,7 +50,7 @@ def full_kv(cache: RetrievalCache, layer: int) -> torch.Tensor:
     for home in store.homes(layer):
         for event in home.source.after if home.source else ():
             cache._reader._link.wait_on_host(event)
-        parts.append(store.shape.view(home.memory))
+        parts.append(torch.stack(store.read(home, home.memory)))
     parts.append(store.tail(layer))
     return torch.cat(parts, 2)
 

@@ -1,0 +1,152 @@
+"""KV in planes: bitwise what dense blocks of bfloat16 give, in three quarters of the bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import BLOCK, PLACEMENTS, placed, random_ids
+from triforce_kernels import kv_planes
+
+from offload.errors import UsageError
+from offload.homes import DenseHome
+from offload.kv.store import KVStore
+from offload.placement import Placement
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.context import Context
+
+PROMPT, NEW = random_ids(75), 40
+
+
+def engine(path: Path, kv: str, **options: object) -> Engine:
+    options = {"device": "cpu", "dtype": "bfloat16", "max_context": 120, **options}
+    return Engine.from_pretrained(path, kv=kv, block_tokens=BLOCK, **options)
+
+
+def with_slots(placement: Placement) -> Placement:
+    """A block that planes have no room for streams, at every placement."""
+    return placement.with_slots()
+
+
+@pytest.fixture(params=["as they are", "some without room"])
+def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Also where every third block has more exceptions than its planes take."""
+    if request.param != "as they are":
+        calls = iter(range(10**9))
+        encode = kv_planes.encode_block
+
+        def some(keys_values: torch.Tensor, into: kv_planes.KVPlanes) -> bool:
+            return encode(keys_values, into) and next(calls) % 3 != 1
+
+        monkeypatch.setattr("offload.kv.block_format.encode_block", some)
+    return request.param
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mqa", "llama-head-dim", "qwen3"])
+@pytest.mark.parametrize("placement", ["resident", "kv-in-part", "both-one-slot"])
+def test_logits_are_bitwise_those_of_dense_kv(tiny, room, family: str, placement: str) -> None:
+    path, _ = tiny(family)
+    logits = []
+    for kv in ("dense", "planes"):
+        where = with_slots(PLACEMENTS[placement])
+        options = {"method": "speculative", "draft_tokens": 4, "placement": where}
+        with engine(path, kv, **options) as running:
+            context = Context(running.models)
+            read = context.read(PROMPT, 8, lambda layer: None).logits
+            fed = [context.feed_one(torch.tensor([5]), more=True) for _ in range(NEW)]
+            several = context.verify(torch.tensor([7, 8, 9]))
+            context.close()
+        logits.append(torch.cat((read, *fed, several)))
+    dense, planes = logits
+    assert dense.std() > 1e-3, "it would be no test"
+    assert torch.equal(planes, dense)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_texts_are_the_same_at_every_placement(tiny, room, placement: str) -> None:
+    """Also when a text goes on from one before it, whose last block comes back to the tail."""
+    path, _ = tiny("llama")
+    params = SamplingParams(NEW, temperature=0.8, top_p=0.9, seed=3)
+    options = placed(placement, {"budget": 32, "accept": "coupled", "draft_tokens": 4})
+    options["placement"] = with_slots(options["placement"])
+    texts = []
+    for kv in ("dense", "planes"):
+        with engine(path, kv, **options) as running:
+            result = running.generate(PROMPT, params)
+            again = running.generate([*PROMPT[:50], 3, 4, 5], params)
+            assert again.stats["reused_tokens"] == 50
+        texts.append((result.token_ids, again.token_ids))
+        memory = result.stats["memory"]
+        assert memory["device_peak_bytes"] <= memory["device_budget_bytes"]
+    assert texts[0] == texts[1]
+
+
+def test_blocks_without_room_are_dense_ones_that_stream(tiny, monkeypatch) -> None:
+    path, _ = tiny("llama")
+    homes: list[list] = []
+    close = KVStore.close
+
+    def closing(store: KVStore) -> None:
+        homes.extend(list(store.homes(layer)) for layer in range(store.shape.layers))
+        close(store)
+
+    monkeypatch.setattr(KVStore, "close", closing)
+    monkeypatch.setattr("offload.kv.block_format.encode_block", lambda *_: False)
+    where = with_slots(PLACEMENTS["resident"])
+    with engine(path, "planes", method="autoregressive", placement=where) as running:
+        result = running.generate(PROMPT, SamplingParams(8, temperature=0))
+    assert homes
+    assert all(isinstance(home, DenseHome) for layer in homes for home in layer)
+    dense = running.runtime.demand.kv.dense_block_bytes
+    assert {home.memory.numel() for layer in homes for home in layer} == {dense}
+    assert result.stats["link"]["bytes_to_device"] > 0
+
+
+def test_three_quarters_cross_the_link_and_lie_on_the_host(tiny) -> None:
+    path, _ = tiny("llama-mha")
+    found = []
+    for kv in ("dense", "planes"):
+        options = {"method": "autoregressive", "placement": PLACEMENTS["kv"], "max_context": 512}
+        with Engine.from_pretrained(
+            path, kv=kv, dtype="bfloat16", device="cpu", block_tokens=128, **options
+        ) as running:
+            stats = running.generate(random_ids(400), SamplingParams(8, temperature=0)).stats
+            assert running.plan.kv == kv
+            taken = running.runtime.host_blocks.taken_bytes
+        found.append((stats["link"]["bytes_to_device"], taken))
+        bits = stats["bits_per_number"]["kv"]
+        assert bits["stored"] == bits["link"]
+    for dense, planes in zip(*found, strict=True):
+        assert dense
+        assert planes < 0.77 * dense
+    assert bits["stored"] < 12.3, "blocks of 128 tokens, whose bases take 8 / 128 bits"
+
+
+def test_auto_keeps_dense_blocks_on_a_cpu(tiny) -> None:
+    path, _ = tiny("llama")
+    with engine(path, "auto", placement=PLACEMENTS["kv"]) as running:
+        assert running.plan.kv == "dense"
+
+
+def test_a_plan_keeps_what_it_was_made_with(tiny, tmp_path) -> None:
+    path, _ = tiny("llama")
+    with engine(path, "planes", placement=PLACEMENTS["kv"]) as running:
+        running.plan.write(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["kv"] == "planes"
+    with Engine.from_pretrained(
+        path, device="cpu", dtype="bfloat16", plan=tmp_path / "plan.json"
+    ) as running:
+        assert running.plan.kv == "planes"
+        assert running.runtime.demand.kv.in_planes
+
+
+def test_what_cannot_be_in_planes_is_refused(tiny) -> None:
+    path, _ = tiny("llama")
+    with pytest.raises(UsageError, match="planes hold bfloat16, and KV is in float32 here"):
+        engine(path, "planes", dtype="float32")
+    with pytest.raises(UsageError, match="kv 'halves' is not one of auto, dense, planes"):
+        engine(path, "halves")
+    with pytest.raises(UsageError, match="needs KV slots"):
+        engine(path, "planes", placement=PLACEMENTS["resident"])

@@ -1,0 +1,156 @@
+"""P1 of KV: a block in planes is the block, to the last bit, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import DEVICE
+from triforce_kernels.kv_planes import KVPlanes, decode_block, decode_chunks, encode_block
+
+from offload.kv.shape import KVShape
+
+HEADS, TOKENS, HEAD_DIM = 4, 40, 16
+ROOM = 32
+
+
+def planes(heads: int = HEADS, tokens: int = TOKENS, head_dim: int = HEAD_DIM) -> KVPlanes:
+    """Of what holds anything."""
+
+    def of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.full(shape, 0x5A, device=DEVICE).to(dtype)
+
+    return KVPlanes(
+        of(torch.uint8, heads, tokens, head_dim),
+        of(torch.uint8, heads, tokens, head_dim // 2),
+        of(torch.uint8, heads, head_dim),
+        of(torch.int32, max(ROOM, heads * tokens * head_dim // 1024)),
+        of(torch.int16, max(ROOM, heads * tokens * head_dim // 1024)),
+    )
+
+
+def normal(heads: int = HEADS, tokens: int = TOKENS, head_dim: int = HEAD_DIM) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(heads, tokens, head_dim, generator=generator).bfloat16().to(DEVICE)
+
+
+def of_each_kind() -> torch.Tensor:
+    """Numbers that planes list, of each kind, and the first number of the block among them."""
+    block = normal()
+    block[0, 0, 0] = block[3, 39, 15] = 1e-30
+    block[0, 1, 2], block[1, 5, 8] = torch.inf, -torch.inf
+    block[2, 7, 7] = torch.nan
+    block[2, 8, 7] = 1e-40
+    block[:, 9] = 0.0
+    block[:, 10] = -0.0
+    return block
+
+
+def patterns() -> torch.Tensor:
+    """Every pattern of 16 bits, of one exponent and sign in each channel but for the first two
+    heads, which are zeros, subnormals, infinities and NaN.
+    """
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    return every.view(torch.bfloat16).view(4, 128, 128).transpose(1, 2).contiguous().to(DEVICE)
+
+
+BLOCKS = {
+    "normal": normal,
+    "of each kind": of_each_kind,
+    "a channel of one value": lambda: normal().index_fill(
+        2, torch.tensor([3], device=DEVICE), -7.0
+    ),
+    "channels of other scales": lambda: (
+        normal() * torch.logspace(-30, 30, HEAD_DIM).to(DEVICE).bfloat16()
+    ),
+    "zeros": lambda: torch.zeros_like(normal()),
+    "not contiguous": lambda: normal(HEADS, 3 * TOKENS)[:, 7 : 7 + TOKENS],
+    "one token": lambda: normal(HEADS, 1),
+    "more than are coded at a time": lambda: normal(3, 1100, 128),
+}
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """To the last bit, NaNs included."""
+    return torch.equal(
+        found.contiguous().view(torch.int16), expected.contiguous().view(torch.int16)
+    )
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_block_comes_back_to_the_last_bit(backend, name: str) -> None:
+    block = BLOCKS[name]()
+    coded = planes(*block.shape)
+    assert encode_block(block, coded)
+    found = torch.empty_like(block)
+    decode_block(coded, found)
+    assert same(found, block)
+    # And to where others lie on both sides.
+    around = torch.full((block.shape[0], block.shape[1] + 4, block.shape[2]), 3.0)
+    around = around.bfloat16().to(DEVICE)
+    decode_block(coded, around[:, 1:-3])
+    assert same(around[:, 1:-3], block)
+    assert (around[:, [0, -3, -2, -1]] == 3).all()
+
+
+@pytest.mark.parametrize("head", range(2, 4))
+def test_every_pattern_of_a_finite_number_comes_back(backend, head: int) -> None:
+    block = patterns()[head : head + 1]
+    block = block.where(block.isfinite(), 1.0)
+    # An exponent and a sign in each channel: all of it has codes, but for what is subnormal.
+    coded = planes(*block.shape)
+    if encode_block(block, coded):
+        found = torch.empty_like(block)
+        decode_block(coded, found)
+        assert same(found, block)
+    else:
+        assert ((block != 0) & (block.abs() < 2.0**-126)).sum() > ROOM
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_block_with_more_exceptions_than_room_is_refused(backend, more: int) -> None:
+    block = normal()
+    block.view(-1)[torch.arange(ROOM + more) * 7 + 1] *= 2.0**-40
+    coded = planes()
+    assert encode_block(block, coded) == (more == 0)
+    if not more:
+        found = torch.empty_like(block)
+        decode_block(coded, found)
+        assert same(found, block)
+
+
+def test_chunks_are_the_numbers_but_for_exceptions() -> None:
+    block = of_each_kind()
+    coded = planes()
+    assert encode_block(block, coded)
+    heads = torch.tensor([1, 0, 1], device=DEVICE)
+    chunks = torch.tensor([4, 0, 1], device=DEVICE)
+    found = decode_chunks(coded, heads, chunks, 8)
+    listed = set(coded.places.tolist()) - {0} | {0}
+    kept = block.clone()
+    kept.view(-1)[torch.tensor(sorted(listed), device=DEVICE)] = 0
+    for half in range(2):
+        for i in range(3):
+            first = int(chunks[i]) * 8
+            expected = kept[2 * half + int(heads[i]), first : first + 8]
+            assert same(found[half, i], expected)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "tokens"),
+    [(8, 128, 4096), (3, 64, 512), (32, 128, 1024), (1, 64, 1024)],
+)
+def test_a_block_takes_twelve_bits_and_a_tenth(kv_heads: int, head_dim: int, tokens: int) -> None:
+    shape = KVShape(1, kv_heads, head_dim, tokens, torch.bfloat16, in_planes=True)
+    assert 12 < shape.bits_per_number <= 12.1
+    assert shape.slot_bytes == shape.dense_block_bytes == 16 / 8 * shape.numbers
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    with pytest.raises(ValueError, match="encode_block"):
+        encode_block(normal().float(), planes())
+    with pytest.raises(ValueError, match="decode_block"):
+        decode_block(planes(), normal()[:, :, ::2])
+    with pytest.raises(ValueError, match="encode_block"):
+        encode_block(normal(HEADS, TOKENS + 1), planes())
+    with pytest.raises(ValueError, match="decode_chunks"):
+        decode_chunks(planes(), torch.tensor([0]), torch.tensor([0]), 7)
