@@ -64,8 +64,8 @@ def decode_block(planes: KVPlanes, into: torch.Tensor) -> None:
 def decode_chunks(
     planes: KVPlanes, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
 ) -> torch.Tensor:
-    """Some chunks of `tokens` tokens, keys and values, [2, n, tokens, head_dim] bfloat16, with
-    exceptions read as zeros: they are to draft with.
+    """Some chunks of `tokens` tokens, keys and values, [2, n, tokens, head_dim] bfloat16, to draft
+    with: exceptions are read as zeros, or as less than any normal number.
 
     heads, chunks: [n] int64, KV heads and chunks of the block. Raises ValueError.
     """

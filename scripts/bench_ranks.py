@@ -39,7 +39,7 @@ from offload.units import parse_bandwidth
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.tensors import matrices
-from triforce_core.planner.candidates import Case
+from triforce_core.planner.case import Case
 from triforce_core.planner.round_cost import RoundCost
 
 LAYERS = 16

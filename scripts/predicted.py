@@ -16,7 +16,8 @@ from triforce_core import Engine
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.tensors import matrices
 from triforce_core.planner.acceptance_curve import AcceptanceCurve
-from triforce_core.planner.candidates import Case, evaluate
+from triforce_core.planner.candidates import evaluate
+from triforce_core.planner.case import Case
 from triforce_core.planner.round_cost import RoundCost
 
 

@@ -30,7 +30,7 @@ from triforce_core.planner.acceptance_curve import (
     AcceptanceCurve,
     expected_tokens,
 )
-from triforce_core.planner.candidates import Case
+from triforce_core.planner.case import Case
 from triforce_core.planner.costs import PLAIN, Costs
 from triforce_core.sizing.drafting import SINKS, WINDOW
 

@@ -12,7 +12,8 @@ from offload.formats import DTYPES
 from offload.machine.profiles import named
 from offload.placement import Placement, crossing_bytes, device_bytes, place, streams
 from triforce_core.model.shapes import read_shape
-from triforce_core.planner.candidates import Case, evaluate
+from triforce_core.planner.candidates import evaluate
+from triforce_core.planner.case import Case
 from triforce_core.planner.plan import Plan
 from triforce_core.settings import MethodSettings
 from triforce_core.sizing.demand import Wanted

@@ -22,7 +22,8 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.shapes import read_model, read_shape
 from triforce_core.model.tensors import kv_shape, matrices
 from triforce_core.planner.acceptance_curve import MODEL_ACCEPTANCE, AcceptanceCurve
-from triforce_core.planner.candidates import Candidate, Case
+from triforce_core.planner.candidates import Candidate
+from triforce_core.planner.case import Case
 from triforce_core.planner.plan import Plan
 from triforce_core.planner.prediction import case_dict, predict
 from triforce_core.planner.search import choose

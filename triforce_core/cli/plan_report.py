@@ -8,7 +8,8 @@ from rich.table import Table
 
 from offload.units import format_bytes
 from triforce_core.cli.console import Printer
-from triforce_core.planner.candidates import Candidate, Case
+from triforce_core.planner.candidates import Candidate
+from triforce_core.planner.case import Case
 from triforce_core.planner.prediction import Prediction, links
 
 

@@ -1,17 +1,13 @@
-"""Plans that may be chosen: what is planned for, where a plan puts things, what it would give."""
+"""Plans that may be chosen: where one puts things, and what it would give."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 from triforce_kernels.limits import MOST_SPLITS
 
-from offload.errors import DoesNotFitError, UsageError
-from offload.formats import DTYPES, Dtype
-from offload.machine.profiles import Hardware
-from offload.memory.available import LIBRARY_BYTES
+from offload.errors import DoesNotFitError
 from offload.placement import (
     Demand,
     Placement,
@@ -20,171 +16,23 @@ from offload.placement import (
     host_bytes,
     place_on_host,
 )
-from triforce_core.model.config import ModelConfig
-from triforce_core.model.share import Pieces, Share, mlp_unit
 from triforce_core.model.tensors import (
-    Layouts,
-    MatrixBytes,
-    dense_layouts,
     kv_shape,
-    plane_layouts,
-    stored_layouts,
-    substitute_layout,
 )
-from triforce_core.params import SamplingParams
-from triforce_core.planner.acceptance_curve import NGRAM_PROPOSED, AcceptanceCurve, expected_tokens
+from triforce_core.planner.acceptance_curve import NGRAM_PROPOSED, expected_tokens
+from triforce_core.planner.case import Case
 from triforce_core.planner.costs import Costs, prefill_flops
 from triforce_core.planner.plan import Plan
 from triforce_core.planner.round_cost import RoundCost
-from triforce_core.settings import AUTO, DENSE, PLANES, STORED, MethodSettings
+from triforce_core.settings import AUTO, MethodSettings
 from triforce_core.sizing.demand import PREFILL_CHUNK, Wanted
 from triforce_core.sizing.drafting import WINDOW, fitting_budget
 from triforce_core.sizing.fitting import Fitted, fit
 
-# A KV block has about so many bytes on a GPU: copies of that size come within 3 % of a link's peak
-# (`link/cuda`).
-BLOCK_BYTES = 16 << 20
 # One thread of the host puts chunks together at this rate before they cross an emulated link
 # (`kv/gather`). A GPU reads them where they lie (`kv/direct`).
 GATHER_BYTES_PER_SECOND = 4e9
 _MORE_HOST = "use more of it"
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is planned for. draft_config: of a small model that drafts, None for n-grams.
-
-    pieces: of its matrices, if they are kept as they are quantised; planes: whether they are kept
-        in such; kv_planes: whether KV is
-    auto: which of "weights" and "kv" may also be kept otherwise, if that is faster
-    method: what a plan leaves as it is: how chunks are chosen, how drafts are accepted; and what
-        drafts, if that is not `auto`
-    fixed: what the user set of a plan: "method", "budget", "draft_tokens", "inner_draft_tokens",
-        "resident_kv_blocks", "block_tokens", or more fields of Placement by a plan that was read
-    """
-
-    config: ModelConfig
-    hardware: Hardware
-    context: int
-    new_tokens: int = SamplingParams.max_new_tokens
-    dtype: Dtype = DTYPES["float16"]
-    curve: AcceptanceCurve = field(default_factory=AcceptanceCurve)
-    draft: str = AUTO
-    draft_config: ModelConfig | None = None
-    pieces: Pieces | None = None
-    planes: bool = False
-    kv_planes: bool = False
-    auto: frozenset[str] = frozenset()
-    block_bytes: int = BLOCK_BYTES
-    method: MethodSettings = field(default_factory=MethodSettings)
-    fixed: dict[str, object] = field(default_factory=dict)
-
-    @cached_property
-    def share(self) -> Share:
-        """Of the first GPU, which has the most. Raises UsageError if the model does not spread."""
-        unit = {} if self.pieces is None else {"unit": mlp_unit(self.config, self.pieces)}
-        return Share.of(self.config, 0, self.hardware.gpus, **unit)
-
-    @cached_property
-    def rank(self) -> ModelConfig:
-        return self.share.config
-
-    @cached_property
-    def layouts(self) -> Layouts:
-        """Of one GPU's share of the weights."""
-        if self.planes:
-            return plane_layouts(self.rank, self.dtype)
-        if self.pieces is None:
-            return dense_layouts(self.rank, self.dtype)
-        return stored_layouts(self.rank, self.dtype, self.share.pieces(self.pieces))
-
-    @property
-    def weights(self) -> str:
-        """As EngineConfig has it."""
-        return PLANES if self.planes else STORED if self.pieces else DENSE
-
-    @property
-    def kv(self) -> str:
-        """As EngineConfig has it."""
-        return PLANES if self.kv_planes else DENSE
-
-    @cached_property
-    def costs(self) -> Costs:
-        return Costs(self.rank, self.dtype, self.hardware, MatrixBytes.of(self.layouts))
-
-    @cached_property
-    def substitute_costs(self) -> Costs:
-        """Of a model whose layers are in 4 bits."""
-        layer = substitute_layout(self.rank, self.dtype)
-        return replace(self.costs, stored=self.costs.matrices.with_layer(layer))
-
-    @cached_property
-    def upper_costs(self) -> Costs:
-        """Of a model whose layers are read by their upper planes."""
-        return replace(self.costs, stored=self.costs.matrices.with_upper(self.layouts.layers[0]))
-
-    @property
-    def length(self) -> int:
-        """Tokens in the cache half way through decoding."""
-        return self.context - self.new_tokens // 2
-
-    @property
-    def gathers_through_host(self) -> bool:
-        """Whether the host puts retrieved chunks together, as it does where they are in planes."""
-        return self.kv_planes or not self.hardware.asynchronous
-
-    @property
-    def library_bytes(self) -> int:
-        """What an engine leaves to libraries of one GPU's memory (`memory/device`)."""
-        return LIBRARY_BYTES if self.hardware.asynchronous else 0
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.method.chunk_size
-
-    def acceptance(self, plan: Plan) -> float:
-        """The share of the retrieval model's tokens that holds. What the context cannot fill adds
-        nothing.
-        """
-        substituted = len(plan.placement.substituted_layers) / self.config.layers
-        budget = fitting_budget(plan.budget, self.chunk_tokens, self.context)
-        by_planes = self._upper_layers(plan) / self.config.layers
-        return self.curve.at(budget, self.length, substituted, by_planes)
-
-    def _upper_layers(self, plan: Plan) -> int:
-        """Layers that the retrieval model reads by their upper planes."""
-        placement = plan.placement
-        if plan.method.reads_upper(self.weights, on_gpu=self.hardware.asynchronous):
-            return self.rank.layers - len(placement.substituted_layers)
-        return len(placement.halved_layers)
-
-    def draft_forward(self, tokens: int, keys: int, plan: Plan) -> float:
-        """Seconds of a forward of the retrieval model."""
-        instead, upper = len(plan.placement.substituted_layers), self._upper_layers(plan)
-        layers = (self.rank.layers - instead - upper) * self.costs.resident_layer(tokens, keys)
-        layers += upper * self.upper_costs.resident_layer(tokens, keys) if upper else 0.0
-        layers += instead * self.substitute_costs.resident_layer(tokens, keys) if instead else 0.0
-        return layers + self.costs.head(tokens, recorded=True)
-
-    def check(self) -> None:
-        """Raises UsageError for a context that the model cannot have, or planes that it has not."""
-        self.method.check_weights(self.weights)
-        if (self.planes or self.kv_planes) and self.dtype.name != "bfloat16":
-            what = "weights are" if self.planes else "KV is"
-            raise UsageError(f"planes hold bfloat16, and {what} in {self.dtype.name} here")
-        positions = self.config.positions
-        if self.context > positions:
-            raise UsageError(
-                f"a context of {self.context} tokens is more than the {positions} positions the "
-                "model has"
-            )
-        if self.context < 2:
-            raise UsageError(f"a context must have 2 tokens or more, got {self.context}")
-        if not 0 < self.new_tokens < self.context:
-            raise UsageError(
-                f"new tokens must be 1 to {self.context - 1} in a context of {self.context}, got "
-                f"{self.new_tokens}"
-            )
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 from offload.machine.profiles import Hardware
 from offload.units import format_bytes
-from triforce_core.planner.candidates import Candidate, Case
+from triforce_core.planner.candidates import Candidate
+from triforce_core.planner.case import Case
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from offload.errors import DoesNotFitError, TriforceError, UsageError
 from offload.units import format_bytes
-from triforce_core.planner.candidates import Candidate, Case, candidates
+from triforce_core.planner.candidates import Candidate, candidates
+from triforce_core.planner.case import Case
 from triforce_core.settings import AUTO, INT4, NO_DRAFTER
 from triforce_core.sizing.fitting import needs_weights
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from offload.errors import DoesNotFitError, UsageError
 from offload.machine.profiles import Hardware, with_link
-from triforce_core.planner.candidates import Case
+from triforce_core.planner.case import Case
 from triforce_core.planner.prediction import predict
 from triforce_core.planner.search import choose
 

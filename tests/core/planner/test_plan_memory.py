@@ -12,7 +12,7 @@ from offload.machine.profiles import named
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.shapes import read_shape
 from triforce_core.planner.acceptance_curve import AcceptanceCurve
-from triforce_core.planner.candidates import Case
+from triforce_core.planner.case import Case
 from triforce_core.planner.search import choose
 
 CONTEXT, NEW = 1900, 24

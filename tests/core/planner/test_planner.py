@@ -16,7 +16,8 @@ from offload.placement import check_placement
 from triforce_core.model.shapes import SHAPES, read_model, read_shape
 from triforce_core.model.tensors import stored_layouts
 from triforce_core.planner.acceptance_curve import AcceptanceCurve, expected_tokens
-from triforce_core.planner.candidates import Candidate, Case, candidates
+from triforce_core.planner.candidates import Candidate, candidates
+from triforce_core.planner.case import Case
 from triforce_core.planner.search import BUDGETS, choose
 from triforce_core.settings import MethodSettings
 
