@@ -22,7 +22,7 @@ from results import write_result
 from rich.console import Console
 from rich.table import Table
 from rivals.published_policies import NEWEST, installed
-from workloads import FACTS, prompt
+from workloads import FACTS, generate_fully, prompt
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.tokenizer import Tokenizer, load_tokenizer
@@ -125,15 +125,13 @@ def measure(
 def generate(
     args: argparse.Namespace, engine: Engine, ids: list[int], seed: int
 ) -> tuple[dict, str]:
-    """Stats and text of an answer; of a continuation, those of the first seed from `seed` on whose
-    text does not end before its length: one that ends would not fill its passes.
-    """
-    while True:
-        params = SamplingParams(args.new_tokens, temperature=0.6, top_p=0.9, seed=seed)
-        result = engine.generate(ids, params, reuse=False)
-        if args.task == "fact" or result.stats["finish_reason"] == "length":
-            return result.stats, result.text
-        seed += 1000
+    """Stats and text of an answer; of a continuation, of one that fills its length."""
+    if args.task != "fact":
+        stats = generate_fully(engine, ids, args.new_tokens, seed)
+        return stats, stats["text"]
+    params = SamplingParams(args.new_tokens, temperature=0.6, top_p=0.9, seed=seed)
+    result = engine.generate(ids, params, reuse=False)
+    return result.stats, result.text
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ import os
 import statistics
 from typing import Any
 
-from bench_acceptance import generate_fully
 from bench_triforce import step_and_pass, workload
 from material import model_file, stretches
 from results import write_result
 from rich.console import Console
 from rich.table import Table
+from workloads import generate_fully
 
 from offload.placement import Placement, device_bytes
 from triforce_core import Engine

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from material import manual
 
+from triforce_core import Engine, SamplingParams
 from triforce_core.model.tokenizer import Tokenizer
 
 TASKS = ("continuation", "question", "code", "fact")
@@ -18,6 +20,18 @@ FACTS = (
     ("the address of the old observatory", "17 Quarry Lane, Upper Tollgate"),
 )
 _ASKS = "How does the with statement use a context manager? Answer in a few sentences."
+
+
+def generate_fully(engine: Engine, ids: list[int], new_tokens: int, seed: int) -> dict[str, Any]:
+    """Stats of the first seed from `seed` on whose text does not end before its length: one that
+    ends would not fill its passes.
+    """
+    while True:
+        params = SamplingParams(new_tokens, temperature=0.6, top_p=0.9, seed=seed)
+        stats = engine.generate(ids, params, reuse=False).stats
+        if stats["finish_reason"] == "length":
+            return stats
+        seed += 1000
 
 
 def prompt(task: str, tokenizer: Tokenizer, tokens: int, fact: int = 0) -> list[int]:
