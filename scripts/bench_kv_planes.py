@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+from dataclasses import replace
 from typing import Any
 
 from bench_triforce import step_and_pass, workload
@@ -87,18 +88,23 @@ class PlanesBench:
         self._context = args.tokens + args.new_tokens
         with self._engine(None, method="triforce", kv="dense") as engine:
             demand = engine.runtime.demand
-        third = Placement((), True, demand.kv_blocks // RESIDENT, 0, 3, 2)
-        # What only reading needs is lent to KV afterwards, of either kind.
-        self.device_bytes = device_bytes(demand, third)
+        dense = Placement((), True, demand.kv_blocks // RESIDENT, 0, 3, 2)
+        self.device_bytes = device_bytes(demand, dense)
+        with self._engine(None, method="triforce", kv="planes") as engine:
+            demand = engine.runtime.demand
+        planes = replace(dense, resident_kv_blocks=0)
+        spare = self.device_bytes - device_bytes(demand, planes)
+        planes = replace(planes, resident_kv_blocks=spare // demand.kv.block_bytes)
+        self._placements = {"dense": dense, "planes": planes}
 
     def calibrate(self) -> tuple[float, float]:
         """Seconds of a step of the retrieval model over one token, and bytes of a dense pass."""
-        options = {"device_memory": self.device_bytes, "draft": "none", "draft_tokens": 24}
+        options = {"draft": "none", "draft_tokens": 24, "placement": self._placements["dense"]}
         with self._engine(None, kv="dense", method="triforce", **options) as engine:
             return step_and_pass(engine, self._prompts[0], 40)
 
     def measure(self, bandwidth: float, new_tokens: int, **options: Any) -> dict[str, Any]:
-        options = {"method": "triforce", "device_memory": self.device_bytes, **options}
+        options = {"method": "triforce", "placement": self._placements[options["kv"]], **options}
         runs = []
         with self._engine(bandwidth, **options) as engine:
             for seed, prompt in enumerate(self._prompts):
