@@ -13,10 +13,11 @@ import re
 import stat
 import sys
 import tempfile
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from offload.errors import OutputError, UsageError
 
@@ -71,6 +72,30 @@ class Output:
         except OSError as error:
             reason = error.strerror or str(error)
             raise OutputError(f"cannot write the {self.what} to {self.path}: {reason}") from error
+
+    @contextmanager
+    def writing(self) -> Iterator[BinaryIO]:
+        """A file to write to piece by piece, which takes its place when the block ends; what was
+        there stays if it fails. For regular files alone. Raises OutputError.
+        """
+        partial: str | None = None
+        try:
+            target, status = self._target()
+            made, partial = tempfile.mkstemp(prefix=".", suffix=".partial", dir=target.parent)
+            with open(made, "wb") as file:
+                yield file
+                os.fchmod(file.fileno(), _mode(status))
+            os.replace(partial, target)
+            partial = None
+        except UsageError as error:
+            raise OutputError(str(error)) from error
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OutputError(f"cannot write the {self.what} to {self.path}: {reason}") from error
+        finally:
+            if partial is not None:
+                with suppress(OSError):
+                    os.unlink(partial)
 
     def identity(self) -> object:
         """What two paths to the same thing have in common; None of a device, which takes all."""

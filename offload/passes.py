@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -143,6 +143,29 @@ class Passes:
             cache.keep(range(rows))
         finally:
             cache.close()
+        self._set_workspace(self._demand.pass_bytes)
+
+    def restore(self, tokens: int, layer_kv: Callable[[int], torch.Tensor]) -> None:
+        """Makes what was kept elsewhere the text's KV, of which nothing is kept yet.
+
+        layer_kv: of a layer, [2, kv_heads, tokens, head_dim] on the host
+        Raises DoesNotFitError or LinkError; call `roll_back` then.
+        """
+        kv = self.kv
+        if kv.length:
+            raise RuntimeError(f"restore over {kv.length} tokens that are kept")
+        self.end()
+        if kv.reclaim():
+            self._memory.trim()
+        self._lend_due = self._lent_blocks > 0
+        self._set_workspace(self._demand.reading_bytes)
+        shape = kv.shape
+        size = (2, shape.kv_heads, tokens, shape.head_dim)
+        gathered = torch.empty(size, dtype=shape.dtype, device=self._memory.device)
+        for layer in range(shape.layers):
+            gathered.copy_(layer_kv(layer))
+            kv.fill(layer, gathered, tokens, last=True)
+        kv.commit_fill(tokens)
         self._set_workspace(self._demand.pass_bytes)
 
     def roll_back(self, tokens: int) -> None:

@@ -26,7 +26,7 @@ FLOORS = (
         *("triforce_core.engine", "triforce_core.loading", "triforce_core.request"),
         *("triforce_core.stream", "triforce_core.stats", "triforce_core.text"),
         *("triforce_core.opening", "triforce_core.layer_source", "triforce_core.devices"),
-        "triforce_core.storage",
+        *("triforce_core.storage", "triforce_core.saved", "triforce_core.conversation"),
         "triforce_core.parallel",
     ),
     ("triforce_core.bench",),

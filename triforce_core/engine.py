@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +23,14 @@ from triforce_core.devices import open_device
 from triforce_core.loading import Progress, load
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.llama import Model
-from triforce_core.model.tokenizer import Tokenizer
+from triforce_core.model.tokenizer import Tokenizer, token_ids_of
 from triforce_core.opening import OpenModel
 from triforce_core.parallel.start import start_ranks
 from triforce_core.params import SamplingParams, check_context
 from triforce_core.planner.plan import Plan
 from triforce_core.request import Request
-from triforce_core.settings import DENSE, EXACT, PLANES, STORED, EngineConfig
+from triforce_core.saved import LoadedContext, digest, read, write
+from triforce_core.settings import DENSE, PLANES, EngineConfig
 from triforce_core.stream import Completion, Piece, Stream
 from triforce_core.text import TextStream
 
@@ -55,9 +55,10 @@ class Engine:
         progress: Progress,
         trace: Path | None = None,
         config: ModelConfig | None = None,
+        fingerprint: str = "",
     ) -> None:
         """progress: called with "prefill", layers done and layers in all. config: of the whole
-        model, where `models` has a rank's share of it.
+        model, where `models` has a rank's share of it. fingerprint: tells it from others.
         """
         self.tokenizer = tokenizer
         self.models = models
@@ -65,6 +66,7 @@ class Engine:
         self.config = config or models.target.config
         self.progress = progress
         self._name = name
+        self._fingerprint = fingerprint
         self._load_seconds = load_seconds
         self._trace = trace
         self._context: Context | None = None
@@ -127,7 +129,7 @@ class Engine:
             if plan is not None:
                 device = device_name(open_device(config.machine.device))
                 plan.check(model.name, model.checkpoint.config, device)
-            whole = model.checkpoint.config
+            whole, fingerprint = model.checkpoint.config, model.checkpoint.fingerprint
             ranks = start_ranks(model.checkpoint, config, context)
             try:
                 drafts = drafter and drafter.checkpoint
@@ -137,7 +139,8 @@ class Engine:
                 raise
             models.resources.callback(ranks.close)
         seconds = time.perf_counter() - began
-        return cls(model.name, models, model.tokenizer, seconds, progress, config.trace, whole)
+        about = (config.trace, whole, fingerprint)
+        return cls(model.name, models, model.tokenizer, seconds, progress, *about)
 
     @property
     def model(self) -> Model:
@@ -162,23 +165,9 @@ class Engine:
         demand, models = self.runtime.demand, self.models
         line = self.plan.line(demand.layers, demand.kv_blocks)
         if models.method.method == "triforce" and not models.budget:
-            why = self._why_no_retrieval()
+            why = models.why_no_retrieval
             line += f"; no retrieval model, since {why}"
         return line
-
-    def _why_no_retrieval(self) -> str:
-        models, runtime = self.models, self.runtime
-        if any(dropped.level == "retrieval" for dropped in models.dropped):
-            return "it never paid"
-        if not runtime.streams:
-            return "nothing streams"
-        if not runtime.placement.streamed_layers:
-            return "there is no room for it"
-        if models.method.draft_weights == EXACT:
-            return "weights stream"
-        if models.weights == STORED:
-            return "quantised weights stream, which nothing stands in for yet"
-        return "weights stream and no copies of them in 4 bits are on the device"
 
     def generate(
         self,
@@ -237,7 +226,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             kind = type(params).__name__
             raise UsageError(f"params of a request are SamplingParams, and this is {kind}")
-        token_ids = self._token_ids(prompt)
+        token_ids = token_ids_of(prompt, self.tokenizer, self.config.vocab)
         limit = self.runtime.demand.context_tokens
         check_context(
             len(token_ids),
@@ -259,6 +248,35 @@ class Engine:
         """Gives back what was computed for the text at hand. Raises UsageError during a request."""
         self._check_free()
         self._forget()
+
+    def save_context(self, path: str | Path, about: Mapping[str, str] | None = None) -> int:
+        """Writes what was computed for the text at hand to a file, whole or not at all: its tokens,
+        their KV, what its chunks were worth. Returns how many tokens.
+
+        about: texts that are kept with it. Raises UsageError if there is none, or OutputError.
+        """
+        self._check_free()
+        if self._context is None:
+            raise UsageError("there is no context to save: nothing was read yet")
+        saved = self._context.snapshot()
+        write(path, saved, self.runtime.demand.kv, digest(self._fingerprint), about or {})
+        return len(saved.tokens)
+
+    def load_context(self, path: str | Path) -> LoadedContext:
+        """Takes over a context that `save_context` wrote, in place of the one at hand: a prompt
+        that begins with its tokens reads only what is new.
+
+        Raises UsageError if it is another model's, or damaged, DoesNotFitError or LinkError.
+        """
+        self._check_free()
+        demand, model = self.runtime.demand, digest(self._fingerprint)
+        saved = read(path, demand.kv, model, self.config.vocab, demand.context_tokens)
+        try:
+            self._opened_context().restore(saved)
+        except BaseException:
+            self._forget()
+            raise
+        return LoadedContext(len(saved.tokens), saved.about)
 
     def close(self) -> None:
         """Ends the request under way and releases everything. May be called twice.
@@ -297,34 +315,6 @@ class Engine:
         if self._streaming:
             raise UsageError("the engine serves one request at a time, and one is under way")
 
-    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise UsageError("the model has no tokenizer; give the prompt as token ids")
-            token_ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)):
-            token_ids = [self._token_id(token) for token in prompt]
-        else:
-            kind = type(prompt).__name__
-            raise UsageError(f"a prompt is text or a list of token ids, and this is {kind}")
-        if not token_ids:
-            raise UsageError("the prompt is empty")
-        return token_ids
-
-    def _token_id(self, token: object) -> int:
-        """A token id that may be a number of numpy or torch."""
-        vocab = self.config.vocab
-        try:
-            number = -1 if isinstance(token, bool) else operator.index(token)
-        except TypeError:
-            number = -1
-        if not 0 <= number < vocab:
-            kind = type(token).__name__
-            raise UsageError(
-                f"token id {token!r} ({kind}) is not a whole number from 0 to {vocab - 1}"
-            )
-        return number
-
     def _run(
         self,
         tokens: list[int],
@@ -342,7 +332,7 @@ class Engine:
                     self.runtime.trace.clear()
                 for piece in self._request(params).run(
                     tokens,
-                    TextStream(self.tokenizer),
+                    TextStream(self.tokenizer, params.stop),
                     self._report_layer,
                     interrupted,
                     reuse=reuse,
@@ -373,13 +363,15 @@ class Engine:
         ]
         write_spans([self.runtime.trace.spans(), *spans], self._trace, about)
 
-    def _request(self, params: SamplingParams) -> Request:
+    def _opened_context(self) -> Context:
         if self._context is None:
             with self.runtime.memory.current():
                 self._context = Context(self.models)
-        return Request(
-            self._context, self.models, self.drafting, params, self._name, self._load_seconds
-        )
+        return self._context
+
+    def _request(self, params: SamplingParams) -> Request:
+        context = self._opened_context()
+        return Request(context, self.models, self.drafting, params, self._name, self._load_seconds)
 
     def _report_layer(self, layer: int) -> None:
         self.progress("prefill", layer + 1, self.config.layers)

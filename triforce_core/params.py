@@ -17,6 +17,7 @@ class SamplingParams:
     top_k: keep the k likeliest tokens; 0 keeps all
     seed: None draws one; it is reported in the stats either way
     stop_token_ids: end the text as the model's own end-of-text tokens do
+    stop: texts that end it where they begin; one or several
     """
 
     max_new_tokens: int = 256
@@ -25,6 +26,7 @@ class SamplingParams:
     top_k: int = 0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _require("max_new_tokens", self.max_new_tokens, _whole(self.max_new_tokens, 1), "1 or more")
@@ -50,6 +52,10 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             _require("stop_token_ids", token, _whole(token, 0), "token ids")
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stops)
+        for text in stops:
+            _require("stop", text, isinstance(text, str) and text != "", "texts that are not empty")
 
 
 def _require(name: str, value: object, holds: bool, expected: str) -> None:

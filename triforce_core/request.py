@@ -74,12 +74,12 @@ class Request:
             if not self._tokens:
                 self._clock.end_prefill()
             taken, ended = until_stop(step.tokens, self._stops)
-            self._tokens += taken
-            if ended:
+            used = yield from pieces_of(text, taken, step)
+            self._tokens += taken[:used]
+            if ended or text.stopped:
                 reason = "stop"
             elif len(self._tokens) >= self._params.max_new_tokens:
                 reason = "length"
-            yield from pieces_of(text, taken, step)
             if not reason and interrupted.is_set():
                 reason = "interrupted"
             if not reason:

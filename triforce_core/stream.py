@@ -122,10 +122,17 @@ def until_stop(tokens: list[int], stops: frozenset[int]) -> tuple[list[int], boo
     return tokens, False
 
 
-def pieces_of(text: TextStream, taken: list[int], step: Step) -> Iterator[Piece]:
-    """The text of a step's tokens: those of the draft, then the target's own."""
-    accepted = len(step.tokens) - 1
+def pieces_of(text: TextStream, taken: list[int], step: Step) -> Generator[Piece, None, int]:
+    """The text of a step's tokens: those of the draft, then the target's own. Returns how many of
+    them there are until the text stops.
+    """
+    accepted, used = len(step.tokens) - 1, 0
     own = "plain" if not step.drafted else "bonus" if accepted == step.drafted else "corrected"
     for tokens, origin in ((taken[:accepted], "accepted"), (taken[accepted:], own)):
-        if tokens and (piece := text.push(tokens)):
-            yield Piece(piece, origin)
+        for some in text.portions(tokens) if tokens else ():
+            used += len(some)
+            if piece := text.push(some):
+                yield Piece(piece, origin)
+            if text.stopped:
+                return used
+    return used

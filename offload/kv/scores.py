@@ -104,6 +104,11 @@ class ChunkScores:
         sums = self._sums[..., :chunks]
         return sums.mul_(_MEMORY).add_(latest)
 
+    @property
+    def sums(self) -> torch.Tensor:
+        """What was added up of mass so far, [layers, kv_heads, chunks] float32; a view."""
+        return self._sums
+
     def roll_back(self, tokens: int) -> None:
         """Forgets what was added up for chunks that are not among the first `tokens` tokens."""
         self._sums[..., tokens // self._chunk :] = 0

@@ -157,6 +157,23 @@ class KVStore:
             raise RuntimeError(f"a pass of {end} tokens, the tail takes {self.max_pass_tokens}")
         return self._rooms[layer]
 
+    def on_host(self, layer: int) -> torch.Tensor:
+        """All that is kept of a layer, [2, kv_heads, length, head_dim], in memory of its own on the
+        host. Waits for the device. Raises LinkError.
+        """
+        shape, size = self.shape, self.shape.block_tokens
+        whole = torch.empty(2, shape.kv_heads, self.length, shape.head_dim, dtype=shape.dtype)
+        for index, home in enumerate(self._homes[layer]):
+            for event in home.source.after if home.source else ():
+                self._link.wait_on_host(event)
+            place = whole[:, :, index * size : (index + 1) * size]
+            if home.memory.device.type == "cpu":
+                self.copy(home, home.memory, place)
+            else:
+                place.copy_(self._format_of(home).read(home.memory))
+        whole[:, :, self._tail_start :] = self.tail(layer)
+        return whole
+
     def newest(self, tokens: int) -> torch.Tensor:
         """The last kept tokens of all layers, [layers, 2, kv_heads, tokens, head_dim]; they must
         lie in the hot tail.

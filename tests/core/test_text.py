@@ -37,3 +37,24 @@ def test_what_never_becomes_a_character_is_not_lost() -> None:
 def test_special_tokens_give_no_text() -> None:
     stream = TextStream(Tokenizer(ByteTokenizer()))
     assert [stream.push([t]) for t in (72, 300, 105)] == ["H", "", "i"]
+
+
+@pytest.mark.parametrize("stops", [("\n\n",), ("END", "EN"), ("é", "日本"), ("xyzzy",), ("aab",)])
+@pytest.mark.parametrize(
+    "text", ["one\n\ntwo", "some EEND of it", "naïve é", "日本", "日 日本", "aaaab", "aaab", ""]
+)
+@pytest.mark.parametrize("at_once", [1, 2, 7])
+def test_a_stop_ends_the_text_where_it_begins(stops, text: str, at_once: int) -> None:
+    """What was given before is never taken back, and no more is held than a stop may begin with."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    expected = text[: min(found)] if found else text
+    ids = list(text.encode())
+    stream = TextStream(Tokenizer(ByteTokenizer()), stops)
+    pieces = []
+    for first in range(0, len(ids), at_once):
+        for some in stream.portions(ids[first : first + at_once]):
+            if not stream.stopped:
+                pieces.append(stream.push(some))
+    pieces.append(stream.finish())
+    assert stream.stopped == bool(found)
+    assert "".join(pieces) == stream.text == expected

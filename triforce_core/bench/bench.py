@@ -21,7 +21,8 @@ from triforce_core.bench.rows import Row
 from triforce_core.bench.settings import BenchSettings
 from triforce_core.decoding.acceptance import make_rule
 from triforce_core.decoding.autoregressive import Autoregressive
-from triforce_core.decoding.context import Context, make_drafter
+from triforce_core.decoding.below import make_drafter
+from triforce_core.decoding.context import Context
 from triforce_core.decoding.hierarchy import RetrievalModel, Target
 from triforce_core.decoding.levels import Text
 from triforce_core.decoding.resident import USES_BEFORE

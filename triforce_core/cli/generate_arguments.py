@@ -19,37 +19,47 @@ from triforce_core.settings import (
 )
 
 
-def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     text = "directory with safetensors, .gguf file, or hub id"
     where.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=text)
     where.add_argument("-m", "--model", metavar="MODEL", default=argparse.SUPPRESS, help="the same")
+
+
+def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a model is decoded, and on what."""
+    _add_sampling(parser)
+    _add_method(parser)
+    add_machine_options(parser)
+    add_option(
+        parser,
+        EngineConfig,
+        "max_context",
+        "tokens that device memory is divided for (default: prompt and new tokens, or the model's "
+        "positions, as far as a command knows them)",
+        flags=("-c", "--ctx-size"),
+        type=int,
+        metavar="N",
+    )
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_model_argument(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", metavar="TEXT", help="prompt (default: standard input)")
     source.add_argument(
         "--prompt-file", metavar="FILE", help="file that holds the prompt; - for standard input"
     )
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
-    _add_sampling(parser)
-    _add_method(parser)
+    add_decoding_arguments(parser)
     add("--plan", metavar="FILE", help="what `triforce plan --save` wrote; flags change it")
     add("--resident-kv-blocks", type=int, metavar="N", help="on the device, instead of the plan's")
-    add_machine_options(parser)
     add_option(
         parser,
         MachineSettings,
         "gpus",
         "that share the model, each with a link of its own; on cpu, as many emulated devices",
-        type=int,
-        metavar="N",
-    )
-    add_option(
-        parser,
-        EngineConfig,
-        "max_context",
-        "tokens that device memory is divided for (default: prompt and new tokens)",
-        flags=("-c", "--ctx-size"),
         type=int,
         metavar="N",
     )

@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 from offload.errors import TriforceError
 from triforce_core.cli.bench_arguments import add_bench_arguments
+from triforce_core.cli.chat_arguments import add_chat_arguments
 from triforce_core.cli.codes import INTERRUPTED, OUTPUT_FAILED, READER_GONE
 from triforce_core.cli.generate_arguments import add_generate_arguments
 from triforce_core.cli.output import abandon_stdout, say
@@ -52,6 +53,12 @@ def _generate(args: argparse.Namespace) -> int:
     return generate(args)
 
 
+def _chat(args: argparse.Namespace) -> int:
+    from triforce_core.cli.chat import chat
+
+    return chat(args)
+
+
 def _env(args: argparse.Namespace) -> int:
     from triforce_core.cli.machine import print_machine
 
@@ -92,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, add_arguments, text in (
         ("generate", _generate, add_generate_arguments, "generate text from a prompt"),
+        ("chat", _chat, add_chat_arguments, "talk to a model"),
         (
             "bench",
             _bench,

@@ -19,7 +19,8 @@ class ProgressBars:
     terminal to draw them on.
     """
 
-    def __init__(self, *, show: bool) -> None:
+    def __init__(self, *, show: bool, opening: bool = True) -> None:
+        """opening: whether a model is opened first."""
         console = Console(stderr=True)
         terminal = console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
         self._lines = show and not terminal
@@ -34,7 +35,9 @@ class ProgressBars:
             transient=True,
             disable=not (show and terminal),
         )
-        self._opening = self._progress.add_task("opening the model", total=None, counted="")
+        self._opening = self._progress.add_task(
+            "opening the model", total=None, counted="", visible=opening
+        )
 
     def update(self, what: str, done: int, total: int) -> None:
         """what: "load" or "prefill", of which so many layers are done."""

@@ -85,6 +85,11 @@ class Stop:
             self._timer.daemon = True
             self._timer.start()
 
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether it was Ctrl-C's signal that came."""
+        return self.number == signal.SIGINT
+
     def ended(self) -> None:
         """Says that the request has ended."""
         if self._timer:

@@ -9,24 +9,21 @@ from typing import NamedTuple
 
 import torch
 
-from offload.errors import RankError
+from offload.errors import RankError, UsageError
 from offload.feed import Feed
-from offload.kv.direct import reader
-from offload.kv.gather import ChunkReader
 from offload.kv.scores import ChunkScores
-from offload.kv.sizes import GATHER_BUFFERS, SCORED_TOKENS, reader_bytes
+from offload.kv.sizes import SCORED_TOKENS
 from offload.link.link import LinkCounters
 from offload.passes import PassCounters
 from offload.weights import ResidentWeights
+from triforce_core.decoding.below import make_drafter, retrieval_cache
 from triforce_core.decoding.checksum import Checksum
-from triforce_core.decoding.levels import Drafter, Nothing, Text
+from triforce_core.decoding.levels import Nothing, Text
 from triforce_core.decoding.models import Models
-from triforce_core.decoding.ngram import NGramDrafter
 from triforce_core.decoding.resident import ResidentModel
 from triforce_core.decoding.retrieval import POLICIES, RetrievalCache
-from triforce_core.decoding.small_model import SmallModelDrafter, WindowCache
+from triforce_core.decoding.snapshot import Snapshot
 from triforce_core.sizing.demand import PREFILL_CHUNK
-from triforce_core.sizing.drafting import fitting_budget
 
 
 class Interrupted(Exception):
@@ -140,6 +137,39 @@ class Context:
             self.retrieval.roll_back(tokens)
         self.text = Text(self.text.tokens[:tokens])
         self._checksum = Checksum()
+
+    def snapshot(self) -> Snapshot:
+        """What was computed so far, to be read layer by layer before anything else is done here.
+
+        Raises UsageError where ranks share the model.
+        """
+        self._refuse_ranks()
+        kv, tokens = self.passes.kv, self.text.tokens[: self.passes.length]
+        scores = None
+        if self.retrieval:
+            chunks = len(tokens) // self._models.method.chunk_size
+            scores = self._scores.sums[..., :chunks].cpu()
+        return Snapshot(tokens, kv.shape.layers, kv.on_host, scores)
+
+    @torch.inference_mode()
+    def restore(self, saved: Snapshot) -> None:
+        """Makes the text what it was. Of a drafter nothing is kept: it reads anew what it needs.
+
+        Raises UsageError, DoesNotFitError or LinkError; of the last two the context is of no use.
+        """
+        self._refuse_ranks()
+        self.roll_back(0)
+        self._reads_alike = self.model.rope.reads_alike(len(saved.tokens))
+        self.passes.kv.expect(len(saved.tokens))
+        self.passes.restore(len(saved.tokens), saved.layer_kv)
+        if self.retrieval and saved.scores is not None:
+            sums = self._scores.sums
+            sums[..., : saved.scores.shape[2]] = saved.scores.to(sums.device)
+        self.text = Text(list(saved.tokens))
+
+    def _refuse_ranks(self) -> None:
+        if self._models.ranks.count > 1:
+            raise UsageError("contexts of a model that several GPUs share cannot be saved yet")
 
     def begin(self, scored: int) -> None:
         """Once the text is what the next pass follows: chooses chunks anew by the last `scored`
@@ -321,10 +351,11 @@ class Context:
         scores = ChunkScores(
             demand.kv, method.chunk_size, demand.context_tokens, score, runtime.memory
         )
+        self._scores = scores
         resources.callback(scores.close)
         self.passes.collect(scores)
         resources.callback(self.passes.collect, None)
-        self.retrieval = self._retrieval_cache(models, scores)
+        self.retrieval = retrieval_cache(models, self.passes.kv, scores)
         resources.callback(self.retrieval.close)
         self.level = ResidentModel(
             models.target,
@@ -335,44 +366,3 @@ class Context:
             "retrieval model",
         )
         resources.callback(self.level.close)
-
-    def _retrieval_cache(self, models: Models, scores: ChunkScores) -> RetrievalCache:
-        runtime, method, kv = models.runtime, models.method, self.passes.kv
-        budget = fitting_budget(models.budget, method.chunk_size, runtime.demand.context_tokens)
-        collected = ChunkReader(
-            kv,
-            runtime.link,
-            runtime.memory,
-            runtime.host,
-            method.chunk_size,
-            reader_bytes(kv.shape, budget) // GATHER_BUFFERS,
-        )
-        return RetrievalCache(
-            kv,
-            reader(kv, runtime.link, runtime.host, collected),
-            runtime.memory,
-            scores,
-            method.retrieval,
-            budget,
-            method.chunk_size,
-            method.max_draft_tokens,
-        )
-
-
-def make_drafter(models: Models) -> Drafter:
-    """The lowest level. Raises DoesNotFitError."""
-    runtime, small = models.runtime, models.small
-    if not models.method.has_drafter or not models.method.drafts:
-        return Nothing(runtime.memory.device)
-    if small is None:
-        return NGramDrafter(runtime.memory.device)
-    cache = WindowCache(small.shape, small.model.rope, small.capacity, runtime.memory)
-    level = ResidentModel(
-        small.model,
-        ResidentWeights(small.store),
-        cache.kv,
-        models.recorder,
-        runtime.trace,
-        "drafter",
-    )
-    return SmallModelDrafter(level, cache, models.target.config.vocab)

@@ -12,7 +12,7 @@ from offload.runtime import Runtime
 from offload.substitutes import Substitutes
 from offload.weights import WeightStore
 from triforce_core.model.llama import Model
-from triforce_core.settings import DENSE, NO_DRAFTER, MethodSettings
+from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, STORED, MethodSettings
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,21 @@ class Models:
     def reads_upper(self) -> bool:
         """See MethodSettings.reads_upper."""
         return self.method.reads_upper(self.weights, on_gpu=self.target.device.type == "cuda")
+
+    @property
+    def why_no_retrieval(self) -> str:
+        """What a person is told where triforce has no retrieval model."""
+        if any(dropped.level == "retrieval" for dropped in self.dropped):
+            return "it never paid"
+        if not self.runtime.streams:
+            return "nothing streams"
+        if not self.runtime.placement.streamed_layers:
+            return "there is no room for it"
+        if self.method.draft_weights == EXACT:
+            return "weights stream"
+        if self.weights == STORED:
+            return "quantised weights stream, which nothing stands in for yet"
+        return "weights stream and no copies of them in 4 bits are on the device"
 
     def close(self) -> None:
         """Releases everything that loading took."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,7 +68,18 @@ class Tokenizer:
         return self._backend.encode(text)
 
     def chat(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of messages in the chat template, ready for the model's answer.
+        """Token ids of messages in the chat template, ready for the model's answer. See `render`,
+        whose errors it raises.
+        """
+        return self.encode_rendered(self.render(messages))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a text that names its special tokens itself, as a template's does."""
+        check_text(text)
+        return self._backend.encode(text, special=False)
+
+    def render(self, messages: str | Sequence[Mapping[str, str]]) -> str:
+        """Messages in the chat template, ready for the model's answer, as text.
 
         messages: each with a "role" and its "content", or what the user says first
         Raises UsageError if there is no template, or it does not take them.
@@ -77,14 +89,12 @@ class Tokenizer:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         try:
-            rendered = self._in_transformers.apply_chat_template(
+            return self._in_transformers.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
             )
         except Exception as error:
             reason = str(error) or type(error).__name__
             raise UsageError(f"the chat template does not take these messages: {reason}") from error
-        check_text(rendered)
-        return self._backend.encode(rendered, special=False)
 
     def save(self, directory: Path) -> None:
         """Writes it beside a checkpoint in `directory`."""
@@ -109,6 +119,34 @@ def check_text(text: str, what: str = "text") -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(f"the {what} is not UTF-8 text (character {error.start})") from error
+
+
+def token_ids_of(prompt: str | Iterable[int], tokenizer: Tokenizer | None, vocab: int) -> list[int]:
+    """Token ids of a prompt, which is text or ids: numbers of any kind. Raises UsageError."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UsageError("the model has no tokenizer; give the prompt as token ids")
+        token_ids = tokenizer.encode(prompt)
+    elif isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)):
+        token_ids = [_token_id(token, vocab) for token in prompt]
+    else:
+        kind = type(prompt).__name__
+        raise UsageError(f"a prompt is text or a list of token ids, and this is {kind}")
+    if not token_ids:
+        raise UsageError("the prompt is empty")
+    return token_ids
+
+
+def _token_id(token: object, vocab: int) -> int:
+    """A token id that may be a number of numpy or torch."""
+    try:
+        number = -1 if isinstance(token, bool) else operator.index(token)
+    except TypeError:
+        number = -1
+    if not 0 <= number < vocab:
+        kind = type(token).__name__
+        raise UsageError(f"token id {token!r} ({kind}) is not a whole number from 0 to {vocab - 1}")
+    return number
 
 
 def load_tokenizer(path: Path, metadata: Mapping[str, Any] | None = None) -> Tokenizer | None:

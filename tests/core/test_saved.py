@@ -1,0 +1,137 @@
+"""C2: a context that was saved goes on as the one it was made of; S1: only its own model's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
+from safetensors.torch import load_file, save_file
+
+from offload.errors import OutputError, UsageError
+from triforce_core import Engine, SamplingParams
+
+PROMPT = random_ids(90)
+FIRST, NEXT = 30, 25
+
+
+def engine(path: Path, placement: str = "kv-in-part", **options: object) -> Engine:
+    settings = {"device": "cpu", "max_context": 200, "block_tokens": BLOCK, "budget": 32}
+    settings |= {"accept": "coupled", "draft_tokens": 4}
+    settings = placed(placement, settings | options)
+    settings["placement"] = settings["placement"].with_slots()
+    return Engine.from_pretrained(path, **settings)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_was_saved_goes_on_as_it_would_have(tiny, tmp_path, placement: str) -> None:
+    """Sampled, with drafts, at any placement: of a seed that says the text alone, the same text."""
+    path, _ = tiny("llama")
+    saved = tmp_path / "context.safetensors"
+    params = SamplingParams(NEXT, temperature=0.8, seed=7)
+    with engine(path, placement) as first:
+        begun = first.generate(PROMPT, SamplingParams(FIRST, temperature=0.8, seed=3)).token_ids
+        kept = first.save_context(saved)
+        longer = [*PROMPT, *begun, 5, 6, 7]
+        expected = first.generate(longer, params)
+    assert kept == len(PROMPT) + FIRST - 1
+    with engine(path, placement) as other:
+        assert other.load_context(saved).tokens == kept
+        found = other.generate(longer, params)
+        assert other.save_context(tmp_path / "again") == len(longer) + NEXT - 1
+    assert found.token_ids == expected.token_ids
+    assert found.stats["reused_tokens"] == expected.stats["reused_tokens"] == kept
+
+
+@pytest.mark.parametrize(("saves", "loads"), [("resident", "kv"), ("both-one-slot", "resident")])
+@pytest.mark.parametrize("kv", ["dense", "planes"])
+def test_it_may_be_loaded_where_other_things_stream(
+    tiny, tmp_path, saves: str, loads: str, kv: str
+) -> None:
+    path, _ = tiny("llama")
+    saved, params = tmp_path / "context", SamplingParams(NEXT, temperature=0)
+    options = {"kv": kv, "dtype": "bfloat16" if kv == "planes" else "float32"}
+    texts = []
+    with engine(path, saves, **options) as first:
+        first.generate(PROMPT, SamplingParams(1))
+        first.save_context(saved)
+        texts.append(first.generate([*PROMPT, 9], params).token_ids)
+    for where, form in ((loads, kv), (saves, "dense")):
+        with engine(path, where, **options | {"kv": form}) as other:
+            other.load_context(saved)
+            result = other.generate([*PROMPT, 9], params)
+            assert result.stats["reused_tokens"] == len(PROMPT)
+            texts.append(result.token_ids)
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_another_prompt_keeps_what_it_shares(tiny, tmp_path) -> None:
+    path, _ = tiny("qwen3")
+    with engine(path) as first:
+        first.generate(PROMPT, SamplingParams(1))
+        first.save_context(tmp_path / "context")
+    prompt = [*PROMPT[:40], *random_ids(30, 1)]
+    with engine(path) as other:
+        fresh = other.generate(prompt, SamplingParams(8, temperature=0))
+        other.load_context(tmp_path / "context")
+        found = other.generate(prompt, SamplingParams(8, temperature=0))
+    assert found.stats["reused_tokens"] == 40
+    assert found.token_ids == fresh.token_ids
+
+
+def test_a_context_of_another_model_or_kind_is_refused(tiny, tmp_path) -> None:
+    path, _ = tiny("llama")
+    saved = tmp_path / "context"
+    with engine(path) as first:
+        with pytest.raises(UsageError, match="nothing was read yet"):
+            first.save_context(saved)
+        first.generate(PROMPT, SamplingParams(1))
+        first.save_context(saved)
+        with pytest.raises(OutputError, match="cannot write the context to"):
+            first.save_context(tmp_path / "missing" / "context")
+    make_model("llama", tmp_path / "twin", initializer_range=0.31)
+    with engine(tmp_path / "twin") as other:
+        with pytest.raises(UsageError, match=r"the context in .* is another model's"):
+            other.load_context(saved)
+        with pytest.raises(UsageError, match="there is no such file"):
+            other.load_context(tmp_path / "none")
+    with engine(path, dtype="bfloat16") as half:
+        with pytest.raises(UsageError, match=r"kv.0 of the context in .* is F32 .* is BF16"):
+            half.load_context(saved)
+        assert half.generate(PROMPT, SamplingParams(2)).stats["new_tokens"] == 2
+    with (
+        engine(path, max_context=50) as short,
+        pytest.raises(UsageError, match="has 90 tokens, and the engine takes 50"),
+    ):
+        short.load_context(saved)
+
+
+def test_damaged_files_are_refused_in_a_sentence(tiny, tmp_path) -> None:
+    path, _ = tiny("llama")
+    saved, damaged = tmp_path / "context", tmp_path / "damaged"
+    with engine(path) as running:
+        running.generate(PROMPT, SamplingParams(1))
+        running.save_context(saved)
+        whole, parts = saved.read_bytes(), load_file(saved)
+        head = int.from_bytes(whole[:8], "little")
+        about = json.loads(whole[8 : 8 + head])["__metadata__"]
+        cases: dict[str, bytes | dict[str, torch.Tensor]] = {
+            "empty": b"",
+            "cut": whole[: len(whole) // 2],
+            "noise": b"\x93" * 100,
+            "without a layer": {n: t for n, t in parts.items() if n != "kv.1"},
+            "without tokens": {n: t for n, t in parts.items() if n != "tokens"},
+            "no such token": parts | {"tokens": parts["tokens"] + 10**6},
+            "fewer tokens": parts | {"tokens": parts["tokens"][:-1]},
+            "scores of another shape": parts | {"scores": parts["scores"][:1].clone()},
+        }
+        for name, content in cases.items():
+            if isinstance(content, bytes):
+                damaged.write_bytes(content)
+            else:
+                save_file(content, damaged, metadata=about)
+            with pytest.raises(UsageError, match="damaged"):
+                running.load_context(damaged)
+            assert running.generate(PROMPT, SamplingParams(1)).stats["new_tokens"] == 1, name

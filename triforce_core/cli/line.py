@@ -1,0 +1,44 @@
+"""Lines that a person types, with a history and an editor where there is a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from offload.errors import UsageError
+
+
+class Lines:
+    """Standard input, line by line.
+
+    terminal: whether a person types them
+    """
+
+    def __init__(self) -> None:
+        if sys.stdin is None:
+            raise UsageError("standard input is closed: there is nobody to talk to")
+        self.terminal = sys.stdin.isatty() and sys.stderr is not None and sys.stderr.isatty()
+        self._session = None
+        if self.terminal:
+            from prompt_toolkit import PromptSession
+            from prompt_toolkit.output import create_output
+
+            # Standard output is for what the model says.
+            self._session = PromptSession(output=create_output(stdout=sys.stderr))
+
+    def read(self, status: Callable[[], str]) -> str | None:
+        """The next line, None when they end. status: what is shown below it."""
+        if self._session is None:
+            try:
+                line = sys.stdin.readline()
+            except ValueError as error:
+                raise UsageError(f"standard input is no text: {error}") from error
+            return line.removeprefix("\ufeff") if line else None
+        while True:
+            try:
+                return self._session.prompt("> ", bottom_toolbar=status)
+            except KeyboardInterrupt:
+                # What was typed is dropped, as in a shell.
+                continue
+            except EOFError:
+                return None

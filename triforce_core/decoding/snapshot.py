@@ -1,0 +1,24 @@
+"""What a context has computed, on the host: its text, its KV, what its chunks were worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """tokens: whose KV it has. layers: how many
+
+    layer_kv: of a layer, [2, kv_heads, tokens, head_dim] on the host. scores: mass of each chunk
+    so far, [layers, kv_heads, chunks] float32 on the host; None where nothing is retrieved. about:
+    what else was kept with it
+    """
+
+    tokens: list[int]
+    layers: int
+    layer_kv: Callable[[int], torch.Tensor]
+    scores: torch.Tensor | None = None
+    about: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,137 @@
+"""Contexts in files: safetensors with the tokens, each layer's KV and the scores of its chunks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from offload.errors import UsageError
+from offload.files import Output
+from offload.kv.shape import KVShape
+from triforce_core.decoding.snapshot import Snapshot
+
+_VERSION = "triforce-offload context 1"
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+
+
+class LoadedContext(NamedTuple):
+    """tokens: whose KV is there; about: texts that were kept with it."""
+
+    tokens: int
+    about: Mapping[str, str]
+
+
+def digest(fingerprint: str) -> str:
+    """Of a model's fingerprint, as a file has it."""
+    return hashlib.sha256(fingerprint.encode()).hexdigest()
+
+
+def write(
+    path: str | Path, saved: Snapshot, shape: KVShape, model: str, about: Mapping[str, str]
+) -> None:
+    """Writes a context layer by layer, whole or not at all. model: the digest of whose it is.
+
+    about: what else is kept with it
+
+    Raises OutputError, LinkError, or UsageError for a context without a token.
+    """
+    count = len(saved.tokens)
+    if not count:
+        raise UsageError("there is no context to save: nothing was read yet")
+    tokens = torch.tensor(saved.tokens, dtype=torch.int64)
+    parts = {"tokens": (tokens.dtype, (count,))}
+    if saved.scores is not None:
+        parts["scores"] = (torch.float32, tuple(saved.scores.shape))
+    size = (2, shape.kv_heads, count, shape.head_dim)
+    parts |= {f"kv.{layer}": (shape.dtype, size) for layer in range(saved.layers)}
+    header: dict[str, object] = {"__metadata__": {**about, "format": _VERSION, "model": model}}
+    end = 0
+    for name, (dtype, sizes) in parts.items():
+        start, end = end, end + torch.Size(sizes).numel() * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(sizes), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with Output(path, "context").writing() as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        file.write(_bytes(tokens))
+        if saved.scores is not None:
+            file.write(_bytes(saved.scores.float()))
+        for layer in range(saved.layers):
+            file.write(_bytes(saved.layer_kv(layer)))
+
+
+def read(path: str | Path, shape: KVShape, model: str, vocab: int, most: int) -> Snapshot:
+    """A context from a file, whose layers are read when they are asked for.
+
+    model: the digest of whose it must be. most: tokens that it may have
+    Raises UsageError, naming what is wrong with it.
+    """
+    if not Path(path).is_file():
+        raise UsageError(f"cannot read a context from {path}: there is no such file")
+    try:
+        file = safe_open(str(path), framework="pt")
+        about = file.metadata() or {}
+        if about.get("format") != _VERSION:
+            raise UsageError(f"{path} holds no context that this version wrote")
+        if about.get("model") != model:
+            raise UsageError(f"the context in {path} is another model's")
+        names = set(file.keys())
+        tokens = file.get_tensor("tokens") if "tokens" in names else torch.empty(0)
+        _check(path, shape, file, names, tokens, vocab)
+        if len(tokens) > most:
+            raise UsageError(
+                f"the context in {path} has {len(tokens)} tokens, and the engine takes {most}"
+            )
+        scores = file.get_tensor("scores") if "scores" in names else None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UsageError(f"cannot read a context from {path}: {error}") from error
+    return Snapshot(
+        tokens.tolist(),
+        shape.layers,
+        lambda layer: file.get_tensor(f"kv.{layer}"),
+        scores,
+        {name: text for name, text in about.items() if name not in ("format", "model")},
+    )
+
+
+def _check(
+    path: str | Path,
+    shape: KVShape,
+    file: safe_open,
+    names: set[str],
+    tokens: torch.Tensor,
+    vocab: int,
+) -> None:
+    """Raises UsageError unless the parts are those of a context of this shape."""
+    count = tokens.numel()
+    wanted = {"tokens": ([count], "I64")} | {
+        f"kv.{layer}": ([2, shape.kv_heads, count, shape.head_dim], _NAMES[shape.dtype])
+        for layer in range(shape.layers)
+    }
+    for name, (sizes, dtype) in wanted.items():
+        if name not in names:
+            raise UsageError(f"the context in {path} lacks {name}")
+        found = file.get_slice(name)
+        if found.get_shape() != sizes or found.get_dtype() != dtype:
+            raise UsageError(
+                f"{name} of the context in {path} is {found.get_dtype()} {found.get_shape()}, and "
+                f"the engine's is {dtype} {sizes}"
+            )
+    if "scores" in names:
+        scores = file.get_slice("scores")
+        sizes, dtype = scores.get_shape(), scores.get_dtype()
+        if len(sizes) != 3 or sizes[:2] != [shape.layers, shape.kv_heads] or dtype != "F32":
+            raise UsageError(f"scores of the context in {path} are {dtype} {sizes}")
+    if not count or int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
+        raise UsageError(f"the context in {path} has tokens that the model has not")
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().view(torch.uint8).flatten().numpy())
