@@ -8,5 +8,5 @@ setup(
         "triforce_kernels",
     ],
     package_dir={"triforce_kernels": "kernels"},
-    package_data={"offload.machine": ["data/*.toml"]},
+    package_data={"offload.machine": ["data/*.toml"], "triforce_core.server": ["page.html"]},
 )

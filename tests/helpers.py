@@ -117,7 +117,8 @@ def random_ids(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
 
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<u>{{ m['content'] }}{% endfor %}"
+    "{% for m in messages %}"
+    "{{ '<a>' if m['role'] == 'assistant' else '<u>' }}{{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
 

@@ -35,7 +35,7 @@ class Conversations:
     def turn(self, messages: str | Messages) -> Turn:
         """Messages, ready for the model's answer. Raises UsageError."""
         text = self._tokenizer.render(messages)
-        begun = [known for known in self._known if text.startswith(known.text)]
+        begun = [known for known in tuple(self._known) if text.startswith(known.text)]
         known = max(begun, key=lambda each: len(each.text), default=Turn("", []))
         rest = text[len(known.text) :]
         return Turn(text, known.tokens + (self._tokenizer.encode_rendered(rest) if rest else []))

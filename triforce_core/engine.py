@@ -19,6 +19,7 @@ from offload.runtime import Runtime
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.models import Models
+from triforce_core.decoding.snapshot import Snapshot
 from triforce_core.devices import open_device
 from triforce_core.loading import Progress, load
 from triforce_core.model.config import ModelConfig
@@ -66,7 +67,7 @@ class Engine:
         self.config = config or models.target.config
         self.progress = progress
         self._name = name
-        self._fingerprint = fingerprint
+        self._digest = digest(fingerprint)
         self._load_seconds = load_seconds
         self._trace = trace
         self._context: Context | None = None
@@ -139,8 +140,8 @@ class Engine:
                 raise
             models.resources.callback(ranks.close)
         seconds = time.perf_counter() - began
-        about = (config.trace, whole, fingerprint)
-        return cls(model.name, models, model.tokenizer, seconds, progress, *about)
+        more = (config.trace, whole, fingerprint)
+        return cls(model.name, models, model.tokenizer, seconds, progress, *more)
 
     @property
     def model(self) -> Model:
@@ -204,6 +205,10 @@ class Engine:
         """
         return self.generate(self.chat_tokens(messages), params, reuse=reuse)
 
+    def token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """Those of a prompt, as a request takes it. Raises UsageError."""
+        return token_ids_of(prompt, self.tokenizer, self.config.vocab)
+
     def chat_tokens(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of messages in the model's chat template, ready for its answer."""
         if self.tokenizer is None:
@@ -226,7 +231,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             kind = type(params).__name__
             raise UsageError(f"params of a request are SamplingParams, and this is {kind}")
-        token_ids = token_ids_of(prompt, self.tokenizer, self.config.vocab)
+        token_ids = self.token_ids(prompt)
         limit = self.runtime.demand.context_tokens
         check_context(
             len(token_ids),
@@ -255,12 +260,7 @@ class Engine:
 
         about: texts that are kept with it. Raises UsageError if there is none, or OutputError.
         """
-        self._check_free()
-        if self._context is None:
-            raise UsageError("there is no context to save: nothing was read yet")
-        saved = self._context.snapshot()
-        write(path, saved, self.runtime.demand.kv, digest(self._fingerprint), about or {})
-        return len(saved.tokens)
+        return write(path, self.snapshot(), self.runtime.demand.kv, self._digest, about or {})
 
     def load_context(self, path: str | Path) -> LoadedContext:
         """Takes over a context that `save_context` wrote, in place of the one at hand: a prompt
@@ -269,14 +269,38 @@ class Engine:
         Raises UsageError if it is another model's, or damaged, DoesNotFitError or LinkError.
         """
         self._check_free()
-        demand, model = self.runtime.demand, digest(self._fingerprint)
-        saved = read(path, demand.kv, model, self.config.vocab, demand.context_tokens)
+        demand = self.runtime.demand
+        saved = read(path, demand.kv, self._digest, self.config.vocab, demand.context_tokens)
+        self.restore(saved)
+        return LoadedContext(len(saved.tokens), saved.about)
+
+    @property
+    def context_tokens(self) -> list[int]:
+        """Those of the text at hand whose KV is kept."""
+        context = self._context
+        return context.text.tokens[: context.passes.length] if context else []
+
+    def snapshot(self) -> Snapshot:
+        """What was computed for the text at hand, to be read before the next request.
+
+        Raises UsageError if there is none.
+        """
+        self._check_free()
+        if self._context is None:
+            raise UsageError("there is no context to save: nothing was read yet")
+        return self._context.snapshot()
+
+    def restore(self, saved: Snapshot) -> None:
+        """Takes over what a snapshot has, in place of the context at hand.
+
+        Raises UsageError, DoesNotFitError or LinkError.
+        """
+        self._check_free()
         try:
             self._opened_context().restore(saved)
         except BaseException:
             self._forget()
             raise
-        return LoadedContext(len(saved.tokens), saved.about)
 
     def close(self) -> None:
         """Ends the request under way and releases everything. May be called twice.
@@ -304,7 +328,6 @@ class Engine:
         self.close()
 
     def _forget(self) -> None:
-        # Whatever closing it comes to, no request uses it again.
         context, self._context = self._context, None
         if context is not None:
             context.close()
@@ -330,12 +353,9 @@ class Engine:
                 if self._trace:
                     self.models.ranks.tell("clear")
                     self.runtime.trace.clear()
+                text = TextStream(self.tokenizer, params.stop, one_by_one=params.tells_logprobs)
                 for piece in self._request(params).run(
-                    tokens,
-                    TextStream(self.tokenizer, params.stop),
-                    self._report_layer,
-                    interrupted,
-                    reuse=reuse,
+                    tokens, text, self._report_layer, interrupted, reuse=reuse
                 ):
                     sound = isinstance(piece, Completion)
                     yield piece

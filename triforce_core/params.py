@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from offload.errors import UsageError
 
+# Of the likeliest tokens whose log-probabilities are told.
+MOST_LOGPROBS = 20
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -18,6 +21,8 @@ class SamplingParams:
     seed: None draws one; it is reported in the stats either way
     stop_token_ids: end the text as the model's own end-of-text tokens do
     stop: texts that end it where they begin; one or several
+    logprobs: with each token its log-probability before temperature and top_p, and those of so many
+        of the likeliest; None for neither
     """
 
     max_new_tokens: int = 256
@@ -27,6 +32,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _require("max_new_tokens", self.max_new_tokens, _whole(self.max_new_tokens, 1), "1 or more")
@@ -52,10 +58,20 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
             _require("stop_token_ids", token, _whole(token, 0), "token ids")
+        _require(
+            "logprobs",
+            self.logprobs,
+            self.logprobs is None or (_whole(self.logprobs, 0) and self.logprobs <= MOST_LOGPROBS),
+            f"0 to {MOST_LOGPROBS}, or None",
+        )
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stops)
         for text in stops:
             _require("stop", text, isinstance(text, str) and text != "", "texts that are not empty")
+
+    @property
+    def tells_logprobs(self) -> bool:
+        return self.logprobs is not None
 
 
 def _require(name: str, value: object, holds: bool, expected: str) -> None:

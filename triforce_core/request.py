@@ -18,7 +18,7 @@ from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.decoding.models import Models
 from triforce_core.params import SamplingParams
 from triforce_core.stats import Clock, bits_per_number, drafting_stats, rank_stats, request_stats
-from triforce_core.stream import Completion, Piece, pieces_of, until_stop
+from triforce_core.stream import Completion, Piece, TokenLogprob, pieces_of, until_stop
 from triforce_core.text import TextStream
 
 
@@ -50,6 +50,7 @@ class Request:
         self._tallies = Tallies(Tally(), Tally())
         self._decoder = self._make_decoder()
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
 
     def run(
         self,
@@ -65,6 +66,7 @@ class Request:
         each_layer: called while the prompt is read, with each layer's index. interrupted: ends the
         request within a layer of that, or a pass. reuse: see `Context.read`
         """
+        self._context.tells_logits = self._params.tells_logprobs
         read, reason = self._read(prompt, each_layer, interrupted, reuse)
         passes = self._context.passes
         before, retrieval = passes.counters, self._context.retrieval
@@ -74,8 +76,10 @@ class Request:
             if not self._tokens:
                 self._clock.end_prefill()
             taken, ended = until_stop(step.tokens, self._stops)
-            used = yield from pieces_of(text, taken, step)
+            logprobs = self._logprobs_of(taken)
+            used = yield from pieces_of(text, taken, step, logprobs)
             self._tokens += taken[:used]
+            self._logprobs += logprobs[:used]
             if ended or text.stopped:
                 reason = "stop"
             elif len(self._tokens) >= self._params.max_new_tokens:
@@ -112,7 +116,7 @@ class Request:
         if ranks.count > 1:
             own = rank_stats(self._models.runtime, self._context)
             stats["ranks"] = [own, *ranks.ask("rank_stats")]
-        yield Completion(self._tokens, text.text, reason, stats)
+        yield Completion(self._tokens, text.text, reason, stats, self._logprobs)
 
     def _read(
         self,
@@ -137,6 +141,20 @@ class Request:
             self._clock.end_prefill()
             return None, "interrupted"
         return read, ""
+
+    @torch.inference_mode()
+    def _logprobs_of(self, tokens: list[int]) -> list[TokenLogprob]:
+        """Of a step's tokens, by the logits that they were drawn from; none if nobody asked."""
+        if not self._params.tells_logprobs:
+            return []
+        logs = self._context.logits[: len(tokens)].float().log_softmax(-1)
+        best = logs.topk(min(self._params.logprobs, logs.shape[1]))
+        own = logs.cpu().gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [
+            TokenLogprob(token, value, tuple(zip(*row, strict=True)))
+            for token, value, row in zip(tokens, own, likeliest, strict=True)
+        ]
 
     def _make_decoder(self) -> Decoder:
         return self._drafting.decoder(

@@ -34,10 +34,10 @@ def digest(fingerprint: str) -> str:
 
 def write(
     path: str | Path, saved: Snapshot, shape: KVShape, model: str, about: Mapping[str, str]
-) -> None:
+) -> int:
     """Writes a context layer by layer, whole or not at all. model: the digest of whose it is.
 
-    about: what else is kept with it
+    about: what else is kept with it. Returns how many tokens it has
 
     Raises OutputError, LinkError, or UsageError for a context without a token.
     """
@@ -65,6 +65,7 @@ def write(
             file.write(_bytes(saved.scores.float()))
         for layer in range(saved.layers):
             file.write(_bytes(saved.layer_kv(layer)))
+    return count
 
 
 def read(path: str | Path, shape: KVShape, model: str, vocab: int, most: int) -> Snapshot:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from offload.errors import UsageError
 from triforce_core.decoding.autoregressive import Step
 from triforce_core.text import TextStream
+
+
+class TokenLogprob(NamedTuple):
+    """A token, its log-probability, and the likeliest tokens with theirs."""
+
+    token: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -22,12 +30,14 @@ class Completion:
     token_ids: the new tokens only, an end-of-text token included
     finish_reason: "stop", "length" or "interrupted"
     stats: see docs/stats.md
+    logprobs: of each token, if they were asked for
     """
 
     token_ids: list[int]
     text: str
     finish_reason: str
     stats: dict[str, Any]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -35,10 +45,13 @@ class Piece:
     """Text, and where its tokens came from: a draft's "accepted" ones, the target's own
     "corrected" one in place of a rejected one, the "bonus" after a draft that held wholly, or
     "plain" ones with no draft.
+
+    logprobs: of the tokens that complete it, if they were asked for
     """
 
     text: str
     origin: str
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Stream:
@@ -122,17 +135,20 @@ def until_stop(tokens: list[int], stops: frozenset[int]) -> tuple[list[int], boo
     return tokens, False
 
 
-def pieces_of(text: TextStream, taken: list[int], step: Step) -> Generator[Piece, None, int]:
+def pieces_of(
+    text: TextStream, taken: list[int], step: Step, logprobs: Sequence[TokenLogprob] = ()
+) -> Generator[Piece, None, int]:
     """The text of a step's tokens: those of the draft, then the target's own. Returns how many of
-    them there are until the text stops.
+    them there are until the text stops. logprobs: of the tokens, if they are told
     """
-    accepted, used = len(step.tokens) - 1, 0
+    accepted, used, told = len(step.tokens) - 1, 0, 0
     own = "plain" if not step.drafted else "bonus" if accepted == step.drafted else "corrected"
     for tokens, origin in ((taken[:accepted], "accepted"), (taken[accepted:], own)):
         for some in text.portions(tokens) if tokens else ():
             used += len(some)
             if piece := text.push(some):
-                yield Piece(piece, origin)
+                yield Piece(piece, origin, tuple(logprobs[told:used]))
+                told = used
             if text.stopped:
                 return used
     return used

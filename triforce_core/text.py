@@ -20,9 +20,14 @@ class TextStream:
     text: all that was given so far; stopped: whether a stop came
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str] = ()) -> None:
-        """stops: texts of which the first one ends the text; they are no part of it."""
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), *, one_by_one: bool = False
+    ) -> None:
+        """stops: texts of which the first one ends the text; they are no part of it. one_by_one:
+        whether each token is to have a piece of its own, as far as it completes one.
+        """
         self._tokenizer = tokenizer
+        self._one_by_one = one_by_one or bool(stops)
         self._stops = tuple(stops)
         self._tokens: list[int] = []
         # Tokens from here on are decoded together.
@@ -35,8 +40,10 @@ class TextStream:
         self.stopped = False
 
     def portions(self, tokens: list[int]) -> Iterator[list[int]]:
-        """Tokens in as many parts as `push` wants, so that it is known which one stops the text."""
-        if not self._stops:
+        """Tokens in as many parts as `push` wants, so that it is known which one stops the text, or
+        which gives which piece.
+        """
+        if not self._one_by_one:
             yield tokens
             return
         for token in tokens:

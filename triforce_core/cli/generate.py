@@ -13,7 +13,7 @@ from offload.files import Output, check_outputs
 from triforce_core.cli.options import engine_config, given
 from triforce_core.cli.output import say
 from triforce_core.cli.progress import ProgressBars
-from triforce_core.cli.prompt import read_prompt
+from triforce_core.cli.prompt import read_prompt, tasks_of
 from triforce_core.cli.signals import Stop
 from triforce_core.model.checkpoint import resolve
 from triforce_core.opening import OpenModel
@@ -45,7 +45,9 @@ def generate(args: argparse.Namespace) -> int:
     if plan is not None:
         plan.check_gpus(config.machine.gpus)
     _check_outputs(args, config)
-    prompt = read_prompt(args)
+    # Before the model is opened: what is missing is said at once.
+    one = args.messages is None and args.prompts_file is None
+    prompt = read_prompt(args) if one else None
     _say_what_has_no_effect(args, config)
     if config.method.drafts and config.method.draft_model is not None:
         resolve(config.method.draft_model)
@@ -57,7 +59,8 @@ def generate(args: argparse.Namespace) -> int:
         if model.tokenizer is None:
             raise UsageError(f"{model.checkpoint.path} has no tokenizer")
         tokenizer = model.tokenizer
-        token_ids = tokenizer.chat(prompt) if args.chat else tokenizer.encode(prompt)
+        tasks = tasks_of(args, tokenizer, prompt)
+        token_ids = max((task.token_ids for task in tasks), key=len)
         new = params.max_new_tokens
         check_context(len(token_ids), new, model.checkpoint.config.positions, "the model has")
         asked = given(args, EngineConfig).get("max_context")
@@ -72,7 +75,7 @@ def generate(args: argparse.Namespace) -> int:
         # Only now, since loading torch takes longer than all of the above.
         from triforce_core.cli.run import Run
 
-        return Run(args, bars, stop, plan).text(model, token_ids, params, config)
+        return Run(args, bars, stop, plan).texts(model, tasks, params, config)
 
 
 def _say_that_it_ends() -> None:
@@ -81,11 +84,18 @@ def _say_that_it_ends() -> None:
 
 def _check_outputs(args: argparse.Namespace, config: EngineConfig) -> None:
     """Raises UsageError, before anything is loaded, for what could not be written."""
-    outputs = {"stats": args.stats, "trace": config.trace}
-    named = (args.prompt_file, args.plan, args.model, config.method.draft_model)
+    if (args.prompts_file is None) != (args.output is None):
+        raise UsageError("--prompts-file and --output go together")
+    if args.prompts_file is not None and (args.json or args.stats is not None):
+        raise UsageError("--output holds the answers to --prompts-file: no --json or --stats")
+    outputs = {"stats": args.stats, "trace": config.trace, "context": args.save_context}
+    named = (
+        *(args.prompt_file, args.messages, args.prompts_file, args.load_context),
+        *(args.plan, args.model, config.method.draft_model),
+    )
     read = [path for path in named if path not in (None, "-") and Path(path).exists()]
     check_outputs((Output(path, what) for what, path in outputs.items() if path is not None), read)
-    if sys.stdout is None and args.stats is None:
+    if sys.stdout is None and args.stats is None and args.output is None:
         raise UsageError("standard output is closed: the text would go nowhere (--stats keeps it)")
 
 

@@ -27,8 +27,13 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
-    """How a model is decoded, and on what."""
+    """How a model is sampled from, how it is decoded, and on what."""
     _add_sampling(parser)
+    add_machine_and_method(parser)
+
+
+def add_machine_and_method(parser: argparse.ArgumentParser) -> None:
+    """How a model is decoded, and on what."""
     _add_method(parser)
     add_machine_options(parser)
     add_option(
@@ -51,7 +56,34 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--prompt-file", metavar="FILE", help="file that holds the prompt; - for standard input"
     )
+    source.add_argument(
+        "--messages",
+        metavar="FILE",
+        help="a conversation to answer: JSON, a list of messages with role and content",
+    )
+    source.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="many prompts, one a line: text, or JSON with prompt or messages, and id",
+    )
+    add(
+        "--output",
+        metavar="FILE",
+        help="where answers to --prompts-file go, as JSON lines; what it holds is not done again",
+    )
     add("--chat", action="store_true", help="put the prompt into the model's chat template")
+    add("--system", metavar="TEXT", help="system prompt, before the prompt in the chat template")
+    add("--save-context", metavar="FILE", help="write what was computed for the text")
+    add(
+        "--load-context",
+        metavar="FILE",
+        help="what --save-context wrote; of a prompt that begins as its text the rest is read",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="JSON lines: each piece of text and the level that it came from, then the stats",
+    )
     add_decoding_arguments(parser)
     add("--plan", metavar="FILE", help="what `triforce plan --save` wrote; flags change it")
     add("--resident-kv-blocks", type=int, metavar="N", help="on the device, instead of the plan's")
@@ -93,6 +125,13 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("temperature", "0 takes the likeliest token", type=float, metavar="T")
     add("top_p", "nucleus that is sampled from", type=float, metavar="P")
     add("top_k", "likeliest tokens kept; 0 keeps all", type=int, metavar="K")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="ends the text where it begins; may be given again",
+    )
     add(
         "seed",
         "of the random draws (default: a new one)",

@@ -16,6 +16,7 @@ from triforce_core.cli.generate_arguments import add_generate_arguments
 from triforce_core.cli.output import abandon_stdout, say
 from triforce_core.cli.parser import Parser
 from triforce_core.cli.plan_arguments import add_plan_arguments
+from triforce_core.cli.serve_arguments import add_serve_arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,6 +60,12 @@ def _chat(args: argparse.Namespace) -> int:
     return chat(args)
 
 
+def _serve(args: argparse.Namespace) -> int:
+    from triforce_core.cli.serve import serve
+
+    return serve(args)
+
+
 def _env(args: argparse.Namespace) -> int:
     from triforce_core.cli.machine import print_machine
 
@@ -100,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, add_arguments, text in (
         ("generate", _generate, add_generate_arguments, "generate text from a prompt"),
         ("chat", _chat, add_chat_arguments, "talk to a model"),
+        ("serve", _serve, add_serve_arguments, "serve a model to OpenAI's clients and to a page"),
         (
             "bench",
             _bench,

@@ -3,11 +3,48 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from offload.errors import UsageError
-from triforce_core.model.tokenizer import check_text
+from triforce_core.cli.prompts_file import Task, check_messages, read_tasks
+from triforce_core.model.tokenizer import Tokenizer, check_text
+
+
+def tasks_of(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str | None) -> list[Task]:
+    """What is to be answered: a prompt that was read, messages or all prompts of a file.
+
+    Raises UsageError.
+    """
+    in_template = args.chat or args.system is not None
+    if args.prompts_file is not None:
+        to_messages = partial(as_messages, args) if in_template else None
+        return read_tasks(args.prompts_file, tokenizer, to_messages)
+    if args.messages is not None:
+        return [Task(0, tokenizer.chat(_system(args) + read_messages(args.messages)), "")]
+    ids = tokenizer.chat(as_messages(args, prompt)) if in_template else tokenizer.encode(prompt)
+    return [Task(0, ids, "")]
+
+
+def as_messages(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
+    """A prompt as a conversation."""
+    return [*_system(args), {"role": "user", "content": prompt}]
+
+
+def _system(args: argparse.Namespace) -> list[dict[str, str]]:
+    return [{"role": "system", "content": args.system}] if args.system else []
+
+
+def read_messages(path: str) -> list[dict[str, str]]:
+    """A conversation from a JSON file. Raises UsageError."""
+    try:
+        return check_messages(json.loads(Path(path).read_text(encoding="utf-8-sig")))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read messages from {path}: {error}") from error
 
 
 def read_prompt(args: argparse.Namespace) -> str:

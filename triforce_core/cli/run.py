@@ -11,6 +11,7 @@ from offload.files import Output
 from offload.memory.device import device_name
 from triforce_core.cli.output import TextOutput, say
 from triforce_core.cli.progress import ProgressBars
+from triforce_core.cli.prompts_file import Answers, Task
 from triforce_core.cli.report import LEVEL_LEGEND, colored, print_run, takes_colors
 from triforce_core.cli.signals import Stop, exit_code
 from triforce_core.devices import open_device
@@ -37,48 +38,98 @@ class Run:
         self._stop = stop
         self._plan = plan
 
-    def text(
-        self, model: OpenModel, token_ids: list[int], params: SamplingParams, config: EngineConfig
+    def texts(
+        self, model: OpenModel, tasks: list[Task], params: SamplingParams, config: EngineConfig
     ) -> int:
-        """Generates what follows the prompt. Returns the exit code."""
-        args, bars, stop = self._args, self._bars, self._stop
+        """Generates what follows one prompt, or each of a file's. Returns the exit code."""
+        args = self._args
         if self._plan is not None:
             device = device_name(open_device(config.machine.device))
             self._plan.check(model.name, model.checkpoint.config, device)
         if args.color_levels and not args.quiet and takes_colors(sys.stderr):
             say(LEVEL_LEGEND)
         with ExitStack() as stack:
+            answers = None
+            if args.output is not None:
+                answers = Answers(args.output, tasks)
+                stack.callback(answers.close)
             engine = stack.enter_context(
-                Engine.from_pretrained(model, config, progress=bars.update)
+                Engine.from_pretrained(model, config, progress=self._bars.update)
             )
             model.close()
             if not args.quiet:
                 say(f"plan: {engine.plan_line}")
-            stream, output = engine.stream(token_ids, params), TextOutput()
-            stop.end = stream.interrupt
-            colors = args.color_levels and takes_colors(sys.stdout)
-            try:
-                for piece in stream.pieces():
-                    # The text owns the terminal from its first piece on.
-                    with suppress(OSError):
-                        bars.stop()
-                    if not output.write(colored(piece) if colors else piece.text):
-                        stream.interrupt()
-            finally:
-                stop.ended()
+            if args.load_context:
+                loaded = engine.load_context(args.load_context)
+                if not args.quiet:
+                    say(f"{loaded.tokens} tokens of context loaded")
+            if answers is not None:
+                code = self._answer(engine, tasks, answers, params)
+            else:
+                code = self._text(engine, tasks[0], params)
+            if args.save_context:
+                engine.save_context(args.save_context)
+        return code
+
+    def _text(self, engine: Engine, task: Task, params: SamplingParams) -> int:
+        """Writes the text of a prompt as it comes. Returns the exit code."""
+        args, bars, stop = self._args, self._bars, self._stop
+        stream, output = engine.stream(task.token_ids, params), TextOutput()
+        stop.end = stream.interrupt
+        colors = args.color_levels and takes_colors(sys.stdout)
+        try:
+            for piece in stream.pieces():
+                # The text owns the terminal from its first piece on.
                 with suppress(OSError):
                     bars.stop()
-                if stream.ended:
-                    self._report(stream.result, output)
-                    self._say_if_planned_otherwise(engine, stream.result)
+                if args.json:
+                    shown = json.dumps({"text": piece.text, "origin": piece.origin}) + "\n"
+                else:
+                    shown = colored(piece) if colors else piece.text
+                if not output.write(shown):
+                    stream.interrupt()
+        finally:
+            stop.ended()
+            with suppress(OSError):
+                bars.stop()
+            if stream.ended:
+                self._report(stream.result, output)
+                self._say_if_planned_otherwise(engine, stream.result)
         if stop.number is not None and stream.result.finish_reason == "interrupted":
             return exit_code(stop.number)
         return output.code
 
+    def _answer(
+        self, engine: Engine, tasks: list[Task], answers: Answers, params: SamplingParams
+    ) -> int:
+        """Answers what is not answered yet. Returns the exit code."""
+        bars, stop, quiet = self._bars, self._stop, self._args.quiet
+        if answers.done and not quiet:
+            say(f"{len(answers.done)} of {len(tasks)} prompts are answered already")
+        for task in tasks:
+            if task.index in answers.done:
+                continue
+            stream = engine.stream(task.token_ids, params)
+            stop.end = stream.interrupt
+            for _ in stream.pieces():
+                with suppress(OSError):
+                    bars.stop()
+            if stop.number is not None:
+                # What was cut is no answer: the next run gives it whole.
+                stop.ended()
+                return exit_code(stop.number)
+            answers.add(task, stream.result)
+            if not quiet:
+                say(f"{len(answers.done)} of {len(tasks)} prompts answered")
+        return 0
+
     def _report(self, result: Completion, output: TextOutput) -> None:
         """What follows the text. Raises OutputError if the stats cannot be written."""
         args = self._args
-        if result.text and not result.text.endswith("\n"):
+        if args.json:
+            about = {"finish_reason": result.finish_reason, "stats": result.stats}
+            output.write(json.dumps(about) + "\n")
+        elif result.text and not result.text.endswith("\n"):
             output.write("\n")
         kept = "--stats would have kept it"
         if args.stats is not None:

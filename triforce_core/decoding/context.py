@@ -52,6 +52,8 @@ class Context:
     share the model each has such a context: what the first is asked to do it tells the others.
 
     link_when_read, passes_when_read: what had been counted when the prompt was read
+    logits: of the target, after each row that it was fed last, [rows, vocab] float32; kept if
+        tells_logits
     passes: over the text. retrieval: the retrieval cache, None if there is no such level; level:
         the target's weights, or what stands in for them, over it
     """
@@ -61,6 +63,8 @@ class Context:
         models.ranks.tell("open")
         self.model = models.target
         self.text = Text([])
+        self.logits: torch.Tensor | None = None
+        self.tells_logits = False
         self.retrieval: RetrievalCache | None = None
         self.level: ResidentModel | None = None
         self._models = models
@@ -127,7 +131,7 @@ class Context:
         self.link_when_read = self._models.runtime.link.counters()
         self.passes_when_read = self.passes.counters
         scored = feed.rows if short else min(feed.rows, SCORED_TOKENS)
-        return Prompt(self.model.logits(last), kept, scored)
+        return Prompt(self._told(last), kept, scored)
 
     def roll_back(self, tokens: int) -> None:
         """Forgets all but the first `tokens` tokens of the text. Raises LinkError."""
@@ -189,12 +193,12 @@ class Context:
         Raises LinkError.
         """
         self._tell("verify", tokens)
-        passes = self.passes
+        passes, self.logits = self.passes, None
         if self.retrieval:
             self.retrieval.expect(tokens.shape[0])
         passes.begin()
         feed = Feed.text(tokens, passes.length, self.model.device)
-        return self.model.logits(self.model.forward(feed, passes.weights, passes.cache))
+        return self._told(self.model.forward(feed, passes.weights, passes.cache))
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps a path of the rows that the last pass fed, and forgets the others."""
@@ -215,7 +219,7 @@ class Context:
         passes.keep([0])
         if more:
             passes.begin()
-        return self.model.logits(hidden)
+        return self._told(hidden)
 
     def draft(self, tokens: torch.Tensor) -> torch.Tensor:
         """Feeds tokens [n] to the retrieval model: float32 logits after each, [n, vocab], to be
@@ -287,6 +291,12 @@ class Context:
                 f"the first {self.passes.length} tokens of its text have checksum {own:#010x}, "
                 f"and those of rank 0 have {checksum:#010x}"
             )
+
+    def _told(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of hidden states."""
+        logits = self.model.logits(hidden)
+        self.logits = logits if self.tells_logits else None
+        return logits
 
     def _tell(self, call: str, *arguments: object) -> None:
         """Tells the other ranks, if this one leads, what is about to be done to which text."""

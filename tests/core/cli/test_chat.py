@@ -1,0 +1,154 @@
+"""`triforce chat` over a pipe: a line a turn."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from command import run
+
+BASE = ("--temperature", "0", "-n", "12", "--device", "cpu", "-c", "400")
+
+
+def talk(
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    *lines: str,
+    options: Sequence[str] = (),
+) -> tuple[int, list[str], str]:
+    """The exit code, the answers and what was said besides."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
+    code, out, err = run(capsys, "chat", model, *BASE, *options)
+    return code, out.splitlines(), err
+
+
+def test_turns_go_on_and_read_only_what_is_new(speaking, capsys, monkeypatch) -> None:
+    code, answers, err = talk(capsys, monkeypatch, speaking, "Hello", "And you?", "/stats")
+    assert code == 0
+    assert len(answers) == 2
+    stats = json.loads(err[err.index("{") : err.rindex("}") + 1])
+    # All but the last token of the answer was known, and the template's two around "And you?".
+    assert stats["prompt_tokens"] - stats["reused_tokens"] == len("And you?") + 2 + 1
+    assert len(re.findall(r"12 tokens, .* tokens/s, .*context \d+ of 400 tokens", err)) == 2
+
+
+def test_a_turn_is_answered_anew_edited_and_continued(speaking, capsys, monkeypatch) -> None:
+    lines = ("Hello", "/regenerate", "/edit Good day", "/regenerate", "/continue")
+    code, answers, _ = talk(capsys, monkeypatch, speaking, *lines)
+    assert code == 0
+    assert answers[0] == answers[1] != answers[2] == answers[3]
+    _, longer, _ = talk(capsys, monkeypatch, speaking, "Good day", options=("-n", "24"))
+    assert answers[3] + answers[4] == longer[0]
+
+
+def test_a_conversation_is_saved_and_goes_on(speaking, capsys, monkeypatch, tmp_path) -> None:
+    file = tmp_path / "talk"
+    code, whole, _ = talk(capsys, monkeypatch, speaking, "Hello", "And you?")
+    assert code == 0
+    code, first, err = talk(capsys, monkeypatch, speaking, "Hello", f"/save {file}")
+    assert code == 0
+    assert "tokens of context saved" in err
+    lines = (f"/load {file}", "And you?", "/stats")
+    code, second, err = talk(capsys, monkeypatch, speaking, *lines)
+    assert first + second == whole
+    stats = json.loads(err[err.index("{") : err.rindex("}") + 1])
+    assert stats["reused_tokens"] > len("Hello")
+    code, third, _ = talk(capsys, monkeypatch, speaking, "And you?", options=("--load", str(file)))
+    assert third == second
+
+
+def test_a_system_prompt_and_files_are_part_of_it(speaking, capsys, monkeypatch, tmp_path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("A note")
+    code, plain, _ = talk(capsys, monkeypatch, speaking, "Hello")
+    _, system, _ = talk(capsys, monkeypatch, speaking, "Hello", options=("--system", "Short"))
+    _, attached, err = talk(capsys, monkeypatch, speaking, f"/file {file}", "Hello")
+    assert "6 tokens, before what you say next" in err
+    assert len({*plain, *system, *attached}) == 3
+    _, cleared, _ = talk(capsys, monkeypatch, speaking, "Hi", "/clear", "Hello")
+    assert cleared[1:] == plain
+    _, changed, _ = talk(capsys, monkeypatch, speaking, "/system Short", "Hello")
+    assert changed == system
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/nonsense", "there is no command /nonsense"),
+        ("/regenerate", "nothing was said yet"),
+        ("/continue", "there is no answer that could go on"),
+        ("/file", "usage: /file PATH"),
+        ("/file missing.txt", "cannot read missing.txt"),
+        ("/load missing", "there is no such file"),
+        ("/save x", "nothing was read yet"),
+        ("/stats", "there is no answer yet"),
+        ("x" * 500, "the context has room for 400"),
+    ],
+)
+def test_mistakes_over_a_pipe_end_it_with_a_sentence(
+    speaking, capsys, monkeypatch, line: str, said: str
+) -> None:
+    code, answers, err = talk(capsys, monkeypatch, speaking, line, "Hello")
+    assert (code, answers) == (2, [])
+    assert said in err
+
+
+def test_help_and_exit(speaking, capsys, monkeypatch) -> None:
+    code, answers, err = talk(capsys, monkeypatch, speaking, "/help", "", "/exit", "Hello")
+    assert (code, answers) == (0, [])
+    assert "/regenerate" in err
+
+
+@pytest.mark.slow
+def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(speaking) -> None:
+    """Answers go to standard output, lines are edited and figures shown on the terminal."""
+    leader, follower = pty.openpty()
+    chat = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "triforce_core.cli", "chat", str(speaking)),
+            *("--device", "cpu", "--device-memory", "1MiB", "--link-bandwidth", "1MB/s"),
+            *("--temperature", "1", "-n", "450", "-c", "500"),
+        ],
+        stdin=follower,
+        stdout=subprocess.PIPE,
+        stderr=follower,
+        env=os.environ | {"TERM": "xterm"},
+        start_new_session=True,
+    )
+    os.close(follower)
+    seen = b""
+
+    def until(text: bytes, seconds: float = 60) -> None:
+        nonlocal seen
+        end = time.monotonic() + seconds
+        while text not in seen:
+            assert time.monotonic() < end, seen[-2000:]
+            seen += os.read(leader, 4096)
+        seen = seen[seen.index(text) + len(text) :]
+
+    try:
+        until(b"Ctrl-D ends")
+        os.write(leader, b"Hello\r")
+        assert chat.stdout.read(1), "the answer begins"
+        chat.send_signal(signal.SIGINT)
+        until(b"interrupted: /continue goes on")
+        os.write(leader, b"/exit\r")
+        chat.wait(30)
+        assert chat.returncode == 0
+    finally:
+        chat.kill()
+        chat.wait()
+        chat.stdout.close()
+        os.close(leader)

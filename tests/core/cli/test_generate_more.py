@@ -1,0 +1,146 @@
+"""Conversations, stops, many prompts and saved contexts on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import GREEDY, run
+
+TEXT = ("--prompt", "Hello there", *GREEDY, "--quiet")
+
+
+def greedy(speaking: Path, capsys: pytest.CaptureFixture, *options: object) -> str:
+    code, out, err = run(capsys, "generate", speaking, *TEXT, *options)
+    assert code == 0, err
+    return out.removesuffix("\n")
+
+
+def test_a_stop_ends_the_text_before_it(speaking, capsys, tmp_path) -> None:
+    whole = greedy(speaking, capsys)
+    stop = whole[7:10]
+    assert greedy(speaking, capsys, "--stop", stop) == whole[: whole.index(stop)]
+    stats = tmp_path / "stats.json"
+    cut = greedy(speaking, capsys, "--stop", "§", "--stop", stop, "--stats", stats)
+    assert cut == whole[: whole.index(stop)]
+    told = json.loads(stats.read_text())
+    assert (told["finish_reason"], told["text"]) == ("stop", cut)
+    assert told["new_tokens"] == whole.index(stop) + 3, "a token a character"
+    assert greedy(speaking, capsys, "--stop", "§") == whole
+
+
+def test_json_lines_hold_the_text_and_the_stats(speaking, capsys) -> None:
+    whole = greedy(speaking, capsys)
+    lines = [json.loads(line) for line in greedy(speaking, capsys, "--json").splitlines()]
+    assert "".join(line["text"] for line in lines[:-1]) == whole
+    assert {line["origin"] for line in lines[:-1]} <= {"accepted", "corrected", "bonus", "plain"}
+    assert lines[-1]["finish_reason"] == lines[-1]["stats"]["finish_reason"] == "length"
+
+
+def test_messages_and_a_system_prompt_go_into_the_template(speaking, capsys, tmp_path) -> None:
+    file = tmp_path / "messages.json"
+    file.write_text('[{"role": "user", "content": "Hi"}]')
+    base = ("generate", speaking, *GREEDY, "--quiet")
+    in_file = run(capsys, *base, "--messages", file)
+    assert in_file[0] == 0
+    assert in_file == run(capsys, *base, "--prompt", "Hi", "--chat")
+    with_system = run(capsys, *base, "--prompt", "Hi", "--system", "Be short.")
+    assert with_system[0] == 0
+    assert with_system == run(capsys, *base, "--messages", file, "--system", "Be short.")
+    assert with_system != in_file
+    for content, said in (
+        ("{", "cannot read messages from"),
+        ("[]", "messages are a list of at least one"),
+        ('[{"role": "user"}]', 'message 0 needs a "role" and its "content"'),
+    ):
+        file.write_text(content)
+        code, _, err = run(capsys, *base, "--messages", file)
+        assert (code, said in err) == (2, True), err
+
+
+def test_many_prompts_are_answered_and_what_is_done_is_not_done_again(
+    speaking, capsys, tmp_path
+) -> None:
+    prompts, output = tmp_path / "prompts", tmp_path / "answers.jsonl"
+    lines = ["Hello there", "", '{"prompt": "Hi", "id": "b"}', "Good day"]
+    lines += ['{"messages": [{"role": "user", "content": "Hi"}], "id": 4}']
+    prompts.write_text("\n".join(lines) + "\n")
+    command = ("generate", speaking, "--prompts-file", prompts, "--output", output, *GREEDY)
+    code, out, err = run(capsys, *command)
+    assert (code, out) == (0, ""), err
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
+    assert [answer.get("id") for answer in answers] == [None, "b", None, 4]
+    assert answers[0]["text"] == greedy(speaking, capsys)
+    whole = output.read_bytes()
+    # Cut in the middle of the third, as a crash leaves it.
+    ends = [i for i, byte in enumerate(whole) if byte == ord("\n")]
+    output.write_bytes(whole[: ends[1] + 20])
+    code, _, err = run(capsys, *command)
+    assert code == 0
+    assert "2 of 4 prompts are answered already" in err
+    again = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [a["text"] for a in again] == [a["text"] for a in answers]
+    before = output.read_bytes()
+    assert run(capsys, *command)[0] == 0
+    assert output.read_bytes() == before
+    # Other prompts have nothing to do with these answers.
+    prompts.write_text("Something else\n")
+    code, _, err = run(capsys, *command)
+    assert code == 2
+    assert "line 1, is no answer to these prompts" in err
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "holds no prompt"),
+        ('{"prompt": 3}', 'line 1: its "prompt" is no text'),
+        ('fine\n{"prompt": "x", "extra": 1}', "line 2: has 'extra'"),
+        ("{", "line 1: begins as JSON and is none"),
+        ('{"id": 1}', 'line 1: needs either a "prompt" or "messages"'),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_named(
+    speaking, capsys, tmp_path, content: str, said: str
+) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text(content)
+    command = ("generate", speaking, "--prompts-file", prompts, "--output", tmp_path / "answers")
+    code, _, err = run(capsys, *command)
+    assert code == 2
+    assert said in err
+    assert not (tmp_path / "answers").exists()
+
+
+def test_a_prompts_file_and_its_output_go_together(speaking, capsys, tmp_path) -> None:
+    for options, said in (
+        (("--prompts-file", "x"), "go together"),
+        (("--prompt", "x", "--output", "y"), "go together"),
+        (("--prompts-file", "x", "--output", "y", "--json"), "no --json or --stats"),
+        (("--prompts-file", "x", "--prompt", "y"), "not allowed with"),
+    ):
+        code, _, err = run(capsys, "generate", speaking, *options)
+        assert (code, said in err) == (2, True), err
+
+
+def test_a_saved_context_spares_reading(speaking, capsys, tmp_path) -> None:
+    context, stats = tmp_path / "context", tmp_path / "stats.json"
+    prompt = "A rather long beginning of a text that is read only once."
+    base = ("generate", speaking, *GREEDY, "--quiet")
+    first = run(capsys, *base, "--prompt", prompt, "--save-context", context)
+    assert first[0] == 0
+    again = run(
+        capsys, *base, "--prompt", prompt, "--load-context", context, "--stats", stats, "-c", 200
+    )
+    assert again[:2] == first[:2]
+    assert json.loads(stats.read_text())["reused_tokens"] == len(prompt) - 1
+    code, _, err = run(capsys, *base, "--prompt", prompt, "--load-context", tmp_path / "none")
+    assert code == 2
+    assert "cannot read a context from" in err
+    code, _, err = run(
+        capsys, *base, "--prompt", prompt, "--load-context", context, "--save-context", context
+    )
+    assert code == 2, "what is read is not written over"

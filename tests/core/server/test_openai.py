@@ -1,0 +1,114 @@
+"""What OpenAI's own client gets of the server."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from running import CONTEXT, HELLO, serving
+
+from triforce_core import Engine, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def expected(speaking) -> str:
+    """What the engine itself answers."""
+    with Engine.from_pretrained(speaking, device="cpu", max_context=CONTEXT) as engine:
+        return engine.chat(HELLO, SamplingParams(20, temperature=0)).text
+
+
+def test_chat_and_its_stream_give_the_engines_text(server, expected) -> None:
+    options = {"model": "tiny", "messages": HELLO, "max_tokens": 20, "temperature": 0}
+    whole = server.client.chat.completions.create(**options)
+    assert whole.choices[0].message.content == expected
+    assert whole.choices[0].finish_reason == "length"
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (7, 20)
+    told = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(server.client.chat.completions.create(**options, **told))
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(texts) == expected
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].usage.total_tokens == 27
+
+
+def test_completions_of_text_tokens_and_several_prompts(server, speaking) -> None:
+    with Engine.from_pretrained(speaking, device="cpu", max_context=CONTEXT) as engine:
+        params = SamplingParams(8, temperature=0)
+        one, other = (engine.generate(prompt, params).text for prompt in ("Hello", "Good day"))
+        tokens = engine.token_ids("Hello")
+    create = server.client.completions.create
+    base = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+    assert create(prompt="Hello", **base).choices[0].text == one
+    assert create(prompt=tokens, **base).choices[0].text == one
+    both = create(prompt=["Hello", "Good day"], **base)
+    assert [(c.index, c.text) for c in both.choices] == [(0, one), (1, other)]
+    streamed = "".join(c.choices[0].text for c in create(prompt="Hello", stream=True, **base))
+    assert streamed == one
+
+
+def test_seeds_choices_and_stops(server) -> None:
+    create = server.client.chat.completions.create
+    base = {"model": "tiny", "messages": HELLO, "max_tokens": 12, "temperature": 1.0}
+    texts = [choice.message.content for choice in create(seed=5, n=3, **base).choices]
+    assert len(set(texts)) == 3
+    whole = create(seed=5, **base).choices[0].message.content
+    stop = whole[4:6]
+    cut = create(seed=5, stop=[stop], **base).choices[0]
+    assert cut.finish_reason == "stop"
+    assert stop not in cut.message.content
+
+
+def test_log_probabilities_are_the_models(server, expected) -> None:
+    create = server.client.chat.completions.create
+    base = {"model": "tiny", "messages": HELLO, "max_tokens": 20, "temperature": 0}
+    asked = {"logprobs": True, "top_logprobs": 3}
+    told = create(**base, **asked).choices[0].logprobs.content
+    assert "".join(token.token for token in told) == expected
+    for token in told:
+        assert len(token.top_logprobs) == 3
+        # Greedy: each is the likeliest.
+        assert token.logprob == token.top_logprobs[0].logprob <= 0
+        assert bytes(token.bytes).decode() == token.token
+    chunks = create(**base, **asked, stream=True)
+    found = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices]
+    streamed = [token for logprobs in found if logprobs for token in logprobs.content]
+    assert [token.token for token in streamed] == [token.token for token in told]
+    text = server.client.completions.create(
+        model="tiny", prompt="Hello", max_tokens=4, temperature=0, logprobs=2
+    ).choices[0]
+    assert "".join(text.logprobs.tokens) == text.text
+    assert all(len(likeliest) == 2 for likeliest in text.logprobs.top_logprobs)
+
+
+def test_a_second_turn_reads_only_its_own_tokens(server) -> None:
+    create = server.client.chat.completions.create
+    base = {"model": "tiny", "max_tokens": 10, "temperature": 0}
+    messages = [{"role": "user", "content": "A first turn of its own"}]
+    answer = create(messages=messages, **base).choices[0].message.content
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Next"}]
+    used = create(messages=messages, **base).usage
+    assert used.prompt_tokens - used.prompt_tokens_details.cached_tokens == len("Next") + 2 + 1
+
+
+def test_conversations_by_turns_are_kept_apart(tmp_path_factory, speaking) -> None:
+    """The KV of one waits in host memory while another has the engine."""
+    texts = ["x" * 280, "y" * 280]
+    with serving(speaking, max_context=500) as running:
+        create = running.client.completions.create
+        base = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+        first = [create(prompt=text, **base).choices[0].text for text in texts]
+        for text, answer in zip(texts, first, strict=True):
+            again = create(prompt=text + answer + "and", **base)
+            assert again.usage.prompt_tokens_details.cached_tokens >= 280
+    with Engine.from_pretrained(speaking, device="cpu", max_context=500) as engine:
+        params = SamplingParams(4, temperature=0)
+        assert again.choices[0].text == engine.generate(texts[1] + first[1] + "and", params).text
+
+
+def test_what_is_not_there(server) -> None:
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+        server.client.chat.completions.create(model="gpt", messages=HELLO)
+    assert [model.id for model in server.client.models.list()] == ["tiny"]
+    assert server.client.models.retrieve("tiny").context_length == CONTEXT
+    with pytest.raises(openai.BadRequestError, match=f"has room for {CONTEXT}"):
+        server.client.completions.create(model="tiny", prompt="x" * 400)

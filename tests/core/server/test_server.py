@@ -1,0 +1,181 @@
+"""The server over plain HTTP: what it refuses, and what it does when clients leave."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import CONTEXT, HELLO, Running, serving, until
+
+from offload.errors import UsageError
+from triforce_core.server.settings import ServerSettings
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1000}, f"more than the {CONTEXT}"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 17}, "n: "),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 400}]}, f"has room for {CONTEXT}"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages.0.role"),
+        ({"unheard_of": 1}, "unheard_of"),
+        ({"frequency_penalty": 1.0}, "frequency_penalty"),
+        ({"stop": ""}, "stop"),
+        ({"seed": -1}, "seed"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_served_is_refused_with_its_name(
+    server, change: dict[str, Any], said: str, stream: bool
+) -> None:
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 5, "stream": stream, **change}
+    status, _, answer = server.ask("POST", CHAT, body)
+    error = json.loads(answer)["error"]
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert said in error["message"]
+
+
+def test_other_paths_and_methods(server) -> None:
+    assert server.ask("GET", "/v1/models/other")[0] == 404
+    assert server.ask("GET", "/v2")[0] == 404
+    assert server.ask("GET", CHAT)[0] == 405
+    assert server.ask("POST", CHAT, "{")[0] == 400
+    assert server.ask("POST", CHAT, "[]")[0] == 400
+    assert server.ask("POST", CHAT)[0] == 400
+
+
+def test_health_metrics_and_the_page(server) -> None:
+    status, _, answer = server.ask("GET", "/health")
+    assert (status, json.loads(answer)) == (200, {"status": "ok"})
+    server.client.completions.create(model="tiny", prompt="Hi", max_tokens=3)
+    status, _, answer = server.ask("GET", "/metrics")
+    assert status == 200
+    lines = [line for line in answer.decode().splitlines() if not line.startswith("#")]
+    values = dict(line.rsplit(" ", 1) for line in lines)
+    assert float(values['triforce_tokens_total{kind="generated"}']) >= 3
+    assert float(values['triforce_requests_total{outcome="length"}']) >= 1
+    status, headers, answer = server.ask("GET", "/")
+    assert (status, headers["content-type"].split(";")[0]) == (200, "text/html")
+    assert b"<title>triforce</title>" in answer
+    assert b"http://" not in answer, "it needs nothing from elsewhere"
+    assert b"https://" not in answer
+
+
+def test_pages_elsewhere_cannot_use_a_browser_to_get_here(server) -> None:
+    for path in ("/", "/v1/models", "/health"):
+        status, _, answer = server.ask("GET", path, headers={"Host": "evil.example:80"})
+        assert status == 403
+        assert "evil.example" in json.loads(answer)["error"]["message"]
+    status, headers, _ = server.ask("OPTIONS", CHAT, headers={"Origin": "x"})
+    assert status == 405
+    assert "access-control-allow-origin" not in headers
+
+
+def test_a_key_is_asked_for_and_loading_says_so(speaking) -> None:
+    running = Running(speaking, ServerSettings(name="tiny", api_key="secret", max_body=2000))
+    running.gate.clear()
+    running.start()
+    try:
+        status, _, answer = running.ask("GET", "/health")
+        assert (status, json.loads(answer)["status"]) == (503, "loading")
+        key = {"Authorization": "Bearer secret"}
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
+        status, headers, _ = running.ask("POST", CHAT, body, key)
+        assert (status, headers["retry-after"]) == (503, "5")
+        running.gate.set()
+        running.ready()
+        for given in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            assert running.ask("GET", "/v1/models", headers=given)[0] == 401
+            assert running.ask("GET", "/metrics", headers=given)[0] == 401
+        assert running.ask("POST", CHAT, body, key)[0] == 200
+        assert running.ask("GET", "/")[0] == 200
+        body["messages"] = [{"role": "user", "content": "x" * 3000}]
+        status, _, answer = running.ask("POST", CHAT, body, key)
+        assert status == 413
+        assert b"larger than the 2000 bytes" in answer
+        # The same without saying so beforehand.
+        status, _, _ = running.ask("POST", CHAT, iter([b"x" * 1500] * 3), key)
+        assert status == 413
+    finally:
+        running.stop()
+
+
+def slow(speaking: Path, queue: int = 1) -> AbstractContextManager[Running]:
+    """A server whose passes take a tenth of a second or so."""
+    return serving(
+        speaking,
+        ServerSettings(name="tiny", queue=queue),
+        method="autoregressive",
+        device_memory="600KiB",
+        link_bandwidth="4MB/s",
+    )
+
+
+def test_a_full_queue_says_when_to_come_back(speaking) -> None:
+    with slow(speaking) as running:
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 200}
+        asking = [threading.Thread(target=running.ask, args=("POST", CHAT, body)) for _ in "ab"]
+        for thread in asking:
+            thread.start()
+        until(lambda: running.worker.current is not None and running.worker.waiting == 1)
+        for stream in (False, True):
+            status, headers, answer = running.ask("POST", CHAT, body | {"stream": stream})
+            assert (status, headers["retry-after"]) == (429, "5")
+            assert json.loads(answer)["error"]["code"] == "queue_full"
+        # Closing ends what is under way and what waits.
+        running.worker.stop()
+        for thread in asking:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_the_engine(speaking, stream: bool) -> None:
+    with slow(speaking) as running:
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 250, "stream": stream}
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+        connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
+        until(lambda: running.worker.current is not None)
+        answer = None
+        if stream:
+            answer = connection.getresponse()
+            assert answer.read(10)
+            answer.close()
+        connection.close()
+        began = time.monotonic()
+        until(lambda: running.worker.current is None, 10)
+        assert time.monotonic() - began < 5, "all of its tokens would take far longer"
+        short = body | {"max_tokens": 1, "stream": False}
+        assert running.ask("POST", CHAT, short)[0] == 200
+
+
+def test_streams_say_that_they_are_alive(speaking, monkeypatch) -> None:
+    monkeypatch.setattr("triforce_core.server.answers.PING_SECONDS", 0.02)
+    with slow(speaking) as running:
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 3, "stream": True}
+        _, _, answer = running.ask("POST", CHAT, body)
+        events = answer.decode().split("\n\n")
+        assert any(event.startswith(": ") for event in events)
+        assert events[-2] == "data: [DONE]"
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"a server on 0.0.0.0 can be reached from elsewhere"):
+        ServerSettings(host="0.0.0.0")
+    assert ServerSettings(host="0.0.0.0", api_key="x").port == 8080
+    for wrong in ({"port": 70000}, {"queue": 0}, {"contexts": -1}, {"api_key": " "}):
+        with pytest.raises(UsageError):
+            ServerSettings(**wrong)

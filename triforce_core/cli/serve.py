@@ -1,0 +1,88 @@
+"""`triforce serve`: one model behind an OpenAI-compatible interface, and a page to talk to it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+from offload.errors import UsageError
+from triforce_core.cli.chat import DEFAULT_CONTEXT
+from triforce_core.cli.options import engine_config, given
+from triforce_core.cli.output import say
+from triforce_core.opening import OpenModel
+
+KEY_VARIABLE = "TRIFORCE_API_KEY"
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serves until a signal ends it. Returns the exit code."""
+    try:
+        import uvicorn
+
+        from triforce_core.server.app import make_app
+        from triforce_core.server.metrics import Metrics
+        from triforce_core.server.settings import ServerSettings
+        from triforce_core.server.worker import Worker
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"the server needs the package {error.name}: pip install 'triforce-offload[server]'"
+        ) from error
+    model = OpenModel.at(args.model)
+    if model.tokenizer is None:
+        model.close()
+        raise UsageError(f"{model.checkpoint.path} has no tokenizer")
+    named = {"name": args.name or Path(str(args.model).rstrip("/")).name}
+    key = args.api_key or os.environ.get(KEY_VARIABLE)
+    settings = ServerSettings(**{**given(args, ServerSettings), **named, "api_key": key})
+    config = engine_config(args, None)
+    if config.max_context is None:
+        positions = model.checkpoint.config.positions
+        config = replace(config, max_context=min(positions, DEFAULT_CONTEXT))
+
+    def load(progress: Callable[[str, int, int], None]) -> object:
+        from triforce_core.engine import Engine
+
+        try:
+            engine = Engine.from_pretrained(model, config, progress=progress)
+        finally:
+            model.close()
+        if not args.quiet:
+            say(f"plan: {engine.plan_line}")
+            say(f"ready: http://{settings.host}:{settings.port}/ and /v1")
+        return engine
+
+    metrics = Metrics()
+    worker = Worker(load, settings.queue, settings.contexts, metrics.served)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, number: int, frame: FrameType | None) -> None:
+            # Whoever waits for the text under way is answered with what there is.
+            worker.stop()
+            super().handle_exit(number, frame)
+
+    server = Server(
+        uvicorn.Config(
+            make_app(worker, settings, metrics),
+            settings.host,
+            settings.port,
+            log_level="warning" if args.quiet else "info",
+            access_log=args.log_requests,
+            timeout_graceful_shutdown=10,
+            server_header=False,
+        )
+    )
+
+    def failed() -> None:
+        server.should_exit = True
+
+    worker.failed = failed
+    server.run()
+    if worker.error is not None:
+        raise worker.error
+    if not server.started:
+        raise UsageError(f"cannot listen on {settings.host}:{settings.port}")
+    return 0

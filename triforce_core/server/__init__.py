@@ -1,0 +1,1 @@
+"""`triforce serve`: one engine behind an OpenAI-compatible interface and a page."""

@@ -1,0 +1,190 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from offload.errors import TriforceError, UsageError
+from triforce_core.conversation import Turn
+from triforce_core.params import SamplingParams
+from triforce_core.server.answers import Answers, ClientGoneError
+from triforce_core.server.errors import (
+    ContextLengthError,
+    NotReadyError,
+    QueueFullError,
+    UnknownModelError,
+    refused,
+)
+from triforce_core.server.guard import BodyTooLargeError, Guard, too_large
+from triforce_core.server.metrics import Metrics
+from triforce_core.server.schema import MOST_CHOICES, ChatRequest, CompletionRequest
+from triforce_core.server.settings import ServerSettings
+from triforce_core.server.wording import Wording, refusal
+from triforce_core.server.worker import Asked, Worker
+
+_RETRY_SECONDS = "5"
+# The page needs nothing but itself and this server.
+_PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> FastAPI:
+    """The server over a worker, which it starts and closes."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        await asyncio.to_thread(worker.close)
+
+    app = FastAPI(title="triforce-offload", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Guard, settings=settings)
+    _add_errors(app, settings)
+    _add_health(app, worker, settings, metrics)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        _check(worker, settings, body.model)
+        messages = [message.as_dict() for message in body.messages]
+        turn = await asyncio.to_thread(worker.conversations.turn, messages)
+        return await _answer(request, body, [Asked(turn, conversation=True)], body.params)
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        _check(worker, settings, body.model)
+        prompts = body.prompts
+        if not 1 <= len(prompts) * body.choices <= MOST_CHOICES:
+            raise UsageError(f"a request has 1 to {MOST_CHOICES} texts, got {len(prompts)} prompts")
+        ids = await asyncio.to_thread(lambda: list(map(worker.engine.token_ids, prompts)))
+        asked = [Asked(Turn("", tokens), conversation=False) for tokens in ids]
+        return await _answer(request, body, asked, body.params)
+
+    async def _answer(
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        asked: list[Asked],
+        params_of: Callable[[int], SamplingParams],
+    ) -> Response:
+        params = [_fitting(worker, each, params_of) for each in asked]
+        wording = Wording(
+            settings.name, worker.engine.tokenizer, chat=isinstance(body, ChatRequest)
+        )
+        answers = Answers(worker, wording, asked, params, body.choices)
+        if not body.stream:
+            return JSONResponse(await answers.whole(request))
+        # Refused with a status, while there still is one.
+        answers.check()
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return StreamingResponse(
+            answers.events(include_usage=usage),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+
+    return app
+
+
+def _add_health(app: FastAPI, worker: Worker, settings: ServerSettings, metrics: Metrics) -> None:
+    @app.get("/", response_class=HTMLResponse)
+    async def page() -> HTMLResponse:
+        text = files("triforce_core.server").joinpath("page.html").read_text("utf-8")
+        return HTMLResponse(text, headers={"Content-Security-Policy": _PAGE_POLICY})
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        about: dict[str, Any] = {"status": "ok" if worker.state == "ready" else worker.state}
+        if worker.state == "loading":
+            about["progress"] = worker.progress
+        return JSONResponse(about, 200 if worker.state == "ready" else 503)
+
+    @app.get("/metrics")
+    async def measured() -> Response:
+        return Response(metrics.text(worker), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name != settings.name:
+            raise UnknownModelError(_other_model(name, settings))
+        return _model()
+
+    def _model() -> dict[str, Any]:
+        about = {"id": settings.name, "object": "model", "created": 0, "owned_by": "triforce"}
+        if worker.state == "ready":
+            about["context_length"] = worker.engine.runtime.demand.context_tokens
+        return about
+
+
+def _add_errors(app: FastAPI, settings: ServerSettings) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{where}: {first['msg']}" if where else str(first["msg"])
+        return JSONResponse(refusal(message, "invalid_request_error", None, where or None), 400)
+
+    @app.exception_handler(BodyTooLargeError)
+    async def large(request: Request, error: BodyTooLargeError) -> JSONResponse:
+        return too_large(settings)
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(request: Request, error: ClientGoneError) -> Response:
+        # As nginx has it; nobody reads it.
+        return Response(status_code=499)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        # A body that grew too large while it was read is told as one that is no JSON.
+        if isinstance(error.__cause__, BodyTooLargeError):
+            return too_large(settings)
+        content = refusal(str(error.detail), "invalid_request_error")
+        return JSONResponse(content, error.status_code, headers=error.headers)
+
+    @app.exception_handler(TriforceError)
+    async def typed(request: Request, error: TriforceError) -> JSONResponse:
+        status, content = refused(error)
+        busy = isinstance(error, (QueueFullError, NotReadyError))
+        return JSONResponse(content, status, {"Retry-After": _RETRY_SECONDS} if busy else None)
+
+
+def _check(worker: Worker, settings: ServerSettings, model: str) -> None:
+    if worker.state != "ready":
+        raise NotReadyError(f"the model is {worker.state}")
+    if model != settings.name:
+        raise UnknownModelError(_other_model(model, settings))
+
+
+def _other_model(name: str, settings: ServerSettings) -> str:
+    return f"there is no model {name!r} here; this server has {settings.name!r}"
+
+
+def _fitting(
+    worker: Worker, asked: Asked, params_of: Callable[[int], SamplingParams]
+) -> SamplingParams:
+    """The parameters of a text that the context has room for. Raises ContextLengthError."""
+    most, prompt = worker.engine.runtime.demand.context_tokens, len(asked.turn.tokens)
+    if prompt >= most:
+        raise ContextLengthError(
+            f"the prompt has {prompt} tokens, and the context has room for {most}"
+        )
+    params = params_of(most - prompt)
+    if prompt + params.max_new_tokens > most:
+        raise ContextLengthError(
+            f"{prompt} prompt tokens and {params.max_new_tokens} new ones are more than the "
+            f"{most} that the context has room for"
+        )
+    return params

@@ -1,0 +1,61 @@
+"""The last few conversations: their KV waits in host memory while another has the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from offload.errors import DoesNotFitError
+from offload.memory.host import check_available
+from triforce_core.decoding.snapshot import Snapshot
+from triforce_core.engine import Engine
+
+# A beginning that is shorter is read again rather than kept or brought back.
+_WORTH_KEEPING = 256
+
+
+class KeptContexts:
+    """Contexts besides the engine's own, the latest last."""
+
+    def __init__(self, engine: Engine, most: int) -> None:
+        """most: how many are kept."""
+        self._engine = engine
+        self._most = most
+        self._kept: list[Snapshot] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def prepare(self, tokens: Sequence[int]) -> None:
+        """Before a request over `tokens`: brings back the context that shares most with it, and
+        keeps the one at hand if that would be lost. Raises LinkError or DoesNotFitError.
+        """
+        if not self._most:
+            return
+        at_hand = self._engine.context_tokens
+        here = _shared(at_hand, tokens)
+        best = max(self._kept, key=lambda each: _shared(each.tokens, tokens), default=None)
+        found = _shared(best.tokens, tokens) if best else 0
+        if len(at_hand) - here >= _WORTH_KEEPING:
+            self._keep()
+        if best is not None and found >= here + _WORTH_KEEPING:
+            self._kept.remove(best)
+            self._engine.restore(best)
+
+    def _keep(self) -> None:
+        """Copies the context at hand, unless the host has no room for it."""
+        shape, count = self._engine.runtime.demand.kv, len(self._engine.context_tokens)
+        try:
+            check_available(count * shape.token_bytes * shape.layers, "a conversation's KV")
+        except DoesNotFitError:
+            return
+        saved = self._engine.snapshot()
+        layers = [saved.layer_kv(layer) for layer in range(saved.layers)]
+        self._kept.append(replace(saved, layer_kv=layers.__getitem__))
+        del self._kept[: -self._most]
+
+
+def _shared(known: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    most = min(len(known), len(tokens))
+    return next((i for i in range(most) if known[i] != tokens[i]), most)

@@ -1,0 +1,82 @@
+"""What a request must pass before it is read: its host, its key, its size."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from triforce_core.server.settings import ServerSettings
+from triforce_core.server.wording import refusal
+
+# Open to anybody: whether the server is there, and a page that asks for the key.
+_OPEN = ("/", "/health")
+_LOCAL = ("localhost", "127.0.0.1", "[::1]", "testserver")
+
+
+class BodyTooLargeError(Exception):
+    """A body is larger than what its header said, or than is taken."""
+
+
+class Guard:
+    """Refuses what has not the key, what is too large, and, where no key is asked for, what does
+    not name this machine as its host: pages elsewhere cannot use a browser to get here.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = self._refused(scope["path"], Headers(scope=scope))
+        if answer is not None:
+            await answer(scope, receive, send)
+            return
+        read = 0
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._settings.max_body:
+                raise BodyTooLargeError
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _refused(self, path: str, headers: Headers) -> JSONResponse | None:
+        settings = self._settings
+        if settings.api_key is None:
+            host = headers.get("host", "")
+            name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
+            if name.lower() not in _LOCAL and name != settings.host:
+                return _answer(403, f"this server answers to this machine, and not to {host!r}")
+        elif path not in _OPEN and not self._has_key(headers):
+            return _answer(401, "the API key is missing or wrong: send Authorization: Bearer KEY")
+        length = headers.get("content-length", "0")
+        if not length.isdecimal():
+            return _answer(400, f"content-length {length!r} is no number")
+        if int(length) > settings.max_body:
+            return too_large(settings)
+        return None
+
+    def _has_key(self, headers: Headers) -> bool:
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip().encode()
+        return kind.lower() == "bearer" and hmac.compare_digest(
+            given, (self._settings.api_key or "").encode()
+        )
+
+
+def too_large(settings: ServerSettings) -> JSONResponse:
+    return _answer(413, f"the body is larger than the {settings.max_body} bytes that are taken")
+
+
+def _answer(status: int, message: str) -> JSONResponse:
+    kind = "authentication_error" if status == 401 else "invalid_request_error"
+    return JSONResponse(refusal(message, kind), status)

@@ -1,0 +1,112 @@
+"""What clients send, as OpenAI's interface has it. Fields that are not here are refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from triforce_core.params import MOST_LOGPROBS, SamplingParams
+
+_Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
+MOST_CHOICES = 16
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TextPart(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+    name: str | None = None
+
+    def as_dict(self) -> dict[str, str]:
+        """As a chat template takes it."""
+        text = self.content
+        if not isinstance(text, str):
+            text = "".join(part.text for part in text)
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": text}
+
+
+class StreamOptions(_Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class _Request(_Strict):
+    """What both kinds of request have."""
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    seed: _Seed | None = None
+    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    # Taken, since clients send them, and without effect at these values.
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        if stop is not None and "" in ([stop] if isinstance(stop, str) else stop):
+            raise ValueError("a stop must not be empty")
+        return stop
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    def _sampling(self, room: int, asked: int | None, logprobs: int | None) -> SamplingParams:
+        """room: tokens that fit behind the prompt; asked: that may be generated."""
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "seed": self.seed,
+            "logprobs": logprobs,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingParams(room if asked is None else asked, stop=tuple(stops), **given)
+
+
+class ChatRequest(_Request):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    def params(self, room: int) -> SamplingParams:
+        asked = self.max_completion_tokens or self.max_tokens
+        return self._sampling(room, asked, (self.top_logprobs or 0) if self.logprobs else None)
+
+
+class CompletionRequest(_Request):
+    prompt: str | list[int] | list[str] | list[list[int]]
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: Literal[False] | None = None
+
+    def params(self, room: int) -> SamplingParams:
+        return self._sampling(room, self.max_tokens, self.logprobs)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several."""
+        prompt = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        return list(prompt)

@@ -1,0 +1,49 @@
+"""What may be set of a server."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from offload.errors import UsageError
+from offload.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Raises UsageError for values that cannot be used.
+
+    host, port: where it listens; beyond this machine only with an `api_key`, which clients send
+    name: of the model, as clients ask for it
+    queue: requests that may wait for the engine; more are told to come back
+    max_body: of a request, in bytes or as "32MiB"
+    contexts: conversations besides the one at hand whose KV is kept in host memory
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    api_key: str | None = None
+    name: str = "model"
+    queue: int = 16
+    max_body: int = 32 << 20
+    contexts: int = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_body", parse_bytes(self.max_body))
+        for name, least, most in (("port", 0, 65535), ("queue", 1, 10**6), ("contexts", 0, 1000)):
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise UsageError(f"{name} must be {least} to {most}, got {value!r}")
+        if self.api_key is not None and not self.api_key.strip():
+            raise UsageError("the API key is empty")
+        if self.api_key is None and not _is_this_machine(self.host):
+            raise UsageError(
+                f"a server on {self.host} can be reached from elsewhere: give it an --api-key"
+            )
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
