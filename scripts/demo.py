@@ -1,8 +1,10 @@
 """The demo: SmolLM2-135M reads 6,000 tokens of the Python manual, its KV cache streamed.
 
 Drafts of the retrieval model are verified many at a time; on a terminal colours show which held.
+`--chat` talks to the model instead, `--serve` serves it.
 
 python scripts/demo.py [--weights] [any option of `triforce generate`]
+python scripts/demo.py --chat|--serve [any option of `triforce chat` or `serve`]
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--weights", action="store_true", help="stream the weights as well")
+    parser.add_argument("--chat", action="store_true", help="talk to the model")
+    parser.add_argument("--serve", action="store_true", help="serve it on this machine")
     args, options = parser.parse_known_args()
+    if args.chat or args.serve:
+        return triforce(["chat" if args.chat else "serve", str(model_file()), *options])
     text = manual(MANUAL_CHARACTERS)
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
         file.write(f"Here is a part of the Python manual:\n\n{text}\n\n{QUESTION}")
