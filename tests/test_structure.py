@@ -29,7 +29,7 @@ FLOORS = (
         *("triforce_core.storage", "triforce_core.saved", "triforce_core.conversation"),
         "triforce_core.parallel",
     ),
-    ("triforce_core.bench",),
+    ("triforce_core.bench", "triforce_core.server"),
     ("triforce_core.cli", "triforce_core.__main__"),
     ("scripts",),
 )

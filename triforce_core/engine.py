@@ -27,7 +27,7 @@ from triforce_core.model.llama import Model
 from triforce_core.model.tokenizer import Tokenizer, token_ids_of
 from triforce_core.opening import OpenModel
 from triforce_core.parallel.start import start_ranks
-from triforce_core.params import SamplingParams, check_context
+from triforce_core.params import SamplingParams, check_context, checked
 from triforce_core.planner.plan import Plan
 from triforce_core.request import Request
 from triforce_core.saved import LoadedContext, digest, read, write
@@ -227,10 +227,7 @@ class Engine:
         Raises UsageError at once if the prompt cannot be taken.
         """
         self._check_free()
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            kind = type(params).__name__
-            raise UsageError(f"params of a request are SamplingParams, and this is {kind}")
+        params = checked(params, self.config.vocab)
         token_ids = self.token_ids(prompt)
         limit = self.runtime.demand.context_tokens
         check_context(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload.errors import UsageError
@@ -18,6 +19,12 @@ class SamplingParams:
     temperature: 0 takes the arg-max
     top_p: keep the smallest set of tokens whose probability reaches this, after temperature
     top_k: keep the k likeliest tokens; 0 keeps all
+    min_p: drop tokens that are less likely than this share of the likeliest; 0 keeps all
+    repeat_penalty: what was said before is less likely, prompt included: positive logits over it,
+        negative ones times it; 1 is off
+    presence_penalty, frequency_penalty: taken from the logits of what was generated before, once
+        and for each time; 0 is off
+    logit_bias: token ids and what is added to their logits; a mapping, or pairs
     seed: None draws one; it is reported in the stats either way
     stop_token_ids: end the text as the model's own end-of-text tokens do
     stop: texts that end it where they begin; one or several
@@ -29,6 +36,11 @@ class SamplingParams:
     temperature: float = 0.6
     top_p: float = 0.9
     top_k: int = 0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -49,6 +61,20 @@ class SamplingParams:
             "more than 0 and at most 1",
         )
         _require("top_k", self.top_k, _whole(self.top_k, 0), "0 (off) or more")
+        _require("min_p", self.min_p, _real(self.min_p) and 0 <= self.min_p <= 1, "0 (off) to 1")
+        for name, least, most in (
+            ("repeat_penalty", 0.01, 100.0),
+            ("presence_penalty", -100.0, 100.0),
+            ("frequency_penalty", -100.0, 100.0),
+        ):
+            value = getattr(self, name)
+            _require(name, value, _real(value) and least <= value <= most, f"{least} to {most}")
+        biases = self.logit_bias
+        biases = tuple(biases.items() if isinstance(biases, Mapping) else map(tuple, biases))
+        object.__setattr__(self, "logit_bias", biases)
+        for pair in biases:
+            fits = len(pair) == 2 and _whole(pair[0], 0) and _real(pair[1])
+            _require("logit_bias", pair, fits and abs(pair[1]) <= 1e4, "ids and what is added")
         _require(
             "seed",
             self.seed,
@@ -70,6 +96,12 @@ class SamplingParams:
             _require("stop", text, isinstance(text, str) and text != "", "texts that are not empty")
 
     @property
+    def changes_logits(self) -> bool:
+        """Whether the law depends on more than the logits."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repeat_penalty - 1)
+        return bool(self.logit_bias or any(penalties))
+
+    @property
     def tells_logprobs(self) -> bool:
         return self.logprobs is not None
 
@@ -85,6 +117,20 @@ def _whole(value: object, least: int) -> bool:
 
 def _real(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def checked(params: object, vocab: int) -> SamplingParams:
+    """A request's parameters, the defaults if it has none. Raises UsageError if they are none, or
+    have a bias of a token that a model of `vocab` tokens has not.
+    """
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        kind = type(params).__name__
+        raise UsageError(f"params of a request are SamplingParams, and this is {kind}")
+    for token, _ in params.logit_bias:
+        _require("a token of logit_bias", token, token < vocab, f"0 to {vocab - 1}")
+    return params
 
 
 def check_context(prompt_tokens: int, new_tokens: int, limit: int, whose: str) -> None:

@@ -111,6 +111,15 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _bias(text: str) -> tuple[int, float]:
+    """A token id and what is added to its logit."""
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 123=-5") from None
+
+
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     def add(name: str, text: str, **options: Any) -> None:
         add_option(parser, SamplingParams, name, text, **options)
@@ -125,6 +134,17 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     add("temperature", "0 takes the likeliest token", type=float, metavar="T")
     add("top_p", "nucleus that is sampled from", type=float, metavar="P")
     add("top_k", "likeliest tokens kept; 0 keeps all", type=int, metavar="K")
+    add("min_p", "least share of the likeliest that is kept; 0 keeps all", type=float, metavar="P")
+    add("repeat_penalty", "of what was said before; 1 is off", type=float, metavar="F")
+    add("presence_penalty", "of what was generated before", type=float, metavar="X")
+    add("frequency_penalty", "of it, for each time", type=float, metavar="X")
+    add(
+        "logit_bias",
+        "added to a token's logit; may be given again",
+        type=_bias,
+        action="append",
+        metavar="TOKEN=X",
+    )
     parser.add_argument(
         "--stop",
         action="append",

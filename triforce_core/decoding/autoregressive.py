@@ -58,7 +58,7 @@ class Autoregressive:
         passes = context.passes
         if self._last is not None:
             self._logits = context.feed_one(self._last, more=remaining > 1)
-        self._last = self._rule.draw(laws(self._logits, self._params), passes.length)
+        self._last = self._rule.draw(laws(self._logits, self._params, context.text), passes.length)
         tokens = self._last.tolist()
         context.arrived()
         check_token(tokens[0])

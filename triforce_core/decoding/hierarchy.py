@@ -26,7 +26,8 @@ class Target:
 
     def laws(self, tokens: torch.Tensor) -> torch.Tensor:
         """Verifier.laws."""
-        return laws(self._context.verify(tokens), self._params)
+        context = self._context
+        return laws(context.verify(tokens), self._params, context.text, tokens[1:])
 
     def keep(self, rows: Sequence[int]) -> None:
         """Verifier.keep."""
@@ -50,8 +51,8 @@ class RetrievalModel:
 
     def laws(self, tokens: torch.Tensor) -> torch.Tensor:
         """Verifier.laws."""
-        logits = self._context.draft(tokens)
-        return laws(logits.nan_to_num_(0.0, _MOST_LOGIT, -_MOST_LOGIT), self._params)
+        logits = self._context.draft(tokens).nan_to_num_(0.0, _MOST_LOGIT, -_MOST_LOGIT)
+        return laws(logits, self._params, self._context.text, tokens[1:])
 
     def keep(self, rows: Sequence[int]) -> None:
         """Verifier.keep."""
@@ -106,7 +107,7 @@ class Hierarchy:
         return step
 
     def _first(self, prompt: Prompt) -> Step:
-        law = laws(prompt.logits, self._params)
+        law = laws(prompt.logits, self._params, self._context.text)
         tokens = self._rule.draw(law, self._context.text.committed).tolist()
         self._context.arrived()
         check_token(tokens[0])

@@ -19,18 +19,25 @@ from offload.errors import CheckpointError
 from offload.memory.device import put
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.draft_length import DraftLength
+from triforce_core.decoding.penalties import Seen
 from triforce_core.params import SamplingParams
 
 
 @dataclass
 class Text:
-    """Tokens of a request, prompt included. Those from `committed` on are proposed and may go."""
+    """Tokens of a request, prompt included. Those from `committed` on are proposed and may go.
+
+    prompt: how many were there before anything was generated; seen: what was said so far, once a
+        law asks for it
+    """
 
     tokens: list[int]
     committed: int = field(init=False)
+    prompt: int = field(init=False)
+    seen: Seen | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.committed = len(self.tokens)
+        self.committed = self.prompt = len(self.tokens)
 
     def commit(self, tokens: list[int]) -> None:
         self.tokens += tokens

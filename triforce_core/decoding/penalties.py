@@ -1,0 +1,96 @@
+"""Logits as a request wants them changed by what its text has said: penalties, and biases.
+
+Each row has a prefix of its own: what is drawn for one place of a draft changes the law of the
+next. So every level changes its own logits by the prefix that each of its rows has, and what drafts
+knows the same law that verifies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload.memory.device import put
+from triforce_core.params import SamplingParams
+from triforce_core.sizing.drafting import LAW_ROWS
+
+if TYPE_CHECKING:
+    from triforce_core.decoding.levels import Text
+
+
+class Seen:
+    """How often each token was said in the committed part of a text, which only grows.
+
+    everywhere, generated: [vocab] float32 on the device, in all of it and behind its prompt
+    """
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self.everywhere = torch.zeros(vocab, device=device)
+        self.generated = torch.zeros(vocab, device=device)
+        self._counted = 0
+
+    def take(self, text: Text) -> None:
+        """Counts what was committed since."""
+        for counts, first in ((self.everywhere, 0), (self.generated, text.prompt)):
+            new = text.tokens[max(first, self._counted) : text.committed]
+            if new:
+                ids = put(new, counts.device)
+                counts.index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
+        self._counted = text.committed
+
+
+def changed(
+    logits: torch.Tensor, params: SamplingParams, text: Text, drawn: torch.Tensor | None
+) -> torch.Tensor:
+    """Logits [rows, vocab] in float32, as the parameters want them.
+
+    drawn: tokens [n] that follow the text, rows - 1 or more; the last row follows all of them, the
+        one before it all but the last, and so on
+    """
+    rows, vocab = logits.shape
+    if text.seen is None:
+        text.seen = Seen(vocab, logits.device)
+    text.seen.take(text)
+    proposed = put(text.tokens[text.committed :], logits.device)
+    if drawn is not None:
+        proposed = torch.cat((proposed, drawn))
+    if len(proposed) < rows - 1:
+        raise RuntimeError(f"{rows} rows follow {len(proposed)} tokens that are not committed")
+    common = len(proposed) - (rows - 1)
+    before = torch.zeros(vocab, device=logits.device)
+    before.index_add_(0, proposed[:common], torch.ones(common, device=logits.device))
+    parts = []
+    for first in range(0, rows, LAW_ROWS):
+        part = logits[first : first + LAW_ROWS].float()
+        # What each row of the part has before it and the row before it has not.
+        own = torch.zeros_like(part)
+        after = slice(common + max(0, first - 1), common + first + len(part) - 1)
+        shift = 0 if first else 1
+        own[shift:].scatter_(1, proposed[after].unsqueeze(1), 1.0)
+        said = own.cumsum_(0).add_(before)
+        before = said[-1].clone()
+        parts.append(_changed(part, params, text.seen, said))
+    return torch.cat(parts)
+
+
+def _changed(
+    logits: torch.Tensor, params: SamplingParams, seen: Seen, said: torch.Tensor
+) -> torch.Tensor:
+    """said: how often each token is in what is not committed, by row."""
+    if params.repeat_penalty != 1:
+        # As transformers has it (Keskar et al., 2019), over the prompt too.
+        penalty = params.repeat_penalty
+        punished = torch.where(logits > 0, logits / penalty, logits * penalty)
+        logits = torch.where(seen.everywhere + said > 0, punished, logits)
+    if params.presence_penalty or params.frequency_penalty:
+        # As OpenAI has them, over what was generated.
+        counts = seen.generated + said
+        taken = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+        logits = logits - taken
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        places = put(ids, logits.device)
+        bias = torch.tensor(biases, dtype=torch.float32).to(logits.device)
+        logits = logits.index_add(1, places, bias.expand(logits.shape[0], -1))
+    return logits
