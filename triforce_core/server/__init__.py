@@ -1,1 +1,0 @@
-"""`triforce serve`: one engine behind an OpenAI-compatible interface and a page."""

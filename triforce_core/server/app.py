@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from offload.errors import TriforceError, UsageError
 from triforce_core.conversation import Turn
-from triforce_core.params import SamplingParams
+from triforce_core.params import SamplingParams, checked
 from triforce_core.server.answers import Answers, ClientGoneError
 from triforce_core.server.errors import (
     ContextLengthError,
@@ -181,7 +181,7 @@ def _fitting(
         raise ContextLengthError(
             f"the prompt has {prompt} tokens, and the context has room for {most}"
         )
-    params = params_of(most - prompt)
+    params = checked(params_of(most - prompt), worker.engine.config.vocab)
     if prompt + params.max_new_tokens > most:
         raise ContextLengthError(
             f"{prompt} prompt tokens and {params.max_new_tokens} new ones are more than the "

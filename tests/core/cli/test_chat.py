@@ -118,7 +118,7 @@ def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(speaking) ->
     chat = subprocess.Popen(
         [
             *(sys.executable, "-m", "triforce_core.cli", "chat", str(speaking)),
-            *("--device", "cpu", "--device-memory", "1MiB", "--link-bandwidth", "1MB/s"),
+            *("--device", "cpu", "--device-memory", "2200KiB", "--link-bandwidth", "1MB/s"),
             *("--temperature", "1", "-n", "450", "-c", "500"),
         ],
         stdin=follower,

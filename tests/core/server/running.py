@@ -59,7 +59,8 @@ class Running:
         until(lambda: self._server.started)
 
     def ready(self) -> None:
-        until(lambda: self.worker.state == "ready")
+        until(lambda: self.worker.state != "loading")
+        assert self.worker.state == "ready", self.worker.error
 
     def stop(self) -> None:
         self.gate.set()

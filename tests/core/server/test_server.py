@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import PLACEMENTS
 from running import CONTEXT, HELLO, Running, serving, until
 
 from offload.errors import UsageError
@@ -121,7 +122,7 @@ def slow(speaking: Path, queue: int = 1) -> AbstractContextManager[Running]:
         speaking,
         ServerSettings(name="tiny", queue=queue),
         method="autoregressive",
-        device_memory="600KiB",
+        placement=PLACEMENTS["weights"],
         link_bandwidth="4MB/s",
     )
 
