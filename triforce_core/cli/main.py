@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from offload.errors import TriforceError
+from offload.errors import TriforceError, UsageError
 from triforce_core.cli.bench_arguments import add_bench_arguments
 from triforce_core.cli.chat_arguments import add_chat_arguments
 from triforce_core.cli.codes import INTERRUPTED, OUTPUT_FAILED, READER_GONE
@@ -17,13 +17,20 @@ from triforce_core.cli.output import abandon_stdout, say
 from triforce_core.cli.parser import Parser
 from triforce_core.cli.plan_arguments import add_plan_arguments
 from triforce_core.cli.serve_arguments import add_serve_arguments
+from triforce_core.cli.settings_file import with_kept
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code: 0, 1, 2 usage, 3 does not fit, 4 bad checkpoint,
     5 output that could not be written, 128 and its number for a signal, 141 a reader that left.
     """
-    args = _parser().parse_args(argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser, commands = _parser()
+    try:
+        args = parser.parse_args(with_kept(argv, commands))
+    except UsageError as error:
+        say(f"triforce: {error}")
+        return error.exit_code
     try:
         code = args.run(args)
         if sys.stdout is not None:
@@ -93,7 +100,8 @@ def _plan(args: argparse.Namespace) -> int:
     return plan(args)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The whole parser, and those of the commands."""
     parser = Parser(
         prog="triforce",
         description="Lossless generation from models whose KV cache or weights do not fit the GPU.",
@@ -126,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, parser=command)
         if add_arguments:
             add_arguments(command)
-    return parser
+    return parser, dict(commands.choices)
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):

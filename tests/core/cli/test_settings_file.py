@@ -1,0 +1,91 @@
+"""Settings that are kept: a file and variables under the flags."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import GREEDY, run
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "settings.toml"
+    monkeypatch.setenv("TRIFORCE_SETTINGS", str(path))
+    path.write_text("")
+    return path
+
+
+def told(speaking: Path, capsys: pytest.CaptureFixture, tmp_path: Path, *options: object) -> dict:
+    stats = tmp_path / "stats.json"
+    base = ("generate", speaking, "--prompt", "Hello", "--quiet", "--stats", stats)
+    code, _, err = run(capsys, *base, *options)
+    assert code == 0, err
+    return json.loads(stats.read_text())
+
+
+def test_flags_are_over_variables_over_the_commands_table_over_the_top(
+    speaking, capsys, tmp_path, file, monkeypatch
+) -> None:
+    file.write_text(
+        'method = "autoregressive"\nmax-new-tokens = 3\ndevice = "cpu"\n'
+        "[generate]\nmax_new_tokens = 4\n[chat]\nmax-new-tokens = 5\n"
+    )
+    first = told(speaking, capsys, tmp_path)
+    assert (first["method"], first["new_tokens"]) == ("autoregressive", 4)
+    monkeypatch.setenv("TRIFORCE_MAX_NEW_TOKENS", "6")
+    assert told(speaking, capsys, tmp_path)["new_tokens"] == 6
+    assert told(speaking, capsys, tmp_path, "-n", 7)["new_tokens"] == 7
+
+
+def test_switches_and_lists(speaking, capsys, tmp_path, file) -> None:
+    whole = run(capsys, "generate", speaking, "--prompt", "Hello", *GREEDY, "--quiet")[1]
+    file.write_text(f'quiet = true\nno-pin = false\nstop = [{json.dumps(whole[3:5])}, "§"]\n')
+    code, out, err = run(capsys, "generate", speaking, "--prompt", "Hello", *GREEDY)
+    assert (code, err) == (0, "")
+    assert out.removesuffix("\n") == whole[: whole.index(whole[3:5])]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            "device-memroy = '1GiB'",
+            "there is no setting device-memroy (did you mean device-memory?)",
+        ),
+        ("[generat]\nquiet = true", "there is no command generat (did you mean generate?)"),
+        ("[chat]\nprompt = 'x'", "there is no setting prompt"),
+        ("quiet = 3", "quiet is true or false, not 3"),
+        ("stop = [[1]]", "stop cannot be [1]"),
+        ("x = ", "cannot read settings from"),
+        ("temperature = 'hot'", "argument --temperature: invalid float value: 'hot'"),
+        ("model = 'x'", "there is no setting model"),
+    ],
+)
+def test_mistakes_are_named(speaking, capsys, file, content: str, said: str) -> None:
+    file.write_text(content)
+    command = "chat" if content.startswith("[chat]") else "generate"
+    code, _, err = run(capsys, command, speaking)
+    assert (code, said in err) == (2, True), err
+
+
+def test_variables_that_are_no_settings_are_named(speaking, capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("TRIFORCE_DEVICE_MEMROY", "1GiB")
+    code, _, err = run(capsys, "generate", speaking, "--prompt", "x")
+    assert code == 2
+    assert "TRIFORCE_DEVICE_MEMROY (did you mean TRIFORCE_DEVICE_MEMORY?)" in err
+    monkeypatch.delenv("TRIFORCE_DEVICE_MEMROY")
+    monkeypatch.setenv("TRIFORCE_SETTINGS", str(tmp_path / "none"))
+    code, _, err = run(capsys, "generate", speaking, "--prompt", "x")
+    assert (code, "there is no such file" in err) == (2, True)
+
+
+def test_a_file_in_the_usual_place_and_help_without_it(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("TRIFORCE_SETTINGS", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    path = tmp_path / "triforce-offload" / "settings.toml"
+    path.parent.mkdir()
+    path.write_text("nonsense = 1")
+    assert run(capsys, "generate", "x", "--prompt", "y")[0] == 2
+    assert run(capsys, "generate", "--help")[0] == 0
