@@ -27,6 +27,7 @@ FLOORS = (
         *("triforce_core.stream", "triforce_core.stats", "triforce_core.text"),
         *("triforce_core.opening", "triforce_core.layer_source", "triforce_core.devices"),
         *("triforce_core.storage", "triforce_core.saved", "triforce_core.conversation"),
+        "triforce_core.guiding",
         "triforce_core.parallel",
     ),
     ("triforce_core.bench", "triforce_core.server"),

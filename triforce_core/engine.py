@@ -21,6 +21,7 @@ from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.models import Models
 from triforce_core.decoding.snapshot import Snapshot
 from triforce_core.devices import open_device
+from triforce_core.guiding import Guide, guide_of
 from triforce_core.loading import Progress, load
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.llama import Model
@@ -237,7 +238,8 @@ class Engine:
             "the model has" if limit == self.config.positions else "the engine was made for",
         )
         interrupted = threading.Event()
-        stream = Stream(self._run(token_ids, params, reuse, interrupted), interrupted)
+        guide = guide_of(params, self.tokenizer, self.config)
+        stream = Stream(self._run(token_ids, params, guide, reuse, interrupted), interrupted)
         self._streams.add(stream)
         return stream
 
@@ -339,6 +341,7 @@ class Engine:
         self,
         tokens: list[int],
         params: SamplingParams,
+        guide: Guide | None,
         reuse: bool,
         interrupted: threading.Event,
     ) -> Generator[Piece | Completion]:
@@ -351,7 +354,7 @@ class Engine:
                     self.models.ranks.tell("clear")
                     self.runtime.trace.clear()
                 text = TextStream(self.tokenizer, params.stop, one_by_one=params.tells_logprobs)
-                for piece in self._request(params).run(
+                for piece in self._request(params, guide).run(
                     tokens, text, self._report_layer, interrupted, reuse=reuse
                 ):
                     sound = isinstance(piece, Completion)
@@ -386,9 +389,9 @@ class Engine:
                 self._context = Context(self.models)
         return self._context
 
-    def _request(self, params: SamplingParams) -> Request:
-        context = self._opened_context()
-        return Request(context, self.models, self.drafting, params, self._name, self._load_seconds)
+    def _request(self, params: SamplingParams, guide: Guide | None) -> Request:
+        context, about = self._opened_context(), (self._name, self._load_seconds)
+        return Request(context, self.models, self.drafting, params, *about, guide)
 
     def _report_layer(self, layer: int) -> None:
         self.progress("prefill", layer + 1, self.config.layers)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from offload.errors import UsageError
 
@@ -28,6 +30,8 @@ class SamplingParams:
     seed: None draws one; it is reported in the stats either way
     stop_token_ids: end the text as the model's own end-of-text tokens do
     stop: texts that end it where they begin; one or several
+    grammar: that the text keeps to, as llguidance's Lark has it; json_schema: that it is JSON of,
+        as text or as what it is in Python. One of them, or neither
     logprobs: with each token its log-probability before temperature and top_p, and those of so many
         of the likeliest; None for neither
     """
@@ -45,6 +49,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    grammar: str | None = None
+    json_schema: str | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _require("max_new_tokens", self.max_new_tokens, _whole(self.max_new_tokens, 1), "1 or more")
@@ -90,6 +96,13 @@ class SamplingParams:
             self.logprobs is None or (_whole(self.logprobs, 0) and self.logprobs <= MOST_LOGPROBS),
             f"0 to {MOST_LOGPROBS}, or None",
         )
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
+        for name in ("grammar", "json_schema"):
+            value = getattr(self, name)
+            _require(name, value, value is None or (isinstance(value, str) and value), "a text")
+        if self.grammar is not None and self.json_schema is not None:
+            raise UsageError("grammar and json_schema are one or the other")
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stops)
         for text in stops:
@@ -99,7 +112,8 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether the law depends on more than the logits."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repeat_penalty - 1)
-        return bool(self.logit_bias or any(penalties))
+        guided = self.grammar is not None or self.json_schema is not None
+        return bool(guided or self.logit_bias or any(penalties))
 
     @property
     def tells_logprobs(self) -> bool:

@@ -16,6 +16,7 @@ from triforce_core.decoding.context import Context, Interrupted, Prompt
 from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.decoding.models import Models
+from triforce_core.guiding import Guide
 from triforce_core.params import SamplingParams
 from triforce_core.stats import Clock, bits_per_number, drafting_stats, rank_stats, request_stats
 from triforce_core.stream import Completion, Piece, TokenLogprob, pieces_of, until_stop
@@ -36,8 +37,10 @@ class Request:
         params: SamplingParams,
         name: str,
         load_seconds: float,
+        guide: Guide | None = None,
     ) -> None:
-        """name, load_seconds: of the model, for the stats."""
+        """name, load_seconds: of the model, for the stats. guide: what the text keeps to"""
+        self._guide = guide
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self._context = context
         self._models = models
@@ -76,6 +79,8 @@ class Request:
             if not self._tokens:
                 self._clock.end_prefill()
             taken, ended = until_stop(step.tokens, self._stops)
+            if self._guide and (count := self._guide.ended_by(taken)) is not None:
+                taken, ended = taken[:count], True
             logprobs = self._logprobs_of(taken)
             used = yield from pieces_of(text, taken, step, logprobs)
             self._tokens += taken[:used]
@@ -135,6 +140,7 @@ class Request:
         try:
             with self._on_device():
                 read = self._context.read(prompt, self._params.max_new_tokens, after, reuse=reuse)
+                self._context.text.guide = self._guide
                 self._decoder.start(read)
                 self._models.runtime.link.synchronize()
         except Interrupted:

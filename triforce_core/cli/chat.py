@@ -12,13 +12,12 @@ from dataclasses import replace
 from offload.errors import TriforceError, UsageError
 from triforce_core.cli.chat_session import ChatSession
 from triforce_core.cli.line import Lines
-from triforce_core.cli.options import engine_config, given
+from triforce_core.cli.options import engine_config, sampling_params
 from triforce_core.cli.output import TextOutput, say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.report import colored, takes_colors
 from triforce_core.cli.signals import Stop, exit_code
 from triforce_core.opening import OpenModel
-from triforce_core.params import SamplingParams
 from triforce_core.stream import Completion, Stream
 
 # Tokens of a context that nobody asked for, at most.
@@ -39,7 +38,7 @@ HELP = """\
 
 def chat(args: argparse.Namespace) -> int:
     """Reads turns until they end. Returns the exit code."""
-    params = SamplingParams(**{"max_new_tokens": DEFAULT_NEW_TOKENS, **given(args, SamplingParams)})
+    params = sampling_params(args, max_new_tokens=DEFAULT_NEW_TOKENS)
     config = engine_config(args, None)
     with ExitStack() as stack:
         bars = stack.enter_context(ProgressBars(show=not args.quiet))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from offload.errors import UsageError
 from offload.files import Output, check_outputs
-from triforce_core.cli.options import engine_config, given
+from triforce_core.cli.options import engine_config, given, sampling_params
 from triforce_core.cli.output import say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.prompt import read_prompt, tasks_of
@@ -18,7 +18,7 @@ from triforce_core.cli.signals import Stop
 from triforce_core.model.checkpoint import resolve
 from triforce_core.opening import OpenModel
 from triforce_core.parallel.world import World, heed_the_leader
-from triforce_core.params import SamplingParams, check_context
+from triforce_core.params import check_context
 from triforce_core.planner.plan import Plan
 from triforce_core.settings import EngineConfig, MethodSettings
 
@@ -37,7 +37,7 @@ def generate(args: argparse.Namespace) -> int:
         from triforce_core.parallel.follower import main
 
         return main()
-    params = SamplingParams(**given(args, SamplingParams))
+    params = sampling_params(args)
     plan = _planned(args)
     config = engine_config(args, plan and plan.config(EngineConfig()))
     if world is not None and config.machine.gpus == 1:

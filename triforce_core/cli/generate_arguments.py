@@ -145,6 +145,8 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="TOKEN=X",
     )
+    add("grammar", "file with a grammar (llguidance's Lark) that the text keeps to", metavar="FILE")
+    add("json_schema", "file with a JSON schema that the text keeps to", metavar="FILE")
     parser.add_argument(
         "--stop",
         action="append",

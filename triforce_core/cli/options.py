@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
+from offload.errors import UsageError
+from triforce_core.params import SamplingParams
 from triforce_core.settings import (
     AUTO,
     DTYPE_NAMES,
@@ -43,6 +46,19 @@ def given(args: argparse.Namespace, *settings: type) -> dict[str, Any]:
     """What was given of the fields of some classes."""
     names = {field.name for each in settings for field in fields(each)}
     return {name: value for name, value in vars(args).items() if name in names}
+
+
+def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams:
+    """What was given of it. Raises UsageError."""
+    values = {**defaults, **given(args, SamplingParams)}
+    for name in ("grammar", "json_schema"):
+        if name in values:
+            try:
+                values[name] = Path(values[name]).read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"cannot read {flag} {values[name]}: {error}") from error
+    return SamplingParams(**values)
 
 
 def engine_config(args: argparse.Namespace, config: EngineConfig | None = None) -> EngineConfig:

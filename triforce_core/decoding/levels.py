@@ -19,7 +19,7 @@ from offload.errors import CheckpointError
 from offload.memory.device import put
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.draft_length import DraftLength
-from triforce_core.decoding.penalties import Seen
+from triforce_core.decoding.penalties import MayFollow, Seen
 from triforce_core.params import SamplingParams
 
 
@@ -28,13 +28,14 @@ class Text:
     """Tokens of a request, prompt included. Those from `committed` on are proposed and may go.
 
     prompt: how many were there before anything was generated; seen: what was said so far, once a
-        law asks for it
+        law asks for it; guide: what may follow, if that is not anything
     """
 
     tokens: list[int]
     committed: int = field(init=False)
     prompt: int = field(init=False)
     seen: Seen | None = field(init=False, default=None)
+    guide: MayFollow | None = None
 
     def __post_init__(self) -> None:
         self.committed = self.prompt = len(self.tokens)

@@ -1,4 +1,4 @@
-"""Logits as a request wants them changed by what its text has said: penalties, and biases.
+"""Logits as a request wants them changed by its text: penalties, biases, and what may follow.
 
 Each row has a prefix of its own: what is drawn for one place of a draft changes the law of the
 next. So every level changes its own logits by the prefix that each of its rows has, and what drafts
@@ -7,7 +7,7 @@ knows the same law that verifies.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,6 +17,14 @@ from triforce_core.sizing.drafting import LAW_ROWS
 
 if TYPE_CHECKING:
     from triforce_core.decoding.levels import Text
+
+
+class MayFollow(Protocol):
+    """What a grammar lets follow a text: `guiding.Guide`."""
+
+    def take(self, generated: list[int]) -> None: ...
+
+    def masks(self, proposed: list[int], rows: int) -> torch.Tensor: ...
 
 
 class Seen:
@@ -71,7 +79,12 @@ def changed(
         said = own.cumsum_(0).add_(before)
         before = said[-1].clone()
         parts.append(_changed(part, params, text.seen, said))
-    return torch.cat(parts)
+    logits = torch.cat(parts)
+    if text.guide is not None:
+        text.guide.take(text.tokens[text.prompt : text.committed])
+        masks = text.guide.masks(proposed.tolist(), rows)
+        logits = logits.masked_fill(~masks.to(logits.device), float("-inf"))
+    return logits
 
 
 def _changed(

@@ -61,6 +61,7 @@ class Tokenizer:
     def __init__(self, backend: Backend, load_seconds: float = 0.0) -> None:
         self.load_seconds = load_seconds
         self._backend = backend
+        self._for_grammars: dict[tuple[int, int | None], Any] = {}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises UsageError for what is no Unicode text."""
@@ -99,6 +100,15 @@ class Tokenizer:
     def save(self, directory: Path) -> None:
         """Writes it beside a checkpoint in `directory`."""
         self._in_transformers.save_pretrained(directory)
+
+    def for_grammars(self, vocab: int, end: int | None) -> Any:
+        """The same as llguidance has it, for a model of `vocab` tokens. end: ends a text"""
+        if (vocab, end) not in self._for_grammars:
+            from llguidance.hf import from_tokenizer
+
+            made = from_tokenizer(self._in_transformers, n_vocab=vocab, eos_token=end)
+            self._for_grammars[vocab, end] = made
+        return self._for_grammars[vocab, end]
 
     @property
     def vocabulary(self) -> dict[str, int]:

@@ -35,6 +35,26 @@ class Message(_Strict):
         return {"role": role, "content": text}
 
 
+class JsonSchema(_Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def schema_asked(self) -> dict[str, Any] | None:
+        """Of the text that is to be JSON, None if it may be anything."""
+        if self.type == "text":
+            return None
+        given = self.json_schema and self.json_schema.schema_
+        return given or {"type": "object"}
+
+
 class StreamOptions(_Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -50,6 +70,7 @@ class _Request(_Strict):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     seed: _Seed | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -83,6 +104,7 @@ class _Request(_Strict):
             "logit_bias": self.logit_bias,
             "seed": self.seed,
             "logprobs": logprobs,
+            "json_schema": self.response_format and self.response_format.schema_asked,
         }
         given = {name: value for name, value in given.items() if value is not None}
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
