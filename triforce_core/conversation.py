@@ -40,8 +40,9 @@ class Conversations:
         rest = text[len(known.text) :]
         return Turn(text, known.tokens + (self._tokenizer.encode_rendered(rest) if rest else []))
 
-    def answered(self, turn: Turn, completion: Completion, stops: frozenset[int]) -> Turn:
-        """Takes note of an answer. Returns the turn with it, from which it may go on.
+    def answered(self, turn: Turn, completion: Completion, stops: frozenset[int]) -> Turn | None:
+        """Takes note of an answer. Returns the turn with it, from which it may go on; None where a
+        text ended it.
 
         stops: tokens that end a text and are no part of it
         """
@@ -49,10 +50,12 @@ class Conversations:
         if drawn and drawn[-1] in stops:
             drawn = drawn[:-1]
         elif completion.finish_reason == "stop":
-            # A text ended it, which is in its tokens and not in what was given.
-            return turn
+            # That is in its tokens, and not in what was given.
+            return None
         after = Turn(turn.text + completion.text, turn.tokens + drawn)
-        self.know(after)
+        # Tokens without a text would go into every conversation that reads the same.
+        if all(self._tokenizer.decode([token]) for token in drawn):
+            self.know(after)
         return after
 
     def know(self, turn: Turn) -> None:

@@ -73,6 +73,7 @@ class Request:
         read, reason = self._read(prompt, each_layer, interrupted, reuse)
         passes = self._context.passes
         before, retrieval = passes.counters, self._context.retrieval
+        untold: list[TokenLogprob] = []
         while not reason:
             with self._on_device():
                 step = self._decoder.step(self._params.max_new_tokens - len(self._tokens))
@@ -82,7 +83,7 @@ class Request:
             if self._guide and (count := self._guide.ended_by(taken)) is not None:
                 taken, ended = taken[:count], True
             logprobs = self._logprobs_of(taken)
-            used = yield from pieces_of(text, taken, step, logprobs)
+            used = yield from pieces_of(text, taken, step, logprobs, untold)
             self._tokens += taken[:used]
             self._logprobs += logprobs[:used]
             if ended or text.stopped:
@@ -98,7 +99,10 @@ class Request:
         with self._on_device():
             self._context.end()
         if piece := text.finish():
-            yield Piece(piece, "plain")
+            yield Piece(piece, "plain", tuple(untold))
+        elif text.stopped and untold:
+            # Those of the stop, whose text is not given.
+            del self._logprobs[-len(untold) :]
         about = {
             "prompt_tokens": len(prompt),
             "reused_tokens": read.reused if read else 0,

@@ -17,6 +17,7 @@ from offload.kv.shape import KVShape
 from triforce_core.decoding.snapshot import Snapshot
 
 _VERSION = "triforce-offload context 1"
+_OWN = ("format", "model", "scored_by")
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 
 
@@ -50,7 +51,12 @@ def write(
         parts["scores"] = (torch.float32, tuple(saved.scores.shape))
     size = (2, shape.kv_heads, count, shape.head_dim)
     parts |= {f"kv.{layer}": (shape.dtype, size) for layer in range(saved.layers)}
-    header: dict[str, object] = {"__metadata__": {**about, "format": _VERSION, "model": model}}
+    header: dict[str, object] = {
+        "__metadata__": {
+            **about,
+            **{"format": _VERSION, "model": model, "scored_by": saved.scored_by},
+        }
+    }
     end = 0
     for name, (dtype, sizes) in parts.items():
         start, end = end, end + torch.Size(sizes).numel() * dtype.itemsize
@@ -98,7 +104,8 @@ def read(path: str | Path, shape: KVShape, model: str, vocab: int, most: int) ->
         shape.layers,
         lambda layer: file.get_tensor(f"kv.{layer}"),
         scores,
-        {name: text for name, text in about.items() if name not in ("format", "model")},
+        about.get("scored_by", ""),
+        {name: text for name, text in about.items() if name not in _OWN},
     )
 
 

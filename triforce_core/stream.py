@@ -136,19 +136,27 @@ def until_stop(tokens: list[int], stops: frozenset[int]) -> tuple[list[int], boo
 
 
 def pieces_of(
-    text: TextStream, taken: list[int], step: Step, logprobs: Sequence[TokenLogprob] = ()
+    text: TextStream,
+    taken: list[int],
+    step: Step,
+    logprobs: Sequence[TokenLogprob],
+    untold: list[TokenLogprob],
 ) -> Generator[Piece, None, int]:
     """The text of a step's tokens: those of the draft, then the target's own. Returns how many of
-    them there are until the text stops. logprobs: of the tokens, if they are told
+    them there are until the text stops.
+
+    logprobs: of the tokens, if they are told; untold: of those whose text has not come yet
     """
-    accepted, used, told = len(step.tokens) - 1, 0, 0
+    accepted, used = len(step.tokens) - 1, 0
     own = "plain" if not step.drafted else "bonus" if accepted == step.drafted else "corrected"
     for tokens, origin in ((taken[:accepted], "accepted"), (taken[accepted:], own)):
         for some in text.portions(tokens) if tokens else ():
+            untold += logprobs[used : used + len(some)]
             used += len(some)
             if piece := text.push(some):
-                yield Piece(piece, origin, tuple(logprobs[told:used]))
-                told = used
+                told = tuple(untold)
+                untold.clear()
+                yield Piece(piece, origin, told)
             if text.stopped:
                 return used
     return used

@@ -67,6 +67,19 @@ def test_it_may_be_loaded_where_other_things_stream(
     assert texts[0] == texts[1] == texts[2]
 
 
+def test_scores_of_other_chunks_are_not_taken_over(tiny, tmp_path) -> None:
+    path, _ = tiny("llama")
+    with engine(path, chunk_size=8) as first:
+        first.generate(PROMPT, SamplingParams(1))
+        first.save_context(tmp_path / "context")
+    for options in ({"chunk_size": 16}, {"chunk_size": 4}, {"retrieval": "mean"}):
+        with engine(path, **options) as other:
+            other.load_context(tmp_path / "context")
+            assert other._context._scores.sums.count_nonzero() == 0
+            result = other.generate([*PROMPT, 3], SamplingParams(6))
+            assert result.stats["reused_tokens"] == len(PROMPT)
+
+
 def test_another_prompt_keeps_what_it_shares(tiny, tmp_path) -> None:
     path, _ = tiny("qwen3")
     with engine(path) as first:

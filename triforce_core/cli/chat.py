@@ -9,14 +9,15 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from offload.errors import TriforceError, UsageError
+from offload.errors import OutputError, UsageError
 from triforce_core.cli.chat_session import ChatSession
+from triforce_core.cli.codes import INTERRUPTED
 from triforce_core.cli.line import Lines
 from triforce_core.cli.options import engine_config, sampling_params
 from triforce_core.cli.output import TextOutput, say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.report import colored, takes_colors
-from triforce_core.cli.signals import Stop, exit_code
+from triforce_core.cli.signals import Stop, ending, exit_code
 from triforce_core.opening import OpenModel
 from triforce_core.stream import Completion, Stream
 
@@ -42,6 +43,9 @@ def chat(args: argparse.Namespace) -> int:
     config = engine_config(args, None)
     with ExitStack() as stack:
         bars = stack.enter_context(ProgressBars(show=not args.quiet))
+        # While it loads a signal ends the process, with the terminal as it was.
+        loading = stack.enter_context(ExitStack())
+        loading.enter_context(Stop(bars.stop).listening())
         model = stack.enter_context(OpenModel.at(args.model))
         if model.tokenizer is None:
             raise UsageError(f"{model.checkpoint.path} has no tokenizer")
@@ -56,6 +60,7 @@ def chat(args: argparse.Namespace) -> int:
         engine = stack.enter_context(Engine.from_pretrained(model, config, progress=bars.update))
         model.close()
         bars.stop()
+        loading.close()
         if not args.quiet:
             say(f"plan: {engine.plan_line}")
         session = ChatSession(engine, params, messages)
@@ -93,7 +98,8 @@ class Chat:
         if self._lines.terminal and not self._quiet:
             say("Say something; /help lists the commands, Ctrl-D ends.")
         while not self._code and not self._output.code:
-            line = self._lines.read(self._status)
+            with ending():
+                line = self._lines.read(self._status)
             if line is None:
                 break
             text = line.strip()
@@ -103,9 +109,11 @@ class Chat:
                 continue
             try:
                 self._turn(text)
-            except TriforceError as error:
-                if not isinstance(error, UsageError):
-                    raise
+            except KeyboardInterrupt:
+                say("interrupted")
+                if not self._lines.terminal:
+                    return INTERRUPTED
+            except (UsageError, OutputError) as error:
                 say(f"triforce: {error}")
                 if not self._lines.terminal:
                     # Nobody is there to say it otherwise.
@@ -119,7 +127,8 @@ class Chat:
         name, _, rest = text[1:].partition(" ")
         if name not in self._commands:
             raise UsageError(f"there is no command /{name}; /help lists them")
-        self._commands[name](rest.strip())
+        with ending():
+            self._commands[name](rest.strip())
 
     def _show(self, stream: Stream) -> None:
         """Writes an answer as it comes. An interrupt ends it; what there is of it is kept."""

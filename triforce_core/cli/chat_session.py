@@ -27,6 +27,7 @@ class ChatSession:
     context_tokens: int = 0
     _attached: list[str] = field(default_factory=list)
     _turn: Turn | None = None
+    _before: list[dict[str, str]] = field(default_factory=list)
     _after: Turn | None = None
 
     def __post_init__(self) -> None:
@@ -43,7 +44,7 @@ class ChatSession:
             text = Path(path).expanduser().read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise UsageError(f"{path} is not UTF-8 text (byte {error.start})") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
         tokens = len(self.engine.tokenizer.encode(text))
         if tokens > self.most_tokens:
@@ -74,15 +75,23 @@ class ChatSession:
         """More of the last answer, where it was cut. Raises UsageError."""
         if self._after is None:
             raise UsageError("there is no answer that could go on")
+        self._before = self.messages
         return self._stream(self._after)
 
     def ended(self, completion: Completion) -> None:
-        """Takes the answer over: of what was interrupted, as much as there is."""
+        """Takes the answer over: of what was interrupted, as much as there is. Where there is none
+        nothing was said.
+        """
         if not completion.token_ids:
+            self.messages = self._before
             return
         self._after = self._known.answered(self._turn, completion, self._stops)
-        if self.messages[-1]["role"] == "assistant":
-            self.messages[-1]["content"] += completion.text
+        last = self.messages[-1]
+        if last["role"] == "assistant":
+            self.messages = [
+                *self.messages[:-1],
+                last | {"content": last["content"] + completion.text},
+            ]
         else:
             self.messages.append({"role": "assistant", "content": completion.text})
         self.context_tokens = completion.stats["prompt_tokens"] + len(completion.token_ids)
@@ -137,7 +146,8 @@ class ChatSession:
 
     def _answer(self, messages: list[dict[str, str]]) -> Stream:
         stream = self._stream(self._known.turn(messages))
-        self.messages = messages
+        self._before, self.messages = self.messages, messages
+        self._after = None
         return stream
 
     def _stream(self, turn: Turn) -> Stream:

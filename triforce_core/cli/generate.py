@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -61,21 +62,35 @@ def generate(args: argparse.Namespace) -> int:
         tokenizer = model.tokenizer
         tasks = tasks_of(args, tokenizer, prompt)
         token_ids = max((task.token_ids for task in tasks), key=len)
-        new = params.max_new_tokens
-        check_context(len(token_ids), new, model.checkpoint.config.positions, "the model has")
+        new, positions = params.max_new_tokens, model.checkpoint.config.positions
+        check_context(len(token_ids), new, positions, "the model has")
         asked = given(args, EngineConfig).get("max_context")
         if asked is not None:
-            positions = model.checkpoint.config.positions
             if asked > positions:
                 raise UsageError(
                     f"--ctx-size {asked} is more than the {positions} positions the model has"
                 )
             check_context(len(token_ids), new, asked, "--ctx-size gives")
-        config = replace(config, max_context=asked or len(token_ids) + new)
+        needed = len(token_ids) + new
+        if args.load_context:
+            needed = min(max(needed, saved_tokens(args.load_context)), positions)
+        config = replace(config, max_context=asked or needed)
         # Only now, since loading torch takes longer than all of the above.
         from triforce_core.cli.run import Run
 
         return Run(args, bars, stop, plan).texts(model, tasks, params, config)
+
+
+def saved_tokens(path: str) -> int:
+    """Tokens of a saved context, by its header: without torch. 0 if it cannot be told, as whoever
+    loads it will.
+    """
+    try:
+        with open(path, "rb") as file:
+            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 1 << 24)))
+        return int(header["tokens"]["shape"][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0
 
 
 def _say_that_it_ends() -> None:
@@ -88,7 +103,10 @@ def _check_outputs(args: argparse.Namespace, config: EngineConfig) -> None:
         raise UsageError("--prompts-file and --output go together")
     if args.prompts_file is not None and (args.json or args.stats is not None):
         raise UsageError("--output holds the answers to --prompts-file: no --json or --stats")
-    outputs = {"stats": args.stats, "trace": config.trace, "context": args.save_context}
+    outputs = {
+        **{"stats": args.stats, "trace": config.trace},
+        **{"context": args.save_context, "answers": args.output},
+    }
     named = (
         *(args.prompt_file, args.messages, args.prompts_file, args.load_context),
         *(args.plan, args.model, config.method.draft_model),

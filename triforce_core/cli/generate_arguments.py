@@ -40,8 +40,8 @@ def add_machine_and_method(parser: argparse.ArgumentParser) -> None:
         parser,
         EngineConfig,
         "max_context",
-        "tokens that device memory is divided for (default: prompt and new tokens, or the model's "
-        "positions, as far as a command knows them)",
+        "tokens that device memory is divided for (default: prompt and new tokens; chat and serve: "
+        "32768, or the model's positions)",
         flags=("-c", "--ctx-size"),
         type=int,
         metavar="N",
@@ -126,7 +126,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
     add(
         "max_new_tokens",
-        "most tokens to generate",
+        "most tokens to generate; chat: 2048",
         flags=("-n", "--max-new-tokens"),
         type=int,
         metavar="N",

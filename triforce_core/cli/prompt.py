@@ -21,7 +21,7 @@ def tasks_of(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str | None)
     in_template = args.chat or args.system is not None
     if args.prompts_file is not None:
         to_messages = partial(as_messages, args) if in_template else None
-        return read_tasks(args.prompts_file, tokenizer, to_messages)
+        return read_tasks(args.prompts_file, tokenizer, to_messages, _system(args))
     if args.messages is not None:
         return [Task(0, tokenizer.chat(_system(args) + read_messages(args.messages)), "")]
     ids = tokenizer.chat(as_messages(args, prompt)) if in_template else tokenizer.encode(prompt)

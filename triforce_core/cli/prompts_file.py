@@ -8,11 +8,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offload.errors import OutputError, UsageError
 from triforce_core.model.tokenizer import Tokenizer, check_text
-from triforce_core.stream import Completion
+
+if TYPE_CHECKING:
+    from triforce_core.stream import Completion
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,16 @@ class Task:
 
 
 def read_tasks(
-    path: str, tokenizer: Tokenizer, to_messages: Callable[[str], list[dict[str, str]]] | None
+    path: str,
+    tokenizer: Tokenizer,
+    to_messages: Callable[[str], list[dict[str, str]]] | None,
+    before: list[dict[str, str]],
 ) -> list[Task]:
     """The prompts of a file, one a line: text, or JSON objects with a "prompt" or "messages", and
     an "id" if they have one. Empty lines are none.
 
-    to_messages: puts a prompt into a conversation, if it is to be answered in one
+    to_messages: puts a prompt into a conversation, if it is to be answered in one. before: what
+        messages follow
     Raises UsageError, naming the line.
     """
     try:
@@ -45,7 +51,7 @@ def read_tasks(
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                tasks.append(_task(len(tasks), line, tokenizer, to_messages))
+                tasks.append(_task(len(tasks), line, tokenizer, to_messages, before))
             except UsageError as error:
                 raise UsageError(f"{path}, line {number}: {error}") from error
     if not tasks:
@@ -58,6 +64,7 @@ def _task(
     line: str,
     tokenizer: Tokenizer,
     to_messages: Callable[[str], list[dict[str, str]]] | None,
+    before: list[dict[str, str]],
 ) -> Task:
     digest = hashlib.sha256(line.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     prompt: Any = line
@@ -73,7 +80,7 @@ def _task(
         if (messages is None) == ("prompt" not in given):
             raise UsageError('needs either a "prompt" or "messages"')
         if messages is not None:
-            return Task(index, tokenizer.chat(check_messages(messages)), digest, name)
+            return Task(index, tokenizer.chat(before + check_messages(messages)), digest, name)
         prompt = given["prompt"]
         if not isinstance(prompt, str) or not prompt:
             raise UsageError('its "prompt" is no text')
@@ -93,6 +100,10 @@ def check_messages(messages: object) -> list[dict[str, str]]:
     return messages
 
 
+# Of an answer's line.
+_BEGINNING = b'{"index": '
+
+
 class Answers:
     """The file that answers go to, a line each, written through as they come.
 
@@ -110,6 +121,9 @@ class Answers:
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}") from error
         whole = held[: held.rfind(b"\n") + 1]
+        begun = held[len(whole) :]
+        if begun and not (begun.startswith(_BEGINNING) or _BEGINNING.startswith(begun)):
+            raise UsageError(f"{path} ends in what is no answer: name another --output")
         for number, line in enumerate(whole.splitlines(), start=1):
             self.done.add(_answered(path, number, line, tasks))
         try:

@@ -67,7 +67,7 @@ class Run:
                 code = self._answer(engine, tasks, answers, params)
             else:
                 code = self._text(engine, tasks[0], params)
-            if args.save_context:
+            if args.save_context and engine.context_tokens:
                 engine.save_context(args.save_context)
         return code
 
@@ -111,6 +111,8 @@ class Run:
                 continue
             stream = engine.stream(task.token_ids, params)
             stop.end = stream.interrupt
+            if stop.number is not None:
+                return exit_code(stop.number)
             for _ in stream.pieces():
                 with suppress(OSError):
                     bars.stop()

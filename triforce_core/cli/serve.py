@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -13,6 +15,7 @@ from offload.errors import UsageError
 from triforce_core.cli.chat import DEFAULT_CONTEXT
 from triforce_core.cli.options import engine_config, given
 from triforce_core.cli.output import say
+from triforce_core.cli.signals import leave
 from triforce_core.opening import OpenModel
 
 KEY_VARIABLE = "TRIFORCE_API_KEY"
@@ -50,7 +53,7 @@ def serve(args: argparse.Namespace) -> int:
             engine = Engine.from_pretrained(model, config, progress=progress)
         finally:
             model.close()
-        if not args.quiet:
+        if not args.quiet and worker.state == "loading":
             say(f"plan: {engine.plan_line}")
             say(f"ready: http://{settings.host}:{settings.port}/ and /v1")
         return engine
@@ -60,7 +63,9 @@ def serve(args: argparse.Namespace) -> int:
 
     class Server(uvicorn.Server):
         def handle_exit(self, number: int, frame: FrameType | None) -> None:
-            # Whoever waits for the text under way is answered with what there is.
+            # What loads, or a second signal, waits for nothing.
+            if worker.state in ("loading", "closed"):
+                leave(number)
             worker.stop()
             super().handle_exit(number, frame)
 
@@ -80,9 +85,21 @@ def serve(args: argparse.Namespace) -> int:
         server.should_exit = True
 
     worker.failed = failed
-    server.run()
+    with listening(settings.host, settings.port) as door:
+        server.run([door])
     if worker.error is not None:
         raise worker.error
-    if not server.started:
-        raise UsageError(f"cannot listen on {settings.host}:{settings.port}")
     return 0
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that listens, before anything is loaded. Raises UsageError."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.create_server(address[:2], family=family, reuse_port=False)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"cannot listen on {host}:{port}: {reason}") from error
+    with made:
+        yield made

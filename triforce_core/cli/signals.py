@@ -50,6 +50,28 @@ def raising() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def ending() -> Iterator[None]:
+    """Inside, an interrupt raises KeyboardInterrupt and any other signal SystemExit, so that a
+    terminal is given back and nothing is left half written.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def raise_(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(exit_code(number))
+
+    before = {number: signal.signal(number, raise_) for number in _heeded()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _heeded() -> list[int]:
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 

@@ -153,7 +153,7 @@ class Context:
         if self.retrieval:
             chunks = len(tokens) // self._models.method.chunk_size
             scores = self._scores.sums[..., :chunks].cpu()
-        return Snapshot(tokens, kv.shape.layers, kv.on_host, scores)
+        return Snapshot(tokens, kv.shape.layers, kv.on_host, scores, self._scored_by)
 
     @torch.inference_mode()
     def restore(self, saved: Snapshot) -> None:
@@ -166,10 +166,15 @@ class Context:
         self._reads_alike = self.model.rope.reads_alike(len(saved.tokens))
         self.passes.kv.expect(len(saved.tokens))
         self.passes.restore(len(saved.tokens), saved.layer_kv)
-        if self.retrieval and saved.scores is not None:
+        if self.retrieval and saved.scores is not None and saved.scored_by == self._scored_by:
             sums = self._scores.sums
             sums[..., : saved.scores.shape[2]] = saved.scores.to(sums.device)
         self.text = Text(list(saved.tokens))
+
+    @property
+    def _scored_by(self) -> str:
+        method = self._models.method
+        return f"{method.retrieval} {method.chunk_size}"
 
     def _refuse_ranks(self) -> None:
         if self._models.ranks.count > 1:

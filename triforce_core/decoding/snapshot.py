@@ -13,12 +13,13 @@ class Snapshot:
     """tokens: whose KV it has. layers: how many
 
     layer_kv: of a layer, [2, kv_heads, tokens, head_dim] on the host. scores: mass of each chunk
-    so far, [layers, kv_heads, chunks] float32 on the host; None where nothing is retrieved. about:
-    what else was kept with it
+    so far, [layers, kv_heads, chunks] float32 on the host; None where nothing is retrieved.
+    scored_by: how, and how large chunks are. about: what else was kept with it
     """
 
     tokens: list[int]
     layers: int
     layer_kv: Callable[[int], torch.Tensor]
     scores: torch.Tensor | None = None
+    scored_by: str = ""
     about: Mapping[str, str] = field(default_factory=dict)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from triforce_core.params import SamplingParams
 from triforce_core.server.errors import refused
 from triforce_core.server.wording import Wording
-from triforce_core.server.worker import Asked, Job, Worker
+from triforce_core.server.worker import Asked, Job, Receiver, Worker
 from triforce_core.stream import Completion, Piece
 
 # While nothing is to be said a stream says that it is alive, so often.
@@ -42,90 +42,99 @@ class Answers:
     async def whole(self, request: Request) -> dict[str, Any]:
         """The answer in one piece. Raises ClientGoneError, and what a job raises."""
         completions = await _unless_gone(request, self._all())
-        return self.wording.whole(completions, told=self.params[0].tells_logprobs)
+        told = self.params[0].tells_logprobs
+        return self.wording.whole(completions, self.choices, told=told)
 
     async def events(self, *, include_usage: bool) -> AsyncIterator[str]:
         """The answer as server-sent events. What goes wrong meanwhile is one of them."""
         completions: list[Completion] = []
         try:
-            for index, (asked, params) in enumerate(self._texts()):
-                if (first := self.wording.first(index)) is not None:
-                    yield _event(first)
-                async with aclosing(self._patiently(asked, params)) as items:
-                    async for item in items:
-                        if item is None:
-                            yield f": {self.worker.progress:.2f} of the prompt is read\n\n"
-                        elif isinstance(item, Piece):
-                            yield _event(self.wording.piece(index, item))
-                        else:
-                            completions.append(item)
-                            yield _event(self.wording.last(index, item))
+            with self._submitted() as texts:
+                for index, items in enumerate(texts):
+                    if (first := self.wording.first(index)) is not None:
+                        yield _event(first)
+                    async with aclosing(_patiently(items)) as following:
+                        async for item in following:
+                            if item is None:
+                                read = f"{self.worker.progress:.2f} of the prompt is read"
+                                yield f": {read}\n\n"
+                            elif isinstance(item, Piece):
+                                yield _event(self.wording.piece(index, item))
+                            else:
+                                completions.append(item)
+                                yield _event(self.wording.last(index, item))
         except Exception as error:
             yield _event(refused(error)[1])
             return
         if include_usage:
-            yield _event(self.wording.used(completions))
+            yield _event(self.wording.used(completions, self.choices))
         yield "data: [DONE]\n\n"
 
     def check(self) -> None:
-        """Raises QueueFullError or UsageError if the first text could not be asked for now."""
+        """Raises QueueFullError or NotReadyError if the texts could not be asked for now."""
         self.worker.check_room()
-
-    def _texts(self) -> list[tuple[Asked, SamplingParams]]:
-        """Each text to be written; of one prompt those with a seed have one seed after another."""
-        return [
-            (asked, params if params.seed is None else replace(params, seed=params.seed + choice))
-            for asked, params in zip(self.asked, self.params, strict=True)
-            for choice in range(self.choices)
-        ]
 
     async def _all(self) -> list[Completion]:
         completions = []
-        for asked, params in self._texts():
-            async with aclosing(self._items(asked, params)) as items:
-                completions += [item async for item in items if isinstance(item, Completion)]
+        with self._submitted() as texts:
+            for items in texts:
+                while not isinstance(item := await _next(items), Completion):
+                    pass
+                completions.append(item)
         return completions
 
-    async def _items(
-        self, asked: Asked, params: SamplingParams
-    ) -> AsyncIterator[Piece | Completion]:
-        """What a job gives. It ends with whoever asks."""
-        loop, items = asyncio.get_running_loop(), asyncio.Queue()
-        job = Job(asked, params, lambda item: loop.call_soon_threadsafe(items.put_nowait, item))
-        self.worker.submit(job)
+    @contextmanager
+    def _submitted(self) -> Iterator[list[asyncio.Queue]]:
+        """Asks for all texts at once: what each gives comes to a queue of its own. They end with
+        whoever asked. Of one prompt those with a seed have one seed after another.
+        """
+        loop, request = asyncio.get_running_loop(), object()
+        jobs, texts = [], []
+        for asked, params in zip(self.asked, self.params, strict=True):
+            for choice in range(self.choices):
+                items: asyncio.Queue = asyncio.Queue()
+                own = params
+                if params.seed is not None:
+                    own = replace(params, seed=(params.seed + choice) % (1 << 63))
+                jobs.append(Job(asked, own, _receiver(loop, items), request))
+                texts.append(items)
+        self.worker.submit(jobs)
         try:
-            while True:
-                item = await items.get()
-                if isinstance(item, BaseException):
-                    raise item
-                yield item
-                if isinstance(item, Completion):
-                    return
+            yield texts
         finally:
-            job.cancel()
+            for job in jobs:
+                job.cancel()
 
-    async def _patiently(
-        self, asked: Asked, params: SamplingParams
-    ) -> AsyncIterator[Piece | Completion | None]:
-        """The same, with None whenever there was nothing for a while."""
-        async with aclosing(self._items(asked, params)) as items:
-            following = asyncio.ensure_future(anext(items))
-            try:
-                while True:
-                    done, _ = await asyncio.wait({following}, timeout=PING_SECONDS)
-                    if not done:
-                        yield None
-                        continue
-                    try:
-                        item = following.result()
-                    except StopAsyncIteration:
-                        return
-                    following = asyncio.ensure_future(anext(items))
-                    yield item
-            finally:
-                following.cancel()
-                # Its generator is busy until it has seen that.
-                await asyncio.wait({following})
+
+def _receiver(loop: asyncio.AbstractEventLoop, items: asyncio.Queue) -> Receiver:
+    """Takes what comes in the engine's thread over to the loop's, while there is one."""
+
+    def receive(item: Piece | Completion | BaseException) -> None:
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(items.put_nowait, item)
+
+    return receive
+
+
+async def _next(items: asyncio.Queue) -> Piece | Completion:
+    """The next of what a job gives. Raises what it raises."""
+    item = await items.get()
+    if isinstance(item, BaseException):
+        raise item
+    return item
+
+
+async def _patiently(items: asyncio.Queue) -> AsyncIterator[Piece | Completion | None]:
+    """What a job gives, with None whenever there was nothing for a while."""
+    while True:
+        try:
+            item = await asyncio.wait_for(_next(items), PING_SECONDS)
+        except TimeoutError:
+            yield None
+            continue
+        yield item
+        if isinstance(item, Completion):
+            return
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:

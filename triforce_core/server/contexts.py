@@ -36,17 +36,23 @@ class KeptContexts:
         here = _shared(at_hand, tokens)
         best = max(self._kept, key=lambda each: _shared(each.tokens, tokens), default=None)
         found = _shared(best.tokens, tokens) if best else 0
-        if len(at_hand) - here >= _WORTH_KEEPING:
-            self._keep()
+        # Of one that goes on from its beginning, as an answer given anew does, little is lost.
+        if len(at_hand) >= _WORTH_KEEPING and here < len(at_hand) / 2:
+            self._keep(at_hand)
         if best is not None and found >= here + _WORTH_KEEPING:
             self._kept.remove(best)
             self._engine.restore(best)
 
-    def _keep(self) -> None:
-        """Copies the context at hand, unless the host has no room for it."""
-        shape, count = self._engine.runtime.demand.kv, len(self._engine.context_tokens)
+    def _keep(self, tokens: Sequence[int]) -> None:
+        """Copies the context at hand, unless the host has no room for it. One that it goes on from
+        is not needed besides.
+        """
+        shape = self._engine.runtime.demand.kv
+        self._kept = [
+            each for each in self._kept if _shared(each.tokens, tokens) < len(each.tokens) / 2
+        ]
         try:
-            check_available(count * shape.token_bytes * shape.layers, "a conversation's KV")
+            check_available(len(tokens) * shape.token_bytes * shape.layers, "a conversation's KV")
         except DoesNotFitError:
             return
         saved = self._engine.snapshot()

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from triforce_core.params import MOST_LOGPROBS, SamplingParams
 
-_Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
+_Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 MOST_CHOICES = 16
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Clients send null for what they do not ask for."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class TextPart(_Strict):
@@ -23,8 +31,10 @@ class TextPart(_Strict):
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] = ""
     name: str | None = None
+    # An answer of this server may be sent back as it came.
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def as_dict(self) -> dict[str, str]:
         """As a chat template takes it."""
@@ -66,7 +76,7 @@ class _Request(_Strict):
     model: str
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     seed: _Seed | None = None
     stop: str | Annotated[list[str], Field(max_length=16)] | None = None
@@ -74,6 +84,14 @@ class _Request(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    # Without effect on a text.
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    parallel_tool_calls: bool | None = None
+    # Taken where they ask for nothing.
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -96,13 +114,13 @@ class _Request(_Strict):
         given: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": self.top_k and max(0, self.top_k),
             "min_p": self.min_p,
             "repeat_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "logit_bias": self.logit_bias,
-            "seed": self.seed,
+            "seed": None if self.seed is None else self.seed % (1 << 63),
             "logprobs": logprobs,
             "json_schema": self.response_format and self.response_format.schema_asked,
         }
@@ -128,6 +146,7 @@ class CompletionRequest(_Request):
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
 
     def params(self, room: int) -> SamplingParams:
         return self._sampling(room, self.max_tokens, self.logprobs)

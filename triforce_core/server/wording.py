@@ -27,10 +27,10 @@ class Wording:
             "model": model,
         }
 
-    def whole(self, completions: Sequence[Completion], *, told: bool) -> dict[str, Any]:
-        """told: whether log-probabilities are."""
-        choices = [self._choice(index, each, told) for index, each in enumerate(completions)]
-        return self._head | {"choices": choices, "usage": usage(completions)}
+    def whole(self, completions: Sequence[Completion], each: int, *, told: bool) -> dict[str, Any]:
+        """each: completions of one prompt. told: whether log-probabilities are."""
+        choices = [self._choice(index, one, told) for index, one in enumerate(completions)]
+        return self._head | {"choices": choices, "usage": usage(completions, each)}
 
     def first(self, index: int) -> dict[str, Any] | None:
         """What a streamed choice begins with."""
@@ -48,10 +48,10 @@ class Wording:
         chunk = self._chunk(index, content, reason=_REASONS[completion.finish_reason])
         return chunk | {"timings": timings(completion)}
 
-    def used(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """What a stream ends with, if it was asked for."""
+    def used(self, completions: Sequence[Completion], each: int) -> dict[str, Any]:
+        """What a stream ends with, if it was asked for. each: completions of one prompt"""
         head = self._head | {"object": self._streamed}
-        return head | {"choices": [], "usage": usage(completions)}
+        return head | {"choices": [], "usage": usage(completions, each)}
 
     @property
     def _streamed(self) -> str:
@@ -107,11 +107,12 @@ class Wording:
         return self._tokenizer.decode([token])
 
 
-def usage(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Tokens of prompts and answers."""
-    prompt = completions[0].stats["prompt_tokens"] if completions else 0
-    new = sum(len(each.token_ids) for each in completions)
-    reused = completions[0].stats["reused_tokens"] if completions else 0
+def usage(completions: Sequence[Completion], each: int) -> dict[str, Any]:
+    """Tokens of prompts, each counted once, and answers. each: completions of one prompt"""
+    firsts = completions[::each]
+    prompt = sum(first.stats["prompt_tokens"] for first in firsts)
+    new = sum(len(one.token_ids) for one in completions)
+    reused = sum(first.stats["reused_tokens"] for first in firsts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": new,

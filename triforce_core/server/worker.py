@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -30,30 +31,30 @@ class Asked(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """One text that is asked for. `cancel` ends it, wherever it is, within a pass."""
+    """One text that is asked for. `cancel` ends it, wherever it is, within a pass.
+
+    request: the same object for all texts of one request, which wait together
+    """
 
     asked_for: Asked
     params: SamplingParams
     receive: Receiver
+    request: object = field(default_factory=object)
     asked: float = field(default_factory=time.monotonic)
     began: float | None = None
-    _cancelled: bool = False
+    cancelled: bool = False
     _stream: Stream | None = None
 
     def cancel(self) -> None:
-        self._cancelled = True
+        self.cancelled = True
         if self._stream is not None:
             self._stream.interrupt()
 
-    def run(self, engine: Engine) -> Completion | None:
-        """In the engine's thread. Returns the completion, None of a request that was cancelled
-        before it began.
-        """
-        if self._cancelled:
-            return None
+    def run(self, engine: Engine) -> Completion:
+        """In the engine's thread."""
         self.began = time.monotonic()
         self._stream = engine.stream(self.asked_for.turn.tokens, self.params)
-        if self._cancelled:
+        if self.cancelled:
             self._stream.interrupt()
         for piece in self._stream.pieces():
             self.receive(piece)
@@ -87,7 +88,10 @@ class Worker:
         self._served = served
         self._contexts = contexts
         self._load = load
-        self._jobs: queue.Queue[Job | None] = queue.Queue(waiting)
+        self._most = waiting
+        # A deque and a queue that may be used in a signal's handler, which takes no lock.
+        self._jobs: deque[Job] = deque()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -95,8 +99,8 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Jobs that wait."""
-        return self._jobs.qsize()
+        """Requests that wait, without those whose clients have left."""
+        return len({id(job.request) for job in tuple(self._jobs) if not job.cancelled})
 
     @property
     def progress(self) -> float:
@@ -104,23 +108,22 @@ class Worker:
         done, total = self._progress
         return done / total
 
-    def submit(self, job: Job) -> None:
-        """Raises QueueFullError or NotReadyError."""
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Puts the texts of one request behind the others.
+
+        Raises QueueFullError or NotReadyError.
+        """
         self.check_room()
-        try:
-            self._jobs.put_nowait(job)
-        except queue.Full:
-            raise self._full() from None
+        for job in jobs:
+            self._jobs.append(job)
+            self._wakes.put(None)
 
     def check_room(self) -> None:
         """Raises what `submit` would now."""
         if self.state != "ready":
             raise NotReadyError(f"the model is {self.state}")
-        if self._jobs.full():
-            raise self._full()
-
-    def _full(self) -> QueueFullError:
-        return QueueFullError(f"{self._jobs.maxsize} requests wait already")
+        if self.waiting >= self._most:
+            raise QueueFullError(f"{self._most} requests wait already")
 
     def close(self) -> None:
         """Ends the job under way and the thread; those that wait are told."""
@@ -129,16 +132,13 @@ class Worker:
             self._thread.join()
 
     def stop(self) -> None:
-        """The same without waiting for it."""
+        """The same without waiting for it. May be called in a signal's handler."""
         self.state = "closed"
         if (current := self.current) is not None:
             current.cancel()
-        with suppress(queue.Empty):
-            while True:
-                if (job := self._jobs.get_nowait()) is not None:
-                    job.receive(NotReadyError("the server is closing"))
-        with suppress(queue.Full):
-            self._jobs.put_nowait(None)
+        while self._jobs:
+            self._jobs.popleft().receive(NotReadyError("the server is closing"))
+        self._wakes.put(None)
 
     def _run(self) -> None:
         try:
@@ -152,17 +152,16 @@ class Worker:
             kept = KeptContexts(engine, self._contexts)
             if self.state == "loading":
                 self.state = "ready"
-            while True:
-                job = self._jobs.get()
-                if job is None or self.state == "closed":
-                    if job is not None:
-                        job.receive(NotReadyError("the server is closing"))
-                    return
-                self._serve(engine, kept, job)
+            while self.state != "closed":
+                self._wakes.get()
+                with suppress(IndexError):
+                    self._serve(engine, kept, self._jobs.popleft())
 
     def _serve(self, engine: Engine, kept: KeptContexts, job: Job) -> None:
+        if job.cancelled:
+            return
         self.current, self._progress = job, (0, 1)
-        result: Completion | BaseException | None
+        result: Completion | BaseException
         try:
             kept.prepare(job.asked_for.turn.tokens)
             result = job.run(engine)
@@ -170,11 +169,13 @@ class Worker:
             result = error
         finally:
             self.current = None
-        if result is None:
-            return
-        if isinstance(result, Completion) and job.asked_for.conversation:
-            stops = frozenset(engine.config.eos_token_ids + job.params.stop_token_ids)
-            self.conversations.answered(job.asked_for.turn, result, stops)
+        if isinstance(result, Completion):
+            if job.asked_for.conversation:
+                stops = frozenset(engine.config.eos_token_ids + job.params.stop_token_ids)
+                self.conversations.answered(job.asked_for.turn, result, stops)
+            if self.state == "closed" and result.finish_reason == "interrupted":
+                # What was cut is not given as if it were whole.
+                result = NotReadyError("the server is closing")
         self._served(job, result)
         job.receive(result)
 

@@ -52,6 +52,15 @@ def test_a_turn_is_answered_anew_edited_and_continued(speaking, capsys, monkeypa
     assert answers[3] + answers[4] == longer[0]
 
 
+def test_what_a_stop_ended_does_not_go_on(speaking, capsys, monkeypatch) -> None:
+    _, answers, _ = talk(capsys, monkeypatch, speaking, "Hello")
+    stop = ("--stop", answers[0][3:5])
+    code, cut, err = talk(capsys, monkeypatch, speaking, "Hello", "/continue", options=stop)
+    assert code == 2
+    assert cut == [answers[0][: answers[0].index(stop[1])]]
+    assert "there is no answer that could go on" in err
+
+
 def test_a_conversation_is_saved_and_goes_on(speaking, capsys, monkeypatch, tmp_path) -> None:
     file = tmp_path / "talk"
     code, whole, _ = talk(capsys, monkeypatch, speaking, "Hello", "And you?")

@@ -115,6 +115,18 @@ def test_prompts_that_cannot_be_read_are_named(
     assert not (tmp_path / "answers").exists()
 
 
+def test_what_is_no_file_of_answers_is_left_as_it_is(speaking, capsys, tmp_path) -> None:
+    prompts, notes = tmp_path / "prompts", tmp_path / "notes"
+    prompts.write_text("Hello")
+    notes.write_text("my only notes")
+    base = ("generate", speaking, "--prompts-file", prompts, *GREEDY)
+    for output, said in ((notes, "ends in what is no answer"), (prompts, "answers")):
+        before = output.read_text()
+        code, _, err = run(capsys, *base, "--output", output)
+        assert (code, said in err) == (2, True), err
+        assert output.read_text() == before
+
+
 def test_a_prompts_file_and_its_output_go_together(speaking, capsys, tmp_path) -> None:
     for options, said in (
         (("--prompts-file", "x"), "go together"),
@@ -144,3 +156,10 @@ def test_a_saved_context_spares_reading(speaking, capsys, tmp_path) -> None:
         capsys, *base, "--prompt", prompt, "--load-context", context, "--save-context", context
     )
     assert code == 2, "what is read is not written over"
+    # Another question about the same beginning, which is shorter than what was saved.
+    other = prompt[:30] + " And so?"
+    code, _, err = run(
+        capsys, *base, "--prompt", other, "-n", 2, "--load-context", context, "--stats", stats
+    )
+    assert code == 0, err
+    assert json.loads(stats.read_text())["reused_tokens"] == 30

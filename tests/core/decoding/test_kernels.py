@@ -18,7 +18,10 @@ DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 # What is not dense has tests of its own; an emulated link has to carry what is gathered.
 PACKED = {"int4_matmul", "decode_blocks", "block_matmul"}
 # Of bfloat16, which products in the interpreter do not know; see kernels/test_planes.py.
-PLANES = {"decode_planes", "plane_matmul", "upper_matmul"}
+PLANES = {
+    *("decode_planes", "plane_matmul", "upper_matmul"),
+    *("encode_kv_block", "decode_kv_block"),
+}
 NOT_USED = PACKED | PLANES | ({"gather_chunks"} if DEVICE == "cpu" else set())
 
 

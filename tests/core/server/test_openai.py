@@ -112,3 +112,53 @@ def test_what_is_not_there(server) -> None:
     assert server.client.models.retrieve("tiny").context_length == CONTEXT
     with pytest.raises(openai.BadRequestError, match=f"has room for {CONTEXT}"):
         server.client.completions.create(model="tiny", prompt="x" * 400)
+
+
+def test_nulls_neutral_values_and_its_own_answers_are_taken(server) -> None:
+    create = server.client.chat.completions.create
+    base = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+    nothing = {"tools": None, "stop": None, "response_format": None, "reasoning_effort": None}
+    neutral = {"tools": [], "store": False, "metadata": {}, "parallel_tool_calls": True}
+    reply = create(messages=HELLO, **base, extra_body=nothing | neutral | {"seed": -1, "top_k": -1})
+    plain = create(messages=HELLO, **base, response_format={"type": "text"})
+    assert reply.choices[0].message.content == plain.choices[0].message.content
+    messages = [*HELLO, reply.choices[0].message.model_dump(), {"role": "user", "content": "x"}]
+    assert create(messages=messages, **base).usage.completion_tokens == 4
+
+
+def test_tokens_without_a_text_stay_out_of_other_conversations(server) -> None:
+    """A text that reads the same is answered the same, whatever was drawn for it before."""
+    create = server.client.chat.completions.create
+    base = {"model": "tiny", "messages": [{"role": "user", "content": "Twice"}], "temperature": 0}
+    first = create(**base, max_tokens=6)
+    hidden = server.worker.engine.tokenizer.decode([96])
+    create(**base, max_tokens=3, logit_bias={"96": 100})
+    again = create(**base, max_tokens=6)
+    assert again.usage.prompt_tokens == first.usage.prompt_tokens
+    assert again.choices[0].message.content == first.choices[0].message.content
+    assert hidden in ("", "<unk>")
+
+
+def test_an_answer_given_anew_leaves_other_conversations(speaking) -> None:
+    with serving(speaking, max_context=700) as running:
+        create = running.client.completions.create
+        base = {"model": "tiny", "temperature": 1.0}
+        create(prompt="a" * 300, max_tokens=2, **base)
+        for _ in range(3):
+            create(prompt="b" * 20, max_tokens=300, **base)
+        used = create(prompt="a" * 300 + "c", max_tokens=2, **base).usage
+        assert used.prompt_tokens_details.cached_tokens >= 299
+
+
+def test_prompts_are_counted_each_and_logprobs_are_of_the_text(server) -> None:
+    create = server.client.completions.create
+    base = {"model": "tiny", "temperature": 0, "max_tokens": 8}
+    two = create(prompt=["Hello", "Good day"], n=2, **base)
+    assert two.usage.prompt_tokens == len("Hello") + len("Good day")
+    whole = create(prompt="Hello", **base).choices[0].text
+    for stream in (False, True):
+        answer = create(prompt="Hello", stop=whole[4:6], logprobs=0, stream=stream, **base)
+        chunks = list(answer) if stream else [answer]
+        told = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
+        tokens = [token for each in told for token in each.tokens]
+        assert "".join(tokens) == whole[: whole.index(whole[4:6])]

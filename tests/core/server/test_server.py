@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import AbstractContextManager
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import run
 from helpers import PLACEMENTS
 from running import CONTEXT, HELLO, Running, serving, until
 
@@ -36,7 +40,8 @@ CHAT = "/v1/chat/completions"
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"100000": 1}}, "logit_bias"),
         ({"stop": ""}, "stop"),
-        ({"seed": -1}, "seed"),
+        ({"seed": 1 << 64}, "seed"),
+        ({"tools": [{"type": "function"}]}, "tools"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "UTF-8"),
     ],
 )
@@ -182,3 +187,77 @@ def test_settings_that_cannot_be_are_refused() -> None:
     for wrong in ({"port": 70000}, {"queue": 0}, {"contexts": -1}, {"api_key": " "}):
         with pytest.raises(UsageError):
             ServerSettings(**wrong)
+
+
+def test_several_texts_of_one_request_wait_together(speaking) -> None:
+    with slow(speaking) as running:
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 5, "n": 3}
+        answers: list[tuple] = []
+        thread = threading.Thread(target=lambda: answers.append(running.ask("POST", CHAT, body)))
+        thread.start()
+        until(lambda: running.worker.current is not None)
+        # The queue has one place, which the request's other texts take together.
+        assert running.worker.waiting == 1
+        assert running.ask("POST", CHAT, body)[0] == 429
+        thread.join(30)
+        assert answers[0][0] == 200
+        assert len(json.loads(answers[0][2])["choices"]) == 3
+
+
+def test_clients_that_left_leave_room(speaking) -> None:
+    with slow(speaking) as running:
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 100}
+        header = {"Content-Type": "application/json"}
+        connections = []
+        for _ in range(2):
+            connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+            connection.request("POST", CHAT, json.dumps(body), header)
+            connections.append(connection)
+            until(lambda: running.worker.current is not None)
+        until(lambda: running.worker.waiting == 1)
+        connections[1].close()
+        until(lambda: running.worker.waiting == 0, 10)
+        connections[0].close()
+        assert running.ask("POST", CHAT, body | {"max_tokens": 1})[0] == 200
+
+
+def test_what_a_closing_server_cuts_is_no_answer(speaking) -> None:
+    with slow(speaking) as running:
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 200}
+        answers: list[tuple] = []
+        thread = threading.Thread(target=lambda: answers.append(running.ask("POST", CHAT, body)))
+        thread.start()
+        until(lambda: running.worker.current is not None)
+        running.worker.stop()
+        thread.join(30)
+        assert answers[0][0] == 503
+        assert json.loads(answers[0][2])["error"]["code"] == "not_ready"
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(speaking, server, capsys) -> None:
+    began = time.monotonic()
+    code, _, err = run(capsys, "serve", speaking, "--port", server.port, "--device", "cpu")
+    assert (code, "cannot listen on 127.0.0.1" in err) == (2, True)
+    assert "ready" not in err
+    assert time.monotonic() - began < 20
+
+
+def test_a_signal_ends_a_server_that_loads_or_serves(speaking) -> None:
+    for wait_for in (b"Waiting for application startup", b"ready:"):
+        served = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "triforce_core.cli", "serve", str(speaking)),
+                *("--port", "0", "--device", "cpu"),
+            ],
+            stderr=subprocess.PIPE,
+        )
+        try:
+            while wait_for not in (line := served.stderr.readline()):
+                assert line, "it ended by itself"
+            served.send_signal(signal.SIGTERM)
+            served.wait(20)
+            assert served.returncode in (143, -signal.SIGTERM)
+        finally:
+            served.kill()
+            served.stderr.close()
+            served.wait()
