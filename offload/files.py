@@ -54,6 +54,17 @@ class Output:
         elif not os.access(target, os.W_OK) or not status.st_mode & 0o222:
             raise self._refusal("it is read-only")
 
+    def check_file(self) -> None:
+        """Raises UsageError, before any work is done, unless this is a file, or may be one."""
+        self.check()
+        if self._descriptor() is not None:
+            raise self._refusal("it is no file")
+        target, status = self._target()
+        if status is not None and not stat.S_ISREG(status.st_mode):
+            raise self._refusal("it is no file")
+        if not os.access(target.parent, os.W_OK):
+            raise self._refusal("its directory is not writable")
+
     def write(self, content: str | bytes) -> None:
         """Writes all of it, or leaves a file as it was. Raises OutputError."""
         data = content.encode() if isinstance(content, str) else content
@@ -80,6 +91,7 @@ class Output:
         """
         partial: str | None = None
         try:
+            self.check_file()
             target, status = self._target()
             made, partial = tempfile.mkstemp(prefix=".", suffix=".partial", dir=target.parent)
             with open(made, "wb") as file:

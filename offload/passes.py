@@ -201,6 +201,8 @@ class Passes:
                 block_bytes=kv.shape.block_bytes,
             )
         ).crossings
+        # A block that planes have no room for is larger than others.
+        crossings = [c._replace(nbytes=self._home(c).source.bytes.numel()) for c in crossings]
         self._conveyor.start(Transfer(c.key, c.ring, self._home(c).source) for c in crossings)
         return crossings
 

@@ -73,8 +73,7 @@ class Engine:
         self._trace = trace
         self._context: Context | None = None
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._streaming = False
-        self._closed = False
+        self._streaming = self._closed = False
 
     @classmethod
     def from_pretrained(
@@ -140,9 +139,8 @@ class Engine:
                 ranks.abandon()
                 raise
             models.resources.callback(ranks.close)
-        seconds = time.perf_counter() - began
-        more = (config.trace, whole, fingerprint)
-        return cls(model.name, models, model.tokenizer, seconds, progress, *more)
+        more = (time.perf_counter() - began, progress, config.trace, whole, fingerprint)
+        return cls(model.name, models, model.tokenizer, *more)
 
     @property
     def model(self) -> Model:
@@ -259,7 +257,8 @@ class Engine:
 
         about: texts that are kept with it. Raises UsageError if there is none, or OutputError.
         """
-        return write(path, self.snapshot(), self.runtime.demand.kv, self._digest, about or {})
+        with self.runtime.memory.typed_errors(), self.runtime.memory.current():
+            return write(path, self.snapshot(), self.runtime.demand.kv, self._digest, about or {})
 
     def load_context(self, path: str | Path) -> LoadedContext:
         """Takes over a context that `save_context` wrote, in place of the one at hand: a prompt
@@ -296,7 +295,8 @@ class Engine:
         """
         self._check_free()
         try:
-            self._opened_context().restore(saved)
+            with self.runtime.memory.typed_errors(), self.runtime.memory.current():
+                self._opened_context().restore(saved)
         except BaseException:
             self._forget()
             raise

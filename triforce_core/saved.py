@@ -80,7 +80,8 @@ def read(path: str | Path, shape: KVShape, model: str, vocab: int, most: int) ->
     model: the digest of whose it must be. most: tokens that it may have
     Raises UsageError, naming what is wrong with it.
     """
-    if not Path(path).is_file():
+    path = Path(path).expanduser()
+    if not path.is_file():
         raise UsageError(f"cannot read a context from {path}: there is no such file")
     try:
         file = safe_open(str(path), framework="pt")

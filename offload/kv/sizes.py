@@ -35,7 +35,8 @@ def coding_bytes(shape: KVShape) -> int:
     """Device bytes of temporaries while a block is coded or decoded."""
     if not shape.in_planes:
         return 0
-    return KV_CODING_BYTES * max(KV_CODED_AT_ONCE, shape.block_tokens * shape.head_dim)
+    at_once = max(KV_CODED_AT_ONCE, shape.block_tokens * shape.head_dim)
+    return KV_CODING_BYTES * min(shape.numbers, at_once)
 
 
 def reader_bytes(shape: KVShape, tokens: int) -> int:

@@ -113,6 +113,49 @@ def test_whatever_the_budget_it_holds_or_is_refused(tiny) -> None:
     assert len(seen) == 1, "the same text at every budget"
 
 
+@pytest.mark.parametrize("block_tokens", [None, BLOCK])
+def test_whatever_the_budget_kv_in_planes_holds_or_is_refused(tiny, block_tokens) -> None:
+    """Before anything is loaded: no request asks for more than a placement counts."""
+    path, _ = tiny("llama")
+    prompt, params = random_ids(200), SamplingParams(max_new_tokens=30, temperature=0)
+    options = {"dtype": "bfloat16", "kv": "planes", "block_tokens": block_tokens}
+    kept, streamed = 0, 0
+    for budget in range(300_000, 2_400_000, 40_000):
+        try:
+            with Engine.from_pretrained(
+                path, device="cpu", device_memory=budget, max_context=230, **options
+            ) as engine:
+                result = engine.generate(prompt, params)
+        except DoesNotFitError as error:
+            assert error.needed_bytes > error.available_bytes == budget
+            continue
+        kept += result.stats["link"]["bytes_to_device"] == 0
+        streamed += result.stats["link"]["bytes_to_device"] > 0
+    assert kept > 2
+    assert streamed > 2
+
+
+@pytest.mark.parametrize("placement", ["kv", "kv-in-part", "both"])
+@pytest.mark.parametrize("method", ["autoregressive", "triforce"])
+def test_accounted_bytes_cover_what_planes_of_kv_take(
+    tmp_path, two_threads, placement: str, method: str
+) -> None:
+    make_model("llama", tmp_path, max_position_embeddings=2048, num_key_value_heads=4)
+    options = {"method": method, "dtype": "bfloat16", "kv": "planes", "block_tokens": 128}
+    if method == "triforce":
+        options |= {"draft": "none", "budget": 256}
+    stats = {}
+
+    def run() -> None:
+        with Engine.from_pretrained(
+            tmp_path, device="cpu", max_context=1520, **placed(placement, options)
+        ) as engine:
+            stats.update(engine.generate(random_ids(1500), SamplingParams(20)).stats)
+
+    peak = allocated_peak(run, (tmp_path / "model.safetensors").stat().st_size)
+    assert peak <= stats["memory"]["device_peak_bytes"]
+
+
 @pytest.mark.parametrize("memory_bytes", [None, 2_600_000])
 def test_a_context_takes_its_memory_once_and_gives_it_back(tiny, memory_bytes) -> None:
     path, _ = tiny("llama")

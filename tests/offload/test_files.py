@@ -182,3 +182,26 @@ def test_files_of_a_directory_that_is_read_are_not_written_over(tmp_path) -> Non
     check_outputs([Output(model / "new.json", "stats")], [model])
     with pytest.raises(UsageError, match="and for the input"):
         check_outputs([Output(model / "config.json", "stats")], [model / "config.json"])
+
+
+def test_what_is_no_file_is_not_replaced_piece_by_piece(tmp_path) -> None:
+    """A device or a pipe would become a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, "/dev/null", "-", tmp_path):
+        output = Output(path, "context")
+        with pytest.raises(UsageError, match="cannot write the context to"):
+            output.check_file()
+        with pytest.raises(OutputError), output.writing() as file:
+            file.write(b"x")
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert Path("/dev/null").is_char_device()
+    whole = tmp_path / "whole"
+    whole.write_bytes(b"before")
+    with pytest.raises(TypeError), Output(whole, "context").writing() as file:
+        file.writelines([b"half", None])
+    assert whole.read_bytes() == b"before"
+    with Output(whole, "context").writing() as file:
+        file.write(b"all")
+    assert whole.read_bytes() == b"all"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "whole"]

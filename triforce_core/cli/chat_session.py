@@ -124,7 +124,10 @@ class ChatSession:
             messages = [
                 {key: str(m[key]) for key in ("role", "content")} for m in about["messages"]
             ]
-            after = Turn(*about["known"]) if about["known"] else None
+            after = None
+            if about["known"]:
+                text, tokens = about["known"]
+                after = Turn(str(text), [int(token) for token in tokens])
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{path} holds a context and no conversation") from error
         self.clear()

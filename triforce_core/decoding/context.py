@@ -152,7 +152,7 @@ class Context:
         scores = None
         if self.retrieval:
             chunks = len(tokens) // self._models.method.chunk_size
-            scores = self._scores.sums[..., :chunks].cpu()
+            scores = self._scores.sums[..., :chunks].to("cpu", copy=True)
         return Snapshot(tokens, kv.shape.layers, kv.on_host, scores, self._scored_by)
 
     @torch.inference_mode()
@@ -165,10 +165,14 @@ class Context:
         self.roll_back(0)
         self._reads_alike = self.model.rope.reads_alike(len(saved.tokens))
         self.passes.kv.expect(len(saved.tokens))
+        if self.retrieval:
+            self.retrieval.begin()
         self.passes.restore(len(saved.tokens), saved.layer_kv)
-        if self.retrieval and saved.scores is not None and saved.scored_by == self._scored_by:
+        chunks = len(saved.tokens) // self._models.method.chunk_size
+        known = saved.scores is not None and saved.scores.shape[2] == chunks
+        if self.retrieval and known and saved.scored_by == self._scored_by:
             sums = self._scores.sums
-            sums[..., : saved.scores.shape[2]] = saved.scores.to(sums.device)
+            sums[..., :chunks] = saved.scores.to(sums.device)
         self.text = Text(list(saved.tokens))
 
     @property

@@ -144,7 +144,8 @@ class _SmallModelProposer:
         drawn_from: list[torch.Tensor] = []
         feed = drafter.catch_up(text, count) if count else None
         for i in range(count):
-            before = torch.cat(tokens) if tokens else None
+            # A law that is no number gives -1, which whoever verifies will see.
+            before = torch.cat(tokens).clamp_(min=0) if tokens else None
             drawn_from.append(laws(drafter.feed(feed), self._params, text, before))
             tokens.append(self._rule.draw(drawn_from[-1], len(text.tokens) + i))
             feed = tokens[-1].clamp(min=0)

@@ -20,7 +20,8 @@ class KeptContexts:
     def __init__(self, engine: Engine, most: int) -> None:
         """most: how many are kept."""
         self._engine = engine
-        self._most = most
+        # Those of ranks that share a model cannot be taken out of it.
+        self._most = most if engine.models.ranks.count == 1 else 0
         self._kept: list[Snapshot] = []
 
     def __len__(self) -> int:
@@ -36,11 +37,16 @@ class KeptContexts:
         here = _shared(at_hand, tokens)
         best = max(self._kept, key=lambda each: _shared(each.tokens, tokens), default=None)
         found = _shared(best.tokens, tokens) if best else 0
-        # Of one that goes on from its beginning, as an answer given anew does, little is lost.
-        if len(at_hand) >= _WORTH_KEEPING and here < len(at_hand) / 2:
-            self._keep(at_hand)
-        if best is not None and found >= here + _WORTH_KEEPING:
+        # Of one that begins with all of the prompt, as when an answer is given anew, nothing is
+        # lost that could be asked for; of one that it mostly begins with, little.
+        brings = best is not None and found >= here + _WORTH_KEEPING
+        if brings:
+            # First of all, or it might have to make room for the one at hand.
             self._kept.remove(best)
+        lost = here < len(at_hand) / 2 and here < len(tokens) - 1
+        if len(at_hand) >= _WORTH_KEEPING and lost:
+            self._keep(at_hand)
+        if brings:
             self._engine.restore(best)
 
     def _keep(self, tokens: Sequence[int]) -> None:

@@ -122,7 +122,8 @@ class Worker:
         """Raises what `submit` would now."""
         if self.state != "ready":
             raise NotReadyError(f"the model is {self.state}")
-        if self.waiting >= self._most:
+        # What an idle engine is about to take does not wait.
+        if self.waiting >= self._most + (self.current is None):
             raise QueueFullError(f"{self._most} requests wait already")
 
     def close(self) -> None:

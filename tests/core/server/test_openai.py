@@ -7,6 +7,7 @@ import pytest
 from running import CONTEXT, HELLO, serving
 
 from triforce_core import Engine, SamplingParams
+from triforce_core.server.settings import ServerSettings
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +141,7 @@ def test_tokens_without_a_text_stay_out_of_other_conversations(server) -> None:
 
 
 def test_an_answer_given_anew_leaves_other_conversations(speaking) -> None:
-    with serving(speaking, max_context=700) as running:
+    with serving(speaking, max_context=500) as running:
         create = running.client.completions.create
         base = {"model": "tiny", "temperature": 1.0}
         create(prompt="a" * 300, max_tokens=2, **base)
@@ -148,6 +149,20 @@ def test_an_answer_given_anew_leaves_other_conversations(speaking) -> None:
             create(prompt="b" * 20, max_tokens=300, **base)
         used = create(prompt="a" * 300 + "c", max_tokens=2, **base).usage
         assert used.prompt_tokens_details.cached_tokens >= 299
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_more_conversations_than_are_kept_take_turns(speaking, kept: int) -> None:
+    settings = ServerSettings(name="tiny", contexts=kept)
+    with serving(speaking, settings, max_context=500) as running:
+        create = running.client.completions.create
+        base = {"model": "tiny", "temperature": 0, "max_tokens": 2}
+        known = 0
+        for turn in range(9):
+            used = create(prompt="abcd"[turn % 4] * 300 + "e" * turn, **base).usage
+            known += used.prompt_tokens_details.cached_tokens >= 299
+        assert known == 0, "each was forgotten before its turn came again"
+        assert create(prompt="a" * 300 + "f", **base).usage.completion_tokens == 2
 
 
 def test_prompts_are_counted_each_and_logprobs_are_of_the_text(server) -> None:
