@@ -1,9 +1,9 @@
-"""How much a model accepts of what it drafts itself with its weights read cheaply: by the upper
-planes, in 4-bit groups, exactly; and at which rate planes are encoded and decoded.
+"""How much a model accepts of what it drafts itself with its weights and its KV read cheaply: by
+the upper planes, in 4-bit groups, exactly; and at which rate planes are encoded and decoded.
 
 SmolLM2-135M in bfloat16, made of its Q4_1 file, over stretches of the Python manual, temperature
-0.6, top-p 0.9. The retrieval cache holds the whole text: what is rejected is the weights' doing. No
-figure of acceptance depends on the machine's speed.
+0.6, top-p 0.9. The retrieval cache holds the whole text but in the last row: what is rejected is
+the doing of what is read. No figure of acceptance depends on the machine's speed.
 
     python scripts/bench_planes.py [--tokens 6000] [--stretches 3]
 
@@ -16,7 +16,10 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from bench_acceptance import measure
@@ -24,18 +27,40 @@ from material import model_file, stretches
 from results import write_result
 from rich.console import Console
 from rich.table import Table
+from triforce_kernels.kv_planes import KVPlanes
+from triforce_kernels.plane_codes import middle_bits
 from triforce_kernels.planes import decode, encode
 from triforce_kernels.upper import UpperWeight
 from triforce_kernels.upper import decode as decode_upper
 
+from offload.kv.block_format import PlaneBlocks
+from offload.kv.shape import KVShape
 from triforce_core.model.tokenizer import load_tokenizer
 
-# Weights, what is read of them to draft, and its bits a number.
-READINGS = (
-    ("exact", {"weights": "planes", "draft_weights": "exact"}, 16),
-    ("upper planes", {"weights": "planes", "draft_weights": "planes"}, 8),
-    ("4-bit groups of 64", {"weights": "planes", "draft_weights": "int4"}, 4.5),
-)
+
+class Reading(NamedTuple):
+    """What is read to draft. bits: of each number of what is read otherwise than exactly
+
+    upper_kv: whether the chunks of KV are read by their upper planes alone, which an engine has no
+        option for. share: of the text that the retrieval cache holds
+    """
+
+    options: dict[str, str]
+    bits: float
+    upper_kv: bool = False
+    share: float = 1.0
+
+
+READINGS = {
+    "exact": Reading({"weights": "planes", "draft_weights": "exact"}, 16),
+    "weights by upper planes": Reading({"weights": "planes", "draft_weights": "planes"}, 8),
+    "weights in 4-bit groups of 64": Reading({"weights": "planes", "draft_weights": "int4"}, 4.5),
+    "KV by upper planes": Reading({"weights": "dense", "kv": "planes"}, 8, upper_kv=True),
+    "both by upper planes": Reading(
+        {"weights": "planes", "draft_weights": "planes", "kv": "planes"}, 8, upper_kv=True
+    ),
+    "KV exactly, half of the text": Reading({"weights": "dense", "kv": "planes"}, 16, share=0.5),
+}
 
 
 def main() -> None:
@@ -45,13 +70,18 @@ def main() -> None:
     parser.add_argument("--stretches", type=int, default=3)
     parser.add_argument("--draft-tokens", type=int, default=24)
     args = parser.parse_args()
-    args.task, args.budget = "continuation", 8 * -(-(args.tokens + args.new_tokens) // 8)
+    args.task = "continuation"
     tokenizer = load_tokenizer(model_file())
     prompts = stretches(tokenizer, args.stretches, args.tokens)
-    figures = {
-        name: measure(args, options | {"dtype": "bfloat16"}, prompts, tokenizer) | {"bits": bits}
-        for name, options, bits in READINGS
-    }
+    figures = {}
+    for name, reading in READINGS.items():
+        whole = args.tokens + args.new_tokens
+        args.budget = 8 * -(-int(whole * reading.share) // 8)
+        options = reading.options | {"dtype": "bfloat16"}
+        with upper_kv() if reading.upper_kv else nullcontext():
+            row = measure(args, options, prompts, tokenizer)
+        figures[name] = row | {"bits": reading.bits, "budget": args.budget}
+        print(f"{name}: {row['acceptance']:.3f}", flush=True)
     rates = codec_rates()
     path = write_result(
         "bench_planes",
@@ -65,7 +95,7 @@ def main() -> None:
             "dense_megabytes_per_second_of_one_core": rates,
         },
     )
-    table = Table("weights read by", "bits", "acceptance", "tokens per pass", "per stretch")
+    table = Table("what drafts reads", "bits", "acceptance", "tokens per pass", "per stretch")
     for name, row in figures.items():
         each = " ".join(f"{run['acceptance']:.3f}" for run in row["runs"])
         table.add_row(
@@ -80,6 +110,22 @@ def main() -> None:
     print(f"written to {os.path.relpath(path)}")
 
 
+@contextmanager
+def upper_kv() -> Iterator[None]:
+    """Inside, chunks of blocks in planes are read by their upper planes alone."""
+
+    def decode_upper_chunks(
+        planes: KVPlanes, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
+    ) -> torch.Tensor:
+        both, whole, head_dim = planes.shape
+        in_chunks = planes.upper.view(2, both // 2, whole // tokens, tokens, head_dim)
+        base = planes.base.view(2, both // 2, 1, head_dim)[:, heads]
+        return middle_bits(in_chunks[:, heads, chunks], base).view(torch.bfloat16)
+
+    with patch("offload.kv.block_format.decode_chunks", decode_upper_chunks):
+        yield
+
+
 def codec_rates() -> dict[str, float]:
     """Megabytes of dense bfloat16 a second, of one thread, medians of 9."""
     torch.set_num_threads(1)
@@ -88,18 +134,27 @@ def codec_rates() -> dict[str, float]:
     weight = encode(matrix)
     parts = [weight.rows(i, i + 256) for i in range(0, 3072, 256)]
 
-    def rate(run: Callable[[], object]) -> float:
+    block = matrix[:, :1536].reshape(6, 8192, 96)[:, :, :64].contiguous()
+    shape = KVShape(1, 3, 64, 8192, torch.bfloat16, in_planes=True)
+    scratch = torch.empty(shape.dense_block_bytes, dtype=torch.uint8)
+    blocks = PlaneBlocks(shape, scratch)
+    coded = torch.empty(shape.block_bytes, dtype=torch.uint8)
+    keys_values = block.view(2, 3, 8192, 64)
+
+    def rate(run: Callable[[], object], numbers: int = matrix.numel()) -> float:
         seconds = []
         for _ in range(9):
             began = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - began)
-        return 2e-6 * matrix.numel() / statistics.median(seconds)
+        return 2e-6 * numbers / statistics.median(seconds)
 
     return {
         "encode": rate(lambda: encode(matrix)),
         "decode": rate(lambda: [decode(part) for part in parts]),
         "decode upper planes": rate(lambda: [decode_upper(UpperWeight.of(p)) for p in parts]),
+        "encode KV": rate(lambda: blocks.write(coded, keys_values), block.numel()),
+        "decode KV": rate(lambda: blocks.read(coded), block.numel()),
     }
 
 
