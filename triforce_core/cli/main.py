@@ -73,6 +73,17 @@ def _serve(args: argparse.Namespace) -> int:
     return serve(args)
 
 
+def _verify(args: argparse.Namespace) -> int:
+    from triforce_core.cli.verify import verify
+
+    return verify(args)
+
+
+def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "directory with safetensors, .gguf file, or hub id"
+    parser.add_argument("model", metavar="MODEL", help=text)
+
+
 def _env(args: argparse.Namespace) -> int:
     from triforce_core.cli.machine import print_machine
 
@@ -127,6 +138,12 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
             _plan,
             add_plan_arguments,
             "what fits where and how fast it would be, simulated; needs no GPU",
+        ),
+        (
+            "verify",
+            _verify,
+            _add_verify_arguments,
+            "look for what is wrong with a model on disk: headers, hashes, numbers",
         ),
         ("env", _env, _add_env_arguments, "show what was found on this machine"),
     ):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.checkpoint.header import read_json
+from offload.checkpoint.identity import sampled, state
 from offload.checkpoint.safetensors import SCALE_SUFFIX, SafetensorsSource
 from offload.checkpoint.source import WHOLE, Corner, TensorSource
 from offload.errors import CheckpointError, TriforceError, UnsupportedModelError, UsageError
@@ -30,8 +29,6 @@ _HUB_IGNORED = ["consolidated*", "*/*"]
 # Old checkpoints carry buffers that are computed here; scales belong to the tensor they are named
 # after.
 _UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX)
-# Of a file by which it is told from others.
-_SAMPLES, _SAMPLE_BYTES = 512, 64
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,10 @@ class Checkpoint:
         names: Callable[[str], list[_Piece]],
         rope_factors: str | None = None,
         metadata: Mapping[str, Any] | None = None,
+        *,
+        checked: bool = True,
     ) -> None:
-        """metadata: of a GGUF file, whose tokenizer is in it."""
+        """metadata: of a GGUF file, whose tokenizer is in it. checked: whether faults are raised"""
         self.path = path
         self.config = config
         self.metadata = metadata
@@ -77,8 +76,9 @@ class Checkpoint:
         self._rope_factors = rope_factors
         self._share: Share | None = None
         try:
-            self._check()
-            self._opened = {path: _state(path) for path in source.files}
+            for fault in self.faults() if checked else ():
+                raise fault
+            self._opened = {path: state(path) for path in source.files}
         except BaseException:
             source.close()
             raise
@@ -96,7 +96,7 @@ class Checkpoint:
     @property
     def fingerprint(self) -> str:
         """What tells it from any other: its config, its files' sizes and some bytes of them."""
-        return f"{self.config!r} {' '.join(map(_sampled, sorted(self.files)))}"
+        return f"{self.config!r} {' '.join(map(sampled, sorted(self.files)))}"
 
     def read_layer(self, layer: int, views: Mapping[str, Weight]) -> None:
         """Writes every tensor of a layer, named and shaped as `model.layer_shapes`.
@@ -104,7 +104,7 @@ class Checkpoint:
         Raises CheckpointError, also if a file is not what it was when it was opened.
         """
         for path, status in self._opened.items():
-            if _state(path) not in (status, None):
+            if state(path) not in (status, None):
                 raise CheckpointError(f"{path} was changed while it was in use")
         for part, view in views.items():
             self.read(f"layers.{layer}.{part}", view)
@@ -176,34 +176,46 @@ class Checkpoint:
             read = self._source.read_blocks if stored else self._source.read
             read(piece.name, rows, piece.corner)
 
-    def _check(self) -> None:
-        """Every tensor is there in the shape the config says, before anything is allocated."""
+    def faults(self) -> Iterator[CheckpointError]:
+        """What keeps it from being the model that its config says, by its headers: every tensor is
+        there, in its shape, and no other that means something.
+        """
         config = self.config
         held = self._source.names()
         if any(piece.name not in held for piece in self._names(f"layers.{config.layers - 1}.o")):
-            raise CheckpointError(
+            yield CheckpointError(
                 f"{self.path} does not hold the last of the {config.layers} layers of its config"
             )
         expected = dict(self._expected())
         missing = sorted(expected.keys() - held)
         if missing:
-            raise CheckpointError(f"{self.path} lacks {missing[0]} ({len(missing)} missing in all)")
+            yield CheckpointError(f"{self.path} lacks {missing[0]} ({len(missing)} missing in all)")
         unused = sorted(
             name
             for name in held - expected.keys()
             if name.startswith(("model.layers.", "blk.")) and not name.endswith(_UNUSED)
         )
         if unused:
-            raise UnsupportedModelError(
+            yield UnsupportedModelError(
                 f"{self.path} holds {unused[0]}, which a {config.family} model does not use "
                 f"({len(unused)} such tensors)"
             )
         for name, shape in expected.items():
-            stored = self._source.shape(name)
-            if stored != shape:
-                raise CheckpointError(
+            if name in held and (stored := self._source.shape(name)) != shape:
+                yield CheckpointError(
                     f"{self.path}: {name} has shape {list(stored)}, its config says {list(shape)}"
                 )
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor that the model has, by its name in the files, in float32. Raises
+        CheckpointError.
+        """
+        import torch
+
+        for name in sorted(self._source.names() & dict(self._expected()).keys()):
+            numbers = torch.empty(self._source.shape(name))
+            self._source.read(name, numbers)
+            yield name, numbers
 
     def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         config = self.config
@@ -221,28 +233,6 @@ class Checkpoint:
                 yield piece.name, (piece.rows, *shape[1:])
         if self._rope_factors is not None:
             yield self._rope_factors, (config.head_dim // 2,)
-
-
-def _sampled(path: Path) -> str:
-    """Size and a checksum of bytes from all over a file. Raises CheckpointError."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            starts = (size * i // _SAMPLES for i in range(_SAMPLES))
-            parts = [os.pread(file.fileno(), _SAMPLE_BYTES, start) for start in starts]
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    return f"{size}:{zlib.crc32(b''.join(parts)):08x}"
-
-
-def _state(path: Path) -> tuple[int, int] | None:
-    """What changes when a file is written to."""
-    try:
-        status = path.stat()
-    except OSError:
-        # What was deleted stays mapped.
-        return None
-    return status.st_size, status.st_mtime_ns
 
 
 def resolve(model: str | Path) -> Path:
@@ -275,13 +265,14 @@ def resolve(model: str | Path) -> Path:
         raise CheckpointError(f"cannot download {name} from the hub: {reason}") from error
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens and checks a model on disk. Raises CheckpointError or UnsupportedModelError."""
+def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
+    """Opens a model on disk, and checks it. Raises CheckpointError or UnsupportedModelError."""
     if path.is_dir():
         config = from_hf(
             read_json(path / "config.json"), _optional_json(path / "generation_config.json")
         )
-        return Checkpoint(path, config, SafetensorsSource(path), _hf_names(config))
+        names = _hf_names(config)
+        return Checkpoint(path, config, SafetensorsSource(path), names, checked=checked)
     if path.suffix != ".gguf":
         raise UsageError(f"{path} is neither a directory nor a .gguf file")
     # Only who has such a file needs the package.
@@ -294,7 +285,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         source.close()
         raise
     factors = "rope_freqs.weight" if "rope_freqs.weight" in source.names() else None
-    return Checkpoint(path, config, source, _gguf_names(config), factors, source.metadata)
+    names = _gguf_names(config)
+    return Checkpoint(path, config, source, names, factors, source.metadata, checked=checked)
 
 
 def _optional_json(path: Path) -> dict:

@@ -1,0 +1,24 @@
+"""`triforce verify`: what is wrong with a model on disk, a line each."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from offload.errors import CheckpointError
+from triforce_core.model.checkpoint import resolve
+from triforce_core.model.verify import findings
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Prints what was found. Returns the exit code: that of a bad checkpoint if there was any."""
+    path, found = resolve(args.model), 0
+    console = Console(stderr=True)
+    with console.status("looking at the headers") as status:
+        for line in findings(path, lambda what: status.update(what)):
+            found += 1
+            print(line)
+    if not found:
+        print(f"{path}: nothing is wrong with it")
+    return CheckpointError.exit_code if found else 0
