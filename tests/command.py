@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+
 from triforce_core.cli.main import main
+from triforce_core.cli.signals import NAMES
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "20", "--device", "cpu")
 
@@ -16,3 +19,8 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
         code = exit_.code
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+def heed_signals() -> None:
+    for name in NAMES:
+        signal.signal(getattr(signal, name), signal.SIG_DFL)

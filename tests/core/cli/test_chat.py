@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command import run
+from command import heed_signals, run
 
 BASE = ("--temperature", "0", "-n", "12", "--device", "cpu", "-c", "400")
 
@@ -135,6 +135,7 @@ def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(speaking) ->
         stderr=follower,
         env=os.environ | {"TERM": "xterm"},
         start_new_session=True,
+        preexec_fn=heed_signals,
     )
     os.close(follower)
     seen = b""

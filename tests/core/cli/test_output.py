@@ -11,10 +11,10 @@ import threading
 import time
 
 import pytest
-from command import GREEDY, run
+from command import GREEDY, heed_signals, run
 
 from triforce_core.cli.output import TextOutput
-from triforce_core.cli.signals import NAMES, Stop
+from triforce_core.cli.signals import Stop
 
 
 def start(*arguments: object, **options: object) -> subprocess.Popen:
@@ -29,11 +29,6 @@ def start(*arguments: object, **options: object) -> subprocess.Popen:
         bufsize=1,
         **{"preexec_fn": heed_signals, **options},
     )
-
-
-def heed_signals() -> None:
-    for name in NAMES:
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
 SLOW = ("--device", "cpu", "--device-memory", "2050KiB", "--link-bandwidth")

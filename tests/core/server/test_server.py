@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import run
+from command import heed_signals, run
 from helpers import PLACEMENTS
 from running import CONTEXT, HELLO, Running, serving, until
 
@@ -250,6 +250,7 @@ def test_a_signal_ends_a_server_that_loads_or_serves(speaking) -> None:
                 *("--port", "0", "--device", "cpu"),
             ],
             stderr=subprocess.PIPE,
+            preexec_fn=heed_signals,
         )
         try:
             while wait_for not in (line := served.stderr.readline()):
