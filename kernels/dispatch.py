@@ -41,6 +41,7 @@ KERNELS = {
     "decode_planes": ("planes.reference_decode", "planes_triton.decode"),
     "plane_matmul": ("planes.reference_matmul", "planes_triton.matmul"),
     "upper_matmul": ("upper.reference_matmul", "upper_triton.matmul"),
+    "gather_plane_chunks": ("gather_planes.reference_gather", "gather_planes_triton.gather"),
     "encode_kv_block": ("kv_planes.reference_encode", "kv_planes_triton.encode"),
     "decode_kv_block": ("kv_planes.reference_decode", "kv_planes_triton.decode"),
     "int4_matmul": ("int4.reference_matmul", "int4_triton.matmul"),

@@ -115,7 +115,7 @@ def load(
         memory = DeviceMemory(device, limit, wanted.stored_bytes)
         stack.callback(memory.close)
         if choose_kv_in_planes(config, wanted, device, memory.available_bytes):
-            wanted = replace(wanted, kv_in_planes=True, gathers_through_host=True)
+            wanted = replace(wanted, kv_in_planes=True)
 
         def fitting(most: int | None) -> tuple[Fitted, Placement]:
             fitted = fit(wanted, memory.available_bytes, config.placement, most)

@@ -7,8 +7,10 @@ from contextlib import suppress
 import torch
 from triforce_kernels.dispatch import TRITON, backend
 from triforce_kernels.gather import ChunkSource, gather_chunks
+from triforce_kernels.gather_planes import PlaneChunkSource, gather_plane_chunks
 
 from offload.errors import LinkError
+from offload.homes import DenseHome
 from offload.kv.gather import ChunkReader, Reader
 from offload.kv.store import KVStore
 from offload.link.cuda import reads_host_memory
@@ -21,7 +23,8 @@ class DirectReader:
     """Copies chunks of all layers by one kernel, which reads registered host memory in place: the
     processor collects nothing and the host waits for nothing.
 
-    Where some block lies in memory that the driver would not register, a ChunkReader does it all.
+    Where some block lies in memory that the driver would not register, or planes had no room for
+    one, a ChunkReader does it all.
 
     Invariants, and why they hold:
     - A host block is read only after its own bytes have come: whenever homes have changed, the
@@ -57,13 +60,24 @@ class DirectReader:
         if not self._direct:
             self._collected.copy(moves, target)
             return
-        gather_chunks(
-            moves, ChunkSource(self._addresses, shape.block_tokens, store.tail_capacity), target
-        )
+        tokens = shape.block_tokens, store.tail_capacity
+        if shape.in_planes:
+            at = shape.planes
+            gather_plane_chunks(
+                moves,
+                PlaneChunkSource(self._addresses, *tokens, at.upper, at.lower, at.base),
+                target,
+            )
+        else:
+            gather_chunks(moves, ChunkSource(self._addresses, *tokens), target)
         chunk = target.shape[4]
         block = moves // (shape.block_tokens // chunk)
         crossing = (block >= self._on_device) & (block < len(store.homes(0)))
-        self._read = self._read + crossing.sum() * (2 * chunk * shape.head_dim * target.itemsize)
+        nbytes = 2 * chunk * shape.head_dim * target.itemsize
+        if shape.in_planes:
+            # 12 bits of 16, and the bases.
+            nbytes = nbytes * 3 // 4 + 2 * shape.head_dim
+        self._read = self._read + crossing.sum() * nbytes
 
     def release(self) -> None:
         """Reader.release."""
@@ -81,6 +95,8 @@ class DirectReader:
         self._direct = True
         for layer in range(store.shape.layers):
             for home in store.homes(layer):
+                # A block without planes is laid out otherwise.
+                self._direct &= not isinstance(home, DenseHome)
                 if home.source is not None:
                     for event in home.source.after:
                         self._link.wait(event)
@@ -98,8 +114,7 @@ def reads_in_place(device: torch.device) -> bool:
 
 
 def reader(store: KVStore, link: Link, host: HostMemory, collected: ChunkReader) -> Reader:
-    """The one that suits a store, and the device of its memory."""
-    # Planes are decoded by whoever collects chunks of them.
-    if not store.shape.in_planes and reads_in_place(store.tail(0).device):
+    """The one that suits the device of a store's memory."""
+    if reads_in_place(store.tail(0).device):
         return DirectReader(store, link, host, collected)
     return collected

@@ -26,6 +26,7 @@ from triforce_kernels.block_types import ALL_TYPES
 from triforce_kernels.blocks import FUSED, BlockWeight, block_matmul, decode
 from triforce_kernels.dispatch import KERNELS
 from triforce_kernels.gather import ChunkSource, gather_chunks
+from triforce_kernels.gather_planes import PlaneChunkSource, gather_plane_chunks
 from triforce_kernels.int4 import int4_matmul, quantise
 from triforce_kernels.kv_planes import KVPlanes, decode_block, encode_block
 from triforce_kernels.layer import rms_norm, rope_into, swiglu
@@ -41,7 +42,7 @@ from triton.runtime import JITFunction, driver
 
 LAUNCHERS = (
     "streaming", "scoring", "selection", "gather", "layer", "sampling", "int4", "blocks",
-    "planes", "upper", "kv_planes",
+    "planes", "upper", "kv_planes", "gather_planes",
 )  # fmt: skip
 
 
@@ -199,6 +200,10 @@ def launch_others(dtype: torch.dtype) -> None:
         torch.zeros(room, dtype=torch.int32),
         torch.zeros(room, dtype=torch.int16),
     )
+    addresses = torch.zeros(2, 9, dtype=torch.int64)
+    slots = torch.zeros(2, 2, 4, dtype=torch.int64)
+    chunks = torch.zeros(2, 2, 2, 4, 8, head_dim, dtype=torch.bfloat16)
+    gather_plane_chunks(slots, PlaneChunkSource(addresses, tokens, 100, 0, 1, 2), chunks)
     encode_block(block, coded)
     decode_block(coded, block)
     for name in FUSED:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import DEVICE
+from triforce_kernels.dispatch import REFERENCE
+from triforce_kernels.gather_planes import PlaneChunkSource, gather_plane_chunks
 from triforce_kernels.kv_planes import KVPlanes, decode_block, decode_chunks, encode_block
 
+from offload.kv.block_format import PlaneBlocks
 from offload.kv.shape import KVShape
 
 HEADS, TOKENS, HEAD_DIM = 4, 40, 16
@@ -133,6 +136,48 @@ def test_chunks_are_the_numbers_but_for_exceptions() -> None:
             expected = block[where].masked_fill(listed[where], 0)
             assert same(found[half, i].masked_fill(listed[where], 0), expected)
             assert (found[half, i][listed[where]].abs() < 2.0**-126).all()
+
+
+@pytest.mark.parametrize(("head_dim", "chunk"), [(16, 8), (20, 8), (16, 40)])
+def test_chunks_are_gathered_from_blocks_and_from_the_tail(
+    backend, head_dim: int, chunk: int
+) -> None:
+    layers, kv_heads, blocks, tokens, tail_tokens, slots = 2, 2, 2, 40, 80, 5
+    shape = KVShape(layers, kv_heads, head_dim, tokens, torch.bfloat16, in_planes=True)
+    made = normal(2 * kv_heads, layers * (blocks * tokens + tail_tokens), head_dim).cpu()
+    # Without exceptions, which chunks come without.
+    made = made.where(made.abs() > 0.01, 0.5)
+    texts = made.view(2, kv_heads, layers, -1, head_dim).unbind(2)
+    stored = PlaneBlocks(shape, torch.empty(shape.scratch_bytes, dtype=torch.uint8))
+    kept: list[list[torch.Tensor]] = []
+    for text in texts:
+        parts = [torch.empty(shape.block_bytes, dtype=torch.uint8) for _ in range(blocks)]
+        for index, part in enumerate(parts):
+            assert stored.write(part, text[:, :, index * tokens : (index + 1) * tokens])
+        parts.append(text[:, :, blocks * tokens :].contiguous())
+        kept.append([part if backend == REFERENCE else part.to(DEVICE) for part in parts])
+    table = [[part.data_ptr() for part in parts] for parts in kept]
+    most = (blocks * tokens + tail_tokens) // chunk
+    moves = torch.randint(
+        -1, most, (layers, kv_heads, slots), generator=torch.Generator().manual_seed(1)
+    )
+    rows = torch.full((layers, 2, kv_heads, slots * chunk + 3, head_dim), 7.0).bfloat16()
+    expected = rows.clone()
+    for layer, head, slot in (moves >= 0).nonzero().tolist():
+        first = int(moves[layer, head, slot]) * chunk
+        there = slice(slot * chunk, (slot + 1) * chunk)
+        expected[layer, :, head, there] = texts[layer][:, head, first : first + chunk]
+    device = torch.device("cpu") if backend == REFERENCE else DEVICE
+    rows = rows.to(device)
+    at = shape.planes
+    gather_plane_chunks(
+        moves.to(device),
+        PlaneChunkSource(
+            torch.tensor(table, device=device), tokens, tail_tokens, at.upper, at.lower, at.base
+        ),
+        rows[:, :, :, : slots * chunk].unflatten(3, (slots, chunk)),
+    )
+    assert same(rows.cpu(), expected)
 
 
 @pytest.mark.parametrize(

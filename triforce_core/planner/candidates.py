@@ -171,7 +171,7 @@ def _fit(case: Case, method: MethodSettings) -> Fitted:
         block_bytes=case.block_bytes,
         graphs=hardware.asynchronous,
         splits=MOST_SPLITS if hardware.asynchronous else 1,
-        gathers_through_host=case.gathers_through_host,
+        gathers_through_host=not hardware.asynchronous,
         layouts=case.layouts,
         kv_in_planes=case.kv_planes,
     )
@@ -246,4 +246,4 @@ def _refresh_seconds(case: Case, chosen: Plan, demand: Demand) -> float:
     chunks = case.length // case.chunk_tokens * shape.layers * shape.kv_heads
     seconds = costs.piece(chunks * 40.0 + moved, 0, launches)
     seconds += moved / hardware.stream_bytes_per_second
-    return seconds + moved / GATHER_BYTES_PER_SECOND if case.gathers_through_host else seconds
+    return seconds if hardware.asynchronous else seconds + moved / GATHER_BYTES_PER_SECOND

@@ -110,11 +110,6 @@ class Case:
         return self.context - self.new_tokens // 2
 
     @property
-    def gathers_through_host(self) -> bool:
-        """Whether the host puts retrieved chunks together, as it does where they are in planes."""
-        return self.kv_planes or not self.hardware.asynchronous
-
-    @property
     def library_bytes(self) -> int:
         """What an engine leaves to libraries of one GPU's memory (`memory/device`)."""
         return LIBRARY_BYTES if self.hardware.asynchronous else 0

@@ -150,3 +150,27 @@ def test_what_cannot_be_in_planes_is_refused(tiny) -> None:
         engine(path, "halves")
     with pytest.raises(UsageError, match="needs KV slots"):
         engine(path, "planes", placement=PLACEMENTS["resident"])
+
+
+@pytest.mark.parametrize("kv", ["dense", "planes"])
+@pytest.mark.parametrize("placement", ["kv", "kv-in-part", "kv-lent"])
+def test_chunks_that_are_read_where_they_lie_are_the_same(
+    tiny, monkeypatch, room, kv: str, placement: str
+) -> None:
+    """As a GPU reads registered memory; where some block has no planes the host collects."""
+    path, _ = tiny("llama")
+    options = {"draft": "none", "budget": 64, "draft_tokens": 4, "accept": "coupled"}
+    options["placement"] = with_slots(PLACEMENTS[placement])
+    params = SamplingParams(NEW, temperature=0.8, seed=3)
+    texts, read, lengths = [], [], []
+    for in_place in (False, True):
+        monkeypatch.setattr("offload.kv.direct.reads_in_place", lambda _, here=in_place: here)
+        with engine(path, kv, **options) as running:
+            result = running.generate(PROMPT, params)
+        texts.append(result.token_ids)
+        read.append(result.stats["retrieval"]["bytes_read_in_place"])
+        lengths.append(result.stats["acceptance"]["accepted_lengths"])
+    assert texts[0] == texts[1]
+    assert lengths[0] == lengths[1], "the same drafts, of the same chunks"
+    assert read[0] == 0
+    assert (read[1] > 0) == (kv == "dense" or room == "as they are")
