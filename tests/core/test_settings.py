@@ -84,16 +84,16 @@ def test_a_run_opens_its_model_once(speaking, monkeypatch) -> None:
 
 
 def test_the_command_line_has_the_defaults_of_the_classes() -> None:
-    args = _parser().parse_args(["generate", "model"])
+    args = _parser()[0].parse_args(["generate", "model"])
     assert engine_config(args) == EngineConfig()
     assert SamplingParams(**given(args, SamplingParams)) == SamplingParams()
-    args = _parser().parse_args(["bench"])
+    args = _parser()[0].parse_args(["bench"])
     assert BenchSettings(**given(args, BenchSettings) | {"tests": TESTS}) == BenchSettings()
     for command, classes in (
         ("generate", (SamplingParams, MethodSettings)),
         ("bench", (BenchSettings,)),
     ):
-        (subparsers,) = (a for a in _parser()._actions if hasattr(a, "choices") and a.choices)
+        (subparsers,) = (a for a in _parser()[0]._actions if hasattr(a, "choices") and a.choices)
         actions = {action.dest: action for action in subparsers.choices[command]._actions}
         for settings in classes:
             for field in fields(settings):
@@ -104,7 +104,7 @@ def test_the_command_line_has_the_defaults_of_the_classes() -> None:
 
 
 def test_flags_change_a_config() -> None:
-    args = _parser().parse_args(
+    args = _parser()[0].parse_args(
         ["generate", "m", "--no-pin", "--no-graphs", "--budget", "64", "--draft-tokens", "auto"]
     )
     config = engine_config(args, EngineConfig().changed(draft_tokens=9, chunk_size=4))
