@@ -55,6 +55,7 @@ READINGS = {
     "exact": Reading({"weights": "planes", "draft_weights": "exact"}, 16),
     "weights by upper planes": Reading({"weights": "planes", "draft_weights": "planes"}, 8),
     "weights in 4-bit groups of 64": Reading({"weights": "planes", "draft_weights": "int4"}, 4.5),
+    "dense weights, KV exactly": Reading({"weights": "dense", "kv": "planes"}, 16),
     "KV by upper planes": Reading({"weights": "dense", "kv": "planes"}, 8, upper_kv=True),
     "both by upper planes": Reading(
         {"weights": "planes", "draft_weights": "planes", "kv": "planes"}, 8, upper_kv=True
@@ -69,12 +70,15 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=160, help="generated from each stretch")
     parser.add_argument("--stretches", type=int, default=3)
     parser.add_argument("--draft-tokens", type=int, default=24)
+    parser.add_argument("--readings", nargs="+", choices=READINGS, default=list(READINGS))
+    parser.add_argument("--result", default="bench_planes")
     args = parser.parse_args()
     args.task = "continuation"
     tokenizer = load_tokenizer(model_file())
     prompts = stretches(tokenizer, args.stretches, args.tokens)
     figures = {}
-    for name, reading in READINGS.items():
+    for name in args.readings:
+        reading = READINGS[name]
         whole = args.tokens + args.new_tokens
         args.budget = 8 * -(-int(whole * reading.share) // 8)
         options = reading.options | {"dtype": "bfloat16"}
@@ -84,7 +88,7 @@ def main() -> None:
         print(f"{name}: {row['acceptance']:.3f}", flush=True)
     rates = codec_rates()
     path = write_result(
-        "bench_planes",
+        args.result,
         {
             "model": "SmolLM2-135M-Instruct.Q4_1 as bfloat16",
             "prompt_tokens": args.tokens,
