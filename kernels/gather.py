@@ -34,10 +34,18 @@ def gather_chunks(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor
 
     Every source must hold its bytes when the device comes to this call. Raises ValueError.
     """
+    require_moves("gather_chunks", moves, source, target)
+    implementation("gather_chunks", target.device)(moves, source, target)
+
+
+def require_moves(
+    kernel: str, moves: torch.Tensor, source: ChunkSource, target: torch.Tensor
+) -> None:
+    """Raises ValueError, in a kernel's name, unless these fit together."""
     layers, _, kv_heads, slots, chunk, head_dim = target.shape
     addresses = source.addresses
     require(
-        "gather_chunks",
+        kernel,
         moves.shape == (layers, kv_heads, slots)
         and moves.is_contiguous()
         and moves.dtype == addresses.dtype == torch.int64
@@ -53,7 +61,6 @@ def gather_chunks(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor
         block_tokens=source.block_tokens,
         tail_tokens=source.tail_tokens,
     )
-    implementation("gather_chunks", target.device)(moves, source, target)
 
 
 def reference_gather(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor) -> None:

@@ -13,20 +13,17 @@ import torch
 
 from .checks import require
 from .dispatch import implementation
+from .gather import ChunkSource, require_moves
 from .kv_planes import KVPlanes, decode_chunks
 
 
 @dataclass(frozen=True)
-class PlaneChunkSource:
-    """Blocks by address, of equal size, then a tail of bfloat16 as it is.
+class PlaneChunkSource(ChunkSource):
+    """The same of blocks in planes; the tail is of bfloat16 as it is.
 
-    addresses: [layers, blocks + 1] int64 on the device, as ChunkSource has them
     upper, lower, base: where these parts of a block begin, in bytes from its beginning
     """
 
-    addresses: torch.Tensor
-    block_tokens: int
-    tail_tokens: int
     upper: int
     lower: int
     base: int
@@ -42,26 +39,11 @@ def gather_plane_chunks(
 
     Every source must hold its bytes when the device comes to this call. Raises ValueError.
     """
-    layers, _, kv_heads, slots, chunk, head_dim = target.shape
-    addresses = source.addresses
+    require_moves("gather_plane_chunks", moves, source, target)
     require(
         "gather_plane_chunks",
-        moves.shape == (layers, kv_heads, slots)
-        and moves.is_contiguous()
-        and moves.dtype == addresses.dtype == torch.int64
-        and moves.device == addresses.device == target.device
-        and addresses.shape[0] == layers
-        and addresses.is_contiguous()
-        and target.shape[1] == 2
-        and target.dtype == torch.bfloat16
-        and target.stride()[3:] == (chunk * head_dim, head_dim, 1)
-        and source.block_tokens % chunk == 0
-        and head_dim % 2 == 0,
-        moves=moves,
-        addresses=addresses,
+        target.dtype == torch.bfloat16 and target.shape[5] % 2 == 0,
         target=target,
-        block_tokens=source.block_tokens,
-        tail_tokens=source.tail_tokens,
     )
     implementation("gather_plane_chunks", target.device)(moves, source, target)
 

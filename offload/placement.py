@@ -79,9 +79,8 @@ class Demand:
     @property
     def fixed_bytes(self) -> int:
         """Always on the device, without temporaries."""
-        decoded = self.kv.scratch_bytes if self.kv_blocks else 0
         tail = self.kv.tail_bytes(self.max_pass_tokens)
-        return self.head_bytes + self.drafting_bytes + tail + decoded
+        return self.head_bytes + self.drafting_bytes + tail + self.kv.scratch_bytes
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ def least_bytes(demand: Demand, *, streamed_layers: int) -> int:
 
 def _everything(demand: Demand) -> Placement:
     """All on the device; where blocks are in planes, with a way for one that has no room there."""
-    slots = int(demand.kv.in_planes and demand.kv_blocks > 0)
+    slots = int(demand.kv.in_planes)
     return Placement(
         (), True, demand.kv_blocks, 0, slots, slots, substituted_layers=_substituted(demand, ())
     )
@@ -311,10 +310,8 @@ def check_placement(demand: Demand, placement: Placement, limit_bytes: int) -> N
         )
     if placement.streamed_layers and placement.weight_slots < 1:
         raise UsageError("a placement that streams weights needs at least one weight slot")
-    streamed_kv = demand.kv_blocks > placement.resident_kv_blocks
-    if demand.kv.in_planes and demand.kv_blocks:
-        # A block that planes have no room for streams.
-        streamed_kv = True
+    # A block that planes have no room for streams, wherever others are.
+    streamed_kv = demand.kv.in_planes or demand.kv_blocks > placement.resident_kv_blocks
     if streamed_kv and min(placement.kv_slots, placement.staging_slots) < 1:
         raise UsageError("a placement that streams KV needs KV slots and staging slots")
 

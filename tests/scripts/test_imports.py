@@ -15,4 +15,4 @@ NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_can_be_imported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    importlib.import_module(name)
+    assert importlib.import_module(name).__doc__, "what it does is said at its top"

@@ -139,7 +139,7 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
         + (demand.gather_bytes if resident < demand.kv_blocks else 0),
         "slots_bytes": placement.weight_slots * demand.slot_bytes(placement)
         + (placement.kv_slots + placement.staging_slots) * demand.kv.slot_bytes
-        + (demand.kv.scratch_bytes if demand.kv_blocks else 0),
+        + demand.kv.scratch_bytes,
         "workspace_bytes": max(demand.reading_bytes, demand.pass_bytes + lent)
         + (demand.decoding_bytes if placement.substituted_layers else 0)
         + chosen.case.library_bytes,

@@ -181,7 +181,8 @@ class Wanted:
             shape,
             block_tokens=tokens,
             text_tokens=self.max_context,
-            in_planes=self.kv_in_planes,
+            # Of a block that never fills nothing is coded.
+            in_planes=self.kv_in_planes and tokens <= self.max_context,
         )
 
     def _gather_bytes(self, shape: KVShape, budget: int) -> int:

@@ -45,9 +45,7 @@ def fit(
     asked = placement or fitted.budget or wanted.block_tokens
     if asked or streams(fitted.demand, fitted.placement):
         return fitted
-    # Of a text that fills no block nothing is coded.
-    block = 1 << wanted.max_context.bit_length()
-    whole = replace(wanted, block_tokens=block, kv_in_planes=False).demand(0)
+    whole = replace(wanted, block_tokens=1 << wanted.max_context.bit_length()).demand(0)
     try:
         chosen = place(whole, available_bytes)
     except DoesNotFitError:
