@@ -166,17 +166,16 @@ class Worker:
         try:
             kept.prepare(job.asked_for.turn.tokens)
             result = job.run(engine)
-        except BaseException as error:
-            result = error
-        finally:
-            self.current = None
-        if isinstance(result, Completion):
             if job.asked_for.conversation:
                 stops = frozenset(engine.config.eos_token_ids + job.params.stop_token_ids)
                 self.conversations.answered(job.asked_for.turn, result, stops)
             if self.state == "closed" and result.finish_reason == "interrupted":
                 # What was cut is not given as if it were whole.
                 result = NotReadyError("the server is closing")
+        except BaseException as error:
+            result = error
+        finally:
+            self.current = None
         self._served(job, result)
         job.receive(result)
 
