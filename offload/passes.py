@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.conveyor import Conveyor, Transfer
+from offload.conveyor import Conveyor
+from offload.copies import start_copies
 from offload.errors import DoesNotFitError
-from offload.homes import Home
 from offload.kv.attend import PassCache
 from offload.kv.prefill import PrefillCache
 from offload.kv.scores import ChunkScores
@@ -19,7 +19,6 @@ from offload.kv.store import KVStore
 from offload.link.trace import Tracer
 from offload.memory.device import DeviceMemory
 from offload.placement import Demand, Placement, share_blocks
-from offload.schedule import Crossing, Places, pass_schedule
 from offload.weights import StreamedWeights, WeightStore
 
 
@@ -69,7 +68,7 @@ class Passes:
         self._demand = demand
         self._placement = placement
         self._scores: ChunkScores | None = None
-        self._begun: list[Crossing] | None = None
+        self._begun: int | None = None
         self._lent_blocks = placement.lent_kv_blocks
         self._lend_due = self._lent_blocks > 0
         self._counters = PassCounters()
@@ -106,13 +105,20 @@ class Passes:
         if self._begun is None:
             if self._lend_due:
                 self._lend()
-            self._begun = self._start()
+            self.begun(self._start())
+
+    def begun(self, nbytes: int, text: int = 0) -> None:
+        """Says that the copies of a pass have been started, of which so many bytes are this text's,
+        and which of the pass's texts it is.
+        """
+        self._begun = nbytes
+        self.cache.text = text
 
     def keep(self, rows: Sequence[int]) -> None:
         """Ends a pass, of which a path of rows is kept."""
         self.cache.keep(rows)
         self._counters.passes += 1
-        self._counters.bytes_to_device += sum(c.nbytes for c in self._begun or ())
+        self._counters.bytes_to_device += self._begun or 0
         self._begun = None
 
     @contextmanager
@@ -180,36 +186,23 @@ class Passes:
         self._set_workspace(self._demand.pass_bytes)
 
     def end(self) -> None:
-        """Drops a pass that was begun and not run."""
+        """Drops a pass that was begun and not run, whoever shares it."""
         self._conveyor.cancel()
-        self._begun = None
+        self.begun_no_more()
+
+    def begun_no_more(self) -> None:
+        """Says that the copies of a pass that was begun were dropped."""
+        self._begun, self.cache.text = None, 0
 
     def close(self) -> None:
         self.end()
         self.kv.close()
         self._memory.free(self._workspace)
 
-    def _start(self) -> list[Crossing]:
-        kv = self.kv
-        layers = range(kv.shape.layers)
-        crossings = pass_schedule(
-            Places(
-                streamed_layers=self._placement.streamed_layers,
-                layer_bytes=self._store.crossing_bytes,
-                kv_blocks=[len(kv.homes(layer)) for layer in layers],
-                resident_blocks=[kv.on_device(layer) for layer in layers],
-                block_bytes=kv.shape.block_bytes,
-            )
-        ).crossings
-        # A block that planes have no room for is larger than others.
-        crossings = [c._replace(nbytes=self._home(c).source.bytes.numel()) for c in crossings]
-        self._conveyor.start(Transfer(c.key, c.ring, self._home(c).source) for c in crossings)
-        return crossings
-
-    def _home(self, crossing: Crossing) -> Home:
-        if crossing.block is None:
-            return self._store.homes[crossing.layer]
-        return self.kv.homes(crossing.layer)[crossing.block]
+    def _start(self) -> int:
+        """Starts the copies of a pass over this text alone. Returns their bytes."""
+        copies = start_copies(self._conveyor, self._store, self._placement, [self.kv])
+        return sum(copy.nbytes for copy in copies)
 
     def _lend(self) -> None:
         """Lends what only reading needs to KV blocks, once after each reading."""

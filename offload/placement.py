@@ -31,6 +31,8 @@ class Demand:
     substitute_all: whether resident layers have such a copy too
     decoding_bytes: of temporaries that computing with such copies takes besides
     gather_bytes: of buffers through which chunks of streamed KV are retrieved; as many on the host
+    sequences: texts that passes are over at once, each of up to context_tokens. What drafts and
+        retrieves is that of all, temporaries are those of one
     """
 
     layer_bytes: tuple[int, ...]
@@ -47,6 +49,7 @@ class Demand:
     substitute_all: bool = False
     decoding_bytes: int = 0
     lower_bytes: tuple[int, ...] = ()
+    sequences: int = 1
 
     @property
     def layers(self) -> int:
@@ -73,14 +76,20 @@ class Demand:
 
     @property
     def kv_blocks(self) -> int:
-        """Blocks of all layers when the context is full; the newest tokens are in the tail."""
-        return self.layers * (self.context_tokens // self.kv.block_tokens)
+        """Blocks of all layers and texts when these are full; the newest tokens are in tails."""
+        return self.sequences * self.layers * (self.context_tokens // self.kv.block_tokens)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Of passes, or of reading one text while others wait for theirs."""
+        others = (self.sequences - 1) * self.pass_bytes
+        return others + max(self.reading_bytes, self.pass_bytes)
 
     @property
     def fixed_bytes(self) -> int:
         """Always on the device, without temporaries."""
-        tail = self.kv.tail_bytes(self.max_pass_tokens)
-        return self.head_bytes + self.drafting_bytes + tail + self.kv.scratch_bytes
+        own = self.kv.tail_bytes(self.max_pass_tokens) + self.kv.scratch_bytes
+        return self.head_bytes + self.drafting_bytes + self.sequences * own
 
 
 @dataclass(frozen=True)
@@ -188,7 +197,10 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
         spare -= demand.embedding_bytes
     block = demand.kv.block_bytes
     resident = min(spare // block, demand.kv_blocks)
-    lendable = spare - resident * block + max(0, demand.reading_bytes - demand.pass_bytes)
+    # Of several texts one may be read at any time.
+    lendable = 0
+    if demand.sequences == 1:
+        lendable = spare - resident * block + max(0, demand.reading_bytes - demand.pass_bytes)
     return replace(
         least,
         embedding_resident=embedding_resident,
@@ -244,7 +256,7 @@ def device_bytes(demand: Demand, placement: Placement) -> int:
     return (
         demand.fixed_bytes
         + (demand.gather_bytes if resident_blocks < demand.kv_blocks else 0)
-        + max(demand.reading_bytes, demand.pass_bytes + lent)
+        + max(demand.temporary_bytes, demand.sequences * demand.pass_bytes + lent)
         + (demand.embedding_bytes if placement.embedding_resident else 0)
         + resident_weights
         + len(placement.substituted_layers) * demand.substitute_bytes
@@ -301,6 +313,8 @@ def check_placement(demand: Demand, placement: Placement, limit_bytes: int) -> N
     for name in LAYER_LISTS:
         if (last := max(getattr(placement, name), default=0)) >= demand.layers:
             raise UsageError(f"{name} of a placement cannot hold {last} of {demand.layers} layers")
+    if placement.lent_kv_blocks and demand.sequences > 1:
+        raise UsageError("a placement lends memory to the KV of one text, not of several at once")
     if placement.halved_layers and not demand.lower_bytes:
         raise UsageError("halved_layers of a placement are of weights that are kept in planes")
     needed = device_bytes(demand, placement)

@@ -9,6 +9,8 @@ import torch
 
 from offload.conveyor import Conveyor
 from offload.errors import LinkError
+from offload.joint import JointPasses
+from offload.kv.leaving import StagingSlots
 from offload.kv.store import KVStore
 from offload.layouts import FlatLayout
 from offload.link.link import Link
@@ -73,9 +75,8 @@ class Runtime:
                     KV: self._ring(placement.kv_slots, demand.kv.slot_bytes, "KV slots"),
                 },
             )
-            self._staging = self._ring(
-                placement.staging_slots, demand.kv.slot_bytes, "staging slots"
-            )
+            staging = self._ring(placement.staging_slots, demand.kv.slot_bytes, "staging slots")
+            self._staging = StagingSlots(staging, link)
             undo.pop_all()
 
     @property
@@ -84,12 +85,13 @@ class Runtime:
         return streams(self.demand, self.placement)
 
     def passes(self) -> Passes:
-        """Memory for one text: tail, KV blocks on the device and temporaries of its forwards.
+        """Memory for one text: tail, its part of the KV blocks on the device, and temporaries of
+        its forwards.
 
         Raises DoesNotFitError.
         """
         demand, placement = self.demand, self.placement
-        resident = min(demand.kv_blocks, placement.resident_kv_blocks)
+        resident = min(demand.kv_blocks, placement.resident_kv_blocks) // demand.sequences
         kv = KVStore(
             demand.kv,
             demand.max_pass_tokens,
@@ -114,6 +116,10 @@ class Runtime:
             kv.close()
             raise
 
+    def joint_passes(self) -> JointPasses:
+        """For passes over several texts at once."""
+        return JointPasses(self.weights, self.conveyor, self.placement, self.trace)
+
     def close(self) -> None:
         with suppress(LinkError):
             self.link.synchronize()
@@ -124,7 +130,7 @@ class Runtime:
         for allocation in self._slots:
             self.memory.free(allocation)
         self._slots.clear()
-        self._staging.clear()
+        self._staging.close()
 
     def _ring(self, slots: int, slot_bytes: int, purpose: str) -> list[torch.Tensor]:
         if not slots:

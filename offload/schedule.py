@@ -18,21 +18,31 @@ class Crossing(NamedTuple):
     """Bytes that cross the link once in a pass.
 
     ring: the kind of slots they go through; block: of the layer's KV, None for its weights
+    text: whose KV, in a pass over several texts
     """
 
     ring: str
     layer: int
     block: int | None
     nbytes: int
+    text: int = 0
 
     @property
     def key(self) -> tuple:
         """By which compute asks for it: unique in a schedule."""
-        return (self.ring, self.layer) if self.block is None else self[:3]
+        if self.block is None:
+            return (self.ring, self.layer)
+        return kv_key(self.layer, self.block, self.text)
+
+
+def kv_key(layer: int, block: int, text: int = 0) -> tuple:
+    """By which compute asks for a block of KV."""
+    return (KV, layer, block, text) if text else (KV, layer, block)
 
 
 class Kind(Enum):
-    """BEFORE: a layer up to its attention, and attention to `blocks` blocks that lie on the device.
+    """BEFORE: a layer up to its attention, and attention to `blocks` blocks that lie on the device,
+    of all texts.
     BLOCK: attention to one block that came. AFTER: the hot tail, and the layer from there on.
     """
 
@@ -60,35 +70,47 @@ class Schedule(NamedTuple):
     pieces: list[Piece]
 
 
+class KVPlaces(NamedTuple):
+    """What of a text's KV lies where.
+
+    blocks: of each layer; resident: how many of them, the first ones, are on the device
+    """
+
+    blocks: Sequence[int]
+    resident: Sequence[int]
+
+
 @dataclass(frozen=True)
 class Places:
-    """What of a model and a text lies where, as far as a schedule asks.
+    """What of a model and of the texts of a pass lies where, as far as a schedule asks.
 
-    streamed_layers: layers whose weights stream; layer_bytes: what of each then crosses
-    kv_blocks: of each layer; resident_blocks: how many of them, the first ones, are on the device
+    streamed_layers: layers whose weights stream; layer_bytes: what of each layer then crosses
+    texts: that the pass is over
     """
 
     streamed_layers: Collection[int]
     layer_bytes: Sequence[int]
-    kv_blocks: Sequence[int]
-    resident_blocks: Sequence[int]
+    texts: Sequence[KVPlaces]
     block_bytes: int
 
 
 def pass_schedule(places: Places) -> Schedule:
-    """Layer by layer: its weights if they stream, then its KV blocks in token order."""
+    """Layer by layer: its weights if they stream, once for all texts, then each text's KV blocks in
+    token order.
+    """
     crossings: list[Crossing] = []
     pieces: list[Piece] = []
-    for layer, blocks in enumerate(places.kv_blocks):
+    for layer, nbytes in enumerate(places.layer_bytes):
         held: tuple[int, ...] = ()
         if layer in places.streamed_layers:
             held = (len(crossings),)
-            crossings.append(Crossing(WEIGHTS, layer, None, places.layer_bytes[layer]))
-        resident = min(blocks, places.resident_blocks[layer])
-        pieces.append(Piece(Kind.BEFORE, layer, resident, len(crossings)))
-        for block in range(resident, blocks):
-            index = len(crossings)
-            crossings.append(Crossing(KV, layer, block, places.block_bytes))
-            pieces.append(Piece(Kind.BLOCK, layer, 1, index + 1, (index,)))
+            crossings.append(Crossing(WEIGHTS, layer, None, nbytes))
+        kept = [min(text.blocks[layer], text.resident[layer]) for text in places.texts]
+        pieces.append(Piece(Kind.BEFORE, layer, sum(kept), len(crossings)))
+        for text, resident in enumerate(kept):
+            for block in range(resident, places.texts[text].blocks[layer]):
+                index = len(crossings)
+                crossings.append(Crossing(KV, layer, block, places.block_bytes, text))
+                pieces.append(Piece(Kind.BLOCK, layer, 1, index + 1, (index,)))
         pieces.append(Piece(Kind.AFTER, layer, 0, 0, held))
     return Schedule(crossings, pieces)

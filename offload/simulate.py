@@ -72,7 +72,7 @@ def simulate(
     for _, seconds, needs, releases, _ in works:
         while len(crossed) < needs:
             index = len(crossed)
-            ring, layer, _, nbytes = crossings[index]
+            ring, layer, _, nbytes, _ = crossings[index]
             earlier = members[ring]
             start = link_free
             if len(earlier) >= slots[ring]:

@@ -42,7 +42,7 @@ from trace_file import Event, read_trace
 from offload.placement import Placement, place
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
-from triforce_core.decoding.hierarchy import Target
+from triforce_core.decoding.laws import laws
 from triforce_core.model.shapes import read_shape
 from triforce_core.settings import MethodSettings
 from triforce_core.sizing.demand import Wanted
@@ -219,7 +219,7 @@ class TimedPasses:
         self._link = engine.runtime.link
         context.read(prompt, 100, lambda _: None)
         self._link.synchronize()
-        self._target = Target(context, PARAMS)
+        self._context = context
         self._tokens = torch.tensor(prompt[:VERIFIED])
         self.run(1, 1)
 
@@ -237,8 +237,8 @@ class TimedPasses:
         return seconds, moved / self._link.bandwidth if self._link.bandwidth else 0.0
 
     def _pass(self, tokens: int) -> None:
-        self._target.laws(self._tokens[:tokens])
-        self._target.keep([0])
+        laws(self._context.verify(self._tokens[:tokens]), PARAMS)
+        self._context.keep([0])
         self._passes.begin()
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from offload.conveyor import Conveyor, Transfer
+from offload.kv.leaving import StagingSlots
 from offload.kv.shape import KVShape
 from offload.kv.store import KVStore
 from offload.link.link import LinkCounters
@@ -99,7 +100,8 @@ def make_store(
 
     host = HostMemory()
     blocks, dense = HostBlocks(shape.block_bytes, host), HostBlocks(shape.dense_block_bytes, host)
-    store = KVStore(shape, MAX_PASS, resident, memory, blocks, link, buffers(staging), dense)
+    leaving = StagingSlots(buffers(staging), link)
+    store = KVStore(shape, MAX_PASS, resident, memory, blocks, link, leaving, dense)
     return store, Conveyor(link, {KV: buffers(slots)})
 
 

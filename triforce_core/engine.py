@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,29 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import UsageError
-from offload.files import Output
-from offload.link.trace import write_spans
 from offload.memory.device import device_name
 from offload.runtime import Runtime
+from triforce_core.batch import Batch, Member, Receiver, run_all
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.drafting import Drafting
-from triforce_core.decoding.models import Models
 from triforce_core.decoding.snapshot import Snapshot
-from triforce_core.devices import open_device
 from triforce_core.guiding import Guide, guide_of
-from triforce_core.loading import Progress, load
-from triforce_core.model.config import ModelConfig
+from triforce_core.loading import Progress
 from triforce_core.model.llama import Model
 from triforce_core.model.tokenizer import Tokenizer, token_ids_of
 from triforce_core.opening import OpenModel
-from triforce_core.parallel.start import start_ranks
 from triforce_core.params import SamplingParams, check_context, checked
 from triforce_core.planner.plan import Plan
+from triforce_core.pool import Contexts
 from triforce_core.request import Request
-from triforce_core.saved import LoadedContext, digest, read, write
+from triforce_core.saved import LoadedContext, read, write
 from triforce_core.settings import DENSE, PLANES, EngineConfig
+from triforce_core.starting import Loaded, settled, start
 from triforce_core.stream import Completion, Piece, Stream
 from triforce_core.text import TextStream
+from triforce_core.timeline import clear_timeline, write_timeline
 
 
 class Engine:
@@ -48,30 +45,16 @@ class Engine:
     config: of the model
     """
 
-    def __init__(
-        self,
-        name: str,
-        models: Models,
-        tokenizer: Tokenizer | None,
-        load_seconds: float,
-        progress: Progress,
-        trace: Path | None = None,
-        config: ModelConfig | None = None,
-        fingerprint: str = "",
-    ) -> None:
-        """progress: called with "prefill", layers done and layers in all. config: of the whole
-        model, where `models` has a rank's share of it. fingerprint: tells it from others.
-        """
-        self.tokenizer = tokenizer
-        self.models = models
-        self.drafting = Drafting(models)
-        self.config = config or models.target.config
+    def __init__(self, loaded: Loaded, progress: Progress) -> None:
+        """progress: called with "prefill", layers done and layers in all."""
+        self.tokenizer = loaded.tokenizer
+        self.models = loaded.models
+        self.drafting = Drafting(loaded.models)
+        self.config = loaded.whole
         self.progress = progress
-        self._name = name
-        self._digest = digest(fingerprint)
-        self._load_seconds = load_seconds
-        self._trace = trace
-        self._context: Context | None = None
+        self._loaded = loaded
+        self._contexts = Contexts(self._new_context, self.runtime.demand.sequences)
+        self._batch = Batch(self.runtime, self._report_layer, self._contexts.give_back)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._streaming = self._closed = False
 
@@ -98,49 +81,9 @@ class Engine:
         Raises UsageError, DoesNotFitError (before loading), CheckpointError, or RankError if
         another of several ranks meets an error.
         """
-        began = time.perf_counter()
-        config = config or EngineConfig()
-        if plan is not None:
-            if not isinstance(plan, (Plan, str, Path)):
-                raise UsageError(f"a plan is a Plan or a path, and this is {type(plan).__name__}")
-            plan = plan if isinstance(plan, Plan) else Plan.read(plan)
-            config = plan.config(config)
-        config = config.changed(**fields)
-        if plan is not None:
-            plan.check_gpus(config.machine.gpus)
-        if config.trace is not None:
-            Output(config.trace, "trace").check()
         progress = progress or (lambda *_: None)
-        with ExitStack() as files:
-            if isinstance(model, OpenModel):
-                began -= model.seconds
-                model = replace(model, tokenizer=tokenizer or model.tokenizer)
-            else:
-                model = files.enter_context(OpenModel.at(model, tokenizer))
-            positions = model.checkpoint.config.positions
-            context = config.max_context or positions
-            if context > positions:
-                raise UsageError(
-                    f"max_context {context} is more than the {positions} positions the model has"
-                )
-            drafter = None
-            if config.method.drafts and config.method.draft_model is not None:
-                drafter = files.enter_context(OpenModel.at(config.method.draft_model))
-                model.check_drafter(drafter)
-            if plan is not None:
-                device = device_name(open_device(config.machine.device))
-                plan.check(model.name, model.checkpoint.config, device)
-            whole, fingerprint = model.checkpoint.config, model.checkpoint.fingerprint
-            ranks = start_ranks(model.checkpoint, config, context)
-            try:
-                drafts = drafter and drafter.checkpoint
-                models = load(model.checkpoint, config, context, drafts, progress, ranks)
-            except BaseException:
-                ranks.abandon()
-                raise
-            models.resources.callback(ranks.close)
-        more = (time.perf_counter() - began, progress, config.trace, whole, fingerprint)
-        return cls(model.name, models, model.tokenizer, *more)
+        loaded = start(model, settled(config, plan, fields), tokenizer, progress)
+        return cls(loaded, progress)
 
     @property
     def model(self) -> Model:
@@ -157,7 +100,7 @@ class Engine:
         plan = Plan.of(self.models.method, runtime.demand, runtime.placement, self.models.budget)
         kv = PLANES if self.models.runtime.demand.kv.in_planes else DENSE
         plan = replace(plan, weights=self.models.weights, kv=kv, gpus=self.models.ranks.count)
-        return plan.named(self._name, self.config, device_name(runtime.memory.device))
+        return plan.named(self._loaded.name, self.config, device_name(runtime.memory.device))
 
     @property
     def plan_line(self) -> str:
@@ -226,30 +169,79 @@ class Engine:
         Raises UsageError at once if the prompt cannot be taken.
         """
         self._check_free()
-        params = checked(params, self.config.vocab)
-        token_ids = self.token_ids(prompt)
-        limit = self.runtime.demand.context_tokens
-        check_context(
-            len(token_ids),
-            params.max_new_tokens,
-            limit,
-            "the model has" if limit == self.config.positions else "the engine was made for",
-        )
+        params, token_ids, guide = self._checked(prompt, params)
         interrupted = threading.Event()
-        guide = guide_of(params, self.tokenizer, self.config)
         stream = Stream(self._run(token_ids, params, guide, reuse, interrupted), interrupted)
         self._streams.add(stream)
         return stream
 
+    def generate_all(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        reuse: bool = True,
+    ) -> list[Completion]:
+        """Runs requests to their ends, as many at once as the engine has sequences; each pass is
+        over all that are under way.
+
+        params: for all, or of each. reuse: as `generate` has it
+
+        Raises UsageError before any begins, DoesNotFitError or LinkError.
+        """
+        each = params if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise UsageError(f"{len(prompts)} prompts, and parameters of {len(each)}")
+        for prompt, own in zip(prompts, each, strict=True):
+            self._checked(prompt, own)
+        return run_all(self, prompts, each, reuse=reuse)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request may be added to those under way."""
+        return not self._streaming and self._contexts.have_room
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        receive: Receiver,
+        *,
+        reuse: bool = True,
+    ) -> Member:
+        """Takes a request in beside those under way; `step` runs them.
+
+        receive: called from there with each Piece, then with the Completion or the error
+
+        Raises UsageError if the prompt cannot be taken or there is no room, or DoesNotFitError.
+        """
+        if self._closed or self._streaming:
+            self._check_free()
+        if not self.has_room:
+            raise UsageError("the engine has as many requests under way as it has sequences")
+        params, token_ids, guide = self._checked(prompt, params)
+        context = self._contexts.take(token_ids)
+        request, text = self._request(context, params, guide)
+        member = Member(request, context, token_ids, text, receive, reuse)
+        self._batch.add(member)
+        return member
+
+    def step(self) -> bool:
+        """Reads prompts that were added, then runs one pass for all requests under way. Says
+        whether any still are.
+        """
+        self._batch.step()
+        return bool(self._batch.members)
+
     def interrupt(self) -> None:
-        """Ends the request under way within one pass; what it gave so far is its result."""
-        for stream in tuple(self._streams):
-            stream.interrupt()
+        """Ends what is under way within one pass; what it gave so far is its result."""
+        for request in (*self._streams, *self._batch.members):
+            request.interrupt()
 
     def forget(self) -> None:
-        """Gives back what was computed for the text at hand. Raises UsageError during a request."""
+        """Gives back what was computed for texts. Raises UsageError during a request."""
         self._check_free()
-        self._forget()
+        self._contexts.close()
 
     def save_context(self, path: str | Path, about: Mapping[str, str] | None = None) -> int:
         """Writes what was computed for the text at hand to a file, whole or not at all: its tokens,
@@ -257,8 +249,9 @@ class Engine:
 
         about: texts that are kept with it. Raises UsageError if there is none, or OutputError.
         """
+        shape, digest = self.runtime.demand.kv, self._loaded.digest
         with self.runtime.memory.typed_errors(), self.runtime.memory.current():
-            return write(path, self.snapshot(), self.runtime.demand.kv, self._digest, about or {})
+            return write(path, self.snapshot(), shape, digest, about or {})
 
     def load_context(self, path: str | Path) -> LoadedContext:
         """Takes over a context that `save_context` wrote, in place of the one at hand: a prompt
@@ -268,14 +261,14 @@ class Engine:
         """
         self._check_free()
         demand = self.runtime.demand
-        saved = read(path, demand.kv, self._digest, self.config.vocab, demand.context_tokens)
+        saved = read(path, demand.kv, self._loaded.digest, self.config.vocab, demand.context_tokens)
         self.restore(saved)
         return LoadedContext(len(saved.tokens), saved.about)
 
     @property
     def context_tokens(self) -> list[int]:
         """Those of the text at hand whose KV is kept."""
-        context = self._context
+        context = self._contexts.latest
         return context.text.tokens[: context.passes.length] if context else []
 
     def snapshot(self) -> Snapshot:
@@ -284,9 +277,9 @@ class Engine:
         Raises UsageError if there is none.
         """
         self._check_free()
-        if self._context is None:
+        if self._contexts.latest is None:
             raise UsageError("there is no context to save: nothing was read yet")
-        return self._context.snapshot()
+        return self._contexts.latest.snapshot()
 
     def restore(self, saved: Snapshot) -> None:
         """Takes over what a snapshot has, in place of the context at hand.
@@ -294,12 +287,13 @@ class Engine:
         Raises UsageError, DoesNotFitError or LinkError.
         """
         self._check_free()
+        context, sound = self._contexts.take(saved.tokens), False
         try:
             with self.runtime.memory.typed_errors(), self.runtime.memory.current():
-                self._opened_context().restore(saved)
-        except BaseException:
-            self._forget()
-            raise
+                context.restore(saved)
+            sound = True
+        finally:
+            self._contexts.give_back(context, sound=sound)
 
     def close(self) -> None:
         """Ends the request under way and releases everything. May be called twice.
@@ -315,7 +309,8 @@ class Engine:
                     raise UsageError("the engine is in the middle of a pass: interrupt it first")
             # In reverse: streams, then the context, then everything that loading took.
             stack.callback(self.models.close)
-            stack.callback(self._forget)
+            stack.callback(self._contexts.close)
+            stack.callback(self._batch.close)
             for stream in tuple(self._streams):
                 stack.callback(stream.close)
             self._closed = True
@@ -326,15 +321,25 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _forget(self) -> None:
-        context, self._context = self._context, None
-        if context is not None:
-            context.close()
+    def _checked(
+        self, prompt: str | Sequence[int], params: SamplingParams | None
+    ) -> tuple[SamplingParams, list[int], Guide | None]:
+        """What a request needs. Raises UsageError if it cannot be taken."""
+        params = checked(params, self.config.vocab)
+        token_ids = self.token_ids(prompt)
+        limit = self.runtime.demand.context_tokens
+        check_context(
+            len(token_ids),
+            params.max_new_tokens,
+            limit,
+            "the model has" if limit == self.config.positions else "the engine was made for",
+        )
+        return params, token_ids, guide_of(params, self.tokenizer, self.config)
 
     def _check_free(self) -> None:
         if self._closed:
             raise UsageError("the engine is closed")
-        if self._streaming:
+        if self._streaming or self._batch.members:
             raise UsageError("the engine serves one request at a time, and one is under way")
 
     def _run(
@@ -347,21 +352,20 @@ class Engine:
     ) -> Generator[Piece | Completion]:
         """Yields text as each pass lands, then the Completion."""
         self._check_free()
-        self._streaming, sound = True, False
+        self._streaming, sound, context = True, False, None
         try:
             with self.runtime.memory.typed_errors():
-                if self._trace:
-                    self.models.ranks.tell("clear")
-                    self.runtime.trace.clear()
-                text = TextStream(self.tokenizer, params.stop, one_by_one=params.tells_logprobs)
-                for piece in self._request(params, guide).run(
+                if self._loaded.trace:
+                    clear_timeline(self.models)
+                context = self._contexts.take(tokens)
+                request, text = self._request(context, params, guide)
+                for piece in request.run(
                     tokens, text, self._report_layer, interrupted, reuse=reuse
                 ):
                     sound = isinstance(piece, Completion)
                     yield piece
-                    if self._trace and isinstance(piece, Completion):
-                        about = {name: piece.stats[name] for name in _TRACED_STATS}
-                        self._write_trace(about)
+                    if self._loaded.trace and isinstance(piece, Completion):
+                        write_timeline(self.models, self._loaded.trace, piece.stats)
         except GeneratorExit:
             raise
         except BaseException:
@@ -369,32 +373,20 @@ class Engine:
             raise
         finally:
             self._streaming = False
-            if not sound:
-                self._forget()
+            if context is not None:
+                self._contexts.give_back(context, sound=sound)
 
-    def _write_trace(self, about: dict[str, Any]) -> None:
-        asked = time.perf_counter()
-        answers = self.models.ranks.ask("spans")
-        here = (asked + time.perf_counter()) / 2
-        # Machines have clocks of their own; ranks of one machine have one.
-        apart = self.models.ranks.here < self.models.ranks.count
-        spans = [
-            [span.later(here - now if apart else 0.0) for span in spans] for now, spans in answers
-        ]
-        write_spans([self.runtime.trace.spans(), *spans], self._trace, about)
+    def _new_context(self) -> Context:
+        with self.runtime.memory.current():
+            return Context(self.models)
 
-    def _opened_context(self) -> Context:
-        if self._context is None:
-            with self.runtime.memory.current():
-                self._context = Context(self.models)
-        return self._context
-
-    def _request(self, params: SamplingParams, guide: Guide | None) -> Request:
-        context, about = self._opened_context(), (self._name, self._load_seconds)
-        return Request(context, self.models, self.drafting, params, *about, guide)
+    def _request(
+        self, context: Context, params: SamplingParams, guide: Guide | None
+    ) -> tuple[Request, TextStream]:
+        about = (self._loaded.name, self._loaded.seconds)
+        request = Request(context, self.models, self.drafting, params, *about, guide)
+        text = TextStream(self.tokenizer, params.stop, one_by_one=params.tells_logprobs)
+        return request, text
 
     def _report_layer(self, layer: int) -> None:
         self.progress("prefill", layer + 1, self.config.layers)
-
-
-_TRACED_STATS = ("method", "model", "device", "dtype", "prompt_tokens", "new_tokens", "link")

@@ -97,6 +97,7 @@ def load(
             splits=MOST_SPLITS if backend(device.type) == TRITON else 1,
             gathers_through_host=not (machine.pin and reads_in_place(device)),
             widens=widens(device, dtype),
+            sequences=config.sequences,
         )
         # Of this machine's memory, before any rank takes some.
         host_share = share.of_machine(ranks.local, ranks.here) if share else 1.0

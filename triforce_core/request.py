@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 
 from triforce_core.decoding.acceptance import make_rule
-from triforce_core.decoding.autoregressive import Decoder
-from triforce_core.decoding.context import Context, Interrupted, Prompt
+from triforce_core.decoding.context import Context, Interrupted
+from triforce_core.decoding.decoder import Ask, Decoder, Prompt
 from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.decoding.models import Models
@@ -27,6 +28,7 @@ class Request:
     """Reads a prompt into a context and decodes what follows.
 
     seed: of its coins; drawn if the parameters have none
+    reason: why it ends: "stop", "length" or "interrupted"; empty as long as it goes on
     """
 
     def __init__(
@@ -52,8 +54,11 @@ class Request:
         self._drafting = drafting
         self._tallies = Tallies(Tally(), Tally())
         self._decoder = self._make_decoder()
+        self.reason = ""
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
+        self._untold: list[TokenLogprob] = []
+        self._read: Prompt | None = None
 
     def run(
         self,
@@ -64,36 +69,89 @@ class Request:
         *,
         reuse: bool,
     ) -> Iterator[Piece | Completion]:
-        """Yields text as each pass lands, then the Completion.
-
-        each_layer: called while the prompt is read, with each layer's index. interrupted: ends the
-        request within a layer of that, or a pass. reuse: see `Context.read`
-        """
-        self._context.tells_logits = self._params.tells_logprobs
-        read, reason = self._read(prompt, each_layer, interrupted, reuse)
-        passes = self._context.passes
-        before, retrieval = passes.counters, self._context.retrieval
-        untold: list[TokenLogprob] = []
-        while not reason:
+        """Yields text as each pass lands, then the Completion. See `read`."""
+        self.read(prompt, text, each_layer, interrupted, reuse=reuse)
+        while not self.reason:
+            ask, began = self.ask(), time.perf_counter()
             with self._on_device():
-                step = self._decoder.step(self._params.max_new_tokens - len(self._tokens))
-            if not self._tokens:
-                self._clock.end_prefill()
-            taken, ended = until_stop(step.tokens, self._stops)
-            if self._guide and (count := self._guide.ended_by(taken)) is not None:
-                taken, ended = taken[:count], True
-            logprobs = self._logprobs_of(taken)
-            used = yield from pieces_of(text, taken, step, logprobs, untold)
-            self._tokens += taken[:used]
-            self._logprobs += logprobs[:used]
-            if ended or text.stopped:
-                reason = "stop"
-            elif len(self._tokens) >= self._params.max_new_tokens:
-                reason = "length"
-            if not reason and interrupted.is_set():
-                reason = "interrupted"
-            if not reason:
+                logits = None if ask is None else self._context.run(ask)
+            pieces = self.take(logits, time.perf_counter() - began)
+            if not self.reason:
+                self._begin()
+            yield from pieces
+            if not self.reason:
                 self._drop_what_never_pays()
+        yield from self.finish()
+
+    def read(
+        self,
+        prompt: list[int],
+        text: TextStream,
+        each_layer: Callable[[int], None],
+        interrupted: threading.Event,
+        *,
+        reuse: bool,
+    ) -> None:
+        """Reads the prompt into the context, which is this request's until it ends.
+
+        each_layer: called meanwhile with each layer's index. interrupted: ends the request within a
+        layer of that, or a pass. reuse: see `Context.read`
+        Raises DoesNotFitError or LinkError.
+        """
+
+        def after(layer: int) -> None:
+            each_layer(layer)
+            if interrupted.is_set():
+                raise Interrupted
+
+        context = self._context
+        self._prompt, self._text, self._interrupted = prompt, text, interrupted
+        context.tells_logits = self._params.tells_logprobs
+        try:
+            with self._on_device():
+                self._read = context.read(prompt, self._params.max_new_tokens, after, reuse=reuse)
+                context.text.guide = self._guide
+                self._decoder.start(self._read)
+                self._models.runtime.link.synchronize()
+        except Interrupted:
+            self._clock.end_prefill()
+            self.reason = "interrupted"
+        self._before = context.passes.counters
+        self._retrieval = context.retrieval
+
+    def ask(self) -> Ask | None:
+        """See `Decoder.ask`."""
+        with self._on_device():
+            return self._decoder.ask(self._params.max_new_tokens - len(self._tokens))
+
+    def take(self, logits: torch.Tensor | None, seconds: float) -> list[Piece]:
+        """The text of the tokens that a pass gave; `reason` says whether they are the last.
+
+        logits, seconds: see `Decoder.take`. Raises CheckpointError.
+        """
+        with self._on_device():
+            step = self._decoder.take(logits, seconds)
+        self._step = step
+        if not self._tokens:
+            self._clock.end_prefill()
+        taken, ended = until_stop(step.tokens, self._stops)
+        if self._guide and (count := self._guide.ended_by(taken)) is not None:
+            taken, ended = taken[:count], True
+        logprobs = self._logprobs_of(taken)
+        pieces, used = pieces_of(self._text, taken, step, logprobs, self._untold)
+        self._tokens += taken[:used]
+        self._logprobs += logprobs[:used]
+        if ended or self._text.stopped:
+            self.reason = "stop"
+        elif len(self._tokens) >= self._params.max_new_tokens:
+            self.reason = "length"
+        elif self._interrupted.is_set():
+            self.reason = "interrupted"
+        return pieces
+
+    def finish(self) -> Iterator[Piece | Completion]:
+        """What is left of the text, and the Completion. The context is free."""
+        text, untold = self._text, self._untold
         if self._tokens:
             self._clock.end_decode()
         with self._on_device():
@@ -103,54 +161,20 @@ class Request:
         elif text.stopped and untold:
             # Those of the stop, whose text is not given.
             del self._logprobs[-len(untold) :]
-        about = {
-            "prompt_tokens": len(prompt),
-            "reused_tokens": read.reused if read else 0,
-            "finish_reason": reason,
-        }
-        stats = {
-            **self._stats(text, about),
-            **request_stats(
-                self._models.runtime,
-                passes,
-                passes.counters - before,
-                self._clock,
-                self._tallies.target,
-                len(self._tokens),
-            ),
-            **drafting_stats(self._models, self._tallies, retrieval),
-            "bits_per_number": bits_per_number(self._models),
-        }
-        ranks = self._models.ranks
-        if ranks.count > 1:
-            own = rank_stats(self._models.runtime, self._context)
-            stats["ranks"] = [own, *ranks.ask("rank_stats")]
-        yield Completion(self._tokens, text.text, reason, stats, self._logprobs)
+        stats = self._stats()
+        yield Completion(self._tokens, text.text, self.reason, stats, self._logprobs)
 
-    def _read(
-        self,
-        prompt: list[int],
-        each_layer: Callable[[int], None],
-        interrupted: threading.Event,
-        reuse: bool,
-    ) -> tuple[Prompt | None, str]:
-        """The prompt, read, and why the request ends already, if it does."""
-
-        def after(layer: int) -> None:
-            each_layer(layer)
-            if interrupted.is_set():
-                raise Interrupted
-
-        try:
+    def refresh(self) -> None:
+        """Makes what drafts ready for a pass that has not begun. Raises LinkError."""
+        if self._step.scored is not None:
             with self._on_device():
-                read = self._context.read(prompt, self._params.max_new_tokens, after, reuse=reuse)
-                self._context.text.guide = self._guide
-                self._decoder.start(read)
-                self._models.runtime.link.synchronize()
-        except Interrupted:
-            self._clock.end_prefill()
-            return None, "interrupted"
-        return read, ""
+                self._context.refresh(self._step.scored)
+
+    def _begin(self) -> None:
+        """The same, and starts the pass's copies."""
+        if self._step.scored is not None:
+            with self._on_device():
+                self._context.begin(self._step.scored)
 
     @torch.inference_mode()
     def _logprobs_of(self, tokens: list[int]) -> list[TokenLogprob]:
@@ -178,10 +202,10 @@ class Request:
                 self._decoder = self._make_decoder()
                 self._context.lend()
 
-    def _stats(self, text: TextStream, about: dict[str, Any]) -> dict[str, Any]:
-        runtime = self._models.runtime
-        return {
-            "method": self._models.method.method,
+    def _stats(self) -> dict[str, Any]:
+        models, runtime, passes = self._models, self._models.runtime, self._context.passes
+        stats = {
+            "method": models.method.method,
             "model": self._name,
             "device": str(runtime.memory.device),
             "threads": torch.get_num_threads(),
@@ -189,9 +213,25 @@ class Request:
             "seed": self.seed,
             "new_tokens": len(self._tokens),
             "token_ids": self._tokens,
-            "text": text.text,
-            **about,
+            "text": self._text.text,
+            "prompt_tokens": len(self._prompt),
+            "reused_tokens": self._read.reused if self._read else 0,
+            "finish_reason": self.reason,
+            **request_stats(
+                runtime,
+                passes,
+                passes.counters - self._before,
+                self._clock,
+                self._tallies.target,
+                len(self._tokens),
+            ),
+            **drafting_stats(models, self._tallies, self._retrieval),
+            "bits_per_number": bits_per_number(models),
         }
+        if models.ranks.count > 1:
+            own = rank_stats(runtime, self._context)
+            stats["ranks"] = [own, *models.ranks.ask("rank_stats")]
+        return stats
 
     def _on_device(self) -> AbstractContextManager:
         return self._models.runtime.memory.current()

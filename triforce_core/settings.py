@@ -33,6 +33,7 @@ MOST_DRAFT_TOKENS = 256
 # Threads for each processor, at most.
 MOST_THREADS_EACH = 4
 MOST_GPUS = 64
+MOST_SEQUENCES = 16
 # The longest draft that `auto` chooses.
 AUTO_DRAFT_TOKENS = 64
 
@@ -205,6 +206,8 @@ class EngineConfig:
         on the emulated device where dense ones would stream
     kv: "dense", "planes" (blocks of bfloat16 in 12 bits, the same to the last bit), or "auto":
         planes on a GPU where some KV would stream
+    sequences: texts that passes may be over at once, each with its KV and what drafts for it; what
+        streams of the weights crosses once for all of them
     max_context: prompt and new tokens that will be needed at most; the model's positions if None.
         What a longer context would take is used to keep weights and KV on the device
     block_tokens: tokens of a KV block, a power of two; chosen from the sizes if None
@@ -217,6 +220,7 @@ class EngineConfig:
     dtype: str = "auto"
     weights: str = AUTO
     kv: str = AUTO
+    sequences: int = 1
     max_context: int | None = None
     block_tokens: int | None = None
     placement: Placement | None = None
@@ -239,6 +243,10 @@ class EngineConfig:
             raise UsageError(f"weights {self.weights!r} is not one of {', '.join(WEIGHTS)}")
         if self.kv not in KV_FORMATS:
             raise UsageError(f"kv {self.kv!r} is not one of {', '.join(KV_FORMATS)}")
+        if not _whole(self.sequences, 1, MOST_SEQUENCES):
+            raise UsageError(f"sequences must be 1 to {MOST_SEQUENCES}, got {self.sequences!r}")
+        if self.sequences > 1 and self.machine.gpus > 1:
+            raise UsageError("several sequences at once are not possible on several GPUs yet")
         self.method.check_weights(self.weights)
         if self.trace is not None:
             object.__setattr__(self, "trace", Path(self.trace))

@@ -88,6 +88,7 @@ def request_stats(
             "bytes_to_device": carried.bytes_to_device,
             "bytes_to_host": carried.bytes_to_host,
             "busy_seconds": carried.busy_seconds,
+            "bytes_of_passes": counted.bytes_to_device,
             "bandwidth_gb_per_s": bandwidth and bandwidth / 1e9,
             "floor_seconds_per_pass": counted.bytes_to_device / made / bandwidth
             if made and bandwidth

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from offload.errors import UsageError
-from triforce_core.decoding.autoregressive import Step
+from triforce_core.decoding.decoder import Step
 from triforce_core.text import TextStream
 
 
@@ -141,22 +141,22 @@ def pieces_of(
     step: Step,
     logprobs: Sequence[TokenLogprob],
     untold: list[TokenLogprob],
-) -> Generator[Piece, None, int]:
-    """The text of a step's tokens: those of the draft, then the target's own. Returns how many of
-    them there are until the text stops.
+) -> tuple[list[Piece], int]:
+    """The text of a step's tokens, those of the draft, then the target's own; and how many of them
+    there are until the text stops.
 
     logprobs: of the tokens, if they are told; untold: of those whose text has not come yet
     """
+    pieces: list[Piece] = []
     accepted, used = len(step.tokens) - 1, 0
-    own = "plain" if not step.drafted else "bonus" if accepted == step.drafted else "corrected"
+    own = "plain" if not step.drafted else "bonus" if step.whole else "corrected"
     for tokens, origin in ((taken[:accepted], "accepted"), (taken[accepted:], own)):
         for some in text.portions(tokens) if tokens else ():
             untold += logprobs[used : used + len(some)]
             used += len(some)
             if piece := text.push(some):
-                told = tuple(untold)
+                pieces.append(Piece(piece, origin, tuple(untold)))
                 untold.clear()
-                yield Piece(piece, origin, told)
             if text.stopped:
-                return used
-    return used
+                return pieces, used
+    return pieces, used

@@ -16,11 +16,14 @@ from offload.conveyor import Conveyor
 from offload.feed import Feed
 from offload.kv.scores import ChunkScores
 from offload.kv.store import KVStore
-from offload.schedule import KV
+from offload.schedule import kv_key
 
 
 class PassCache:
-    """The cache of a pass: attention to everything that is kept and to the pass's own rows."""
+    """The cache of a pass: attention to everything that is kept and to the pass's own rows.
+
+    text: which of the pass's texts this one is
+    """
 
     def __init__(
         self, store: KVStore, conveyor: Conveyor, scores: ChunkScores | None = None
@@ -30,6 +33,7 @@ class PassCache:
         self._conveyor = conveyor
         self._scores = scores
         self._fed: Feed | None = None
+        self.text = 0
 
     def attend(self, layer: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
         """Cache.attend. Raises LinkError."""
@@ -49,7 +53,7 @@ class PassCache:
         for run in store.runs(layer):
             attention.blocks(*run)
         for index in range(store.on_device(layer), len(homes)):
-            with self._conveyor.bring((KV, layer, index), homes[index]) as block:
+            with self._conveyor.bring(kv_key(layer, index, self.text), homes[index]) as block:
                 key, value = store.read(homes[index], block)
                 attention.blocks(key.unsqueeze(0), value.unsqueeze(0))
                 store.settle(layer, index, block)

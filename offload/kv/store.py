@@ -11,8 +11,9 @@ from offload.errors import LinkError
 from offload.homes import DenseHome, DeviceHome, Home, HostHome, MirroredHome
 from offload.kv.block_format import BlockFormat, DenseBlocks, KeysValues, PlaneBlocks
 from offload.kv.blocks import DeviceBlocks
+from offload.kv.leaving import StagingSlots
 from offload.kv.shape import KVShape
-from offload.link.link import Event, Link
+from offload.link.link import Link
 from offload.memory.device import DeviceMemory, put
 from offload.memory.host import HostBlocks
 from offload.schedule import KV
@@ -42,12 +43,12 @@ class KVStore:
         memory: DeviceMemory,
         host_blocks: HostBlocks,
         link: Link,
-        staging: Sequence[torch.Tensor],
+        staging: StagingSlots,
         dense_blocks: HostBlocks | None = None,
     ) -> None:
         """resident_blocks: for each layer, how many of its first blocks stay on the device.
 
-        staging: flat uint8 device buffers of any one block each; needed if any goes to the host.
+        staging: what blocks leave through; has a slot if any goes to the host.
         dense_blocks: for blocks that planes have no room for. Raises DoesNotFitError.
         """
         self.shape = shape
@@ -59,9 +60,7 @@ class KVStore:
         self._host_blocks = host_blocks
         self._dense_blocks = dense_blocks
         self._link = link
-        self._staging = list(staging)
-        self._staged: list[Event | None] = [None] * len(self._staging)
-        self._next_staging = 0
+        self._staging = staging
         self._homes: list[list[Home]] = [[] for _ in range(shape.layers)]
         self._mirror: DeviceBlocks | None = None
         with ExitStack() as undo:
@@ -329,17 +328,17 @@ class KVStore:
             if has_room:
                 homes.append(DeviceHome(buffer))
                 return
-        slot = self._take_staging()
-        block = self._staging[slot][: self._format.nbytes]
+        buffer = self._staging.take()
+        block = buffer[: self._format.nbytes]
         if has_room and self._format.write(block, keys_values):
             host, made = self._host_blocks.take(), HostHome
         else:
-            block = self._staging[slot][: self._dense.nbytes]
+            block = buffer[: self._dense.nbytes]
             self._dense.write(block, keys_values)
             host, made = self._dense_blocks.take(), DenseHome
         after = (self._link.record(),)
         written = self._link.to_host(host, block, after, (KV, layer, index))
-        self._staged[slot] = written
+        self._staging.leaves(written)
         homes.append(made(host, written))
         self.settle(layer, index, block)
 
@@ -348,24 +347,14 @@ class KVStore:
         if home.source is None:
             block = home.memory
         else:
-            slot = self._take_staging()
-            block = self._staging[slot][: home.memory.numel()]
+            block = self._staging.take()[: home.memory.numel()]
             after = (*home.source.after, self._link.record())
             self._link.wait(self._link.to_device(block, home.memory, after, (KV, layer)))
-            self._staged[slot] = None
         kept = self._format_of(home).read(block)
         self._tail[layer, :, :, :tokens] = kept[:, :, :tokens]
 
     def _format_of(self, home: Home) -> BlockFormat:
         return self._dense if isinstance(home, DenseHome) else self._format
-
-    def _take_staging(self) -> int:
-        """The next staging slot, once what it held has left."""
-        slot = self._next_staging
-        self._next_staging = (slot + 1) % len(self._staging)
-        if self._staged[slot] is not None:
-            self._link.wait(self._staged[slot])
-        return slot
 
     def _lent_for(self, layer: int, index: int) -> torch.Tensor | None:
         place = index - self._resident.counts[layer]

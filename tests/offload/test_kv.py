@@ -11,6 +11,7 @@ from kv_stores import MAX_PASS, PLANES, SHAPE, LateLink, kv_of, make_store, star
 
 from offload.conveyor import Conveyor
 from offload.errors import DoesNotFitError, LinkError
+from offload.kv.leaving import StagingSlots
 from offload.kv.store import KVStore
 from offload.memory.device import DeviceMemory
 from offload.memory.host import HostBlocks, HostMemory
@@ -172,7 +173,7 @@ def test_what_cannot_be_is_refused_before_any_change() -> None:
 
 def new_store(memory: DeviceMemory, blocks: HostBlocks, link) -> KVStore:
     staging = [torch.zeros(SHAPE.block_bytes, dtype=torch.uint8)]
-    return KVStore(SHAPE, MAX_PASS, (1, 0), memory, blocks, link, staging)
+    return KVStore(SHAPE, MAX_PASS, (1, 0), memory, blocks, link, StagingSlots(staging, link))
 
 
 class Broken(LateLink):
@@ -207,12 +208,37 @@ def test_what_is_rolled_back_is_used_again() -> None:
         assert (blocks.nbytes, memory.available_bytes) == (taken, available)
 
 
+NO_STAGING = StagingSlots([], LateLink())
+
+
+def test_texts_that_share_staging_slots_wait_for_each_other() -> None:
+    """The link carries nothing before it is asked to wait: a block that was overwritten shows."""
+    memory = DeviceMemory(torch.device("cpu"), 1 << 20)
+    blocks, link = HostBlocks(SHAPE.block_bytes, HostMemory()), LateLink()
+    slots = StagingSlots([torch.zeros(SHAPE.block_bytes, dtype=torch.uint8)], link)
+    made = (SHAPE, MAX_PASS, (0, 0), memory, blocks, link, slots)
+    stores = [KVStore(*made), KVStore(*made)]
+    texts = [range(20), range(40, 60)]
+    for store, text in zip(stores, texts, strict=True):
+        fill(store, text)
+    link.synchronize()
+    for store, text in zip(stores, texts, strict=True):
+        for layer in range(SHAPE.layers):
+            for index, home in enumerate(store.homes(layer)):
+                first = index * SHAPE.block_tokens
+                own = kv_of(text[first : first + SHAPE.block_tokens], layer)
+                kept = home.memory.view(SHAPE.dtype).view(own.shape)
+                assert torch.equal(kept, own)
+    for store in stores:
+        store.close()
+
+
 def test_a_store_over_the_budget_is_refused() -> None:
     memory = DeviceMemory(torch.device("cpu"), 100)
     with pytest.raises(DoesNotFitError, match="KV tail"):
-        KVStore(SHAPE, MAX_PASS, (0, 0), memory, None, LateLink(), [])
+        KVStore(SHAPE, MAX_PASS, (0, 0), memory, None, LateLink(), NO_STAGING)
     assert memory.available_bytes == 100
     memory = DeviceMemory(torch.device("cpu"), SHAPE.tail_bytes(MAX_PASS) + 10)
     with pytest.raises(DoesNotFitError, match="resident KV"):
-        KVStore(SHAPE, MAX_PASS, (1, 0), memory, None, LateLink(), [])
+        KVStore(SHAPE, MAX_PASS, (1, 0), memory, None, LateLink(), NO_STAGING)
     assert memory.available_bytes == memory.limit_bytes

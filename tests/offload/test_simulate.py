@@ -14,7 +14,7 @@ from offload.conveyor import Conveyor, Transfer
 from offload.homes import Source
 from offload.link.emulated import EmulatedLink
 from offload.link.trace import write_spans
-from offload.schedule import Crossing, Kind, Places, pass_schedule
+from offload.schedule import Crossing, Kind, KVPlaces, Places, pass_schedule
 from offload.simulate import Work, simulate, spans
 
 
@@ -120,7 +120,7 @@ def test_a_schedule_brings_each_streamed_byte_once_before_it_is_computed_with(se
     streamed = {layer for layer in range(layers) if rng.random() < 0.5}
     blocks, resident = ([rng.randint(0, 4) for _ in range(layers)] for _ in range(2))
     sizes = [rng.randint(1, 9) for _ in range(layers)]
-    schedule = pass_schedule(Places(streamed, sizes, blocks, resident, 7))
+    schedule = pass_schedule(Places(streamed, sizes, [KVPlaces(blocks, resident)], 7))
     expected = []
     for layer in range(layers):
         if layer in streamed:

@@ -23,7 +23,9 @@ from triforce_core.decoding.acceptance import make_rule
 from triforce_core.decoding.autoregressive import Autoregressive
 from triforce_core.decoding.below import make_drafter
 from triforce_core.decoding.context import Context
-from triforce_core.decoding.hierarchy import RetrievalModel, Target
+from triforce_core.decoding.decoder import advance
+from triforce_core.decoding.hierarchy import RetrievalModel
+from triforce_core.decoding.laws import laws
 from triforce_core.decoding.levels import Text
 from triforce_core.decoding.resident import USES_BEFORE
 from triforce_core.loading import load
@@ -158,24 +160,23 @@ class Bench:
         context = Context(self.models)
         try:
             fill_randomly(context.passes, settings.context)
-            target = Target(context, _PARAMS)
-            target.laws(self._tokens(1))
-            target.keep([0])
+            context.verify(self._tokens(1))
+            context.keep([0])
             if "pass" in settings.tests:
                 for tokens in (1, settings.draft_tokens + 1):
-                    yield self._pass(context.passes, target, tokens)
+                    yield self._pass(context, tokens)
             if "retrieval" in settings.tests and context.retrieval:
                 yield self._retrieval(context)
         finally:
             context.close()
 
-    def _pass(self, passes: Passes, target: Target, tokens: int) -> Row:
+    def _pass(self, context: Context, tokens: int) -> Row:
         """From the end of one pass to the end of the next, whose copies begin in between."""
-        feed = self._tokens(tokens)
+        feed, passes = self._tokens(tokens), context.passes
 
         def verify() -> None:
-            target.laws(feed)
-            target.keep([0])
+            laws(context.verify(feed), _PARAMS)
+            context.keep([0])
             passes.begin()
 
         before = passes.counters
@@ -251,10 +252,10 @@ class Bench:
                 self.runtime.link.synchronize()
                 self._settle()
                 prefills.append(time.perf_counter() - began)
-                decoder.step(settings.new_tokens + 1)
+                advance(decoder, context.run, settings.new_tokens + 1)
                 for remaining in range(settings.new_tokens, 0, -1):
                     began = time.perf_counter()
-                    decoder.step(remaining)
+                    advance(decoder, context.run, remaining)
                     decodes.append(time.perf_counter() - began)
                     if sum(decodes) > _LONG_SECONDS:
                         break

@@ -2,19 +2,53 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from offload.kv.direct import reader
 from offload.kv.gather import ChunkReader
 from offload.kv.scores import ChunkScores
 from offload.kv.sizes import GATHER_BUFFERS, reader_bytes
 from offload.kv.store import KVStore
+from offload.passes import Passes
 from offload.weights import ResidentWeights
 from triforce_core.decoding.levels import Drafter, Nothing
 from triforce_core.decoding.models import Models
 from triforce_core.decoding.ngram import NGramDrafter
 from triforce_core.decoding.resident import ResidentModel
-from triforce_core.decoding.retrieval import RetrievalCache
+from triforce_core.decoding.retrieval import POLICIES, RetrievalCache
 from triforce_core.decoding.small_model import SmallModelDrafter, WindowCache
 from triforce_core.sizing.drafting import fitting_budget
+
+
+def retrieval_level(
+    models: Models, passes: Passes, resources: ExitStack
+) -> tuple[ChunkScores, RetrievalCache, ResidentModel]:
+    """The retrieval cache over a text, the scores that it is chosen by, which its passes collect
+    from now on, and the model over it. resources: gives it all back. Raises DoesNotFitError.
+    """
+    runtime, method, demand = models.runtime, models.method, models.runtime.demand
+    scores = ChunkScores(
+        demand.kv,
+        method.chunk_size,
+        demand.context_tokens,
+        POLICIES[method.retrieval],
+        runtime.memory,
+    )
+    resources.callback(scores.close)
+    passes.collect(scores)
+    resources.callback(passes.collect, None)
+    cache = retrieval_cache(models, passes.kv, scores)
+    resources.callback(cache.close)
+    level = ResidentModel(
+        models.target,
+        ResidentWeights(runtime.weights, models.substitutes, upper=models.reads_upper),
+        cache.kv,
+        models.recorder,
+        runtime.trace,
+        "retrieval model",
+    )
+    resources.callback(level.close)
+    return scores, cache, level
 
 
 def retrieval_cache(models: Models, kv: KVStore, scores: ChunkScores) -> RetrievalCache:

@@ -5,42 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import NamedTuple
 
 import torch
 
 from offload.errors import RankError, UsageError
 from offload.feed import Feed
-from offload.kv.scores import ChunkScores
 from offload.kv.sizes import SCORED_TOKENS
 from offload.link.link import LinkCounters
 from offload.passes import PassCounters
-from offload.weights import ResidentWeights
-from triforce_core.decoding.below import make_drafter, retrieval_cache
+from triforce_core.decoding.below import make_drafter, retrieval_level
 from triforce_core.decoding.checksum import Checksum
+from triforce_core.decoding.decoder import Ask, Prompt
 from triforce_core.decoding.levels import Nothing, Text
 from triforce_core.decoding.models import Models
 from triforce_core.decoding.resident import ResidentModel
-from triforce_core.decoding.retrieval import POLICIES, RetrievalCache
+from triforce_core.decoding.retrieval import RetrievalCache
 from triforce_core.decoding.snapshot import Snapshot
 from triforce_core.sizing.demand import PREFILL_CHUNK
 
 
 class Interrupted(Exception):
     """Raised between two layers to end the reading of a prompt."""
-
-
-class Prompt(NamedTuple):
-    """A prompt that was read.
-
-    logits: after its last token, [1, vocab]
-    reused: how many of its tokens were kept from the text before
-    scored: how many of its last tokens its chunks were scored by
-    """
-
-    logits: torch.Tensor
-    reused: int
-    scored: int
 
 
 class Context:
@@ -81,7 +66,8 @@ class Context:
             stack.callback(lambda: self.drafter.close())
             self._level_resources = stack.enter_context(ExitStack())
             if models.budget:
-                self._add_retrieval(models)
+                below = retrieval_level(models, self.passes, self._level_resources)
+                self._scores, self.retrieval, self.level = below
             self._resources = stack.pop_all()
 
     @torch.inference_mode()
@@ -100,7 +86,7 @@ class Context:
         and may raise Interrupted, which leaves what is kept. reuse: False keeps nothing.
         Raises DoesNotFitError or LinkError; the context is of no use then.
         """
-        kept = self._shared(tokens) if reuse else 0
+        kept = self.shared(tokens) if reuse else 0
         self._tell("read", tokens, kept, new_tokens)
         return self.read_from(tokens, kept, new_tokens, self._telling(each_layer))
 
@@ -184,17 +170,22 @@ class Context:
         if self._models.ranks.count > 1:
             raise UsageError("contexts of a model that several GPUs share cannot be saved yet")
 
+    @torch.inference_mode()
     def begin(self, scored: int) -> None:
         """Once the text is what the next pass follows: chooses chunks anew by the last `scored`
         tokens that were fed, and starts the pass's copies. Raises LinkError.
         """
         self._tell("begin", scored)
+        # Before the next pass's copies, or it would wait behind them.
+        self.refresh(scored)
+        self.passes.begin()
+
+    def refresh(self, scored: int) -> None:
+        """Chooses chunks anew by the last `scored` tokens that were fed. Raises LinkError."""
         if self.retrieval:
-            # Before the next pass's copies, or it would wait behind them.
             began = time.perf_counter()
             self.retrieval.refresh(scored)
             self.passes.trace.host("refresh", began, time.perf_counter() - began)
-        self.passes.begin()
 
     def verify(self, tokens: torch.Tensor) -> torch.Tensor:
         """A pass over tokens [n] that follow what is kept: float32 logits after each, [n, vocab].
@@ -202,12 +193,36 @@ class Context:
         Raises LinkError.
         """
         self._tell("verify", tokens)
-        passes, self.logits = self.passes, None
-        if self.retrieval:
-            self.retrieval.expect(tokens.shape[0])
+        passes = self.passes
+        feed = self.feed(Ask(tokens))
         passes.begin()
-        feed = Feed.text(tokens, passes.length, self.model.device)
         return self._told(self.model.forward(feed, passes.weights, passes.cache))
+
+    def feed(self, ask: Ask) -> Feed:
+        """What a pass that was asked for is over."""
+        self.logits = None
+        if self.retrieval:
+            self.retrieval.expect(ask.tokens.shape[0])
+        start, device = self.passes.length, self.model.device
+        if ask.parents is None:
+            return Feed.text(ask.tokens, start, device)
+        return Feed.tree(ask.tokens, start, ask.parents, device)
+
+    def computed(self, logits: torch.Tensor, ask: Ask) -> None:
+        """Takes the logits of a pass that was asked for and that others shared."""
+        self.logits = logits if self.tells_logits else None
+        if ask.is_kept:
+            self.passes.keep([0])
+
+    @torch.inference_mode()
+    def run(self, ask: Ask) -> torch.Tensor:
+        """A pass that was asked for: float32 logits after each row, [rows, vocab].
+
+        Raises LinkError.
+        """
+        if ask.is_kept:
+            return self.feed_one(ask.tokens, ask.more)
+        return self.verify(ask.tokens)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps a path of the rows that the last pass fed, and forgets the others."""
@@ -338,7 +353,7 @@ class Context:
         self.passes.lend(freed - self._lent_bytes)
         self._lent_bytes = freed
 
-    def _shared(self, tokens: Sequence[int]) -> int:
+    def shared(self, tokens: Sequence[int]) -> int:
         """How many tokens a prompt shares with what is kept. Its last token is always read anew:
         what follows is drawn from its logits.
         """
@@ -363,25 +378,3 @@ class Context:
                 feed, self.passes.weights, cache, chunk=PREFILL_CHUNK, each_layer=each_layer
             )
             return hidden[-1:].clone()
-
-    def _add_retrieval(self, models: Models) -> None:
-        runtime, method, demand = models.runtime, models.method, models.runtime.demand
-        score, resources = POLICIES[method.retrieval], self._level_resources
-        scores = ChunkScores(
-            demand.kv, method.chunk_size, demand.context_tokens, score, runtime.memory
-        )
-        self._scores = scores
-        resources.callback(scores.close)
-        self.passes.collect(scores)
-        resources.callback(self.passes.collect, None)
-        self.retrieval = retrieval_cache(models, self.passes.kv, scores)
-        resources.callback(self.retrieval.close)
-        self.level = ResidentModel(
-            models.target,
-            ResidentWeights(runtime.weights, models.substitutes, upper=models.reads_upper),
-            self.retrieval.kv,
-            models.recorder,
-            runtime.trace,
-            "retrieval model",
-        )
-        resources.callback(self.level.close)

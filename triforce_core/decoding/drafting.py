@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from triforce_core.decoding.acceptance import Rule
-from triforce_core.decoding.autoregressive import Autoregressive, Decoder
+from triforce_core.decoding.autoregressive import Autoregressive
 from triforce_core.decoding.context import Context
+from triforce_core.decoding.decoder import Decoder
 from triforce_core.decoding.draft_length import Auto, DraftLength, Fixed
 from triforce_core.decoding.hierarchy import Hierarchy, RetrievalModel
 from triforce_core.decoding.levels import Middle, Tallies
@@ -77,6 +78,9 @@ class Drafting:
         `Context.lend` may lend once that is gone what was given back.
         """
         models, runtime = self._models, self._models.runtime
+        if runtime.demand.sequences > 1:
+            # Other contexts use what would be dropped.
+            return False
         if runtime.streams and 2 * context.passes.length < runtime.demand.context_tokens:
             # Little streams in passes over a short text: what drafts are worth there says nothing.
             return False

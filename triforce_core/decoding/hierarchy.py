@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Sequence
 
 import torch
 
 from triforce_core.decoding.acceptance import Rule
-from triforce_core.decoding.autoregressive import Step
-from triforce_core.decoding.context import Context, Prompt
+from triforce_core.decoding.context import Context
+from triforce_core.decoding.decoder import Ask, Prompt, Step
 from triforce_core.decoding.draft_length import DraftLength
 from triforce_core.decoding.laws import laws
-from triforce_core.decoding.levels import Proposer, Round, Tally, check_token, speculate
+from triforce_core.decoding.levels import Offer, Proposer, Round, Tally, check_token, offer, settle
 from triforce_core.params import SamplingParams
-
-
-class Target:
-    """The full model as a verifier: a pass over weights and KV wherever they live."""
-
-    def __init__(self, context: Context, params: SamplingParams) -> None:
-        self.device = context.model.device
-        self._context = context
-        self._params = params
-
-    def laws(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Verifier.laws."""
-        context = self._context
-        return laws(context.verify(tokens), self._params, context.text, tokens[1:])
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Verifier.keep."""
-        self._context.keep(rows)
-
 
 # Logits of what drafts lie within these.
 _MOST_LOGIT = 1e30
@@ -84,45 +64,47 @@ class Hierarchy:
         self._proposer = proposer
         self._length = length
         self._stops = stops
-        self._target = Target(context, params)
         self._prompt: Prompt | None = None
+        self._offer: Offer | None = None
 
     def start(self, prompt: Prompt) -> None:
         """Decoder.start."""
         self._prompt = prompt
 
     @torch.inference_mode()
-    def step(self, remaining: int) -> Step:
-        """Decoder.step."""
-        context = self._context
+    def ask(self, remaining: int) -> Ask | None:
+        """Decoder.ask."""
         if self._prompt is not None:
-            step, scored = self._first(self._prompt), self._prompt.scored
-            self._prompt = None
-        else:
-            step = self._round(remaining)
-            scored = len(step.tokens)
-        context.text.commit(step.tokens)
-        if len(step.tokens) < remaining and self._stops.isdisjoint(step.tokens):
-            context.begin(scored)
+            return None
+        count = self._length.choose(remaining - 1)
+        context = self._context
+        self._offer = offer(self._proposer, context.text, count, context.model.device)
+        return Ask(self._offer.fed)
+
+    @torch.inference_mode()
+    def take(self, logits: torch.Tensor | None, seconds: float) -> Step:
+        """Decoder.take."""
+        step = self._first() if logits is None else self._round(logits, seconds)
+        self._context.text.commit(step.tokens)
         return step
 
-    def _first(self, prompt: Prompt) -> Step:
+    def _first(self) -> Step:
+        prompt, self._prompt = self._prompt, None
         law = laws(prompt.logits, self._params, self._context.text)
         tokens = self._rule.draw(law, self._context.text.committed).tolist()
         self._context.arrived()
         check_token(tokens[0])
-        return Step(tokens, 0)
+        return Step(tokens, scored=prompt.scored)
 
-    def _round(self, remaining: int) -> Step:
-        context = self._context
-        count = self._length.choose(remaining - 1)
-        began = time.perf_counter()
-        outcome = speculate(self._proposer, self._target, self._rule, context.text, count)
+    def _round(self, logits: torch.Tensor, seconds: float) -> Step:
+        context, made = self._context, self._offer
+        own = laws(logits, self._params, context.text, made.fed[1:])
+        outcome = settle(made, own, self._rule, context.text, context.keep, seconds)
         context.arrived()
-        self._trace(began, outcome)
+        self._trace(made.began, outcome)
         self._tally.count(outcome)
         self._length.observe(outcome)
-        return Step(outcome.tokens, outcome.drafted)
+        return Step(outcome.tokens, outcome.drafted, outcome.whole, len(outcome.tokens))
 
     def _trace(self, began: float, outcome: Round) -> None:
         """Says in the trace what a round did."""

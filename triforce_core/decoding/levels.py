@@ -8,7 +8,7 @@ drafter below it and, by that, a proposer for the full model above it.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -81,6 +81,7 @@ class Round(NamedTuple):
     tokens: the accepted ones and the one the verifier drew itself; laws: theirs [tokens, vocab]
     peaks: the greatest probability of each law
     drafted: how many were proposed; confidence: how surely, if the proposer said
+    whole: whether the tokens end where the draft did
     warm: whether its seconds are those of any such round: no kernel was compiled in it and no graph
         recorded
     """
@@ -92,6 +93,7 @@ class Round(NamedTuple):
     confidence: Sequence[float]
     draft_seconds: float
     verify_seconds: float
+    whole: bool
     warm: bool = True
 
     @property
@@ -99,35 +101,77 @@ class Round(NamedTuple):
         return len(self.tokens) - 1
 
 
-def speculate(proposer: Proposer, verifier: Verifier, rule: Rule, text: Text, count: int) -> Round:
-    """Proposes up to `count` tokens and verifies them: one forward, one wait for the device.
+class Offer(NamedTuple):
+    """A draft on its way to its verifier.
 
-    Raises CheckpointError if a level computes something that is no number.
+    draft: of token ids, whatever was proposed; raw: its tokens as they were proposed, -1 from a law
+        that was no number
+    fed: what the verifier is fed, the text's last token and the draft
+    began, seconds: when proposing began, and how long it took; events: `warmup.events` by then
     """
+
+    draft: Draft
+    raw: torch.Tensor
+    fed: torch.Tensor
+    began: float
+    seconds: float
+    events: int
+
+
+def offer(proposer: Proposer, text: Text, count: int, device: torch.device) -> Offer:
+    """Proposes up to `count` tokens."""
     began, events = time.perf_counter(), warmup.events()
     draft = proposer.propose(text, count)
-    last = put(text.tokens[-1:], verifier.device)
-    proposed = time.perf_counter()
-    # A damaged drafter's -1 is seen below, with everything else that one wait brings.
+    last = put(text.tokens[-1:], device)
+    # A damaged drafter's -1 is seen when its draft is settled.
     draft, raw = draft._replace(tokens=draft.tokens.clamp(min=0)), draft.tokens
-    laws = verifier.laws(torch.cat((last, draft.tokens)))
-    verdict = rule.accept(draft, laws, len(text.tokens))
+    fed = torch.cat((last, draft.tokens))
+    return Offer(draft, raw, fed, began, time.perf_counter() - began, events)
+
+
+def settle(
+    made: Offer,
+    laws: torch.Tensor,
+    rule: Rule,
+    text: Text,
+    keep: Callable[[Sequence[int]], None],
+    seconds: float,
+) -> Round:
+    """Holds a draft against the verifier's laws, [n + 1, vocab]: one wait for the device.
+
+    keep: Verifier.keep. seconds: that the verifier took
+    Raises CheckpointError if a level computes something that is no number.
+    """
+    began = time.perf_counter()
+    verdict = rule.accept(made.draft, laws, len(text.tokens))
     # Everything the host needs in one piece; float64 holds token ids exactly.
-    answers = (torch.stack((verdict.accepted, verdict.token)), raw, laws.amax(-1))
+    answers = (torch.stack((verdict.accepted, verdict.token)), made.raw, laws.amax(-1))
     numbers = torch.cat([answer.double() for answer in answers]).tolist()
     accepted, token, *drafted = map(int, numbers[: -laws.shape[0]])
     check_token(min((token, *drafted)))
-    verifier.keep(range(accepted + 1))
+    keep(range(accepted + 1))
     return Round(
         [*drafted[:accepted], token],
         laws[: accepted + 1],
         numbers[-laws.shape[0] :][: accepted + 1],
         len(drafted),
-        draft.confidence,
-        proposed - began,
-        time.perf_counter() - proposed,
-        warmup.events() == events,
+        made.draft.confidence,
+        made.seconds,
+        seconds + time.perf_counter() - began,
+        accepted == len(drafted),
+        warmup.events() == made.events,
     )
+
+
+def speculate(proposer: Proposer, verifier: Verifier, rule: Rule, text: Text, count: int) -> Round:
+    """Proposes up to `count` tokens and verifies them: one forward, one wait for the device.
+
+    Raises CheckpointError if a level computes something that is no number.
+    """
+    made = offer(proposer, text, count, verifier.device)
+    began = time.perf_counter()
+    laws = verifier.laws(made.fed)
+    return settle(made, laws, rule, text, verifier.keep, time.perf_counter() - began)
 
 
 def check_token(token: int) -> None:

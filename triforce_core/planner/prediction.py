@@ -133,14 +133,15 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
         - streamed
         + demand.head_bytes
         + (demand.embedding_bytes if placement.embedding_resident else 0),
-        "resident_kv_bytes": resident * block + demand.kv.tail_bytes(demand.max_pass_tokens),
+        "resident_kv_bytes": resident * block
+        + demand.sequences * demand.kv.tail_bytes(demand.max_pass_tokens),
         "substitutes_bytes": len(placement.substituted_layers) * demand.substitute_bytes,
         "drafting_bytes": demand.drafting_bytes
         + (demand.gather_bytes if resident < demand.kv_blocks else 0),
         "slots_bytes": placement.weight_slots * demand.slot_bytes(placement)
         + (placement.kv_slots + placement.staging_slots) * demand.kv.slot_bytes
-        + demand.kv.scratch_bytes,
-        "workspace_bytes": max(demand.reading_bytes, demand.pass_bytes + lent)
+        + demand.sequences * demand.kv.scratch_bytes,
+        "workspace_bytes": max(demand.temporary_bytes, demand.sequences * demand.pass_bytes + lent)
         + (demand.decoding_bytes if placement.substituted_layers else 0)
         + chosen.case.library_bytes,
         "lent_kv_bytes": lent,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offload.placement import Demand, Placement, share_blocks
-from offload.schedule import KV, WEIGHTS, Crossing, Kind, Places, pass_schedule
+from offload.schedule import KV, WEIGHTS, Crossing, Kind, KVPlaces, Places, pass_schedule
 from offload.simulate import ReadFromDisk, Timeline, Work, simulate
 from triforce_core.planner.costs import Costs
 
@@ -39,11 +39,12 @@ class RoundCost:
         """Between texts that are read: lent memory holds KV."""
         demand, placement = self.demand, self.placement
         resident = placement.resident_kv_blocks + placement.lent_kv_blocks
+        resident = min(resident, demand.kv_blocks) // demand.sequences
+        shares = share_blocks(resident, demand.layers)
         return Places(
             streamed_layers=frozenset(placement.streamed_layers),
             layer_bytes=[demand.crossing_bytes(layer, placement) for layer in range(demand.layers)],
-            kv_blocks=[self._blocks] * demand.layers,
-            resident_blocks=share_blocks(min(resident, demand.kv_blocks), demand.layers),
+            texts=[KVPlaces([self._blocks] * demand.layers, shares)],
             block_bytes=demand.kv.block_bytes,
         )
 
@@ -51,7 +52,7 @@ class RoundCost:
     def link_bytes(self) -> int:
         """What a pass brings to the device."""
         places = self.places
-        blocks = sum(max(0, self._blocks - share) for share in places.resident_blocks)
+        blocks = sum(max(0, self._blocks - share) for share in places.texts[0].resident)
         weights = self.demand.streamed_bytes(self.placement)
         return weights + blocks * places.block_bytes
 

@@ -66,6 +66,7 @@ class Wanted:
         should not have to, what that takes is found when it does
     widens: whether products of half precision are made in float32 (`kernels/linear`)
     kv_in_planes: whether blocks of KV are kept in planes
+    sequences: texts that passes are over at once
     """
 
     config: ModelConfig
@@ -81,6 +82,7 @@ class Wanted:
     layouts: Layouts | None = None
     widens: bool = False
     kv_in_planes: bool = False
+    sequences: int = 1
 
     @property
     def weights(self) -> Layouts:
@@ -146,13 +148,14 @@ class Wanted:
             decoding_bytes=groups_bytes(config, verified, self._largest, itemsize)
             if substitute
             else 0,
+            sequences=self.sequences,
         )
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all layers and of a full context's KV, wherever they lie. Raises UsageError."""
+        """Bytes of all layers and of full contexts' KV, wherever they lie. Raises UsageError."""
         shape = self._kv_shape()
-        blocks = self.max_context // shape.block_tokens * self.config.layers
+        blocks = self.sequences * (self.max_context // shape.block_tokens) * self.config.layers
         return sum(layer.nbytes for layer in self.weights.layers) + blocks * shape.block_bytes
 
     def _product_bytes(self, tokens: int) -> int:
@@ -188,19 +191,21 @@ class Wanted:
     def _gather_bytes(self, shape: KVShape, budget: int) -> int:
         if not budget or not self.gathers_through_host:
             return 0
-        return reader_bytes(shape, fitting_budget(budget, self.method.chunk_size, self.max_context))
+        fitting = fitting_budget(budget, self.method.chunk_size, self.max_context)
+        return self.sequences * reader_bytes(shape, fitting)
 
     def _drafting_bytes(self, shape: KVShape, budget: int) -> int:
         longest, total = self.method.max_draft_tokens, 0
         if self.drafter:
-            total += small_model_parts_bytes(self.drafter, shape, longest)
+            total += small_model_parts_bytes(self.drafter, shape, longest, self.sequences)
             total += law_bytes(self.drafter, 1)
             total += forward_bytes(self.drafter, _CATCH_UP, self.dtype.itemsize)
         if budget:
             chunk, context = self.method.chunk_size, self.max_context
-            total += retrieval_bytes(shape, budget, chunk, longest, context)
+            total += self.sequences * retrieval_bytes(shape, budget, chunk, longest, context)
         if self.graphs:
             for recorded in (self.config if budget else None, self.drafter):
                 if recorded:
-                    total += graph_bytes(recorded, LONGEST_RECORDED, self.dtype.itemsize)
+                    graphs = graph_bytes(recorded, LONGEST_RECORDED, self.dtype.itemsize)
+                    total += self.sequences * graphs
         return total

@@ -25,13 +25,15 @@ def small_model_shape(config: ModelConfig, like: KVShape) -> KVShape:
     return kv_shape(config, 1, like.dtype)
 
 
-def small_model_parts_bytes(config: ModelConfig, like: KVShape, max_draft_tokens: int) -> int:
-    """Device bytes of a small model that drafts and of its window, without its temporaries."""
+def small_model_parts_bytes(
+    config: ModelConfig, like: KVShape, max_draft_tokens: int, windows: int = 1
+) -> int:
+    """Device bytes of a small model that drafts and of its windows, without its temporaries."""
     ends = head_layout(config, like.dtype).nbytes
     if not config.tied:
         ends += embedding_layout(config, like.dtype).nbytes
     window = dense_bytes(small_model_shape(config, like), window_tokens(config, max_draft_tokens))
-    return ends + config.layers * layer_layout(config, like.dtype).nbytes + window
+    return ends + config.layers * layer_layout(config, like.dtype).nbytes + windows * window
 
 
 def own_tokens(chunk_tokens: int, max_draft_tokens: int) -> int:

@@ -20,6 +20,7 @@ from offload.kv.store import KVStore
 from offload.link.emulated import EmulatedLink
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context, Interrupted
+from triforce_core.decoding.decoder import advance
 from triforce_core.decoding.levels import Tallies, Tally
 
 CONTEXT = 160
@@ -87,7 +88,8 @@ def test_logits_equal_those_of_a_fresh_model_whatever_the_context_held(
             )
             decoder.start(read)
             for _ in range(choose.randint(0, 4)):
-                decoder.step(16)
+                advance(decoder, context.run, 16)
+                context.begin(1)
             known = context.text.tokens
             context.passes.end()
         assert reused > 300

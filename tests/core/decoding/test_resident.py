@@ -73,15 +73,19 @@ def test_rounds_know_whether_anything_was_recorded_in_them(tiny, monkeypatch) ->
     path, _ = tiny("llama")
     options = {"device": "cpu", "max_context": 200, "method": "triforce", "draft": "none"}
     rounds, recorder = [], ReplayRecorder()
-    original = hierarchy.speculate
+    propose, settle, known = hierarchy.offer, hierarchy.settle, []
 
-    def watched(*values):
-        before = recorder.recorded
-        outcome = original(*values)
-        rounds.append((outcome.warm, recorder.recorded == before))
+    def proposing(*values):
+        known.append(recorder.recorded)
+        return propose(*values)
+
+    def settling(*values):
+        outcome = settle(*values)
+        rounds.append((outcome.warm, recorder.recorded == known[-1]))
         return outcome
 
-    monkeypatch.setattr(hierarchy, "speculate", watched)
+    monkeypatch.setattr(hierarchy, "offer", proposing)
+    monkeypatch.setattr(hierarchy, "settle", settling)
     with Engine.from_pretrained(path, draft_tokens=5, budget=48, **options) as engine:
         engine.models = replace(engine.models, recorder=recorder)
         engine.generate(random_ids(100), greedy(60))

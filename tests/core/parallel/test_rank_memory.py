@@ -17,6 +17,7 @@ from triforce_core.engine import Engine
 from triforce_core.loading import load
 from triforce_core.model.checkpoint import open_checkpoint
 from triforce_core.settings import EngineConfig
+from triforce_core.starting import Loaded
 
 
 class Deaf(Silent):
@@ -60,7 +61,8 @@ def test_accounted_bytes_cover_what_a_rank_allocates(
         with closing(open_checkpoint(tmp_path)) as checkpoint:
             whole = checkpoint.config
             models = load(checkpoint, config, 1520, None, lambda *_: None, Deaf(rank))
-            with Engine("m", models, None, 0.0, lambda *_: None, config=whole) as engine:
+            loaded = Loaded(models, None, "m", 0.0, whole, "", None)
+            with Engine(loaded, lambda *_: None) as engine:
                 engine.generate(random_ids(1500), SamplingParams(max_new_tokens=20))
                 peaks.append(models.runtime.memory.peak_bytes)
 

@@ -1,0 +1,206 @@
+"""Several requests at once: each pass of the full model is over all of them.
+
+What streams of the weights, and what of them is read from the device's memory, is paid once a pass.
+Requests come and go between passes; each has a context, a draft, coins and an end of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from offload.feed import Feed
+from offload.joint import JointPasses
+from offload.runtime import Runtime
+from triforce_core.decoding.context import Context
+from triforce_core.params import SamplingParams
+from triforce_core.request import Request
+from triforce_core.stream import Completion, Piece
+from triforce_core.text import TextStream
+
+# Called with what a request gives: text, then its completion or its error.
+Receiver = Callable[[Piece | Completion | BaseException], None]
+
+
+@dataclass(eq=False)
+class Member:
+    """A request in a batch, and who is told its text."""
+
+    request: Request
+    context: Context
+    prompt: list[int]
+    text: TextStream
+    receive: Receiver
+    reuse: bool = True
+    interrupted: threading.Event = field(default_factory=threading.Event)
+
+    def interrupt(self) -> None:
+        """Ends it within one pass; what it gave so far is its result. May come from any thread."""
+        self.interrupted.set()
+
+
+class Batch:
+    """Runs members together, `step` by step, in the thread that calls it."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        each_layer: Callable[[int], None],
+        ended: Callable[[Context, bool], None],
+    ) -> None:
+        """each_layer: called while a prompt is read, with each layer's index. ended: is told when a
+        member's context is free, and whether it may be used again.
+        """
+        self._passes: JointPasses = runtime.joint_passes()
+        self._runtime = runtime
+        self._each_layer = each_layer
+        self._ended = ended
+        self._new: list[Member] = []
+        self._going: list[Member] = []
+
+    @property
+    def members(self) -> list[Member]:
+        """Those that have not ended."""
+        return self._going + self._new
+
+    def add(self, member: Member) -> None:
+        """Takes a request in: the next step reads its prompt."""
+        self._new.append(member)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Reads prompts that are new, then runs one pass for all members and tells each what it
+        gave. What goes wrong with a prompt is told to its member alone, and what goes wrong in a
+        pass to all: they have ended then.
+        """
+        while self._new:
+            member = self._new.pop(0)
+            with self._failing([member]):
+                self._read(member)
+        if members := self._going:
+            self._going = []
+            with self._failing(members):
+                self._pass(members)
+
+    def close(self) -> None:
+        """Ends all members: what they gave so far is their result."""
+        for member in self.members:
+            member.interrupt()
+        while self.members:
+            self.step()
+
+    def _read(self, member: Member) -> None:
+        request = member.request
+        request.read(
+            member.prompt,
+            member.text,
+            self._each_layer,
+            member.interrupted,
+            reuse=member.reuse,
+        )
+        pieces = [] if request.reason else request.take(None, 0.0)
+        self._settle(member, pieces)
+
+    def _pass(self, members: Sequence[Member]) -> None:
+        self._passes.begin([member.context.passes for member in members])
+        asks = [member.request.ask() for member in members]
+        feeds = [m.context.feed(ask) for m, ask in zip(members, asks, strict=True)]
+        began = time.perf_counter()
+        logits = self._computed(members[0].context, feeds)
+        # Or the first of them would count the pass as its own.
+        self._runtime.link.synchronize()
+        seconds = (time.perf_counter() - began) / len(members)
+        taken = []
+        for member, ask, own in zip(members, asks, logits, strict=True):
+            member.context.computed(own, ask)
+            taken.append(member.request.take(own, seconds))
+        for member, pieces in zip(members, taken, strict=True):
+            self._settle(member, pieces)
+
+    def _computed(self, any_of_them: Context, feeds: Sequence[Feed]) -> Sequence[torch.Tensor]:
+        """Logits of each member's rows."""
+        model = any_of_them.model
+        hidden = model.forward(Feed.side_by_side(feeds), self._passes.weights, self._passes.cache)
+        return model.logits(hidden).split([feed.rows for feed in feeds])
+
+    def _settle(self, member: Member, pieces: Sequence[Piece]) -> None:
+        """Tells what a member's request gave; it goes on, or has ended."""
+        request = member.request
+        if not request.reason:
+            request.refresh()
+        for piece in pieces:
+            member.receive(piece)
+        if not request.reason:
+            self._going.append(member)
+            return
+        last = list(request.finish())
+        self._ended(member.context, True)
+        for piece in last:
+            member.receive(piece)
+
+    @contextmanager
+    def _failing(self, members: Sequence[Member]) -> Iterator[None]:
+        """Tells members of what goes wrong. Interrupts from the keyboard go on from here."""
+        try:
+            with self._runtime.memory.typed_errors(), self._runtime.memory.current():
+                yield
+        except BaseException as error:
+            self._passes.end()
+            for member in members:
+                if member in self._going:
+                    self._going.remove(member)
+                self._ended(member.context, False)
+                with suppress(Exception):
+                    member.receive(error)
+            if not isinstance(error, Exception):
+                raise
+
+
+class Serving(Protocol):
+    """An engine, as far as `run_all` asks."""
+
+    has_room: bool
+
+    def add_request(
+        self, prompt: Any, params: Any, receive: Receiver, *, reuse: bool = True
+    ) -> Member: ...
+
+    def step(self) -> bool: ...
+
+    def interrupt(self) -> None: ...
+
+
+def run_all(
+    engine: Serving,
+    prompts: Sequence[str | Sequence[int]],
+    params: Sequence[SamplingParams | None],
+    *,
+    reuse: bool,
+) -> list[Completion]:
+    """Runs requests to their ends, as many at once as there is room for.
+
+    Raises the error of the first that has one, once all that are under way have ended.
+    """
+    results: dict[int, Piece | Completion | BaseException] = {}
+    waiting = deque(enumerate(zip(prompts, params, strict=True)))
+    error, going = None, True
+    while going or (waiting and error is None):
+        while waiting and error is None and engine.has_room:
+            index, (prompt, own) = waiting.popleft()
+            engine.add_request(prompt, own, partial(results.__setitem__, index), reuse=reuse)
+        going = engine.step()
+        failed = next((r for r in results.values() if isinstance(r, BaseException)), None)
+        if failed is not None and error is None:
+            error = failed
+            engine.interrupt()
+    if error is not None:
+        raise error
+    return [results[index] for index in range(len(prompts))]

@@ -1,0 +1,59 @@
+"""The contexts of an engine: as many as texts that it may work on at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from triforce_core.decoding.context import Context
+
+
+class Contexts:
+    """Contexts, made when they are first needed. One that is free keeps what was computed for its
+    text: a prompt that begins alike reads only what is new.
+    """
+
+    def __init__(self, make: Callable[[], Context], most: int) -> None:
+        """make: makes a context. Raises what that raises."""
+        self._make = make
+        self._most = most
+        self._all: list[Context] = []
+        self._taken: list[Context] = []
+
+    @property
+    def latest(self) -> Context | None:
+        """The one that was in use last, if there is one."""
+        return self._all[-1] if self._all else None
+
+    @property
+    def have_room(self) -> bool:
+        """Whether another could be taken."""
+        return len(self._taken) < self._most
+
+    def take(self, tokens: Sequence[int]) -> Context:
+        """The free one that shares most with some tokens; or a new one, as long as there may be
+        more, rather than one with which too little would be kept. Raises DoesNotFitError.
+        """
+        free = [each for each in self._all if each not in self._taken]
+        best = max(free, key=lambda each: each.shared(tokens), default=None)
+        makes = len(self._all) < self._most
+        if best is None or (makes and 2 * best.shared(tokens) < best.passes.length):
+            best = self._make()
+        elif 2 * best.shared(tokens) < best.passes.length:
+            # The one that was in use longest ago.
+            best = free[0]
+        self._all = [each for each in self._all if each is not best] + [best]
+        self._taken.append(best)
+        return best
+
+    def give_back(self, context: Context, sound: bool) -> None:
+        """A context is free; it is closed if it is of no use any more."""
+        self._taken.remove(context)
+        if not sound:
+            self._all.remove(context)
+            context.close()
+
+    def close(self) -> None:
+        """Closes all, in use or not."""
+        while self._all:
+            self._all.pop().close()
+        self._taken.clear()

@@ -1,0 +1,31 @@
+"""The timeline of a request, of all ranks, as a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offload.link.trace import write_spans
+from triforce_core.decoding.models import Models
+
+_TOLD = ("method", "model", "device", "dtype", "prompt_tokens", "new_tokens", "link")
+
+
+def clear_timeline(models: Models) -> None:
+    """Forgets what was traced so far, on all ranks. Raises RankError."""
+    models.ranks.tell("clear")
+    models.runtime.trace.clear()
+
+
+def write_timeline(models: Models, path: Path, stats: Mapping[str, Any]) -> None:
+    """Writes what was traced. stats: of the request. Raises OutputError or RankError."""
+    asked = time.perf_counter()
+    answers = models.ranks.ask("spans")
+    here = (asked + time.perf_counter()) / 2
+    # Machines have clocks of their own; ranks of one machine have one.
+    apart = models.ranks.here < models.ranks.count
+    spans = [[span.later(here - now if apart else 0.0) for span in spans] for now, spans in answers]
+    about = {name: stats[name] for name in _TOLD}
+    write_spans([models.runtime.trace.spans(), *spans], path, about)
