@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         DoesNotFitError,
         LinkError,
         OutputError,
+        RankError,
         TriforceError,
         UnsupportedModelError,
         UsageError,

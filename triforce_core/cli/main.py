@@ -99,6 +99,17 @@ def _add_env_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _completion(args: argparse.Namespace) -> int:
+    from triforce_core.cli.completion import completion
+
+    print(completion(_parser()[0], args.shell))
+    return 0
+
+
+def _add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh"), help="that is to complete")
+
+
 def _bench(args: argparse.Namespace) -> int:
     from triforce_core.cli.bench import bench
 
@@ -146,6 +157,12 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
             "look for what is wrong with a model on disk: headers, hashes, numbers",
         ),
         ("env", _env, _add_env_arguments, "show what was found on this machine"),
+        (
+            "completion",
+            _completion,
+            _add_completion_arguments,
+            "print a script by which a shell completes commands, options and files",
+        ),
     ):
         command = commands.add_parser(name, parents=[common], help=text, formatter_class=_Help)
         command.set_defaults(run=run, parser=command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,7 +262,10 @@ def resolve(model: str | Path) -> Path:
     except TriforceError:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        # The hub's own errors begin with a status and the number of a request.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        told = [line for line in lines if not re.match(r"\d{3} \w+ Error", line)]
+        reason = (told or lines or [type(error).__name__])[0]
         raise CheckpointError(f"cannot download {name} from the hub: {reason}") from error
 
 

@@ -74,3 +74,23 @@ def test_a_plans_drafter_is_not_written_over(speaking, tmp_path, capsys) -> None
     )
     assert code == 2
     assert "belongs to" in err
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("401 Client Error. (Request ID: 1)\n\nCannot access gated repo for url u.\nMore", "gated"),
+        ("Cannot find a snapshot.\nMore", "Cannot find a snapshot."),
+        ("503 Server Error. (Request ID: 1)", "503 Server Error. (Request ID: 1)"),
+        ("", "OSError"),
+    ],
+)
+def test_what_the_hub_refuses_is_told(monkeypatch, capsys, said: str, told: str) -> None:
+    def refuse(*_: object, **__: object) -> str:
+        raise OSError(said)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    code, out, err = run(capsys, "generate", "owner/name", "-p", "x")
+    assert (code, out, err.count("\n")) == (4, "", 1)
+    assert err.startswith("triforce: cannot download owner/name from the hub: ")
+    assert told in err

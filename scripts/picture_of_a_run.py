@@ -1,0 +1,76 @@
+"""A picture of a run as a terminal shows it: the demo's model and text, over an EMULATED link.
+
+    python scripts/picture_of_a_run.py [--output docs/run.svg] [any option of `triforce generate`]
+
+Colours say where the text came from. Lines of progress, which a terminal takes away again, are left
+out; everything else is what the command wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from io import StringIO
+from pathlib import Path
+
+from demo import MANUAL_CHARACTERS, QUESTION
+from material import manual, model_file
+from rich.console import Console
+from rich.text import Text
+
+# All weights fit into this memory, and of the KV cache about a third.
+DEVICE = (
+    *("--device", "cpu", "--device-memory", "780MiB", "--link-bandwidth", "2GB/s"),
+    *("--budget", "1024"),
+)
+COLUMNS = 104
+_PROGRESS = re.compile(r"^(loading|reading the prompt): \d+ of \d+ layers\n", re.MULTILINE)
+# Fonts from elsewhere, which a picture in a page may not fetch.
+_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("docs/run.svg"))
+    args, options = parser.parse_known_args()
+    model = model_file()
+    command = [
+        *("triforce", "generate", model.name, "--prompt-file", "manual.txt", "--chat"),
+        *DEVICE,
+        *("--color-levels", "--max-new-tokens", "120", "--seed", "2", *options),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        # Beside each other, so that the command says nothing of this machine.
+        (Path(folder) / model.name).symlink_to(model)
+        text = f"Here is a part of the Python manual:\n\n{manual(MANUAL_CHARACTERS)}\n\n{QUESTION}"
+        (Path(folder) / "manual.txt").write_text(text, "utf-8")
+        ran = subprocess.run(
+            [sys.executable, "-P", "-m", "triforce_core.cli", *command[1:]],
+            cwd=folder,
+            env={**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(COLUMNS)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    print(ran.stdout)
+    if ran.returncode == 0:
+        args.output.write_text(picture(shlex.join(command), ran.stdout), "utf-8")
+    return ran.returncode
+
+
+def picture(command: str, output: str) -> str:
+    """An SVG of a command and what it wrote."""
+    console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
+    console.print(Text(f"$ {command}\n", style="bold"))
+    console.print(Text.from_ansi(_PROGRESS.sub("", output)))
+    return _FONTS.sub("", console.export_svg(title="triforce generate", unique_id="run"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
