@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -32,7 +32,10 @@ Receiver = Callable[[Piece | Completion | BaseException], None]
 
 @dataclass(eq=False)
 class Member:
-    """A request in a batch, and who is told its text."""
+    """A request in a batch, and who is told its text.
+
+    ended: whether its context is free
+    """
 
     request: Request
     context: Context
@@ -40,6 +43,7 @@ class Member:
     text: TextStream
     receive: Receiver
     reuse: bool = True
+    ended: bool = False
     interrupted: threading.Event = field(default_factory=threading.Event)
 
     def interrupt(self) -> None:
@@ -48,7 +52,9 @@ class Member:
 
 
 class Batch:
-    """Runs members together, `step` by step, in the thread that calls it."""
+    """Runs members together, `step` by step, in the thread that calls it. One that could have no
+    company is run as `Request.run` does.
+    """
 
     def __init__(
         self,
@@ -59,12 +65,14 @@ class Batch:
         """each_layer: called while a prompt is read, with each layer's index. ended: is told when a
         member's context is free, and whether it may be used again.
         """
+        self._alone = runtime.demand.sequences == 1
         self._passes: JointPasses = runtime.joint_passes()
         self._runtime = runtime
         self._each_layer = each_layer
         self._ended = ended
         self._new: list[Member] = []
         self._going: list[Member] = []
+        self._raised: list[Exception] = []
 
     @property
     def members(self) -> list[Member]:
@@ -79,7 +87,7 @@ class Batch:
     def step(self) -> None:
         """Reads prompts that are new, then runs one pass for all members and tells each what it
         gave. What goes wrong with a prompt is told to its member alone, and what goes wrong in a
-        pass to all: they have ended then.
+        pass to all: they have ended then. What a receiver raises ends its member, and is raised.
         """
         while self._new:
             member = self._new.pop(0)
@@ -89,6 +97,10 @@ class Batch:
             self._going = []
             with self._failing(members):
                 self._pass(members)
+        if self._raised:
+            error, *_ = self._raised
+            self._raised.clear()
+            raise error
 
     def close(self) -> None:
         """Ends all members: what they gave so far is their result."""
@@ -110,6 +122,10 @@ class Batch:
         self._settle(member, pieces)
 
     def _pass(self, members: Sequence[Member]) -> None:
+        if self._alone:
+            for member in members:
+                self._settle(member, member.request.step())
+            return
         self._passes.begin([member.context.passes for member in members])
         asks = [member.request.ask() for member in members]
         feeds = [m.context.feed(ask) for m, ask in zip(members, asks, strict=True)]
@@ -134,17 +150,33 @@ class Batch:
     def _settle(self, member: Member, pieces: Sequence[Piece]) -> None:
         """Tells what a member's request gave; it goes on, or has ended."""
         request = member.request
-        if not request.reason:
+        if not request.reason and self._alone:
+            request.begin()
+        elif not request.reason:
             request.refresh()
         for piece in pieces:
-            member.receive(piece)
+            self._tell(member, piece)
         if not request.reason:
+            if self._alone:
+                request.drop_what_never_pays()
             self._going.append(member)
             return
         last = list(request.finish())
-        self._ended(member.context, True)
+        self._free(member, sound=True)
         for piece in last:
-            member.receive(piece)
+            self._tell(member, piece)
+
+    def _tell(self, member: Member, item: Piece | Completion | BaseException) -> None:
+        try:
+            member.receive(item)
+        except Exception as error:
+            member.interrupt()
+            self._raised.append(error)
+
+    def _free(self, member: Member, *, sound: bool) -> None:
+        if not member.ended:
+            member.ended = True
+            self._ended(member.context, sound)
 
     @contextmanager
     def _failing(self, members: Sequence[Member]) -> Iterator[None]:
@@ -157,9 +189,9 @@ class Batch:
             for member in members:
                 if member in self._going:
                     self._going.remove(member)
-                self._ended(member.context, False)
-                with suppress(Exception):
-                    member.receive(error)
+                if not member.ended:
+                    self._free(member, sound=False)
+                    self._tell(member, error)
             if not isinstance(error, Exception):
                 raise
 

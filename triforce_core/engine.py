@@ -54,7 +54,7 @@ class Engine:
         self.progress = progress
         self._loaded = loaded
         self._contexts = Contexts(self._new_context, self.runtime.demand.sequences)
-        self._batch = Batch(self.runtime, self._report_layer, self._contexts.give_back)
+        self._batch = Batch(self.runtime, self._report_layer, self._freed)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._streaming = self._closed = False
 
@@ -335,6 +335,11 @@ class Engine:
             "the model has" if limit == self.config.positions else "the engine was made for",
         )
         return params, token_ids, guide_of(params, self.tokenizer, self.config)
+
+    def _freed(self, context: Context, sound: bool) -> None:
+        if not sound:
+            self.models.ranks.recover()
+        self._contexts.give_back(context, sound)
 
     def _check_free(self) -> None:
         if self._closed:

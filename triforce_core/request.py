@@ -72,15 +72,12 @@ class Request:
         """Yields text as each pass lands, then the Completion. See `read`."""
         self.read(prompt, text, each_layer, interrupted, reuse=reuse)
         while not self.reason:
-            ask, began = self.ask(), time.perf_counter()
-            with self._on_device():
-                logits = None if ask is None else self._context.run(ask)
-            pieces = self.take(logits, time.perf_counter() - began)
+            pieces = self.step()
             if not self.reason:
-                self._begin()
+                self.begin()
             yield from pieces
             if not self.reason:
-                self._drop_what_never_pays()
+                self.drop_what_never_pays()
         yield from self.finish()
 
     def read(
@@ -118,6 +115,16 @@ class Request:
             self.reason = "interrupted"
         self._before = context.passes.counters
         self._retrieval = context.retrieval
+
+    def step(self) -> list[Piece]:
+        """A pass for this request alone: the text of the tokens that it gave.
+
+        Raises LinkError or CheckpointError.
+        """
+        ask, began = self.ask(), time.perf_counter()
+        with self._on_device():
+            logits = None if ask is None else self._context.run(ask)
+        return self.take(logits, time.perf_counter() - began)
 
     def ask(self) -> Ask | None:
         """See `Decoder.ask`."""
@@ -170,8 +177,8 @@ class Request:
             with self._on_device():
                 self._context.refresh(self._step.scored)
 
-    def _begin(self) -> None:
-        """The same, and starts the pass's copies."""
+    def begin(self) -> None:
+        """The same, and starts the copies of a pass for this request alone."""
         if self._step.scored is not None:
             with self._on_device():
                 self._context.begin(self._step.scored)
@@ -195,7 +202,8 @@ class Request:
             self._context, self._params, self._rule, self._stops, self._tallies
         )
 
-    def _drop_what_never_pays(self) -> None:
+    def drop_what_never_pays(self) -> None:
+        """See `Drafting.drop_lost`."""
         with self._on_device():
             if self._drafting.drop_lost(self._context):
                 # The old decoder holds on to what was dropped.

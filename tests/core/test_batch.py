@@ -262,3 +262,48 @@ def test_all_texts_fit_in_what_was_planned(tiny, method: str) -> None:
         memory = ours.runtime.memory
         assert all(len(result.token_ids) == NEW for result in results)
         assert memory.peak_bytes <= memory.limit_bytes
+
+
+def test_what_a_receiver_raises_is_raised_and_ends_its_request_alone(tiny) -> None:
+    path, _ = tiny("llama")
+    with engine(path, "ngram") as ours:
+        expected = ours.generate(prompts()[4], greedy(NEW)).token_ids
+        ours.forget()
+
+        def refuses(item: object) -> None:
+            raise ZeroDivisionError(type(item).__name__)
+
+        told: list = []
+        ours.add_request(prompts()[3], greedy(NEW), refuses)
+        ours.add_request(prompts()[4], greedy(NEW), told.append)
+        raised = []
+        while ours._batch.members:
+            try:
+                ours.step()
+            except ZeroDivisionError as error:
+                raised.append(str(error))
+    # The model has no tokenizer, so there are no pieces.
+    assert raised == ["Completion"]
+    assert told[-1].token_ids == expected
+
+
+def test_an_interrupt_from_the_keyboard_goes_through_and_leaves_the_engine_usable(
+    tiny, monkeypatch
+) -> None:
+    path, _ = tiny("llama")
+    with engine(path, "retrieval") as ours:
+        expected = ours.generate(prompts()[4], greedy(NEW)).token_ids
+        told: list = []
+        for prompt in prompts(3):
+            ours.add_request(prompt, greedy(NEW), told.append)
+        ours.step()
+
+        def pressed(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ours.runtime.conveyor, "acquire", pressed)
+            with pytest.raises(KeyboardInterrupt):
+                ours.step()
+        assert [type(item) for item in told] == [KeyboardInterrupt] * 3
+        assert ours.generate(prompts()[4], greedy(NEW)).token_ids == expected

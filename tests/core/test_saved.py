@@ -75,7 +75,7 @@ def test_scores_of_other_chunks_are_not_taken_over(tiny, tmp_path) -> None:
     for options in ({"chunk_size": 16}, {"chunk_size": 4}, {"retrieval": "mean"}):
         with engine(path, **options) as other:
             other.load_context(tmp_path / "context")
-            assert other._context._scores.sums.count_nonzero() == 0
+            assert other._contexts.latest._scores.sums.count_nonzero() == 0
             result = other.generate([*PROMPT, 3], SamplingParams(6))
             assert result.stats["reused_tokens"] == len(PROMPT)
 

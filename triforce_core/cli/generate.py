@@ -105,6 +105,8 @@ def _check_outputs(args: argparse.Namespace, config: EngineConfig) -> None:
             raise UsageError("contexts of a model that several GPUs share cannot be saved yet")
     if (args.prompts_file is None) != (args.output is None):
         raise UsageError("--prompts-file and --output go together")
+    if args.prompts_file is None and config.sequences > 1:
+        raise UsageError("--sequences is for the prompts of --prompts-file")
     if args.prompts_file is not None and (args.json or args.stats is not None):
         raise UsageError("--output holds the answers to --prompts-file: no --json or --stats")
     outputs = {

@@ -84,6 +84,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="JSON lines: each piece of text and the level that it came from, then the stats",
     )
+    add_sequences(parser)
     add_decoding_arguments(parser)
     add("--plan", metavar="FILE", help="what `triforce plan --save` wrote; flags change it")
     add("--resident-kv-blocks", type=int, metavar="N", help="on the device, instead of the plan's")
@@ -108,6 +109,17 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         "--color-levels",
         action="store_true",
         help="colour the text by where it came from: accepted draft, correction, bonus",
+    )
+
+
+def add_sequences(parser: argparse.ArgumentParser) -> None:
+    add_option(
+        parser,
+        EngineConfig,
+        "sequences",
+        "texts at once: what streams of the weights crosses once a pass for all of them",
+        type=int,
+        metavar="N",
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import deque
 from contextlib import ExitStack, suppress
+from functools import partial
 
 from offload.files import Output
 from offload.memory.device import device_name
@@ -20,7 +22,7 @@ from triforce_core.opening import OpenModel
 from triforce_core.params import SamplingParams
 from triforce_core.planner.plan import Plan
 from triforce_core.settings import EngineConfig
-from triforce_core.stream import Completion
+from triforce_core.stream import Completion, Piece
 
 # A run that differs from its plan by this factor says so.
 _FAR = 2.0
@@ -106,24 +108,34 @@ class Run:
         bars, stop, quiet = self._bars, self._stop, self._args.quiet
         if answers.done and not quiet:
             say(f"{len(answers.done)} of {len(tasks)} prompts are answered already")
-        for task in tasks:
-            if task.index in answers.done:
-                continue
-            stream = engine.stream(task.token_ids, params)
-            stop.end = stream.interrupt
-            if stop.number is not None:
-                return exit_code(stop.number)
-            for _ in stream.pieces():
-                with suppress(OSError):
-                    bars.stop()
-            if stop.number is not None:
+        errors: list[BaseException] = []
+
+        def receive(task: Task, item: Piece | Completion | BaseException) -> None:
+            with suppress(OSError):
+                bars.stop()
+            if isinstance(item, BaseException):
+                errors.append(item)
+            elif isinstance(item, Completion) and item.finish_reason != "interrupted":
                 # What was cut is no answer: the next run gives it whole.
-                stop.ended()
-                return exit_code(stop.number)
-            answers.add(task, stream.result)
-            if not quiet:
-                say(f"{len(answers.done)} of {len(tasks)} prompts answered")
-        return 0
+                answers.add(task, item)
+                if not quiet:
+                    say(f"{len(answers.done)} of {len(tasks)} prompts answered")
+
+        waiting = deque(task for task in tasks if task.index not in answers.done)
+        stop.end = engine.interrupt
+        going = True
+        while going or (waiting and stop.number is None and not errors):
+            while waiting and engine.has_room and stop.number is None and not errors:
+                task = waiting.popleft()
+                engine.add_request(task.token_ids, params, partial(receive, task))
+            if stop.number is not None or errors:
+                # One that came in meanwhile too.
+                engine.interrupt()
+            going = engine.step()
+        stop.ended()
+        if errors:
+            raise errors[0]
+        return 0 if stop.number is None else exit_code(stop.number)
 
     def _report(self, result: Completion, output: TextOutput) -> None:
         """What follows the text. Raises OutputError if the stats cannot be written."""

@@ -8,6 +8,7 @@ from typing import Any
 from triforce_core.cli.generate_arguments import (
     add_machine_and_method,
     add_model_argument,
+    add_sequences,
 )
 from triforce_core.cli.options import add_option
 from triforce_core.server.settings import ServerSettings
@@ -35,6 +36,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
     )
+    add_sequences(parser)
     add_machine_and_method(parser)
     parser.add_argument("--log-requests", action="store_true", help="a line for each request")
     parser.add_argument("--quiet", action="store_true", help="warnings alone")

@@ -11,15 +11,19 @@ from typing import Any
 
 from starlette.requests import Request
 
+from triforce_core.batch import Receiver
 from triforce_core.params import SamplingParams
 from triforce_core.server.errors import refused
 from triforce_core.server.wording import Wording
-from triforce_core.server.worker import Asked, Job, Receiver, Worker
+from triforce_core.server.worker import Asked, Job, Worker
 from triforce_core.stream import Completion, Piece
 
 # While nothing is to be said a stream says that it is alive, so often.
 PING_SECONDS = 5.0
 _LOOK_SECONDS = 0.2
+
+# What a text gives, and which of a request's texts it is.
+Given = tuple[int, Piece | Completion]
 
 
 class ClientGoneError(Exception):
@@ -28,7 +32,7 @@ class ClientGoneError(Exception):
 
 @dataclass(frozen=True)
 class Answers:
-    """The choices of one request, one after another.
+    """The choices of one request, as they come.
 
     asked: the text of each prompt; choices: of each
     """
@@ -47,27 +51,30 @@ class Answers:
 
     async def events(self, *, include_usage: bool) -> AsyncIterator[str]:
         """The answer as server-sent events. What goes wrong meanwhile is one of them."""
-        completions: list[Completion] = []
+        completions: dict[int, Completion] = {}
         try:
-            with self._submitted() as texts:
-                for index, items in enumerate(texts):
+            with self._submitted() as items:
+                for index in range(self._texts):
                     if (first := self.wording.first(index)) is not None:
                         yield _event(first)
-                    async with aclosing(_patiently(items)) as following:
-                        async for item in following:
-                            if item is None:
-                                read = f"{self.worker.progress:.2f} of the prompt is read"
-                                yield f": {read}\n\n"
-                            elif isinstance(item, Piece):
-                                yield _event(self.wording.piece(index, item))
-                            else:
-                                completions.append(item)
-                                yield _event(self.wording.last(index, item))
+                async with aclosing(_patiently(items, self._texts)) as following:
+                    async for given in following:
+                        if given is None:
+                            read = f"{self.worker.progress:.2f} of the prompt is read"
+                            yield f": {read}\n\n"
+                            continue
+                        index, item = given
+                        if isinstance(item, Piece):
+                            yield _event(self.wording.piece(index, item))
+                        else:
+                            completions[index] = item
+                            yield _event(self.wording.last(index, item))
         except Exception as error:
             yield _event(refused(error)[1])
             return
         if include_usage:
-            yield _event(self.wording.used(completions, self.choices))
+            given = [completions[index] for index in range(self._texts)]
+            yield _event(self.wording.used(given, self.choices))
         yield "data: [DONE]\n\n"
 
     def check(self) -> None:
@@ -75,66 +82,69 @@ class Answers:
         self.worker.check_room()
 
     async def _all(self) -> list[Completion]:
-        completions = []
-        with self._submitted() as texts:
-            for items in texts:
-                while not isinstance(item := await _next(items), Completion):
-                    pass
-                completions.append(item)
-        return completions
+        completions: dict[int, Completion] = {}
+        with self._submitted() as items:
+            while len(completions) < self._texts:
+                index, item = await _next(items)
+                if isinstance(item, Completion):
+                    completions[index] = item
+        return [completions[index] for index in range(self._texts)]
+
+    @property
+    def _texts(self) -> int:
+        return len(self.asked) * self.choices
 
     @contextmanager
-    def _submitted(self) -> Iterator[list[asyncio.Queue]]:
-        """Asks for all texts at once: what each gives comes to a queue of its own. They end with
-        whoever asked. Of one prompt those with a seed have one seed after another.
+    def _submitted(self) -> Iterator[asyncio.Queue]:
+        """Asks for all texts at once: what they give comes to a queue, with which of them gave it.
+        They end with whoever asked. Of one prompt those with a seed have one seed after another.
         """
         loop, request = asyncio.get_running_loop(), object()
-        jobs, texts = [], []
+        items: asyncio.Queue = asyncio.Queue()
+        jobs: list[Job] = []
         for asked, params in zip(self.asked, self.params, strict=True):
             for choice in range(self.choices):
-                items: asyncio.Queue = asyncio.Queue()
                 own = params
                 if params.seed is not None:
                     own = replace(params, seed=(params.seed + choice) % (1 << 63))
-                jobs.append(Job(asked, own, _receiver(loop, items), request))
-                texts.append(items)
+                receive = _receiver(loop, items, len(jobs))
+                jobs.append(Job(asked, own, receive, request))
         self.worker.submit(jobs)
         try:
-            yield texts
+            yield items
         finally:
             for job in jobs:
                 job.cancel()
 
 
-def _receiver(loop: asyncio.AbstractEventLoop, items: asyncio.Queue) -> Receiver:
-    """Takes what comes in the engine's thread over to the loop's, while there is one."""
+def _receiver(loop: asyncio.AbstractEventLoop, items: asyncio.Queue, index: int) -> Receiver:
+    """Takes what a text gives in the engine's thread over to the loop's, while there is one."""
 
     def receive(item: Piece | Completion | BaseException) -> None:
         with suppress(RuntimeError):
-            loop.call_soon_threadsafe(items.put_nowait, item)
+            loop.call_soon_threadsafe(items.put_nowait, (index, item))
 
     return receive
 
 
-async def _next(items: asyncio.Queue) -> Piece | Completion:
-    """The next of what a job gives. Raises what it raises."""
-    item = await items.get()
+async def _next(items: asyncio.Queue) -> Given:
+    """The next of what texts give. Raises what one of them raises."""
+    index, item = await items.get()
     if isinstance(item, BaseException):
         raise item
-    return item
+    return index, item
 
 
-async def _patiently(items: asyncio.Queue) -> AsyncIterator[Piece | Completion | None]:
-    """What a job gives, with None whenever there was nothing for a while."""
-    while True:
+async def _patiently(items: asyncio.Queue, texts: int) -> AsyncIterator[Given | None]:
+    """What texts give until all have ended, with None whenever there was nothing for a while."""
+    while texts:
         try:
-            item = await asyncio.wait_for(_next(items), PING_SECONDS)
+            index, item = await asyncio.wait_for(_next(items), PING_SECONDS)
         except TimeoutError:
             yield None
             continue
-        yield item
-        if isinstance(item, Completion):
-            return
+        texts -= isinstance(item, Completion)
+        yield index, item
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:

@@ -20,8 +20,10 @@ class KeptContexts:
     def __init__(self, engine: Engine, most: int) -> None:
         """most: how many are kept."""
         self._engine = engine
-        # Those of ranks that share a model cannot be taken out of it.
-        self._most = most if engine.models.ranks.count == 1 else 0
+        # Those of ranks that share a model cannot be taken out of it, and of several sequences each
+        # has a context of its own.
+        alone = engine.models.ranks.count == 1 and engine.runtime.demand.sequences == 1
+        self._most = most if alone else 0
         self._kept: list[Snapshot] = []
 
     def __len__(self) -> int:

@@ -74,5 +74,5 @@ class Metrics:
     def text(self, worker: Worker) -> bytes:
         """All of it, as a monitor reads it."""
         self._waiting.set(worker.waiting)
-        self._running.set(int(worker.current is not None))
+        self._running.set(len(worker.running))
         return generate_latest(self.registry)

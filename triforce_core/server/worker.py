@@ -1,4 +1,4 @@
-"""The thread that has the engine: requests wait in a queue, one after another is served."""
+"""The thread that has the engine: requests wait in a queue until there is room for them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
+from triforce_core.batch import Member, Receiver
 from triforce_core.conversation import Conversations, Turn
 from triforce_core.engine import Engine
 from triforce_core.params import SamplingParams
 from triforce_core.server.contexts import KeptContexts
 from triforce_core.server.errors import NotReadyError, QueueFullError
-from triforce_core.stream import Completion, Piece, Stream
-
-# Called in the engine's thread with what a request gives: text, its completion or its error.
-Receiver = Callable[[Piece | Completion | BaseException], None]
+from triforce_core.stream import Completion, Piece
 
 
 class Asked(NamedTuple):
@@ -43,22 +41,19 @@ class Job:
     asked: float = field(default_factory=time.monotonic)
     began: float | None = None
     cancelled: bool = False
-    _stream: Stream | None = None
+    _member: Member | None = None
 
     def cancel(self) -> None:
         self.cancelled = True
-        if self._stream is not None:
-            self._stream.interrupt()
+        if self._member is not None:
+            self._member.interrupt()
 
-    def run(self, engine: Engine) -> Completion:
-        """In the engine's thread."""
+    def begin(self, engine: Engine, receive: Receiver) -> None:
+        """In the engine's thread. Raises UsageError or DoesNotFitError."""
         self.began = time.monotonic()
-        self._stream = engine.stream(self.asked_for.turn.tokens, self.params)
+        self._member = engine.add_request(self.asked_for.turn.tokens, self.params, receive)
         if self.cancelled:
-            self._stream.interrupt()
-        for piece in self._stream.pieces():
-            self.receive(piece)
-        return self._stream.result
+            self._member.interrupt()
 
 
 class Worker:
@@ -81,7 +76,7 @@ class Worker:
         self.error: BaseException | None = None
         self.engine: Engine | None = None
         self.conversations: Conversations | None = None
-        self.current: Job | None = None
+        self.running: list[Job] = []
         # Called if loading fails.
         self.failed: Callable[[], None] = lambda: None
         self._progress = (0, 1)
@@ -122,12 +117,13 @@ class Worker:
         """Raises what `submit` would now."""
         if self.state != "ready":
             raise NotReadyError(f"the model is {self.state}")
-        # What an idle engine is about to take does not wait.
-        if self.waiting >= self._most + (self.current is None):
+        # What the engine is about to take does not wait.
+        free = self.engine.runtime.demand.sequences - len(self.running)
+        if self.waiting >= self._most + free:
             raise QueueFullError(f"{self._most} requests wait already")
 
     def close(self) -> None:
-        """Ends the job under way and the thread; those that wait are told."""
+        """Ends the jobs under way and the thread; those that wait are told."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join()
@@ -135,8 +131,8 @@ class Worker:
     def stop(self) -> None:
         """The same without waiting for it. May be called in a signal's handler."""
         self.state = "closed"
-        if (current := self.current) is not None:
-            current.cancel()
+        for job in tuple(self.running):
+            job.cancel()
         while self._jobs:
             self._jobs.popleft().receive(NotReadyError("the server is closing"))
         self._wakes.put(None)
@@ -153,29 +149,50 @@ class Worker:
             kept = KeptContexts(engine, self._contexts)
             if self.state == "loading":
                 self.state = "ready"
-            while self.state != "closed":
-                self._wakes.get()
-                with suppress(IndexError):
-                    self._serve(engine, kept, self._jobs.popleft())
+            while self.state != "closed" or self.running:
+                if not self.running:
+                    self._wakes.get()
+                self._admit(engine, kept)
+                engine.step()
 
-    def _serve(self, engine: Engine, kept: KeptContexts, job: Job) -> None:
-        if job.cancelled:
-            return
-        self.current, self._progress = job, (0, 1)
-        result: Completion | BaseException
+    def _admit(self, engine: Engine, kept: KeptContexts) -> None:
+        """Begins jobs that wait, as long as there is room."""
+        while self.state != "closed" and self._jobs and engine.has_room:
+            try:
+                job = self._jobs.popleft()
+            except IndexError:
+                # Those that waited were told in a signal's handler that the server closes.
+                return
+            if job.cancelled:
+                continue
+            self.running.append(job)
+            self._progress = (0, 1)
+            try:
+                kept.prepare(job.asked_for.turn.tokens)
+                job.begin(engine, partial(self._received, job))
+            except BaseException as error:
+                self._ended(job, error)
+            if self.state == "closed":
+                job.cancel()
+
+    def _received(self, job: Job, item: Piece | Completion | BaseException) -> None:
+        if isinstance(item, Piece):
+            job.receive(item)
+        else:
+            self._ended(job, item)
+
+    def _ended(self, job: Job, result: Completion | BaseException) -> None:
+        self.running.remove(job)
         try:
-            kept.prepare(job.asked_for.turn.tokens)
-            result = job.run(engine)
-            if job.asked_for.conversation:
-                stops = frozenset(engine.config.eos_token_ids + job.params.stop_token_ids)
+            if isinstance(result, Completion) and job.asked_for.conversation:
+                stops = frozenset(self.engine.config.eos_token_ids + job.params.stop_token_ids)
                 self.conversations.answered(job.asked_for.turn, result, stops)
-            if self.state == "closed" and result.finish_reason == "interrupted":
-                # What was cut is not given as if it were whole.
-                result = NotReadyError("the server is closing")
         except BaseException as error:
             result = error
-        finally:
-            self.current = None
+        cut = isinstance(result, Completion) and result.finish_reason == "interrupted"
+        if self.state == "closed" and cut:
+            # What was cut is not given as if it were whole.
+            result = NotReadyError("the server is closing")
         self._served(job, result)
         job.receive(result)
 

@@ -163,3 +163,22 @@ def test_a_saved_context_spares_reading(speaking, capsys, tmp_path) -> None:
     )
     assert code == 0, err
     assert json.loads(stats.read_text())["reused_tokens"] == 30
+
+
+def test_several_prompts_of_a_file_at_once_have_the_answers_they_have_alone(
+    speaking, capsys, tmp_path
+) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("\n".join(f"text {i} " * (i + 1) for i in range(7)))
+    told = {}
+    for count in (1, 3):
+        output = tmp_path / f"answers{count}"
+        command = ("generate", speaking, "--prompts-file", prompts, "--output", output, *GREEDY)
+        code, _, err = run(capsys, *command, "--sequences", count)
+        assert (code, "7 of 7 prompts answered" in err) == (0, True)
+        lines = [json.loads(line) for line in output.read_text().splitlines()]
+        told[count] = {line["index"]: line["text"] for line in lines}
+    assert len(told[1]) == 7
+    assert told[1] == told[3]
+    code, _, err = run(capsys, "generate", speaking, "-p", "x", "--sequences", 2)
+    assert (code, "--sequences is for" in err) == (2, True)

@@ -58,7 +58,7 @@ def test_a_conversation_by_keyboard_on_a_phones_width(page: Any, server: Running
         page.keyboard.press("Escape")
         page.wait_for_selector("#stop", state="hidden")
         assert page.inner_text("#status") == "stopped"
-    until(lambda: server.worker.current is None)
+    until(lambda: not server.worker.running)
     assert page.locator("article.user").all_inner_texts() == ["Hello", "Next"]
     assert page.locator("article.assistant").count() == 2
     page.click("#again")

@@ -138,7 +138,7 @@ def test_a_full_queue_says_when_to_come_back(speaking) -> None:
         asking = [threading.Thread(target=running.ask, args=("POST", CHAT, body)) for _ in "ab"]
         for thread in asking:
             thread.start()
-        until(lambda: running.worker.current is not None and running.worker.waiting == 1)
+        until(lambda: running.worker.running and running.worker.waiting == 1)
         for stream in (False, True):
             status, headers, answer = running.ask("POST", CHAT, body | {"stream": stream})
             assert (status, headers["retry-after"]) == (429, "5")
@@ -156,7 +156,7 @@ def test_a_client_that_leaves_frees_the_engine(speaking, stream: bool) -> None:
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 250, "stream": stream}
         connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
         connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
-        until(lambda: running.worker.current is not None)
+        until(lambda: running.worker.running)
         answer = None
         if stream:
             answer = connection.getresponse()
@@ -164,7 +164,7 @@ def test_a_client_that_leaves_frees_the_engine(speaking, stream: bool) -> None:
             answer.close()
         connection.close()
         began = time.monotonic()
-        until(lambda: running.worker.current is None, 10)
+        until(lambda: not running.worker.running, 10)
         assert time.monotonic() - began < 5, "all of its tokens would take far longer"
         short = body | {"max_tokens": 1, "stream": False}
         assert running.ask("POST", CHAT, short)[0] == 200
@@ -195,7 +195,7 @@ def test_several_texts_of_one_request_wait_together(speaking) -> None:
         answers: list[tuple] = []
         thread = threading.Thread(target=lambda: answers.append(running.ask("POST", CHAT, body)))
         thread.start()
-        until(lambda: running.worker.current is not None)
+        until(lambda: running.worker.running)
         # The queue has one place, which the request's other texts take together.
         assert running.worker.waiting == 1
         assert running.ask("POST", CHAT, body)[0] == 429
@@ -213,7 +213,7 @@ def test_clients_that_left_leave_room(speaking) -> None:
             connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
             connection.request("POST", CHAT, json.dumps(body), header)
             connections.append(connection)
-            until(lambda: running.worker.current is not None)
+            until(lambda: running.worker.running)
         until(lambda: running.worker.waiting == 1)
         connections[1].close()
         until(lambda: running.worker.waiting == 0, 10)
@@ -227,7 +227,7 @@ def test_what_a_closing_server_cuts_is_no_answer(speaking) -> None:
         answers: list[tuple] = []
         thread = threading.Thread(target=lambda: answers.append(running.ask("POST", CHAT, body)))
         thread.start()
-        until(lambda: running.worker.current is not None)
+        until(lambda: running.worker.running)
         running.worker.stop()
         thread.join(30)
         assert answers[0][0] == 503
@@ -262,3 +262,55 @@ def test_a_signal_ends_a_server_that_loads_or_serves(speaking) -> None:
             served.kill()
             served.stderr.close()
             served.wait()
+
+
+def test_requests_that_come_together_are_served_together(speaking) -> None:
+    """Streamed and whole, of different lengths, one of them given up: each is what it is alone."""
+    options = {"method": "autoregressive", "placement": PLACEMENTS["weights"], "sequences": 4}
+    settings = ServerSettings(name="tiny", queue=8)
+    with serving(speaking, settings, link_bandwidth="4MB/s", **options) as running:
+        bodies = [
+            {
+                "model": "tiny",
+                "prompt": f"text {i} " * (i + 1),
+                "max_tokens": 8 + i,
+                "temperature": 0,
+            }
+            for i in range(6)
+        ]
+        path = "/v1/completions"
+        alone = [json.loads(running.ask("POST", path, body)[2]) for body in bodies]
+        answers: dict[int, dict] = {}
+        most = []
+
+        def ask(index: int) -> None:
+            answers[index] = json.loads(running.ask("POST", path, bodies[index])[2])
+            most.append(len(running.worker.running))
+
+        left = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+        header = {"Content-Type": "application/json"}
+        left.request("POST", path, json.dumps(bodies[0] | {"max_tokens": 200}), header)
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(running.worker.running) == 4)
+        left.close()
+        for thread in threads:
+            thread.join(60)
+        until(lambda: not running.worker.running, 10)
+        texts = [answers[i]["choices"][0]["text"] for i in range(6)]
+        assert texts == [answer["choices"][0]["text"] for answer in alone]
+        assert any(most), "none was under way when another ended"
+
+
+def test_choices_of_one_request_stream_side_by_side(speaking) -> None:
+    options = {"method": "autoregressive", "placement": PLACEMENTS["weights"], "sequences": 3}
+    settings = ServerSettings(name="tiny", queue=8)
+    with serving(speaking, settings, link_bandwidth="4MB/s", **options) as running:
+        body = {"model": "tiny", "prompt": "a text", "max_tokens": 30, "n": 3, "stream": True}
+        _, _, answer = running.ask("POST", "/v1/completions", body | {"seed": 1})
+        events = [line[6:] for line in answer.decode().split("\n\n") if line.startswith("data: {")]
+        given = [choice["index"] for e in events for choice in json.loads(e)["choices"]]
+        assert set(given) == {0, 1, 2}
+        first_end = given.index(0) + given.count(0)
+        assert {1, 2} & set(given[:first_end]), "one choice after another"
