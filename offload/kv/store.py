@@ -332,13 +332,18 @@ class KVStore:
         slot = self._take_staging()
         block = self._staging[slot][: self._format.nbytes]
         if has_room and self._format.write(block, keys_values):
-            host, made = self._host_blocks.take(), HostHome
+            blocks, made = self._host_blocks, HostHome
         else:
             block = self._staging[slot][: self._dense.nbytes]
             self._dense.write(block, keys_values)
-            host, made = self._dense_blocks.take(), DenseHome
-        after = (self._link.record(),)
-        written = self._link.to_host(host, block, after, (KV, layer, index))
+            blocks, made = self._dense_blocks, DenseHome
+        host, after = blocks.take(), (self._link.record(),)
+        try:
+            written = self._link.to_host(host, block, after, (KV, layer, index))
+        except BaseException:
+            # No home has it yet that would give it back.
+            blocks.give_back(host)
+            raise
         self._staged[slot] = written
         homes.append(made(host, written))
         self.settle(layer, index, block)
