@@ -75,7 +75,11 @@ class Faults:
             hit = kind == self._kind and self.counts[kind] == self._at
             self.fired |= hit
         if hit:
-            raise KINDS[kind]()
+            self.fail(kind)
+
+    def fail(self, kind: str) -> None:
+        """What happens at the place that was asked for."""
+        raise KINDS[kind]()
 
 
 class Held:
