@@ -70,7 +70,7 @@ class Stop:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.end is None or self.number is not None:
-            with suppress(OSError):
+            with suppress(Exception):
                 self._before_leaving()
             leave(number)
         self.number = number
