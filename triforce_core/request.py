@@ -6,21 +6,24 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from triforce_core.decoding.acceptance import make_rule
-from triforce_core.decoding.autoregressive import Decoder
+from triforce_core.decoding.autoregressive import Decoder, Step
 from triforce_core.decoding.context import Context, Interrupted, Prompt
 from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.decoding.models import Models
+from triforce_core.decoding.shrinking import shrinking
 from triforce_core.guiding import Guide
 from triforce_core.params import SamplingParams
 from triforce_core.stats import Clock, bits_per_number, drafting_stats, rank_stats, request_stats
 from triforce_core.stream import Completion, Piece, TokenLogprob, pieces_of, until_stop
 from triforce_core.text import TextStream
+
+_Given = TypeVar("_Given")
 
 
 class Request:
@@ -75,8 +78,7 @@ class Request:
         before, retrieval = passes.counters, self._context.retrieval
         untold: list[TokenLogprob] = []
         while not reason:
-            with self._on_device():
-                step = self._decoder.step(self._params.max_new_tokens - len(self._tokens))
+            step = self._step(read)
             if not self._tokens:
                 self._clock.end_prefill()
             taken, ended = until_stop(step.tokens, self._stops)
@@ -142,15 +144,47 @@ class Request:
                 raise Interrupted
 
         try:
-            with self._on_device():
-                read = self._context.read(prompt, self._params.max_new_tokens, after, reuse=reuse)
-                self._context.text.guide = self._guide
-                self._decoder.start(read)
-                self._models.runtime.link.synchronize()
+            read = self._with_less(lambda: self._read_whole(prompt, after, reuse), 0, lambda: None)
+            self._decoder.start(read)
         except Interrupted:
             self._clock.end_prefill()
             return None, "interrupted"
         return read, ""
+
+    def _read_whole(self, prompt: list[int], after: Callable[[int], None], reuse: bool) -> Prompt:
+        context = self._context
+        read = context.read(prompt, self._params.max_new_tokens, after, reuse=reuse)
+        context.text.guide = self._guide
+        self._models.runtime.link.synchronize()
+        return read
+
+    def _step(self, read: Prompt) -> Step:
+        """The next tokens."""
+
+        def dropped() -> None:
+            if not self._tokens:
+                # The first is drawn from the prompt's logits.
+                self._decoder.start(read)
+
+        left = self._params.max_new_tokens - len(self._tokens)
+        return self._with_less(lambda: self._decoder.step(left), None, dropped)
+
+    def _with_less(
+        self, run: Callable[[], _Given], kept: int | None, dropped: Callable[[], None]
+    ) -> _Given:
+        """See `shrinking`. kept: None for all tokens whose KV is there."""
+
+        def remade() -> None:
+            # The old decoder holds on to what was dropped.
+            self._decoder = self._make_decoder()
+            dropped()
+
+        with self._on_device():
+            if self._models.ranks.count > 1:
+                # The others are in the middle of what this one would leave.
+                return run()
+            kept = self._context.passes.length if kept is None else kept
+            return shrinking(self._context, self._drafting, run, kept, remade)
 
     @torch.inference_mode()
     def _logprobs_of(self, tokens: list[int]) -> list[TokenLogprob]:

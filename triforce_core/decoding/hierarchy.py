@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from offload.memory.device import OUT_OF_MEMORY
 from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.autoregressive import Step
 from triforce_core.decoding.context import Context, Prompt
@@ -86,6 +87,8 @@ class Hierarchy:
         self._stops = stops
         self._target = Target(context, params)
         self._prompt: Prompt | None = None
+        # How many tokens the next pass's chunks are chosen by, until its copies have begun.
+        self._due: int | None = None
 
     def start(self, prompt: Prompt) -> None:
         """Decoder.start."""
@@ -99,12 +102,25 @@ class Hierarchy:
             step, scored = self._first(self._prompt), self._prompt.scored
             self._prompt = None
         else:
+            if self._due is not None:
+                self._begin()
+            # If the round fails: whatever drafts begins anew then.
+            self._due = 1
             step = self._round(remaining)
             scored = len(step.tokens)
         context.text.commit(step.tokens)
         if len(step.tokens) < remaining and self._stops.isdisjoint(step.tokens):
-            context.begin(scored)
+            self._due = scored
+            try:
+                self._begin()
+            except OUT_OF_MEMORY:
+                # What was accepted holds: the next step tries again, and says so if it cannot.
+                context.end()
         return step
+
+    def _begin(self) -> None:
+        self._context.begin(self._due)
+        self._due = None
 
     def _first(self, prompt: Prompt) -> Step:
         law = laws(prompt.logits, self._params, self._context.text)
