@@ -1,10 +1,11 @@
-"""Every place at which a small run may fail, load to saved context, made to fail once.
+"""The places at which a small run may fail, load to saved context, each made to fail once.
 
 The long version of tests/core/test_faults_everywhere.py: each allocation of device and host
 memory, each result of an operation, copy, wait, write and collective in turn. A run must end in a
-typed error or give the same tokens, and the next one be right, with nothing left behind.
+typed error or give the same tokens, and the next one be right, with nothing left behind. Of a kind
+that has more places than `--each`, as operations do, so many are drawn.
 
-    python scripts/long_faults.py [--operations 500] [--collectives 20]
+    python scripts/long_faults.py [--each 500] [--collectives 20]
 
 Writes benchmarks/results/long_faults.json and exits with 1 if anything was found.
 """
@@ -30,16 +31,17 @@ TESTS = Path(__file__).parent.parent / "tests"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--operations", type=int, default=500, help="that are tried in each case, of thousands"
+        "--each", type=int, default=500, help="places of a kind that are tried, of thousands"
     )
-    parser.add_argument("--collectives", type=int, default=20, help="that are tried")
+    parser.add_argument("--collectives", type=int, default=20, help="that are tried: seconds each")
     args = parser.parse_args()
     sys.path.append(str(TESTS))
     torch.set_num_threads(1)
+    from fault_points import KINDS
     from fault_runs import CASES, Runs
     from helpers import make_model
 
-    most = {"temporary": args.operations, "collective": args.collectives}
+    most = dict.fromkeys(KINDS, args.each) | {"collective": args.collectives}
     figures, faults = {}, []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
@@ -64,7 +66,7 @@ def try_all(runs: Any, case: str, most: dict[str, int], faults: list[str]) -> di
     # Of ranks only what is theirs: everything else costs seconds a place and is the other cases'.
     for kind in ["collective"] if runs.counts["collective"] else KINDS:
         places = runs.places(kind)
-        for _, at in choose.sample(places, min(len(places), most.get(kind, len(places)))):
+        for _, at in choose.sample(places, min(len(places), most[kind])):
             try:
                 outcomes[kind][runs.fail_at(kind, at)] += 1
             except Exception as error:
