@@ -24,6 +24,8 @@ from offload.errors import OutputError, UsageError
 STANDARD_OUTPUT = "-"
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
 _NAMED = {"/dev/stdout": 1, "/dev/stderr": 2}
+# Names of what is being written, which somebody who ends the process has to delete.
+_PARTS: set[str] = set()
 # With these there is no room, or no way: what is there already is left as it is.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
@@ -93,11 +95,11 @@ class Output:
         try:
             self.check_file()
             target, status = self._target()
-            made, partial = tempfile.mkstemp(prefix=".", suffix=".partial", dir=target.parent)
+            made, partial = _part(target)
             with open(made, "wb") as file:
                 yield file
                 os.fchmod(file.fileno(), _mode(status))
-            os.replace(partial, target)
+            _put_in_place(partial, target)
             partial = None
         except UsageError as error:
             raise OutputError(str(error)) from error
@@ -106,8 +108,7 @@ class Output:
             raise OutputError(f"cannot write the {self.what} to {self.path}: {reason}") from error
         finally:
             if partial is not None:
-                with suppress(OSError):
-                    os.unlink(partial)
+                _drop(partial)
 
     def identity(self) -> object:
         """What two paths to the same thing have in common; None of a device, which takes all."""
@@ -149,6 +150,12 @@ class Output:
 
     def _refusal(self, why: str) -> UsageError:
         return UsageError(f"cannot write the {self.what} to {self.path}: {why}")
+
+
+def drop_parts() -> None:
+    """Deletes what is being written. For a process that is about to end in the middle of that."""
+    for part in tuple(_PARTS):
+        _drop(part)
 
 
 def cache_directory() -> Path:
@@ -218,18 +225,36 @@ def _replace(target: Path, status: os.stat_result | None, data: bytes) -> None:
     """
     partial: str | None = None
     try:
-        descriptor, partial = tempfile.mkstemp(prefix=".", suffix=".partial", dir=target.parent)
+        descriptor, partial = _part(target)
         with open(descriptor, "wb") as file:
             file.write(data)
             os.fchmod(file.fileno(), _mode(status))
-        os.replace(partial, target)
+        _put_in_place(partial, target)
     except BaseException as error:
         if partial is not None:
-            with suppress(OSError):
-                os.unlink(partial)
+            _drop(partial)
         if status is None or not isinstance(error, OSError) or error.errno in _FULL:
             raise
         target.write_bytes(data)
+
+
+def _part(target: Path) -> tuple[int, str]:
+    """A file beside the one it will replace: its descriptor and its name."""
+    descriptor, name = tempfile.mkstemp(prefix=".", suffix=".partial", dir=target.parent)
+    _PARTS.add(name)
+    return descriptor, name
+
+
+def _put_in_place(part: str, target: Path) -> None:
+    os.replace(part, target)
+    _PARTS.discard(part)
+
+
+def _drop(part: str) -> None:
+    """Deletes what has not taken its place."""
+    with suppress(OSError):
+        os.unlink(part)
+    _PARTS.discard(part)
 
 
 def _mode(status: os.stat_result | None) -> int:

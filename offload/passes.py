@@ -100,6 +100,15 @@ class Passes:
             self._lent_blocks += blocks
             self._lend_due = True
 
+    def give_up_lent(self) -> bool:
+        """Takes back, for good, what is lent to KV: somebody else has the device's memory. Says
+        whether there was any. Not in the middle of a pass.
+        """
+        self._lent_blocks, self._lend_due = 0, False
+        was_lent = self.kv.reclaim()
+        self._memory.trim()
+        return was_lent
+
     def begin(self) -> None:
         """Starts the copies of a pass over everything that is kept, unless they have been."""
         if self._begun is None:

@@ -2,7 +2,7 @@
 # Lint and tests, a process a core (four at most). Arguments go to pytest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-use_venv "[test]"
+use_venv "[test,docs]"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 # Tiny models gain nothing from threads, and threads of several processes wait for one another.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import time
+from pathlib import Path
 
+from triforce_core.cli.leaving import NAMES
 from triforce_core.cli.main import main
-from triforce_core.cli.signals import NAMES
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "20", "--device", "cpu")
 
@@ -19,6 +22,21 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
         code = exit_.code
     captured = capsys.readouterr()
     return code, captured.out, captured.err
+
+
+def wait_until_heeded(process: int) -> None:
+    """Waits until a command heeds signals. What comes before is the interpreter's own start, in
+    which an interrupt is a KeyboardInterrupt of its own, or an end with code 1.
+    """
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        status = Path(f"/proc/{process}/status").read_text()
+        (caught,) = re.findall(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)
+        # Python itself leaves this one to the system.
+        if int(caught, 16) >> signal.SIGTERM - 1 & 1:
+            return
+        time.sleep(0.001)
+    raise AssertionError("the command heeds no signal")
 
 
 def heed_signals() -> None:

@@ -15,18 +15,37 @@ from pathlib import Path
 
 CPU_SECONDS = 2.0
 EXTRA_BYTES = 200 << 20
-WORDS = ("0", "-1", "1e309", "null", "true", '"x"', "[]", "{}", "99999999999999999999", "1", "2.5")
+# What a parser that calls itself does not come back from.
+_DEEP = (b"[" * 5000, b'{"a":' * 5000, b"[" * 200 + b"]" * 200)
+# Texts that are no Unicode, end a C string, or are a number that no machine has.
+_TEXTS = ('"\\ud800"', '"\\u0000"', '"' + "9" * 5000 + '"', '""')
+WORDS = (
+    "0",
+    "-1",
+    "1e309",
+    "null",
+    "true",
+    '"x"',
+    "[]",
+    "{}",
+    "99999999999999999999",
+    "1",
+    "2.5",
+    *_TEXTS,
+)
 
 
 def damage_bytes(data: bytes, choose: random.Random) -> bytes:
-    """Flips, cuts, doubles or overwrites some bytes, most often near the start: the header."""
+    """Flips, cuts, doubles or overwrites some bytes, most often near the start: the header. One in
+    twenty times puts brackets there that nothing closes.
+    """
     data = bytearray(data)
     for _ in range(choose.choice((1, 1, 2, 8))):
         if not data:
             break
         near = choose.choice((min(64, len(data)), min(4096, len(data)), len(data)))
         at = choose.randrange(near)
-        action = choose.randrange(5)
+        action = choose.randrange(21) // 4
         if action == 0:
             data[at] ^= 1 << choose.randrange(8)
         elif action == 1:
@@ -35,8 +54,10 @@ def damage_bytes(data: bytes, choose: random.Random) -> bytes:
             data[at : at + 8] = choose.choice((b"\xff" * 8, b"\0" * 8, b"\0\0\0\0\0\1\0\0"))
         elif action == 3:
             del data[at : at + choose.randrange(1, 9)]
-        else:
+        elif action == 4:
             data[at:at] = data[at : at + choose.randrange(1, 65)]
+        else:
+            data[at:at] = choose.choice(_DEEP)
     return bytes(data)
 
 

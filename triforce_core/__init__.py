@@ -6,9 +6,13 @@ from triforce_core import Engine, SamplingParams
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+# As type checkers know it: `typing` takes as long to load as all that comes before signals are
+# heeded.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from offload.errors import (
         CheckpointError,
         DoesNotFitError,

@@ -118,7 +118,7 @@ class Batch:
             member.interrupted,
             reuse=member.reuse,
         )
-        pieces = [] if request.reason else request.take(None, 0.0)
+        pieces = [] if request.reason else request.step()
         self._settle(member, pieces)
 
     def _pass(self, members: Sequence[Member]) -> None:

@@ -145,7 +145,6 @@ def load(
         if config.trace:
             tracer = Trace(link)
             link = TracedLink(link, tracer)
-        rope = Rope(checkpoint.config, device, checkpoint.rope_factors())
         layers, read, one_by_one = checkpoint.config.layers, itertools.count(1), threading.Lock()
 
         def report() -> None:
@@ -157,6 +156,7 @@ def load(
         if ranks.count > 1:
             graphs = bool(ranks.least(int(graphs and recordable)))
         with memory.typed_errors(), memory.current():
+            rope = Rope(checkpoint.config, device, checkpoint.rope_factors())
             recorder = CudaRecorder(device) if graphs else None
             small = None
             if drafter:

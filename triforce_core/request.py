@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from offload.memory.device import OUT_OF_MEMORY
 from triforce_core.decoding.acceptance import make_rule
 from triforce_core.decoding.context import Context, Interrupted
-from triforce_core.decoding.decoder import Ask, Decoder, Prompt
+from triforce_core.decoding.decoder import Ask, Decoder, Prompt, Step, advance
 from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.decoding.models import Models
+from triforce_core.decoding.shrinking import shrinking
 from triforce_core.guiding import Guide
 from triforce_core.params import SamplingParams
 from triforce_core.stats import Clock, bits_per_number, drafting_stats, rank_stats, request_stats
 from triforce_core.stream import Completion, Piece, TokenLogprob, pieces_of, until_stop
 from triforce_core.text import TextStream
+
+_Given = TypeVar("_Given")
 
 
 class Request:
@@ -59,6 +62,9 @@ class Request:
         self._logprobs: list[TokenLogprob] = []
         self._untold: list[TokenLogprob] = []
         self._read: Prompt | None = None
+        self._step: Step | None = None
+        # How many rows the next pass's chunks are chosen by, until its copies have begun.
+        self._due: int | None = None
 
     def run(
         self,
@@ -104,12 +110,16 @@ class Request:
         context = self._context
         self._prompt, self._text, self._interrupted = prompt, text, interrupted
         context.tells_logits = self._params.tells_logprobs
+
+        def whole() -> Prompt:
+            read = context.read(prompt, self._params.max_new_tokens, after, reuse=reuse)
+            context.text.guide = self._guide
+            self._models.runtime.link.synchronize()
+            return read
+
         try:
-            with self._on_device():
-                self._read = context.read(prompt, self._params.max_new_tokens, after, reuse=reuse)
-                context.text.guide = self._guide
-                self._decoder.start(self._read)
-                self._models.runtime.link.synchronize()
+            self._read = self._with_less(whole, 0, lambda: None)
+            self._decoder.start(self._read)
         except Interrupted:
             self._clock.end_prefill()
             self.reason = "interrupted"
@@ -117,14 +127,26 @@ class Request:
         self._retrieval = context.retrieval
 
     def step(self) -> list[Piece]:
-        """A pass for this request alone: the text of the tokens that it gave.
+        """The text of the next tokens: of the first, or of those that a pass for this request alone
+        gives.
 
-        Raises LinkError or CheckpointError.
+        Raises LinkError, CheckpointError or OutOfDeviceMemoryError.
         """
-        ask, began = self.ask(), time.perf_counter()
-        with self._on_device():
-            logits = None if ask is None else self._context.run(ask)
-        return self.take(logits, time.perf_counter() - began)
+        left = self._params.max_new_tokens - len(self._tokens)
+
+        def tokens() -> Step:
+            self._begin()
+            if self._step is not None and self._step.scored is not None:
+                # If the pass fails: whatever drafts begins anew then.
+                self._due = 1
+            return advance(self._decoder, self._context.run, left)
+
+        def dropped() -> None:
+            if not self._tokens:
+                # The first is drawn from the prompt's logits.
+                self._decoder.start(self._read)
+
+        return self._taken(self._with_less(tokens, None, dropped))
 
     def ask(self) -> Ask | None:
         """See `Decoder.ask`."""
@@ -138,7 +160,10 @@ class Request:
         """
         with self._on_device():
             step = self._decoder.take(logits, seconds)
-        self._step = step
+        return self._taken(step)
+
+    def _taken(self, step: Step) -> list[Piece]:
+        self._step, self._due = step, step.scored
         if not self._tokens:
             self._clock.end_prefill()
         taken, ended = until_stop(step.tokens, self._stops)
@@ -173,15 +198,40 @@ class Request:
 
     def refresh(self) -> None:
         """Makes what drafts ready for a pass that has not begun. Raises LinkError."""
-        if self._step.scored is not None:
+        if self._due is not None:
             with self._on_device():
-                self._context.refresh(self._step.scored)
+                self._context.refresh(self._due)
 
     def begin(self) -> None:
         """The same, and starts the copies of a pass for this request alone."""
-        if self._step.scored is not None:
+        try:
             with self._on_device():
-                self._context.begin(self._step.scored)
+                self._begin()
+        except OUT_OF_MEMORY:
+            # What was accepted holds: the next step tries again, and says so if it cannot.
+            self._context.end()
+
+    def _begin(self) -> None:
+        if self._due is not None:
+            self._context.begin(self._due)
+            self._due = None
+
+    def _with_less(
+        self, run: Callable[[], _Given], kept: int | None, dropped: Callable[[], None]
+    ) -> _Given:
+        """See `shrinking`. kept: None for all tokens whose KV is there."""
+
+        def remade() -> None:
+            # The old decoder holds on to what was dropped.
+            self._decoder = self._make_decoder()
+            dropped()
+
+        with self._on_device():
+            if self._models.ranks.count > 1 or self._models.runtime.demand.sequences > 1:
+                # Others use what would be dropped, or are in the middle of what would be left.
+                return run()
+            kept = self._context.passes.length if kept is None else kept
+            return shrinking(self._context, self._drafting, run, kept, remade)
 
     @torch.inference_mode()
     def _logprobs_of(self, tokens: list[int]) -> list[TokenLogprob]:

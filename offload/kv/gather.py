@@ -158,11 +158,10 @@ class ChunkReader:
             left = self._memory.available_bytes // GATHER_BUFFERS // ALIGNMENT * ALIGNMENT
             size = max(self._chunk_bytes, min(self._most_bytes, left))
             self._allocation = self._memory.allocate(GATHER_BUFFERS * size, "retrieval gather")
-            # Each its own arena, so that none begins in the middle of a registered piece.
-            self._buffers = [
-                _Buffer(self._host.arena(size), device)
-                for device in self._allocation.bytes.split(size)
-            ]
+            # Each its own arena, so that none begins in the middle of a registered piece. One by
+            # one: where the host has room for the first alone, `release` finds it.
+            for device in self._allocation.bytes.split(size):
+                self._buffers.append(_Buffer(self._host.arena(size), device))
         return self._buffers[0].device.numel() // self._chunk_bytes
 
     def _carry(self, layer: int, piece: Piece, places: torch.Tensor) -> torch.Tensor:

@@ -24,14 +24,20 @@ class StagingSlots:
         """The next buffer, once what it held has left. Raises LinkError."""
         slot = self._taken = self._next
         self._next = (slot + 1) % len(self._buffers)
-        if self._left[slot] is not None:
-            self._link.wait(self._left[slot])
-            self._left[slot] = None
+        left, self._left[slot] = self._left[slot], None
+        if left is not None:
+            self._link.wait(left)
         return self._buffers[slot]
 
     def leaves(self, written: Event) -> None:
         """Says when what was put into the buffer taken last will have left."""
         self._left[self._taken] = written
+
+    def forget(self) -> None:
+        """Says that the link has carried out all that was asked of it. A block that did not leave is
+        told to whoever brings it back.
+        """
+        self._left = [None] * len(self._buffers)
 
     def close(self) -> None:
         """Lets go of the buffers."""

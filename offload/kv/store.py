@@ -298,6 +298,7 @@ class KVStore:
         """
         with suppress(LinkError):
             self._link.synchronize()
+        self._staging.forget()
         for home in (home for homes in self._homes for home in homes):
             self._give_back(home)
         self._homes = []
@@ -331,13 +332,18 @@ class KVStore:
         buffer = self._staging.take()
         block = buffer[: self._format.nbytes]
         if has_room and self._format.write(block, keys_values):
-            host, made = self._host_blocks.take(), HostHome
+            blocks, made = self._host_blocks, HostHome
         else:
             block = buffer[: self._dense.nbytes]
             self._dense.write(block, keys_values)
-            host, made = self._dense_blocks.take(), DenseHome
-        after = (self._link.record(),)
-        written = self._link.to_host(host, block, after, (KV, layer, index))
+            blocks, made = self._dense_blocks, DenseHome
+        host, after = blocks.take(), (self._link.record(),)
+        try:
+            written = self._link.to_host(host, block, after, (KV, layer, index))
+        except BaseException:
+            # No home has it yet that would give it back.
+            blocks.give_back(host)
+            raise
         self._staging.leaves(written)
         homes.append(made(host, written))
         self.settle(layer, index, block)

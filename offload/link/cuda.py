@@ -14,6 +14,7 @@ import torch
 
 from offload.errors import LinkError
 from offload.link.link import LinkCounters
+from offload.link.waiting import Patience
 from offload.memory.host import PIECE_BYTES, HostMemory
 
 _PROBE_BYTES = 128 << 20
@@ -22,6 +23,8 @@ _PROBE_REPEATS = 3
 _COPY_BYTES = (16 << 20, 32 << 20)
 # A size is large enough if its copies reach this share of the rate of one large copy.
 _NEAR_PEAK = 0.97
+# Longer than any copy waits: for the reading of the longest prompt by the slowest card, say.
+_LONGEST_WAIT_SECONDS = 1800.0
 # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _HOST_POINTER_FOR_REGISTERED_MEMORY = 91
 # Bandwidth and copy size, measured once a process: a link does not change, and texts may follow it.
@@ -56,6 +59,8 @@ class CudaLink:
       only when the link has been synchronised, so no `record_stream` is needed.
     - Timing events are taken from a deque in order and only queried: no call here blocks the host,
       except `synchronize`, `wait_on_host`, `counters` (a few times a request), `span`, the probe.
+      All but the probe wait with a limit: they ask the event again and again, since no wait of the
+      driver's can be ended.
     - A copy may not cross from one registered piece of host memory to the next, so larger ones are
       cut where pieces end.
 
@@ -65,7 +70,13 @@ class CudaLink:
 
     emulated = False
 
-    def __init__(self, device: torch.device, memory: HostMemory) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        memory: HostMemory,
+        timeout_seconds: float = _LONGEST_WAIT_SECONDS,
+    ) -> None:
+        self._patience = Patience(timeout_seconds)
         self._device = device
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
@@ -117,41 +128,41 @@ class CudaLink:
         torch.cuda.current_stream(self._device).wait_event(_end(event))
 
     def wait_on_host(self, event: _Copy | torch.cuda.Event) -> None:
-        try:
-            _end(event).synchronize()
-        except RuntimeError as error:
-            raise LinkError(f"a transfer failed: {error}") from error
+        self._patience.wait(_end(event))
 
     def keep_times(self) -> None:
         epoch = torch.cuda.Event(enable_timing=True)
         epoch.record(torch.cuda.current_stream(self._device))
-        epoch.synchronize()
+        self._patience.wait(epoch)
         self._epoch = (epoch, time.perf_counter())
 
     def span(self, event: _Copy | torch.cuda.Event) -> tuple[float, float]:
         epoch, seconds = self._epoch
         end = _end(event)
-        end.synchronize()
+        self._patience.wait(end)
         ended = seconds + epoch.elapsed_time(end) / 1000
         if isinstance(event, _Copy):
             return seconds + epoch.elapsed_time(event.started) / 1000, ended
         return ended, ended
 
     def counters(self) -> LinkCounters:
-        self._in.synchronize()
+        self._patience.wait(self._in.record_event())
         with self._lock:
             self._drain()
             return LinkCounters(self._bytes_to_device, self._bytes_to_host, self._busy_seconds)
 
     def synchronize(self) -> None:
-        try:
-            self._in.synchronize()
-            self._out.synchronize()
-        except RuntimeError as error:
-            raise LinkError(f"a transfer failed: {error}") from error
+        for stream in (self._in, self._out):
+            try:
+                event = stream.record_event()
+            except RuntimeError as error:
+                raise LinkError(f"a transfer failed: {error}") from error
+            self._patience.wait(event)
 
     def close(self) -> None:
-        self.synchronize()
+        # What ended the run was said: that the device hangs.
+        if not self._patience.exhausted:
+            self.synchronize()
 
     def _copy(
         self,

@@ -235,7 +235,7 @@ def cached(key: str, measure: Callable[[], Rates]) -> Rates:
     """
     path = _cache_file()
     known: dict[str, Any] = {}
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         known = json.loads(path.read_text("utf-8"))
         return _checked(known[key])
     rates = measure()

@@ -14,6 +14,8 @@ from offload.machine.profiles import EMULATED
 from offload.memory.available import LIBRARY_BYTES, available_host_bytes, lendable_bytes
 from offload.units import format_bytes
 
+# What is raised where the device has no memory left, although the budget has.
+OUT_OF_MEMORY = (torch.OutOfMemoryError, OutOfDeviceMemoryError)
 _REMEDY = "use a shorter context or more device memory"
 
 

@@ -98,10 +98,16 @@ class HostMemory:
 
     def arena(self, size: int, *, pin: bool | None = None) -> HostArena:
         """`size` bytes, touched, and registered if `pin`. Raises DoesNotFitError."""
-        check_available(size, "host memory for streamed weights and KV")
-        mapping = _Mapping(size)
-        self.nbytes += size
+        what = "host memory for streamed weights and KV"
+        check_available(size, what)
+        try:
+            mapping = _Mapping(size)
+        except OSError as error:
+            # The machine has it left, and this process may not have it.
+            remedy = f"the system lets this process map no more ({error.strerror}): see ulimit -v"
+            raise DoesNotFitError(what, size, 0, remedy) from error
         touch(mapping.address, mapping.size, self._cpus)
+        self.nbytes += size
         if self._driver and (pin or (pin is None and self._pin and not self._refused)):
             self._register(mapping)
         elif self._driver:
@@ -221,10 +227,14 @@ class HostBuffers:
             groups[-1].append(size)
         self.buffers: list[torch.Tensor] = []
         self._arenas: list[HostArena] = []
-        for group in groups:
-            arena = memory.arena(sum(group))
-            self._arenas.append(arena)
-            self.buffers.extend(arena.bytes.split(group))
+        try:
+            for group in groups:
+                arena = memory.arena(sum(group))
+                self._arenas.append(arena)
+                self.buffers.extend(arena.bytes.split(group))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self.buffers.clear()

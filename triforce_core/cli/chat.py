@@ -42,10 +42,11 @@ def chat(args: argparse.Namespace) -> int:
     params = sampling_params(args, max_new_tokens=DEFAULT_NEW_TOKENS)
     config = engine_config(args, None)
     with ExitStack() as stack:
-        bars = stack.enter_context(ProgressBars(show=not args.quiet))
+        bars = ProgressBars(show=not args.quiet)
         # While it loads a signal ends the process, with the terminal as it was.
         loading = stack.enter_context(ExitStack())
-        loading.enter_context(Stop(bars.stop).listening())
+        loading.enter_context(Stop(bars.give_back).listening())
+        stack.enter_context(bars)
         model = stack.enter_context(OpenModel.at(args.model))
         if model.tokenizer is None:
             raise UsageError(f"{model.checkpoint.path} has no tokenizer")
@@ -135,7 +136,7 @@ class Chat:
         bars = ProgressBars(show=self._lines.terminal and not self._quiet, opening=False)
         engine, before = self._session.engine, self._session.engine.progress
         engine.progress = bars.update
-        stop = Stop(bars.stop)
+        stop = Stop(bars.give_back)
         stop.end = stream.interrupt
         try:
             with stop.listening(), bars:

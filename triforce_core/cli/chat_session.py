@@ -128,7 +128,7 @@ class ChatSession:
             if about["known"]:
                 text, tokens = about["known"]
                 after = Turn(str(text), [int(token) for token in tokens])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise UsageError(f"{path} holds a context and no conversation") from error
         self.clear()
         self.messages, self._after = messages, after

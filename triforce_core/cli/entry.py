@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from triforce_core.cli.signals import leave_at_once
+from triforce_core.cli.leaving import leave_at_once
 
 
 def main() -> int:

@@ -53,9 +53,11 @@ def generate(args: argparse.Namespace) -> int:
     if config.method.drafts and config.method.draft_model is not None:
         resolve(config.method.draft_model)
     with ExitStack() as stack:
-        bars = stack.enter_context(ProgressBars(show=not args.quiet))
+        bars = ProgressBars(show=not args.quiet)
         slowly = None if args.quiet else _say_that_it_ends
-        stop = stack.enter_context(Stop(bars.stop, slowly).listening())
+        # Before the bars hide the cursor.
+        stop = stack.enter_context(Stop(bars.give_back, slowly).listening())
+        stack.enter_context(bars)
         model = stack.enter_context(OpenModel.at(args.model))
         if model.tokenizer is None:
             raise UsageError(f"{model.checkpoint.path} has no tokenizer")
@@ -89,7 +91,7 @@ def saved_tokens(path: str) -> int:
         with open(path, "rb") as file:
             header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 1 << 24)))
         return int(header["tokens"]["shape"][0])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return 0
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from contextlib import suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -11,6 +14,7 @@ from triforce_core.cli.output import say
 
 # Where bars cannot be drawn, a line says this often how far it is.
 _SECONDS = 5.0
+_SHOW_CURSOR = b"\x1b[?25h"
 _LABELS = {"load": "loading", "prefill": "reading the prompt"}
 
 
@@ -23,6 +27,7 @@ class ProgressBars:
         """opening: whether a model is opened first."""
         console = Console(stderr=True)
         terminal = console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
+        self._terminal = show and terminal
         self._lines = show and not terminal
         self._next_line = time.monotonic() + _SECONDS
         self._tasks: dict[str, TaskID] = {}
@@ -33,7 +38,7 @@ class ProgressBars:
             TimeElapsedColumn(),
             console=console,
             transient=True,
-            disable=not (show and terminal),
+            disable=not self._terminal,
         )
         self._opening = self._progress.add_task(
             "opening the model", total=None, counted="", visible=opening
@@ -53,6 +58,17 @@ class ProgressBars:
     def stop(self) -> None:
         """Takes the bars off the terminal; more than once is no harm."""
         self._progress.stop()
+
+    def give_back(self) -> None:
+        """Leaves the terminal as it was, whatever is being done to it: for a process that ends at
+        once, in the middle of taking the bars up or off, say.
+        """
+        with suppress(Exception):
+            self._progress.stop()
+        if self._terminal:
+            # Past every buffer: this thread may be in the middle of writing to one.
+            with suppress(OSError):
+                os.write(sys.stderr.fileno(), _SHOW_CURSOR)
 
     def __enter__(self) -> ProgressBars:
         self._progress.start()

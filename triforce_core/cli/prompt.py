@@ -43,7 +43,7 @@ def read_messages(path: str) -> list[dict[str, str]]:
         return check_messages(json.loads(Path(path).read_text(encoding="utf-8-sig")))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read messages from {path}: {error}") from error
 
 

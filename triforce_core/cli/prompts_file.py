@@ -72,7 +72,7 @@ def _task(
     if line.lstrip().startswith("{"):
         try:
             given = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"begins as JSON and is none: {error}") from error
         if unknown := sorted(given.keys() - {"prompt", "messages", "id"}):
             raise UsageError(f'has {unknown[0]!r}; known are "prompt", "messages" and "id"')
@@ -166,7 +166,7 @@ def _answered(path: str, number: int, line: bytes, tasks: list[Task]) -> int:
         answer = json.loads(line)
         index, digest = answer["index"], answer["of"]
         known = tasks[index].digest if type(index) is int and index >= 0 else None
-    except (ValueError, TypeError, KeyError, IndexError):
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
         known, digest = None, ""
     if known != digest:
         raise UsageError(

@@ -11,11 +11,12 @@ from functools import partial
 
 from offload.files import Output
 from offload.memory.device import device_name
+from triforce_core.cli.leaving import exit_code
 from triforce_core.cli.output import TextOutput, say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.prompts_file import Answers, Task
 from triforce_core.cli.report import LEVEL_LEGEND, colored, print_run, takes_colors
-from triforce_core.cli.signals import Stop, exit_code
+from triforce_core.cli.signals import Stop, ending
 from triforce_core.devices import open_device
 from triforce_core.engine import Engine
 from triforce_core.opening import OpenModel
@@ -70,7 +71,9 @@ class Run:
             else:
                 code = self._text(engine, tasks[0], params)
             if args.save_context and engine.context_tokens:
-                engine.save_context(args.save_context)
+                # The text has ended: whoever interrupts now means the file, which may take long.
+                with ending():
+                    engine.save_context(args.save_context)
         return code
 
     def _text(self, engine: Engine, task: Task, params: SamplingParams) -> int:

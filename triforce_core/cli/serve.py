@@ -13,9 +13,9 @@ from types import FrameType
 
 from offload.errors import UsageError
 from triforce_core.cli.chat import DEFAULT_CONTEXT
+from triforce_core.cli.leaving import leave
 from triforce_core.cli.options import engine_config, given
 from triforce_core.cli.output import say
-from triforce_core.cli.signals import leave
 from triforce_core.opening import OpenModel
 
 KEY_VARIABLE = "TRIFORCE_API_KEY"

@@ -71,7 +71,7 @@ def _of_file(
         return []
     try:
         settings = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read settings from {path}: {error}") from error
     tables = {name: each for name, each in settings.items() if isinstance(each, dict)}
     for name in tables:

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
-SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))
+from triforce_core.cli.leaving import exit_code, heeded, leave
+
 # Seconds after which a person is told that a pass has to end first.
 _PATIENCE = 1.0
-
-
-def exit_code(number: int) -> int:
-    """The code of a process that a signal ended, as shells have it: 130 for an interrupt."""
-    return 128 + number
-
-
-def leave(number: int, frame: FrameType | None = None) -> None:
-    """Ends the process at once. What was written to standard output so far gets there."""
-    with suppress(Exception):
-        sys.stdout.flush()
-    os._exit(exit_code(number))
-
-
-def leave_at_once() -> None:
-    """From now on signals end the process: no traceback out of the middle of an import. Those that
-    whoever started it had ignored, as `nohup` does, stay ignored.
-    """
-    for number in _heeded():
-        signal.signal(number, leave)
 
 
 @contextmanager
 def raising() -> Iterator[None]:
     """Inside, an interrupt raises KeyboardInterrupt, so that what was found is still shown."""
     here = threading.current_thread() is threading.main_thread()
-    if not here or signal.SIGINT not in _heeded():
+    if not here or signal.SIGINT not in heeded():
         yield
         return
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -64,16 +42,12 @@ def ending() -> Iterator[None]:
             raise KeyboardInterrupt
         raise SystemExit(exit_code(number))
 
-    before = {number: signal.signal(number, raise_) for number in _heeded()}
+    before = {number: signal.signal(number, raise_) for number in heeded()}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _heeded() -> list[int]:
-    return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class Stop:
@@ -96,7 +70,7 @@ class Stop:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.end is None or self.number is not None:
-            with suppress(OSError):
+            with suppress(Exception):
                 self._before_leaving()
             leave(number)
         self.number = number
@@ -123,7 +97,7 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self) for number in _heeded()}
+        before = {number: signal.signal(number, self) for number in heeded()}
         try:
             yield self
         finally:

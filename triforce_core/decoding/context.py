@@ -128,6 +128,17 @@ class Context:
         self.text = Text(self.text.tokens[:tokens])
         self._checksum = Checksum()
 
+    def abandon(self, kept: int) -> None:
+        """After a pass or a reading that failed: the KV of the first `kept` tokens is there, and
+        whatever drafts begins anew. The text, which may be a token ahead, stays. Raises LinkError.
+        """
+        self.passes.roll_back(kept)
+        self.drafter.roll_back(0)
+        if self.retrieval:
+            self.retrieval.roll_back(0)
+        # It may have been counted in part.
+        self.text.seen = None
+
     def snapshot(self) -> Snapshot:
         """What was computed so far, to be read layer by layer before anything else is done here.
 

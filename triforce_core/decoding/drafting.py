@@ -99,6 +99,20 @@ class Drafting:
         )
         return True
 
+    def give_up(self, context: Context) -> str | None:
+        """Drops the highest level that takes device memory, for good, and names it; None if there
+        is none. What it gave back is nobody's here to lend.
+        """
+        models = self._models
+        if models.budget:
+            level, drop = "retrieval", self._drop_retrieval
+        elif models.small:
+            level, drop = "model", self._drop_drafter
+        else:
+            return None
+        models.freed_bytes -= drop(context)
+        return level
+
     def _drop_retrieval(self, context: Context) -> int:
         freed = context.drop_retrieval()
         self._inner = Fixed(0)

@@ -84,12 +84,15 @@ class Hierarchy:
     @torch.inference_mode()
     def take(self, logits: torch.Tensor | None, seconds: float) -> Step:
         """Decoder.take."""
-        step = self._first() if logits is None else self._round(logits, seconds)
+        if logits is None:
+            step = self._first(self._prompt)
+            self._prompt = None
+        else:
+            step = self._round(logits, seconds)
         self._context.text.commit(step.tokens)
         return step
 
-    def _first(self) -> Step:
-        prompt, self._prompt = self._prompt, None
+    def _first(self, prompt: Prompt) -> Step:
         law = laws(prompt.logits, self._params, self._context.text)
         tokens = self._rule.draw(law, self._context.text.committed).tolist()
         self._context.arrived()

@@ -106,7 +106,7 @@ class AcceptanceCurve:
                     curve = replace(curve, churn=float(cache["churn"]))
             elif acceptance["target"] is not None:
                 curve = replace(curve, inner=min(float(acceptance["target"]), 0.999))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise UsageError(f"{path} does not hold the stats of a run: {error}") from error
         return curve
 

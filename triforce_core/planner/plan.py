@@ -172,7 +172,7 @@ class Plan:
         """A plan from JSON. Raises UsageError, naming what is wrong with it."""
         try:
             raw = json.loads(Path(path).read_text("utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"cannot read a plan from {path}: {error}") from error
         if not isinstance(raw, dict):
             raise UsageError(f"{path} holds no plan, which is a JSON object")

@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from command import GREEDY, heed_signals, run
+from command import GREEDY, heed_signals, run, wait_until_heeded
 
 from triforce_core.cli.output import TextOutput
 from triforce_core.cli.signals import Stop
@@ -70,10 +70,11 @@ def test_a_second_interrupt_exits_at_once(speaking) -> None:
     assert process.returncode == 130
 
 
-@pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4, 0.8, 1.6, 2.4])
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 2.4])
 def test_an_interrupt_while_starting_leaves_at_once(speaking, seconds: float) -> None:
     """In the middle of imports, of loading, or already of the text."""
     process = start("generate", speaking, "--prompt", "Hello", "--max-new-tokens", "400")
+    wait_until_heeded(process.pid)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -174,7 +175,8 @@ def test_a_signal_that_was_ignored_stays_ignored() -> None:
     """As `nohup` leaves it."""
     code = (
         "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
-        "from triforce_core.cli.signals import Stop, leave_at_once; leave_at_once(); "
+        "from triforce_core.cli.leaving import leave_at_once; leave_at_once(); "
+        "from triforce_core.cli.signals import Stop; "
         "stop = Stop(print).listening(); stop.__enter__(); "
         "print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, "
         "signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"

@@ -132,7 +132,7 @@ def test_dropping_the_level_gives_its_weights_back(tiny) -> None:
         drafting.generate(PROMPT, GREEDY)
         purposes = drafting.runtime.memory.by_purpose()
         assert purposes["substitutes"] == 3 * drafting.runtime.demand.substitute_bytes
-        drafting._context.drop_retrieval()
+        drafting._contexts.latest.drop_retrieval()
         assert "substitutes" not in drafting.runtime.memory.by_purpose()
 
 

@@ -215,8 +215,8 @@ def test_a_level_is_dropped_everywhere(tiny, leaders) -> None:
     with engine(path, 2, "kv-in-part", **METHODS["triforce"]) as ours:
         prompt = random_ids(PROMPT)
         first = ours.generate(prompt, greedy(10)).token_ids
-        ours.drafting._drop_retrieval(ours._context)
-        ours._context.lend()
+        ours.drafting._drop_retrieval(ours._contexts.latest)
+        ours._contexts.latest.lend()
         again = ours.generate(prompt + first, greedy(NEW - 10))
     assert again.stats["levels"] == ["ngram", "target"]
     theirs = transformers_text(model, prompt)

@@ -1,0 +1,174 @@
+"""A device whose memory another program takes in the middle of a request: less is kept there, and
+the text is the same.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fault_points import Faults, temporaries
+from helpers import BLOCK, PLACEMENTS, random_ids
+
+from offload.errors import OutOfDeviceMemoryError
+from offload.kv.store import KVStore
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.retrieval import RetrievalCache
+from triforce_core.model.llama import Model
+
+PROMPT = random_ids(3 * BLOCK - 4)
+GREEDY = SamplingParams(12, temperature=0)
+# Of one seed the text is the same whatever is drafted, and what was said so far changes its law.
+SAMPLED = SamplingParams(12, temperature=0.8, seed=3, repeat_penalty=1.3, presence_penalty=0.5)
+LENT = {"placement": PLACEMENTS["kv-lent"], "draft": "none", "draft_tokens": 3, "budget": 16}
+
+
+def engine(path: Path, **options: object) -> Engine:
+    given = {"device": "cpu", "max_context": 100, "block_tokens": BLOCK, "accept": "coupled"}
+    return Engine.from_pretrained(path, **given | LENT | options)
+
+
+def generate(
+    ours: Engine, params: SamplingParams, faults: Faults
+) -> tuple[list[int], list[warnings.WarningMessage]]:
+    """Tokens, and what was warned of."""
+    with temporaries(faults), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        tokens = ours.generate(PROMPT, params, reuse=False).token_ids
+    return tokens, [it for it in told if "ran out of memory" in str(it.message)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+def test_a_pass_that_finds_no_memory_is_made_again(tiny, drafter: str, params) -> None:
+    """At any operation of a request: text that is read, drafts, passes, chunks that are chosen."""
+    path = tiny("llama")[0]
+    draft = tiny("llama-mqa")[0] if drafter == "model" else drafter
+    faults = Faults()
+    with engine(path, draft=draft) as ours:
+        expected, told = generate(ours, params, faults)
+        count = faults.counts["temporary"]
+        assert told == []
+    assert count > 1000
+    for at in random.Random(len(drafter)).sample(range(1, count), 5):
+        with engine(path, draft=draft) as ours:
+            # Memory is lent from the first pass on, and chunks are of a text that is there.
+            ours.generate(PROMPT, SamplingParams(2, temperature=0))
+            faults.arm("temporary", at)
+            tokens, told = generate(ours, params, faults)
+            assert faults.fired
+            faults.disarm()
+            assert tokens == expected, at
+            assert len(told) <= 1
+            again, told = generate(ours, params, faults)
+            assert (again, told) == (expected, []), at
+
+
+def _fails_once(monkeypatch, owner: type, name: str, at: int, *, after: bool) -> None:
+    """The call number `at` of a method finds no memory, before it does anything or after."""
+    original, calls = getattr(owner, name), 0
+
+    def method(*args: object, **options: object) -> object:
+        nonlocal calls
+        calls += 1
+        given = None if calls == at and not after else original(*args, **options)
+        if calls == at:
+            raise torch.OutOfMemoryError("CUDA out of memory. planted")
+        return given
+
+    monkeypatch.setattr(owner, name, method)
+
+
+@pytest.mark.parametrize(
+    ("method", "owner", "name", "at", "after"),
+    [
+        # The token is kept already, and its logits are not there.
+        ("autoregressive", Model, "logits", 4, False),
+        # The second layer's block has left the tail, and the third's has not.
+        ("autoregressive", KVStore, "_add_block", 8, True),
+        ("triforce", KVStore, "_add_block", 8, True),
+        # What was accepted is the text's, and the next pass's chunks are not chosen.
+        ("triforce", RetrievalCache, "refresh", 2, False),
+        ("triforce", RetrievalCache, "refresh", 2, True),
+    ],
+)
+def test_what_was_kept_of_a_pass_that_failed_is_taken_back(
+    tiny, monkeypatch, method: str, owner: type, name: str, at: int, after: bool
+) -> None:
+    options = {"method": method} | ({} if method == "triforce" else {"budget": None})
+    with engine(tiny("llama")[0], **options) as ours:
+        expected = ours.generate(PROMPT, SAMPLED).token_ids
+    with engine(tiny("llama")[0], **options) as ours:
+        ours.generate(PROMPT[:2], SamplingParams(1))
+        _fails_once(monkeypatch, owner, name, at, after=after)
+        tokens, told = generate(ours, SAMPLED, Faults())
+        assert tokens == expected
+        # Chunks are chosen a moment later: that was all.
+        assert len(told) == (0 if name == "refresh" else 1)
+
+
+class _Shortage(Faults):
+    """From a place on nothing is to be had until enough was given back."""
+
+    def __init__(self, enough: Callable[[], bool]) -> None:
+        super().__init__()
+        self._enough = enough
+
+    def pass_by(self, kind: str) -> None:
+        self.counts[kind] += 1
+        if self._at and self.counts[kind] >= self._at and not self._enough():
+            self.fail(kind)
+
+
+def test_as_much_is_given_back_as_it_takes(tiny) -> None:
+    """Lent memory first, then the retrieval model, then the drafter."""
+    path = tiny("llama")[0]
+    seen: list[tuple[int, list[str]]] = []
+    for enough in (
+        lambda models, kv: kv._mirror is None,
+        lambda models, kv: not models.budget,
+        lambda models, kv: models.small is None,
+    ):
+        with engine(path, draft=tiny("llama-mqa")[0]) as ours:
+            expected = ours.generate(PROMPT, GREEDY).token_ids
+            kv = ours._contexts.latest.passes.kv
+            faults = _Shortage(lambda enough=enough, ours=ours, kv=kv: enough(ours.models, kv))
+            with temporaries(faults):
+                ours.generate(PROMPT, GREEDY, reuse=False)
+            middle = 2 * faults.counts["temporary"] // 3
+            before = ours.runtime.memory.available_bytes
+            faults.arm("temporary", middle)
+            tokens, told = generate(ours, GREEDY, faults)
+            assert tokens == expected
+            # What was given back is somebody else's: it is not lent.
+            assert ours.runtime.memory.available_bytes > before
+            seen.append((len(told), ours.models.levels))
+    assert seen == [
+        (1, ["model", "retrieval", "target"]),
+        (2, ["model", "target"]),
+        (3, ["target"]),
+    ]
+
+
+def test_where_nothing_can_be_given_back_what_was_said_stays(speaking) -> None:
+    options = {"placement": PLACEMENTS["kv"], "method": "autoregressive", "budget": None}
+    with engine(speaking, **options) as ours:
+        expected = ours.generate(PROMPT, GREEDY)
+        said, faults = [], Faults()
+        stream = ours.stream(PROMPT, GREEDY, reuse=False)
+
+        def listen() -> None:
+            for piece in stream.pieces():
+                said.append(piece.text)
+                if len(said) == 5:
+                    faults.arm("temporary", 20)
+
+        with temporaries(faults), pytest.raises(OutOfDeviceMemoryError, match="planted"):
+            listen()
+        assert len(said) >= 5
+        assert expected.text.startswith("".join(said))
+        assert ours.generate(PROMPT, GREEDY).token_ids == expected.token_ids

@@ -1,0 +1,82 @@
+"""Two engines of one process, and two processes of one machine, at the same time: each says what it
+says alone.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from helpers import BLOCK, PLACEMENTS, random_ids
+
+from triforce_core import Engine, SamplingParams
+
+PROMPTS = [random_ids(60, seed) for seed in range(4)]
+# Of engines that share nothing but the process: what streams, what drafts, and how a text is drawn.
+ENGINES = (
+    {"placement": PLACEMENTS["kv"], "draft": "none", "draft_tokens": 3, "budget": 16},
+    {"placement": PLACEMENTS["both"], "method": "autoregressive"},
+)
+PARAMS = (
+    SamplingParams(12, temperature=0),
+    SamplingParams(12, temperature=0.9, seed=5, repeat_penalty=1.2),
+)
+
+
+def texts(path: Path, number: int, meet: threading.Barrier | None = None) -> list[list[int]]:
+    """An engine's answers. meet: where it waits for others before each."""
+    said = []
+    with Engine.from_pretrained(
+        path,
+        device="cpu",
+        max_context=100,
+        block_tokens=BLOCK,
+        link_bandwidth="20MB/s",
+        accept="coupled",
+        **ENGINES[number],
+    ) as engine:
+        for prompt in PROMPTS:
+            if meet is not None:
+                meet.wait(60)
+            said.append(engine.generate(prompt, PARAMS[number], reuse=False).token_ids)
+    return said
+
+
+def test_two_engines_of_one_process_at_once(tiny) -> None:
+    path, _ = tiny("llama")
+    alone = [texts(path, number) for number in range(2)]
+    meet, together = threading.Barrier(2), {}
+
+    def run(number: int) -> None:
+        together[number] = texts(path, number, meet)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together.get(number) for number in range(2)] == alone
+    assert alone[0] != alone[1]
+
+
+@pytest.mark.slow
+def test_two_processes_at_once_on_one_cache(speaking, tmp_path) -> None:
+    """Both make copies in 4 bits and measure the machine, and keep them in the same places."""
+    command = [
+        *(sys.executable, "-P", "-m", "triforce_core.cli", "generate", str(speaking), "--quiet"),
+        *("--prompt", "Hello there, this is a text of some length. " * 8),
+        *("--max-new-tokens", "20", "--temperature", "0", "--device", "cpu"),
+        *("--device-memory", "2050KiB", "--link-bandwidth", "20MB/s"),
+    ]
+    said = []
+    for count in (2, 1):
+        files = [tmp_path / f"{count} {number}" for number in range(count)]
+        running = [subprocess.Popen([*command, "--stats", str(file)]) for file in files]
+        assert [process.wait(120) for process in running] == [0] * count
+        said += [json.loads(file.read_text())["token_ids"] for file in files]
+    assert len(said[0]) == 20
+    assert said[0] == said[1] == said[2]

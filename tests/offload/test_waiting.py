@@ -1,0 +1,108 @@
+"""Waiting for a device ends: with an event of torch.cuda's that comes, fails or never comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from offload.errors import LinkError
+from offload.link import cuda
+from offload.link.cuda import CudaLink
+from offload.memory.host import HostMemory
+
+
+class Event:
+    """torch.cuda.Event, of a device that answers as it is told to."""
+
+    answers: Callable[[int], bool] = staticmethod(lambda asked: True)
+
+    def __init__(self, **_: object) -> None:
+        self.asked = 0
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        self.asked += 1
+        return type(self).answers(self.asked)
+
+    def synchronize(self) -> None:
+        raise AssertionError("a wait that nobody can end")
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+class Stream:
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def record_event(self) -> Event:
+        return Event()
+
+    synchronize = Event.synchronize
+
+
+@pytest.fixture
+def link(monkeypatch) -> CudaLink:
+    """Of a device that gives up after a tenth of a second, and was probed before."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setitem(cuda._PROBED, device, (1e9, 1 << 24))
+    return CudaLink(device, HostMemory(), timeout_seconds=0.1)
+
+
+WAITS = {
+    "wait_on_host": lambda link: link.wait_on_host(Event()),
+    "synchronize": lambda link: link.synchronize(),
+    "counters": lambda link: link.counters(),
+    "keep_times": lambda link: link.keep_times(),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_never_comes_is_an_error_at_the_limit_and_then_at_once(
+    link, monkeypatch, name: str
+) -> None:
+    monkeypatch.setattr(Event, "answers", staticmethod(lambda asked: False))
+    began = time.monotonic()
+    with pytest.raises(LinkError, match=r"did not finish a copy.* within 0\.1 seconds"):
+        WAITS[name](link)
+    assert time.monotonic() - began >= 0.1
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it is waited for again"))
+    for again in WAITS.values():
+        with pytest.raises(LinkError, match="did not finish"):
+            again(link)
+    # Nothing waits there: whoever ends the run has said why.
+    link.close()
+
+
+@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("times", [1, 2, 500])
+def test_what_comes_is_waited_for(link, monkeypatch, name: str, times: int) -> None:
+    monkeypatch.setattr(Event, "answers", staticmethod(lambda asked: asked >= times))
+    # However long the pauses are on a machine, the limit is not what ends this.
+    link._patience._seconds = 3600.0
+    WAITS[name](link)
+
+
+def test_what_is_there_costs_one_question(link, monkeypatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it was there"))
+    event = Event()
+    link.wait_on_host(event)
+    assert event.asked == 1
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_device_that_failed_is_an_error_at_once(link, monkeypatch, name: str) -> None:
+    def fail(asked: int) -> bool:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Event, "answers", staticmethod(fail))
+    with pytest.raises(LinkError, match="illegal memory access"):
+        WAITS[name](link)
