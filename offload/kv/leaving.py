@@ -34,8 +34,8 @@ class StagingSlots:
         self._left[self._taken] = written
 
     def forget(self) -> None:
-        """Says that the link has carried out all that was asked of it. A block that did not leave is
-        told to whoever brings it back.
+        """Says that the link has carried out all that was asked of it. That a block did not leave
+        is told to whoever brings it back.
         """
         self._left = [None] * len(self._buffers)
 
