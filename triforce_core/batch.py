@@ -46,6 +46,11 @@ class Member:
     ended: bool = False
     interrupted: threading.Event = field(default_factory=threading.Event)
 
+    @property
+    def made(self) -> int:
+        """Tokens that it has given so far."""
+        return self.request.made
+
     def interrupt(self) -> None:
         """Ends it within one pass; what it gave so far is its result. May come from any thread."""
         self.interrupted.set()

@@ -66,6 +66,11 @@ class Request:
         # How many rows the next pass's chunks are chosen by, until its copies have begun.
         self._due: int | None = None
 
+    @property
+    def made(self) -> int:
+        """Tokens that were made so far."""
+        return len(self._tokens)
+
     def run(
         self,
         prompt: list[int],
