@@ -4,7 +4,7 @@ Ceilings are measured in the same run: a copy on the device, one large product, 
 host memory. Kernels run from a CUDA graph, several calls over different data, so that neither
 launching nor the L2 cache flatters or hides them.
 
-    python scripts/bench_kernels.py [--shape llama2-7b] [--context 131072] [--tokens 17] [--json]
+    python scripts/bench_kernels.py [--shape llama2-7b] [--context 131072] [--planes] [--json]
 
 Without a GPU it times the references on the CPU, over a small context: that says that it runs.
 """
@@ -19,6 +19,7 @@ from dataclasses import asdict
 
 import torch
 from kernel_cases import KernelCases, KernelRow
+from plane_cases import PlaneCases
 from rich.console import Console
 from rich.table import Table
 from triforce_kernels.dispatch import REFERENCE, backend
@@ -36,13 +37,15 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=131072 if cuda else 4096)
     parser.add_argument("--tokens", type=int, default=17, help="queries of a pass")
     parser.add_argument("--repeats", type=int, default=9 if cuda else 3)
+    parser.add_argument("--planes", action="store_true", help="the kernels of planes alone")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     device = torch.device("cuda:0" if cuda else "cpu")
     rates = measure_gpu() if cuda else measure_cpu()
     dtype = torch.float16 if cuda else torch.float32
     with torch.inference_mode():
-        bench = KernelCases(
+        cases = PlaneCases if args.planes else KernelCases
+        bench = cases(
             read_shape(args.shape), args.context, args.tokens, device, dtype, rates, args.repeats
         )
         rows = list(bench.rows())

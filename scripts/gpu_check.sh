@@ -6,6 +6,7 @@
 #
 #     bash scripts/gpu_check.sh [RESULT.json]       with MEMORY=24GB, PYTHON=python3
 #     LARGE=1 bash scripts/gpu_check.sh RESULT.json  a model larger than the GPU alone, in 70 GB of host
+#     PLANES=1 bash scripts/gpu_check.sh RESULT.json  planes beside what they take the place of, in 8 minutes
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 RESULT=${1:-benchmarks/results/gpu_check.json}
@@ -41,6 +42,17 @@ if [[ ${LARGE:-} ]]; then
     # Layers in 16 bits stream, and copies of them in 4 bits draft.
     part qwen2.5-32b 500 "${BENCH[@]}" --dtype bfloat16 --shape qwen2.5-32b --context 32768 \
         --repeats 3 --tests pass,retrieval
+    exit $FAILED
+fi
+if [[ ${PLANES:-} ]]; then
+    # Their kernels, then one shape with weights and KV as they are, and with either or both in planes.
+    part bench-kernels 60 "$PYTHON" scripts/bench_kernels.py --planes --json --shape llama3.1-8b
+    for how in "dense dense" "dense planes" "planes dense" "planes planes"; do
+        read -r weights kv <<<"$how"
+        part "llama3.1-8b, weights $weights, KV $kv" 100 "${BENCH[@]}" --dtype bfloat16 \
+            --shape llama3.1-8b --context 131072 --repeats 3 --tests pass,retrieval \
+            --weights "$weights" --kv "$kv"
+    done
     exit $FAILED
 fi
 # Kernels compile on one core each, about 170 of them: with pytest-xdist on several at once, into a

@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from triforce_kernels import planes
 from triforce_kernels.block_types import BLOCK_TYPES
 from triforce_kernels.blocks import BlockWeight, block_matmul, decode
 from triforce_kernels.gather import ChunkSource, gather_chunks
@@ -75,9 +74,8 @@ class KernelCases:
     def rows(self) -> Iterator[KernelRow]:
         for rows in (self._attention, self._cache, self._choice, self._small, self._sampling):
             yield from rows()
-            self._settle()
+            self.settle()
         yield from self._int4()
-        yield from self._planes()
         yield from self._blocks()
 
     def draw(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -87,7 +85,7 @@ class KernelCases:
         """Seconds of one call, the median over `repeats` rounds of all the runs."""
         for run in runs:
             run()
-        self._settle()
+        self.settle()
         calls = [runs[i % len(runs)] for i in range(max(CALLS, len(runs)))]
         if self.device.type != "cuda":
             return statistics.median(self._clocked(calls) for _ in range(self.repeats))
@@ -111,14 +109,12 @@ class KernelCases:
             call()
         return (time.perf_counter() - began) / len(calls)
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
-    def _row(
-        self, kernel: str, inputs: str, nbytes: float, flops: float, run, **rival
-    ) -> KernelRow:
+    def row(self, kernel: str, inputs: str, nbytes: float, flops: float, run, **rival) -> KernelRow:
         bounds = {
             "memory": nbytes / self.rates.memory_bytes_per_second,
             "matrix": flops / self.rates.flops_per_second,
@@ -160,9 +156,9 @@ class KernelCases:
         inputs = f"{config.heads}/{kv_heads} heads, {tokens} queries, {count} x {block} keys"
         against = {"rival": "SDPA", "rival_seconds": self.times([rival])}
         del flat
-        yield self._row("attend_blocks", inputs, nbytes, flops, lambda: whole(None), **against)
+        yield self.row("attend_blocks", inputs, nbytes, flops, lambda: whole(None), **against)
         written = chunk_scores.numel() * 4
-        yield self._row(
+        yield self.row(
             "attend_blocks, scored",
             inputs,
             nbytes + written,
@@ -170,7 +166,7 @@ class KernelCases:
             lambda: whole(scores),
             **against,
         )
-        yield self._row(
+        yield self.row(
             "attend_blocks, scored, a launch a block",
             inputs,
             nbytes + written,
@@ -185,7 +181,7 @@ class KernelCases:
         out = torch.empty(groups, kv_heads, wide, device=self.device, dtype=torch.bfloat16)
         run = partial(group_scores, chunk_scores, lse, keys, CHUNK, CHUNK, tokens, out)
         moved = written + out.numel() * 2
-        yield self._row("group_scores", f"{kv_heads} x {rows} x {chunks}", moved, 0, run)
+        yield self.row("group_scores", f"{kv_heads} x {rows} x {chunks}", moved, 0, run)
 
     def _cache(self) -> Iterator[KernelRow]:
         config = self.config
@@ -209,7 +205,7 @@ class KernelCases:
                 )
                 for layer in layers
             ]
-            yield self._row(
+            yield self.row(
                 "attend_cache",
                 f"{config.heads}/{kv_heads} heads, {tokens} queries, {seen} of {capacity} keys",
                 nbytes,
@@ -226,7 +222,7 @@ class KernelCases:
         scores = self.draw(*rows, chunks, dtype=torch.float32)
         chunk_of = torch.full((*rows, slots), -1, device=self.device)
         choose_chunks(scores, chunk_of, chunks, 4)
-        yield self._row(
+        yield self.row(
             "choose_chunks",
             f"{rows[0]} x {rows[1]} rows, {slots} of {chunks} chunks",
             scores.numel() * 4 + chunk_of.numel() * 16,
@@ -257,7 +253,7 @@ class KernelCases:
                 if arena.pinned:
                     yield self._gathering(name, inputs, moves, arena.bytes.view(4, size), blocks,
                                           block, target, nbytes, link)  # fmt: skip
-                self._settle()
+                self.settle()
 
     def _gathering(
         self, name, inputs, moves, some, blocks, block, target, nbytes, link
@@ -266,7 +262,7 @@ class KernelCases:
         addresses = starts[torch.arange(target.shape[0] * (blocks + 1)) % len(some)]
         addresses = addresses.view(target.shape[0], blocks + 1).to(self.device)
         source = ChunkSource(addresses, block, block)
-        row = self._row(name, inputs, nbytes, 0, lambda: gather_chunks(moves, source, target))
+        row = self.row(name, inputs, nbytes, 0, lambda: gather_chunks(moves, source, target))
         return replace(row, ceiling="link", ceiling_seconds=nbytes / link) if link else row
 
     def _small(self) -> Iterator[KernelRow]:
@@ -274,7 +270,7 @@ class KernelCases:
         item = self.dtype.itemsize
         hidden, delta = self.draw(tokens, config.hidden), self.draw(tokens, config.hidden)
         weight = self.draw(config.hidden)
-        yield self._row(
+        yield self.row(
             "rms_norm with residual", f"{tokens} x {config.hidden}", 4 * hidden.numel() * item, 0,
             lambda: rms_norm(hidden, weight, 1e-5, delta),
             rival="plain operations",
@@ -284,14 +280,14 @@ class KernelCases:
         heads = self.draw(tokens, config.heads + 2 * kv_heads, head_dim)
         cos, sin = self.draw(2, tokens, head_dim)
         key, value = self.draw(2, kv_heads, BUDGET, head_dim)
-        yield self._row(
+        yield self.row(
             "rope_into", f"{tokens} x {heads.shape[1]} x {head_dim}", 2 * heads.numel() * item, 0,
             lambda: rope_into(heads, cos, sin, key, value, 7),
             rival="plain operations",
             rival_seconds=self.times([lambda: reference_rope_into(heads, cos, sin, key, value, 7)]),
         )  # fmt: skip
         gate_up = self.draw(tokens, 2 * config.mlp)
-        yield self._row(
+        yield self.row(
             "swiglu", f"{tokens} x {2 * config.mlp}", 1.5 * gate_up.numel() * item, 0,
             lambda: swiglu(gate_up),
             rival="plain operations",
@@ -304,7 +300,7 @@ class KernelCases:
         for top_k, top_p in ((0, 1.0), (0, 0.9), (50, 0.9)):
             ours = partial(law, logits, 0.6, top_k, top_p)
             theirs = partial(reference_law, logits, 0.6, top_k, top_p)
-            yield self._row(
+            yield self.row(
                 "law", f"{tokens} x {vocab}, top-k {top_k}, top-p {top_p}", logits.numel() * 8, 0,
                 ours, rival="plain operations", rival_seconds=self.times([theirs]),
             )  # fmt: skip
@@ -312,7 +308,7 @@ class KernelCases:
         coins = torch.rand(1, tokens, device=self.device, dtype=torch.float64)
         drafted = laws[0, :-1].argmax(-1)[None]
         arguments = (drafted, laws[:, :-1], laws, coins)
-        yield self._row(
+        yield self.row(
             "accept", f"{tokens - 1} of {vocab}", 4 * vocab * 4, 0, lambda: accept(*arguments),
             rival="plain operations",
             rival_seconds=self.times([lambda: reference_accept(*arguments)]),
@@ -325,7 +321,7 @@ class KernelCases:
         theirs = {d: self._shipped(out, width, d) for d in (self.dtype, torch.bfloat16)}
         for rows in (1, 8, 17, 64):
             x = self.draw(rows, width)
-            yield self._row(
+            yield self.row(
                 "int4_matmul", f"{rows} x {width} by {out}, group 64", packed[0].nbytes,
                 2.0 * rows * out * width, [partial(int4_matmul, x, w) for w in packed],
                 rival="dense product",
@@ -333,32 +329,20 @@ class KernelCases:
             )  # fmt: skip
             for dtype, product in theirs.items():
                 if product:
-                    yield self._row(
+                    yield self.row(
                         f"torch's int4 product, {str(dtype).removeprefix('torch.')}",
                         f"{rows} x {width} by {out}, group 64", packed[0].nbytes,
                         2.0 * rows * out * width, partial(product, x.to(dtype)),
                     )  # fmt: skip
-
-    def _planes(self) -> Iterator[KernelRow]:
-        out, width = self.config.mlp, self.config.hidden
-        dense = [(self.draw(out, width) * 0.02).bfloat16() for _ in range(2)]
-        weights = [planes.encode(each) for each in dense]
-        nbytes, shape = out * width * 7 // 2, f"{out} x {width}"
-        yield self._row(
-            "decode_planes", shape, nbytes, 0.0, [partial(planes.decode, w) for w in weights],
-            rival="copy of as many bytes",
-            rival_seconds=self.times([d.clone for d in dense]),
-        )  # fmt: skip
-        if self.device.type == "cpu":
-            # On a GPU weights are encoded by the host, as they are read.
-            runs = [partial(planes.encode, d) for d in dense]
-            yield self._row("planes.encode", shape, nbytes, 0.0, runs)
 
     def _blocks(self) -> Iterator[KernelRow]:
         out, width = self.config.mlp, self.config.hidden
         dense = [self.draw(out, width) for _ in range(2)]
         for name in ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0"):
             kind = BLOCK_TYPES[name]
+            if width % kind.elements:
+                # No file holds such rows.
+                continue
             # Zeros: what numbers they are takes no time.
             data = [
                 torch.zeros(out, kind.row_bytes(width), dtype=torch.uint8, device=self.device)
@@ -367,13 +351,13 @@ class KernelCases:
             weights, nbytes = [BlockWeight(d, kind, width) for d in data], data[0].numel()
             for rows in (1, 4, 16, 64):
                 x = self.draw(rows, width)
-                yield self._row(
+                yield self.row(
                     f"block_matmul, {name}", f"{rows} x {width} by {out}", nbytes,
                     2.0 * rows * out * width, [partial(block_matmul, x, w) for w in weights],
                     rival="dense product",
                     rival_seconds=self.times([partial(F.linear, x, w) for w in dense]),
                 )  # fmt: skip
-            yield self._row(
+            yield self.row(
                 f"decode_blocks, {name}", f"{out} x {width}",
                 nbytes + out * width * self.dtype.itemsize, 0,
                 [partial(decode, d, kind, self.dtype) for d in data],
