@@ -31,7 +31,7 @@ from triforce_core.settings import DENSE, PLANES, EngineConfig
 from triforce_core.starting import Loaded, settled, start
 from triforce_core.stream import Completion, Piece, Stream
 from triforce_core.text import TextStream
-from triforce_core.timeline import clear_timeline, write_timeline
+from triforce_core.timeline import clear_timeline, traced, write_timeline
 
 
 class Engine:
@@ -110,6 +110,8 @@ class Engine:
         if models.method.method == "triforce" and not models.budget:
             why = models.why_no_retrieval
             line += f"; no retrieval model, since {why}"
+        if demand.sequences > 1:
+            line += f"; {demand.sequences} texts at once"
         return line
 
     def generate(
@@ -222,6 +224,8 @@ class Engine:
         params, token_ids, guide = self._checked(prompt, params)
         context = self._contexts.take(token_ids)
         request, text = self._request(context, params, guide)
+        if trace := self._loaded.trace:
+            receive = traced(receive, self.models, trace, afresh=not self._batch.members)
         member = Member(request, context, token_ids, text, receive, reuse)
         self._batch.add(member)
         return member
@@ -388,8 +392,7 @@ class Engine:
     def _request(
         self, context: Context, params: SamplingParams, guide: Guide | None
     ) -> tuple[Request, TextStream]:
-        about = (self._loaded.name, self._loaded.seconds)
-        request = Request(context, self.models, self.drafting, params, *about, guide)
+        request = Request(context, self.models, self.drafting, params, *self._loaded.about, guide)
         text = TextStream(self.tokenizer, params.stop, one_by_one=params.tells_logprobs)
         return request, text
 

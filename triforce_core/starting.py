@@ -42,6 +42,11 @@ class Loaded:
     digest: str
     trace: Path | None
 
+    @property
+    def about(self) -> tuple[str, float]:
+        """Name and seconds, as stats have them."""
+        return self.name, self.seconds
+
 
 @dataclass(frozen=True)
 class Settled:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from offload.link.trace import write_spans
 from triforce_core.decoding.models import Models
+from triforce_core.stream import Completion
 
 _TOLD = ("method", "model", "device", "dtype", "prompt_tokens", "new_tokens", "link")
 
@@ -17,6 +18,23 @@ def clear_timeline(models: Models) -> None:
     """Forgets what was traced so far, on all ranks. Raises RankError."""
     models.ranks.tell("clear")
     models.runtime.trace.clear()
+
+
+def traced(
+    receive: Callable[[Any], None], models: Models, path: Path, *, afresh: bool
+) -> Callable[[Any], None]:
+    """A receiver that writes the trace of what has ended first. afresh: whether nothing that is to
+    be seen was traced so far
+    """
+    if afresh:
+        clear_timeline(models)
+
+    def told(item: Any) -> None:
+        if isinstance(item, Completion):
+            write_timeline(models, path, item.stats)
+        receive(item)
+
+    return told
 
 
 def write_timeline(models: Models, path: Path, stats: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import GREEDY, run
+from trace_file import read_trace
 
 TEXT = ("--prompt", "Hello there", *GREEDY, "--quiet")
 
@@ -174,7 +175,9 @@ def test_several_prompts_of_a_file_at_once_have_the_answers_they_have_alone(
     for count in (1, 3):
         output = tmp_path / f"answers{count}"
         command = ("generate", speaking, "--prompts-file", prompts, "--output", output, *GREEDY)
-        code, _, err = run(capsys, *command, "--sequences", count)
+        trace = tmp_path / f"trace{count}"
+        code, _, err = run(capsys, *command, "--sequences", count, "--trace", trace)
+        assert read_trace(trace)["compute"]
         assert (code, "7 of 7 prompts answered" in err) == (0, True)
         lines = [json.loads(line) for line in output.read_text().splitlines()]
         told[count] = {line["index"]: line["text"] for line in lines}
