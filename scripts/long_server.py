@@ -3,9 +3,9 @@
 SmolLM2-135M with its layers streamed over an EMULATED link. Each client does one of these again and
 again, at random: it asks for a whole answer, a streamed one, several choices, a conversation that
 goes on; it sends what is malformed, unknown in part or too large; it leaves while it is answered,
-or before; it reads slowly. Every status must be the one that is due, or 429 where the queue is full. A
-greedy answer must be the same at the end as at the beginning, and the engine free soon after the
-last client has left.
+or before; it reads slowly. Every status must be the one that is due, or 429 where the queue is
+full. A greedy answer must be the same at the end as at the beginning, and the engine free soon
+after the last client has left.
 
     python scripts/long_server.py [--minutes 10] [--clients 32] [--sequences 4]
 
