@@ -19,7 +19,7 @@ from triforce_kernels.int4 import Int4Weight
 from triforce_kernels.upper import UpperWeight
 
 from offload.placement import Placement
-from triforce_core import Engine, SamplingParams
+from triforce_core import Completion, Engine, SamplingParams
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.laws import laws
 
@@ -39,8 +39,8 @@ SIZES = {
     "initializer_range": 0.2,
 }
 # How samples are made: every drafter, both policies, both rules, whatever the retrieval model
-# computes with, random bytes included, all with the same exact law; on two ranks; and once with
-# nothing kept from one request to the next.
+# computes with, random bytes included, all with the same exact law; on two ranks; several at once;
+# and once with nothing kept from one request to the next.
 STREAMED = Placement((0,), False, 1, 1, 2, 1, substituted_layers=(0,))
 WAYS: dict[str, dict[str, object]] = {
     "ngram": {"draft": "ngram"},
@@ -54,6 +54,7 @@ WAYS: dict[str, dict[str, object]] = {
     "substituted": {"draft": "none", "placement": STREAMED},
     "noise": {"draft": "{model}", "placement": STREAMED},
     "ranks": {"draft": "{model}", "gpus": 2},
+    "together": {"draft": "{model}", "sequences": 8},
 }
 Sample = tuple[Counter, Counter, Counter]
 
@@ -104,11 +105,7 @@ def sample(job: Job) -> Sample:
             **options,
         ) as engine,
     ):
-        for seed in range(job.first_seed, job.first_seed + job.samples):
-            params = SamplingParams(
-                TOKENS + 1, temperature=job.temperature, top_p=job.top_p, seed=seed
-            )
-            result = engine.generate(PROMPT, params, reuse=job.way != "afresh")
+        for result in results(engine, job):
             outcomes[tuple(result.token_ids[:TOKENS])] += 1
             for lengths, counter in (
                 ("accepted_lengths", accepted),
@@ -117,6 +114,20 @@ def sample(job: Job) -> Sample:
                 for length, count in enumerate(result.stats["acceptance"][lengths]):
                     counter[length] += count
     return outcomes, accepted, inner
+
+
+def results(engine: Engine, job: Job) -> Iterator[Completion]:
+    """As many at once as the engine has sequences."""
+    last, at_once = job.first_seed + job.samples, engine.runtime.demand.sequences
+    for first in range(job.first_seed, last, at_once):
+        each = [
+            SamplingParams(TOKENS + 1, temperature=job.temperature, top_p=job.top_p, seed=seed)
+            for seed in range(first, min(first + at_once, last))
+        ]
+        if at_once == 1:
+            yield engine.generate(PROMPT, each[0], reuse=job.way != "afresh")
+        else:
+            yield from engine.generate_all([PROMPT] * len(each), each)
 
 
 def exact_law(model: torch.nn.Module, temperature: float, top_p: float) -> torch.Tensor:
