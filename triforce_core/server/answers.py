@@ -50,10 +50,20 @@ class Answers:
         return self.wording.whole(completions, self.choices, told=told)
 
     async def events(self, *, include_usage: bool) -> AsyncIterator[str]:
-        """The answer as server-sent events. What goes wrong meanwhile is one of them."""
+        """The answer as server-sent events. What goes wrong once it was asked for is one of them.
+
+        Raises QueueFullError or NotReadyError, while there still is a status to say it with.
+        """
+        events = self._events(include_usage=include_usage)
+        # Up to where all is asked for.
+        await anext(events)
+        return events
+
+    async def _events(self, *, include_usage: bool) -> AsyncIterator[str]:
         completions: dict[int, Completion] = {}
-        try:
-            with self._submitted() as items:
+        with self._submitted() as items:
+            yield ""
+            try:
                 for index in range(self._texts):
                     if (first := self.wording.first(index)) is not None:
                         yield _event(first)
@@ -69,17 +79,13 @@ class Answers:
                         else:
                             completions[index] = item
                             yield _event(self.wording.last(index, item))
-        except Exception as error:
-            yield _event(refused(error)[1])
-            return
+            except Exception as error:
+                yield _event(refused(error)[1])
+                return
         if include_usage:
             given = [completions[index] for index in range(self._texts)]
             yield _event(self.wording.used(given, self.choices))
         yield "data: [DONE]\n\n"
-
-    def check(self) -> None:
-        """Raises QueueFullError or NotReadyError if the texts could not be asked for now."""
-        self.worker.check_room()
 
     async def _all(self) -> list[Completion]:
         completions: dict[int, Completion] = {}

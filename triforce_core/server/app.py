@@ -83,11 +83,9 @@ def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> Fast
         answers = Answers(worker, wording, asked, params, body.choices)
         if not body.stream:
             return JSONResponse(await answers.whole(request))
-        # Refused with a status, while there still is one.
-        answers.check()
         usage = body.stream_options is not None and body.stream_options.include_usage
         return StreamingResponse(
-            answers.events(include_usage=usage),
+            await answers.events(include_usage=usage),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )

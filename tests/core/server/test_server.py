@@ -314,3 +314,21 @@ def test_choices_of_one_request_stream_side_by_side(speaking) -> None:
         assert set(given) == {0, 1, 2}
         first_end = given.index(0) + given.count(0)
         assert {1, 2} & set(given[:first_end]), "one choice after another"
+
+
+def test_of_streams_that_come_at_once_each_is_whole_or_refused_with_a_status(speaking) -> None:
+    """More than there is room for: none begins and then says that the queue is full."""
+    with slow(speaking, queue=3) as running:
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 2, "stream": True}
+        answers: list[tuple] = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(running.ask("POST", CHAT, body)))
+            for _ in range(40)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert {status for status, _, _ in answers} == {200, 429}
+        for status, _, answer in answers:
+            assert status == 429 or answer.endswith(b"data: [DONE]\n\n"), answer
