@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -218,27 +218,51 @@ class Serving(Protocol):
 
 def run_all(
     engine: Serving,
+    requests: Iterable[tuple[str | Sequence[int], SamplingParams | None, Receiver]],
+    goes_on: Callable[[], bool],
+    *,
+    reuse: bool = True,
+) -> None:
+    """Runs requests to their ends, as many at once as there is room for.
+
+    requests: prompt, parameters and receiver of each. goes_on: asked before each pass; once it says
+        no, what is under way is interrupted and nothing new begins
+    """
+    waiting, going = deque(requests), True
+    while going or (waiting and goes_on()):
+        while waiting and engine.has_room and goes_on():
+            prompt, params, receive = waiting.popleft()
+            engine.add_request(prompt, params, receive, reuse=reuse)
+        if not goes_on():
+            engine.interrupt()
+        going = engine.step()
+
+
+def all_of(
+    engine: Serving,
     prompts: Sequence[str | Sequence[int]],
     params: Sequence[SamplingParams | None],
     *,
     reuse: bool,
 ) -> list[Completion]:
-    """Runs requests to their ends, as many at once as there is room for.
-
-    Raises the error of the first that has one, once all that are under way have ended.
-    """
+    """What requests give. Raises the first error, once all that are under way have ended."""
     results: dict[int, Piece | Completion | BaseException] = {}
-    waiting = deque(enumerate(zip(prompts, params, strict=True)))
-    error, going = None, True
-    while going or (waiting and error is None):
-        while waiting and error is None and engine.has_room:
-            index, (prompt, own) = waiting.popleft()
-            engine.add_request(prompt, own, partial(results.__setitem__, index), reuse=reuse)
-        going = engine.step()
-        failed = next((r for r in results.values() if isinstance(r, BaseException)), None)
-        if failed is not None and error is None:
-            error = failed
-            engine.interrupt()
-    if error is not None:
-        raise error
+    errors: list[BaseException] = []
+
+    def receive(index: int, item: Piece | Completion | BaseException) -> None:
+        results[index] = item
+        if isinstance(item, BaseException):
+            errors.append(item)
+
+    run_all(
+        engine,
+        [
+            (prompt, own, partial(receive, index))
+            for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
+        ],
+        lambda: not errors,
+        reuse=reuse,
+    )
+    if errors:
+        raise errors[0]
     return [results[index] for index in range(len(prompts))]

@@ -13,7 +13,7 @@ from typing import Any
 from offload.errors import UsageError
 from offload.memory.device import device_name
 from offload.runtime import Runtime
-from triforce_core.batch import Batch, Member, Receiver, run_all
+from triforce_core.batch import Batch, Member, Receiver, all_of
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.snapshot import Snapshot
@@ -196,7 +196,7 @@ class Engine:
             raise UsageError(f"{len(prompts)} prompts, and parameters of {len(each)}")
         for prompt, own in zip(prompts, each, strict=True):
             self._checked(prompt, own)
-        return run_all(self, prompts, each, reuse=reuse)
+        return all_of(self, prompts, each, reuse=reuse)
 
     @property
     def has_room(self) -> bool:
@@ -368,9 +368,8 @@ class Engine:
                     clear_timeline(self.models)
                 context = self._contexts.take(tokens)
                 request, text = self._request(context, params, guide)
-                for piece in request.run(
-                    tokens, text, self._report_layer, interrupted, reuse=reuse
-                ):
+                request.read(tokens, text, self._report_layer, interrupted, reuse=reuse)
+                for piece in request.run():
                     sound = isinstance(piece, Completion)
                     yield piece
                     if self._loaded.trace and isinstance(piece, Completion):

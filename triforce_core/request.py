@@ -71,17 +71,8 @@ class Request:
         """Tokens that were made so far."""
         return len(self._tokens)
 
-    def run(
-        self,
-        prompt: list[int],
-        text: TextStream,
-        each_layer: Callable[[int], None],
-        interrupted: threading.Event,
-        *,
-        reuse: bool,
-    ) -> Iterator[Piece | Completion]:
-        """Yields text as each pass lands, then the Completion. See `read`."""
-        self.read(prompt, text, each_layer, interrupted, reuse=reuse)
+    def run(self) -> Iterator[Piece | Completion]:
+        """Once the prompt is read: yields text as each pass lands, then the Completion."""
         while not self.reason:
             pieces = self.step()
             if not self.reason:
@@ -206,6 +197,7 @@ class Request:
         if self._due is not None:
             with self._on_device():
                 self._context.refresh(self._due)
+            self._due = None
 
     def begin(self) -> None:
         """The same, and starts the copies of a pass for this request alone."""

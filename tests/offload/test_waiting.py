@@ -85,10 +85,19 @@ def test_what_never_comes_is_an_error_at_the_limit_and_then_at_once(
 @pytest.mark.parametrize("name", WAITS)
 @pytest.mark.parametrize("times", [1, 2, 500])
 def test_what_comes_is_waited_for(link, monkeypatch, name: str, times: int) -> None:
-    monkeypatch.setattr(Event, "answers", staticmethod(lambda asked: asked >= times))
+    answered: list[int] = []
+
+    def come(asked: int) -> bool:
+        if asked >= times:
+            answered.append(asked)
+        return asked >= times
+
+    monkeypatch.setattr(Event, "answers", staticmethod(come))
     # However long the pauses are on a machine, the limit is not what ends this.
     link._patience._seconds = 3600.0
     WAITS[name](link)
+    # Each event is asked until it has come, and no more.
+    assert answered == [times] * (2 if name == "synchronize" else 1)
 
 
 def test_what_is_there_costs_one_question(link, monkeypatch) -> None:

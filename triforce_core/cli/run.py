@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import deque
 from contextlib import ExitStack, suppress
 from functools import partial
 
 from offload.files import Output
 from offload.memory.device import device_name
+from triforce_core.batch import run_all
 from triforce_core.cli.leaving import exit_code
 from triforce_core.cli.output import TextOutput, say
 from triforce_core.cli.progress import ProgressBars
@@ -124,17 +124,13 @@ class Run:
                 if not quiet:
                     say(f"{len(answers.done)} of {len(tasks)} prompts answered")
 
-        waiting = deque(task for task in tasks if task.index not in answers.done)
         stop.end = engine.interrupt
-        going = True
-        while going or (waiting and stop.number is None and not errors):
-            while waiting and engine.has_room and stop.number is None and not errors:
-                task = waiting.popleft()
-                engine.add_request(task.token_ids, params, partial(receive, task))
-            if stop.number is not None or errors:
-                # One that came in meanwhile too.
-                engine.interrupt()
-            going = engine.step()
+        left = [task for task in tasks if task.index not in answers.done]
+        run_all(
+            engine,
+            [(task.token_ids, params, partial(receive, task)) for task in left],
+            lambda: stop.number is None and not errors,
+        )
         stop.ended()
         if errors:
             raise errors[0]

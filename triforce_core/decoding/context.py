@@ -214,10 +214,7 @@ class Context:
         self.logits = None
         if self.retrieval:
             self.retrieval.expect(ask.tokens.shape[0])
-        start, device = self.passes.length, self.model.device
-        if ask.parents is None:
-            return Feed.text(ask.tokens, start, device)
-        return Feed.tree(ask.tokens, start, ask.parents, device)
+        return Feed.text(ask.tokens, self.passes.length, self.model.device)
 
     def computed(self, logits: torch.Tensor, ask: Ask) -> None:
         """Takes the logits of a pass that was asked for and that others shared."""

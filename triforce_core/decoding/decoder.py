@@ -28,14 +28,12 @@ class Prompt(NamedTuple):
 class Ask(NamedTuple):
     """A pass over some rows that follow what a context keeps.
 
-    tokens: [rows]; parents: for each row the row it follows, -1 for what is kept; None where each
-        follows the one before it
+    tokens: [rows], each of which follows the one before it
     is_kept: whether its one row is kept, whatever the pass gives; more: whether another such pass
         follows
     """
 
     tokens: torch.Tensor
-    parents: tuple[int, ...] | None = None
     is_kept: bool = False
     more: bool = False
 
