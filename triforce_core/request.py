@@ -235,7 +235,9 @@ class Request:
         """Of a step's tokens, by the logits that they were drawn from; none if nobody asked."""
         if not self._params.tells_logprobs:
             return []
-        logs = self._context.logits[: len(tokens)].float().log_softmax(-1)
+        rows = self._step.rows
+        logits = self._context.logits if rows is None else self._context.logits[list(rows)]
+        logs = logits[: len(tokens)].float().log_softmax(-1)
         best = logs.topk(min(self._params.logprobs, logs.shape[1]))
         own = logs.cpu().gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
         likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)

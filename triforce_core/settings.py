@@ -20,7 +20,7 @@ METHODS = ("triforce", "speculative", "autoregressive")
 RETRIEVAL = ("mass", "mean")
 ACCEPT = ("optimal", "coupled")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
-AUTO = "auto"
+AUTO, OFF = "auto", "off"
 DENSE, STORED, PLANES = "dense", "stored", "planes"
 WEIGHTS = (AUTO, STORED, DENSE, PLANES)
 KV_FORMATS = (AUTO, DENSE, PLANES)
@@ -93,6 +93,9 @@ class MethodSettings:
     draft: "auto" (n-grams), "ngram", "none", or the path or hub id of a small model with the same
         vocabulary
     draft_tokens: verified by a pass at most; "auto" chooses while running
+    tree: tokens of a draft that branches, which the drafter proposes straight to the target; then
+        draft_tokens is how deep it goes at most. "auto": such drafts are made where they were
+        measured to be faster, if draft_tokens are "auto" too; "off": never
     inner_draft_tokens: of the drafter, verified by a step of the retrieval model
     budget: tokens of the retrieval cache; None takes 4096, or less where those do not fit
     chunk_size: tokens that are retrieved together, a power of two
@@ -107,6 +110,7 @@ class MethodSettings:
     method: str = "triforce"
     draft: str | Path = AUTO
     draft_tokens: int | str = AUTO
+    tree: int | str = AUTO
     inner_draft_tokens: int | str = AUTO
     budget: int | None = None
     chunk_size: int = 8
@@ -129,6 +133,10 @@ class MethodSettings:
             value = getattr(self, name)
             if value != AUTO and not _whole(value, 1, MOST_DRAFT_TOKENS):
                 raise UsageError(f"{name} must be auto or 1 to {MOST_DRAFT_TOKENS}, got {value!r}")
+        if self.tree not in (AUTO, OFF) and not _whole(self.tree, 2, MOST_DRAFT_TOKENS):
+            raise UsageError(
+                f"tree must be auto, off or 2 to {MOST_DRAFT_TOKENS}, got {self.tree!r}"
+            )
         if not _whole(self.chunk_size, 1) or self.chunk_size & (self.chunk_size - 1):
             raise UsageError(f"chunk_size must be a power of two, got {self.chunk_size!r}")
         if self.budget is not None:
@@ -146,6 +154,8 @@ class MethodSettings:
         unused = set()
         if not self.drafts:
             unused |= {"draft", "draft_tokens"}
+        if not self.drafts or not self.has_drafter:
+            unused |= {"tree"}
         if self.method != "triforce":
             unused |= {"inner_draft_tokens", "budget", "chunk_size", "retrieval", "draft_weights"}
         elif not self.has_drafter:
@@ -183,7 +193,14 @@ class MethodSettings:
         """Tokens of the longest draft that a pass verifies."""
         if not self.drafts:
             return 0
-        return AUTO_DRAFT_TOKENS if self.draft_tokens == AUTO else int(self.draft_tokens)
+        chain = AUTO_DRAFT_TOKENS if self.draft_tokens == AUTO else int(self.draft_tokens)
+        return max(chain, int(self.tree)) if isinstance(self.tree, int) else chain
+
+    @property
+    def branches(self) -> bool:
+        """Whether drafts of the lowest level may branch."""
+        measured = self.tree == AUTO and self.draft_tokens == AUTO
+        return self.drafts and self.has_drafter and (measured or isinstance(self.tree, int))
 
     @property
     def budgets(self) -> tuple[int, ...]:

@@ -12,7 +12,9 @@ from typing import NamedTuple, Protocol
 import torch
 from triforce_kernels import sampling
 
+from offload.memory.device import put
 from triforce_core.decoding.laws import draw
+from triforce_core.decoding.tree import Branches, Walk, accept_tree
 
 
 class Draft(NamedTuple):
@@ -21,16 +23,20 @@ class Draft(NamedTuple):
     tokens: [n] int64
     laws: [n, vocab] float32; None where each is one-hot: the token was sure to be proposed
     confidence: the greatest probability of each law, where the proposer looked
+    branches: None where each token follows the one before it; else how they follow, and which of
+        them the laws are of
     """
 
     tokens: torch.Tensor
     laws: torch.Tensor | None = None
     confidence: Sequence[float] = ()
+    branches: Branches | None = None
 
 
 class Verdict(NamedTuple):
-    """accepted: how many tokens of the draft hold; token: the one that follows them, -1 where the
-    verifier's law is not a number. Both [...] int64.
+    """accepted: how many tokens of the draft hold, or of one that branches the row of the last that
+    does; token: the one that follows, -1 where the verifier's law is not a number. Both [...]
+    int64.
     """
 
     accepted: torch.Tensor
@@ -43,8 +49,10 @@ class Rule(Protocol):
     position: index in the text of the first row's token
     """
 
-    def draw(self, laws: torch.Tensor, position: int) -> torch.Tensor:
-        """One token for each row of laws [rows, vocab]."""
+    def draw(self, laws: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
+        """One token for each row of laws [rows, vocab]. position: of each, where they do not follow
+        one another, [rows] int64.
+        """
 
     def accept(self, draft: Draft, laws: torch.Tensor, position: int) -> Verdict:
         """laws: the verifier's, [n + 1, vocab], one for each token of the draft and one after."""
@@ -85,11 +93,17 @@ class Optimal:
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
-    def draw(self, laws: torch.Tensor, position: int) -> torch.Tensor:
+    def draw(self, laws: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
         return draw(laws, self._generator)
 
     def accept(self, draft: Draft, laws: torch.Tensor, position: int) -> Verdict:
-        return accept(draft.tokens, draft.laws, laws, self._generator)
+        if draft.branches is None:
+            return accept(draft.tokens, draft.laws, laws, self._generator)
+        rows, device = laws.shape[0], laws.device
+        coins = torch.rand(1, rows, dtype=torch.float64, device=device, generator=self._generator)
+        drawn_from = None if draft.laws is None else draft.laws[None]
+        last, token = accept_tree(draft.tokens[None], draft.branches, drawn_from, laws[None], coins)
+        return Verdict(last[0], token[0])
 
 
 class Coupled:
@@ -104,29 +118,39 @@ class Coupled:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def draw(self, laws: torch.Tensor, position: int) -> torch.Tensor:
+    def draw(self, laws: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
         # arg-max of log p + Gumbel = arg-max of p / Exponential, with no log of zero.
         rows, vocab = laws.shape
-        race = laws.double() / exponential_noise(self._seed, position, rows, vocab, laws.device)
+        if isinstance(position, int):
+            position = torch.arange(position, position + rows, device=laws.device)
+        race = laws.double() / exponential_noise(self._seed, position, vocab)
         return race.argmax(-1).masked_fill(laws.sum(-1).isnan(), -1)
 
     def accept(self, draft: Draft, laws: torch.Tensor, position: int) -> Verdict:
+        if draft.branches is not None:
+            return self._walk(draft.tokens, draft.branches, laws, position)
         own = self.draw(laws, position)
         accepted = (own[:-1] == draft.tokens).cumprod(-1).sum(-1)
         return Verdict(accepted, own.gather(0, accepted.view(1)).squeeze(0))
 
+    def _walk(
+        self, tokens: torch.Tensor, branches: Branches, laws: torch.Tensor, position: int
+    ) -> Verdict:
+        own = self.draw(laws, position + put(branches.depths, laws.device))
+        walk = Walk(branches, laws.device)
+        holds = (tokens[walk.child] == own.unsqueeze(1)) & walk.exists
+        last = walk.end(holds[None])
+        return Verdict(last[0], own.gather(0, last).squeeze(0))
 
-def exponential_noise(
-    seed: int, position: int, rows: int, vocab: int, device: torch.device
-) -> torch.Tensor:
-    """Exponential(1) noise of positions position, position + 1, ...: [rows, vocab] float64.
+
+def exponential_noise(seed: int, positions: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Exponential(1) noise of positions [rows] int64: [rows, vocab] float64.
 
     A function of (seed, position, token) alone, the same on every device: splitmix64 (Steele et
     al., 2014) keyed by seed and position and counted by token.
     """
-    positions = torch.arange(position + 1, position + 1 + rows, device=device).unsqueeze(1)
-    tokens = torch.arange(1, vocab + 1, device=device)
-    key = _mix(_wrap(_mix_int(seed)) + positions * _GOLDEN)
+    tokens = torch.arange(1, vocab + 1, device=positions.device)
+    key = _mix(_wrap(_mix_int(seed)) + (positions.unsqueeze(1) + 1) * _GOLDEN)
     bits = _shift(_mix(key + tokens * _GOLDEN), 12)
     return ((bits.double() + 0.5) * 2.0**-52).log_().neg_()
 

@@ -198,14 +198,14 @@ class Context:
             self.retrieval.refresh(scored)
             self.passes.trace.host("refresh", began, time.perf_counter() - began)
 
-    def verify(self, tokens: torch.Tensor) -> torch.Tensor:
+    def verify(self, tokens: torch.Tensor, parents: tuple[int, ...] | None = None) -> torch.Tensor:
         """A pass over tokens [n] that follow what is kept: float32 logits after each, [n, vocab].
 
-        Raises LinkError.
+        parents: see Ask. Raises LinkError.
         """
-        self._tell("verify", tokens)
+        self._tell("verify", tokens, parents)
         passes = self.passes
-        feed = self.feed(Ask(tokens))
+        feed = self.feed(Ask(tokens, parents))
         passes.begin()
         return self._told(self.model.forward(feed, passes.weights, passes.cache))
 
@@ -214,7 +214,10 @@ class Context:
         self.logits = None
         if self.retrieval:
             self.retrieval.expect(ask.tokens.shape[0])
-        return Feed.text(ask.tokens, self.passes.length, self.model.device)
+        start, device = self.passes.length, self.model.device
+        if ask.parents is None:
+            return Feed.text(ask.tokens, start, device)
+        return Feed.tree(ask.tokens, start, ask.parents, device)
 
     def computed(self, logits: torch.Tensor, ask: Ask) -> None:
         """Takes the logits of a pass that was asked for and that others shared."""
@@ -230,7 +233,7 @@ class Context:
         """
         if ask.is_kept:
             return self.feed_one(ask.tokens, ask.more)
-        return self.verify(ask.tokens)
+        return self.verify(ask.tokens, ask.parents)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps a path of the rows that the last pass fed, and forgets the others."""

@@ -28,12 +28,14 @@ class Prompt(NamedTuple):
 class Ask(NamedTuple):
     """A pass over some rows that follow what a context keeps.
 
-    tokens: [rows], each of which follows the one before it
+    tokens: [rows]; parents: for each row the row it follows, -1 for what is kept; None where each
+        follows the one before it
     is_kept: whether its one row is kept, whatever the pass gives; more: whether another such pass
         follows
     """
 
     tokens: torch.Tensor
+    parents: tuple[int, ...] | None = None
     is_kept: bool = False
     more: bool = False
 
@@ -44,12 +46,14 @@ class Step(NamedTuple):
     tokens: new ones, at least one
     drafted: how many a draft had proposed; of `tokens`, all but the last were among them
     whole: whether they end where the draft did
+    rows: of the pass, by whose logits they were drawn; None where each follows the one before it
     scored: rows of the pass by which chunks are chosen for the next one; None if none are
     """
 
     tokens: list[int]
     drafted: int = 0
     whole: bool = False
+    rows: tuple[int, ...] | None = None
     scored: int | None = None
 
 

@@ -60,6 +60,9 @@ class DraftLength(Protocol):
 
     def observe(self, outcome: Observed) -> None: ...
 
+    def count(self, outcome: Observed) -> None:
+        """Counts a round whose draft had no such length, for `ledger` alone."""
+
     def end_pass(self) -> None:
         """A pass of the target has ended: `ledger.idle` counts those in which drafts do not pay."""
 
@@ -76,6 +79,9 @@ class Fixed:
         return True
 
     def observe(self, outcome: Observed) -> None:
+        pass
+
+    def count(self, outcome: Observed) -> None:
         pass
 
     def end_pass(self) -> None:
@@ -134,7 +140,7 @@ class Auto:
         self._examined, self._held = reached[:-1], reached[1:]
         self._sure_examined = [0.0] * (len(_CONFIDENCE) + 1)
         self._sure_held = [0.0] * (len(_CONFIDENCE) + 1)
-        self._verify = _Line()
+        self._verify = Line()
         self._draft_seconds = 0.0
         self._draft_tokens = 0.0
         self._seconds_per_token = 0.0
@@ -190,10 +196,14 @@ class Auto:
         self._verify.observe(outcome.drafted, outcome.verify_seconds)
         self._plain_known |= not outcome.drafted
         if outcome.drafted:
-            if self._plain_known:
-                self.ledger.count(outcome, self._verify.at(0))
+            self.count(outcome)
             self._draft_seconds = self._draft_seconds * _MEMORY + outcome.draft_seconds
             self._draft_tokens = self._draft_tokens * _MEMORY + outcome.drafted
+
+    def count(self, outcome: Observed) -> None:
+        """DraftLength.count."""
+        if outcome.warm and self._plain_known:
+            self.ledger.count(outcome, self._verify.at(0))
 
     def end_pass(self) -> None:
         """DraftLength.end_pass."""
@@ -249,7 +259,7 @@ _LEVEL_WEIGHT = 0.5
 _LEAST_SHARE = 0.05
 
 
-class _Line:
+class Line:
     """Seconds as a line in tokens, by least squares over rounds that fade; slope 0 or more."""
 
     def __init__(self) -> None:

@@ -9,6 +9,7 @@ from triforce_core.decoding.autoregressive import Autoregressive
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.decoder import Decoder
 from triforce_core.decoding.draft_length import Auto, DraftLength, Fixed
+from triforce_core.decoding.growth import Growth
 from triforce_core.decoding.hierarchy import Hierarchy, RetrievalModel
 from triforce_core.decoding.levels import Middle, Tallies
 from triforce_core.decoding.models import Dropped, Models
@@ -45,6 +46,7 @@ class Drafting:
                 )
         elif models.method.has_drafter:
             self._outer = self._drafter_length()
+        self._growth = self._make_growth()
 
     def decoder(
         self,
@@ -66,8 +68,17 @@ class Drafting:
             proposer = Middle(
                 proposer, verifier, rule, self._inner, self._outer, stops, tallies.retrieval
             )
+        # Laws that depend on more than logits are made for texts, each row behind the one before.
+        branches = not context.retrieval and not params.changes_logits
         return Hierarchy(
-            context, params, rule, proposer, self._outer, frozenset(stops), tallies.target
+            context,
+            params,
+            rule,
+            proposer,
+            self._outer,
+            self._growth if branches else None,
+            frozenset(stops),
+            tallies.target,
         )
 
     def drop_lost(self, context: Context) -> bool:
@@ -121,11 +132,23 @@ class Drafting:
 
     def _drop_drafter(self, context: Context) -> int:
         freed = context.drop_drafter()
+        self._growth = None
         if self._models.budget:
             self._inner = Fixed(0)
         else:
             self._outer = Fixed(0)
         return freed
+
+    def _make_growth(self) -> Growth | None:
+        method = self._models.method
+        if not method.branches:
+            return None
+        deepest = method.max_draft_tokens
+        if method.tree == AUTO:
+            return Growth(deepest, deepest, asked=False)
+        if method.draft_tokens != AUTO:
+            deepest = int(method.draft_tokens)
+        return Growth(int(method.tree), deepest, asked=True)
 
     def _retrieval_length(self) -> DraftLength:
         return self._length(

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import torch
 
-from triforce_core.decoding.acceptance import Rule
+from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.decoder import Ask, Prompt, Step
 from triforce_core.decoding.draft_length import DraftLength
+from triforce_core.decoding.growth import Growth
 from triforce_core.decoding.laws import laws
-from triforce_core.decoding.levels import Offer, Proposer, Round, Tally, check_token, offer, settle
+from triforce_core.decoding.levels import (
+    Offer,
+    Proposer,
+    Round,
+    Tally,
+    Text,
+    check_token,
+    offer,
+    settle,
+)
 from triforce_core.params import SamplingParams
 
 # Logits of what drafts lie within these.
@@ -53,16 +64,20 @@ class Hierarchy:
         rule: Rule,
         proposer: Proposer,
         length: DraftLength,
+        growth: Growth | None,
         stops: Collection[int],
         tally: Tally,
     ) -> None:
-        """length: of the proposer's drafts. stops: tokens that end the text. tally: of drafts."""
+        """length: of the proposer's drafts. growth: of those that branch, if any may: the proposer
+        is a Brancher then. stops: tokens that end the text. tally: of drafts.
+        """
         self._tally = tally
         self._context = context
         self._params = params
         self._rule = rule
         self._proposer = proposer
         self._length = length
+        self._growth = growth
         self._stops = stops
         self._prompt: Prompt | None = None
         self._offer: Offer | None = None
@@ -76,10 +91,17 @@ class Hierarchy:
         """Decoder.ask."""
         if self._prompt is not None:
             return None
-        count = self._length.choose(remaining - 1)
         context = self._context
-        self._offer = offer(self._proposer, context.text, count, context.model.device)
-        return Ask(self._offer.fed)
+        propose = partial(self._propose, context.text, remaining - 1)
+        self._offer = offer(propose, context.text, context.model.device)
+        branches = self._offer.draft.branches
+        return Ask(self._offer.fed, branches and branches.of_feed)
+
+    def _propose(self, text: Text, most: int) -> Draft:
+        growth = self._growth
+        if growth and most and (nodes := growth.choose()):
+            return self._proposer.branch(text, growth, nodes, min(most, growth.deepest))
+        return self._proposer.propose(text, self._length.choose(most))
 
     @torch.inference_mode()
     def take(self, logits: torch.Tensor | None, seconds: float) -> Step:
@@ -101,13 +123,20 @@ class Hierarchy:
 
     def _round(self, logits: torch.Tensor, seconds: float) -> Step:
         context, made = self._context, self._offer
+        # What branches is drafted only for laws that nothing but the logits changes.
         own = laws(logits, self._params, context.text, made.fed[1:])
         outcome = settle(made, own, self._rule, context.text, context.keep, seconds)
         context.arrived()
         self._trace(made.began, outcome)
         self._tally.count(outcome)
-        self._length.observe(outcome)
-        return Step(outcome.tokens, outcome.drafted, outcome.whole, len(outcome.tokens))
+        if self._growth:
+            self._growth.observe(outcome)
+        if outcome.branches is None:
+            self._length.observe(outcome)
+        else:
+            self._length.count(outcome)
+        rows = outcome.branches and tuple(outcome.path)
+        return Step(outcome.tokens, outcome.drafted, outcome.whole, rows, len(outcome.tokens))
 
     def _trace(self, began: float, outcome: Round) -> None:
         """Says in the trace what a round did."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,9 @@ from offload.errors import CheckpointError
 from offload.memory.device import put
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.draft_length import DraftLength
+from triforce_core.decoding.growth import Growth
 from triforce_core.decoding.penalties import MayFollow, Seen
+from triforce_core.decoding.tree import Branches
 from triforce_core.params import SamplingParams
 
 
@@ -48,6 +51,13 @@ class Text:
 class Proposer(Protocol):
     def propose(self, text: Text, count: int) -> Draft:
         """At most `count` tokens to follow the text. Leaves the text as it was."""
+
+
+class Brancher(Proposer, Protocol):
+    def branch(self, text: Text, growth: Growth, nodes: int, deepest: int) -> Draft:
+        """A tree of at most `nodes` tokens to follow the text, no path longer than `deepest`.
+        Leaves the text as it was.
+        """
 
 
 class Drafter(Protocol):
@@ -80,7 +90,9 @@ class Round(NamedTuple):
 
     tokens: the accepted ones and the one the verifier drew itself; laws: theirs [tokens, vocab]
     peaks: the greatest probability of each law
-    drafted: how many were proposed; confidence: how surely, if the proposer said
+    path: rows that were fed, after which they come
+    drafted: how many were proposed; confidence: how surely, if the proposer said; branches: how
+        they followed one another, if not each the one before it
     whole: whether the tokens end where the draft did
     warm: whether its seconds are those of any such round: no kernel was compiled in it and no graph
         recorded
@@ -89,8 +101,10 @@ class Round(NamedTuple):
     tokens: list[int]
     laws: torch.Tensor
     peaks: list[float]
+    path: Sequence[int]
     drafted: int
     confidence: Sequence[float]
+    branches: Branches | None
     draft_seconds: float
     verify_seconds: float
     whole: bool
@@ -118,10 +132,10 @@ class Offer(NamedTuple):
     events: int
 
 
-def offer(proposer: Proposer, text: Text, count: int, device: torch.device) -> Offer:
-    """Proposes up to `count` tokens."""
+def offer(propose: Callable[[], Draft], text: Text, device: torch.device) -> Offer:
+    """Has tokens proposed that follow the text."""
     began, events = time.perf_counter(), warmup.events()
-    draft = proposer.propose(text, count)
+    draft = propose()
     last = put(text.tokens[-1:], device)
     # A damaged drafter's -1 is seen when its draft is settled.
     draft, raw = draft._replace(tokens=draft.tokens.clamp(min=0)), draft.tokens
@@ -147,18 +161,22 @@ def settle(
     # Everything the host needs in one piece; float64 holds token ids exactly.
     answers = (torch.stack((verdict.accepted, verdict.token)), made.raw, laws.amax(-1))
     numbers = torch.cat([answer.double() for answer in answers]).tolist()
-    accepted, token, *drafted = map(int, numbers[: -laws.shape[0]])
+    last, token, *drafted = map(int, numbers[: -laws.shape[0]])
     check_token(min((token, *drafted)))
-    keep(range(accepted + 1))
+    branches, peaks = made.draft.branches, numbers[-laws.shape[0] :]
+    path = range(last + 1) if branches is None else branches.path(last)
+    keep(path)
     return Round(
-        [*drafted[:accepted], token],
-        laws[: accepted + 1],
-        numbers[-laws.shape[0] :][: accepted + 1],
+        [*(drafted[row - 1] for row in path[1:]), token],
+        laws[: last + 1] if branches is None else laws[put(path, laws.device)],
+        [peaks[row] for row in path],
+        path,
         len(drafted),
         made.draft.confidence,
+        branches,
         made.seconds,
         seconds + time.perf_counter() - began,
-        accepted == len(drafted),
+        last == len(drafted) if branches is None else not branches.children[last],
         warmup.events() == made.events,
     )
 
@@ -168,7 +186,7 @@ def speculate(proposer: Proposer, verifier: Verifier, rule: Rule, text: Text, co
 
     Raises CheckpointError if a level computes something that is no number.
     """
-    made = offer(proposer, text, count, verifier.device)
+    made = offer(partial(proposer.propose, text, count), text, verifier.device)
     began = time.perf_counter()
     laws = verifier.laws(made.fed)
     return settle(made, laws, rule, text, verifier.keep, time.perf_counter() - began)
@@ -207,9 +225,11 @@ class Tally:
     """Drafts of a level, counted.
 
     accepted_lengths: how many rounds accepted 0, 1, 2, ... tokens of their draft
+    trees: rounds whose draft branched
     """
 
     rounds: int = 0
+    trees: int = 0
     drafted: int = 0
     accepted: int = 0
     examined: int = 0
@@ -221,7 +241,8 @@ class Tally:
         self.rounds += 1
         self.drafted += outcome.drafted
         self.accepted += outcome.accepted
-        self.examined += min(outcome.accepted + 1, outcome.drafted)
+        self.examined += outcome.accepted + (not outcome.whole)
+        self.trees += outcome.branches is not None
         self.draft_seconds += outcome.draft_seconds
         self.verify_seconds += outcome.verify_seconds
         if outcome.drafted:

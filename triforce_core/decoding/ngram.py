@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from offload.memory.device import put
 from triforce_core.decoding.acceptance import Draft, Rule
-from triforce_core.decoding.levels import Proposer, Text
+from triforce_core.decoding.growth import Growth
+from triforce_core.decoding.levels import Brancher, Text
+from triforce_core.decoding.trie import trie
 from triforce_core.params import SamplingParams
 
 # So many tokens must match.
@@ -36,7 +40,15 @@ class NGramDrafter:
         self._index(text)
         return Draft(put(self._lookup(text.tokens, count) if count else [], self._device))
 
-    def proposer(self, params: SamplingParams, rule: Rule) -> Proposer:
+    def branch(self, text: Text, growth: Growth, nodes: int, deepest: int) -> Draft:
+        """Brancher.branch: what followed in several places, those that say the same as one branch.
+        Their tokens are sure.
+        """
+        self._index(text)
+        places = list(self._places(text.tokens))
+        return trie(text.tokens, places, growth, nodes, deepest).draft(self._device)
+
+    def proposer(self, params: SamplingParams, rule: Rule) -> Brancher:
         """Drafter.proposer: what is looked up depends on the text alone."""
         return self
 
@@ -64,17 +76,10 @@ class NGramDrafter:
             self._newest[pair] = end
 
     def _lookup(self, tokens: list[int], count: int) -> list[int]:
-        if len(tokens) < _LEAST:
-            return []
-        last = len(tokens) - 1
         best, best_length = -1, 0
-        place = self._newest.get((tokens[-2], tokens[-1]), -1)
-        for _ in range(_CANDIDATES):
-            if place < 0:
-                break
-            if (length := _match(tokens, place, last)) > best_length:
+        for place, length in self._places(tokens):
+            if length > best_length:
                 best, best_length = place, length
-            place = self._earlier[place]
         if best < 0:
             return []
         # Past the end of what is known a text that repeats goes on with what was just proposed.
@@ -83,6 +88,18 @@ class NGramDrafter:
         while len(proposed) < count:
             proposed.append(proposed[len(proposed) - period])
         return proposed
+
+    def _places(self, tokens: list[int]) -> Iterator[tuple[int, int]]:
+        """Earlier places, the newest first, that end as the text does, and for how many tokens."""
+        if len(tokens) < _LEAST:
+            return
+        last = len(tokens) - 1
+        place = self._newest.get((tokens[-2], tokens[-1]), -1)
+        for _ in range(_CANDIDATES):
+            if place < 0:
+                return
+            yield place, _match(tokens, place, last)
+            place = self._earlier[place]
 
 
 def _match(tokens: list[int], place: int, last: int) -> int:

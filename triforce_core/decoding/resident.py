@@ -8,6 +8,7 @@ times, and replayed from then on.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from triforce_kernels import warmup
@@ -16,6 +17,7 @@ from offload.feed import Feed
 from offload.graphs import Recorder, Run
 from offload.kv.dense import DenseKV
 from offload.link.trace import Tracer
+from offload.memory.device import put
 from offload.weights import ResidentWeights
 from triforce_core.model.llama import Model
 from triforce_core.sizing.drafting import LONGEST_RECORDED
@@ -64,6 +66,15 @@ class ResidentModel:
         """
         with self._trace.compute(self._name, tokens=tokens.shape[0]):
             return self._logits(tokens, position, last)
+
+    def of_tree(self, tree: Feed, rows: Sequence[int]) -> torch.Tensor:
+        """Feeds a tree behind the end of the KV; its end stays. Never recorded.
+
+        Returns float32 logits after some of its rows, [rows, vocab].
+        """
+        with self._trace.compute(self._name, tokens=tree.rows):
+            hidden = self._model.forward(tree, self._weights, self.kv)
+            return self._model.logits(hidden[put(rows, hidden.device)])
 
     def close(self) -> None:
         """Lets go of what was recorded, and with it of its memory."""

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import isnan
+
 import torch
 import torch.nn.functional as F
 
+from offload.feed import Feed
 from offload.kv.dense import DenseKV
 from offload.kv.shape import KVShape
 from offload.memory.device import DeviceMemory, put
 from triforce_core.decoding.acceptance import Draft, Rule
+from triforce_core.decoding.growing import Candidate, Tree, younger
+from triforce_core.decoding.growth import Growth
 from triforce_core.decoding.laws import laws
-from triforce_core.decoding.levels import Proposer, Text
+from triforce_core.decoding.levels import Brancher, Text, check_token
 from triforce_core.decoding.resident import ResidentModel
 from triforce_core.model.rope import Rope
 from triforce_core.params import SamplingParams
 from triforce_core.sizing.drafting import SINKS, WINDOW
+
+# Tokens of a row that are looked at, the likeliest.
+_WIDEST = 32
 
 
 class WindowCache:
@@ -73,7 +82,7 @@ class SmallModelDrafter:
         """Tokens of the longest draft."""
         return (self._cache.capacity - self._cache.sinks) // 2
 
-    def proposer(self, params: SamplingParams, rule: Rule) -> Proposer:
+    def proposer(self, params: SamplingParams, rule: Rule) -> Brancher:
         """Drafter.proposer."""
         return _SmallModelProposer(self, params, rule)
 
@@ -91,6 +100,18 @@ class SmallModelDrafter:
         """
         logits = self._model.logits(tokens, self._cache.kv.end, last=True)
         self._cache.kv.keep(range(tokens.shape[0]))
+        return self._of_vocab(logits)
+
+    def feed_tree(self, tree: Tree, rows: Sequence[int]) -> torch.Tensor:
+        """Logits after some rows of a tree whose first tokens follow what was fed, [rows, vocab].
+        Nothing of it is kept.
+        """
+        parents = [parent - 1 for parent in tree.parents]
+        tokens = put(tree.tokens, self.device)
+        feed = Feed.tree(tokens, self._cache.kv.end, parents, self.device)
+        return self._of_vocab(self._model.of_tree(feed, [row - 1 for row in rows]))
+
+    def _of_vocab(self, logits: torch.Tensor) -> torch.Tensor:
         missing = max(0, self.vocab - logits.shape[-1])
         return F.pad(logits, (0, missing), value=float("-inf"))[..., : self.vocab]
 
@@ -155,3 +176,71 @@ class _SmallModelProposer:
         # All but the last were fed.
         drafter.have_drawn(drawn[:-1])
         return Draft(drawn, torch.cat(drawn_from))
+
+    def branch(self, text: Text, growth: Growth, nodes: int, deepest: int) -> Draft:
+        """Brancher.branch, level by level: each is one forward of all the tree, and one wait.
+
+        Raises CheckpointError for a law that is no number.
+        """
+        drafter, tree, drawn_from = self._drafter, Tree(), []
+        nodes = min(nodes, drafter.most)
+        logits, rows = drafter.feed(drafter.catch_up(text, nodes)), [0]
+        for depth in range(deepest):
+            below = len(tree)
+            self._grow(tree, rows, logits, growth, nodes, len(text.tokens) + depth, drawn_from)
+            rows = [
+                row for row in range(below + 1, len(tree) + 1) if growth.may_bear(tree.values[row])
+            ]
+            if not rows or len(tree) == nodes or depth + 1 == deepest:
+                break
+            logits = drafter.feed_tree(tree, rows)
+        growth.grew(len(tree))
+        return tree.draft(drafter.device, drawn_from)
+
+    def _grow(
+        self,
+        tree: Tree,
+        rows: Sequence[int],
+        logits: torch.Tensor,
+        growth: Growth,
+        nodes: int,
+        position: int,
+        drawn_from: list[torch.Tensor],
+    ) -> None:
+        """Gives children to some rows of a tree, all as deep: `position` is where these stand.
+
+        logits: of the rows, [rows, vocab]
+        """
+        # By what the drafter finds likely at temperature 1: a law may have a single token.
+        best = logits.log_softmax(-1).topk(min(_WIDEST, logits.shape[-1]))
+        tokens, likely = best.indices.tolist(), best.values.exp().tolist()
+        check_token(-1 if any(isnan(row[0]) for row in likely) else 0)
+        # Who gets a first child is decided before that is drawn; no other may take its place.
+        firsts = []
+        for i, row in enumerate(rows):
+            chance = growth.chance(0, likely[i][0])
+            if (value := tree.values[row] * chance) >= growth.level_least:
+                firsts.append((value, -i))
+        firsts = sorted(firsts, reverse=True)[: nodes - len(tree)]
+        if not firsts:
+            return
+        chosen = [-i for _, i in firsts]
+        law = laws(logits[put(chosen, logits.device)], self._params)
+        places = torch.full((len(chosen),), position, device=logits.device)
+        drawn = self._rule.draw(law, places).tolist()
+        check_token(min(drawn))
+        # Of a law that is one-hot the token was sure.
+        has_law = self._params.temperature > 0
+        if has_law:
+            drawn_from.append(law)
+        later: list[Candidate] = []
+        for (value, _), i, token in zip(firsts, chosen, drawn, strict=True):
+            row = rows[i]
+            tree.add(row, token, value, likely[i][0], drawn=has_law)
+            others = [pair for pair in zip(tokens[i], likely[i], strict=True) if pair[0] != token]
+            rest = 1 - dict(zip(tokens[i], likely[i], strict=True)).get(token, 0.0)
+            later += younger(growth, tree.values[row] - value, row, rest, others)
+        # Of the same value the first, so that no child comes before an elder one.
+        later.sort(key=lambda candidate: -candidate.value)
+        for candidate in later[: nodes - len(tree)]:
+            tree.add(candidate.parent, candidate.token, candidate.value, candidate.sure)

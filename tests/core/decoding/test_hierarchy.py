@@ -29,6 +29,9 @@ RUNS = (
     {"draft": "none", "budget": 400, "draft_tokens": 17, "accept": "coupled"},
     {"draft": "{self}", "method": "speculative", "draft_tokens": 12},
     {"draft": "ngram", "method": "speculative"},
+    {"draft": "ngram", "method": "speculative", "tree": 12},
+    {"draft": "{self}", "method": "speculative", "tree": 30, "draft_tokens": 6},
+    {"draft": "{other}", "method": "speculative", "tree": 17, "accept": "coupled"},
 )
 # All of them run on these: plain, with one KV head for all, and with angles that follow the length.
 # Any other family meets three of them.
