@@ -198,6 +198,7 @@ def drafting_stats(
         "draft_tokens": {
             "mean": outer.drafted / outer.rounds if outer.rounds else None,
             "inner_mean": inner.drafted / inner.rounds if inner.rounds else None,
+            "trees": outer.trees,
         },
         "retrieval": {
             "budget_tokens": cache.budget,

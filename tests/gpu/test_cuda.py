@@ -136,7 +136,7 @@ def test_streamed_logits_are_bitwise_those_of_resident_weights_and_kv(tiny, monk
 
 @pytest.mark.parametrize("draft", ["ngram", "none", "{model}"])
 @pytest.mark.parametrize("retrieval", ["mass", "mean"])
-@pytest.mark.parametrize("method", ["triforce", "speculative"])
+@pytest.mark.parametrize("method", ["triforce", "speculative", "trees"])
 def test_drafts_change_no_greedy_text(tiny, draft: str, retrieval: str, method: str) -> None:
     path, _ = tiny("llama")
     prompt = random_ids(38) * 2
@@ -144,6 +144,8 @@ def test_drafts_change_no_greedy_text(tiny, draft: str, retrieval: str, method: 
     with Engine.from_pretrained(path, method="autoregressive", **options) as engine:
         expected = engine.generate(prompt, GREEDY).token_ids
     options |= {"method": method, "retrieval": retrieval, "draft": draft.format(model=path)}
+    if method == "trees":
+        options |= {"method": "speculative", "tree": 12}
     for placement in ("resident", "kv", "kv-in-part", "both"):
         with Engine.from_pretrained(
             path, budget=32, draft_tokens=6, placement=PLACEMENTS[placement], **options
@@ -212,7 +214,8 @@ def test_chunks_are_read_in_host_memory_itself_where_it_is_registered(tiny, pin:
 def test_coupled_noise_is_that_of_the_cpu_and_text_depends_on_the_seed_alone(tiny) -> None:
     from triforce_core.decoding.acceptance import exponential_noise
 
-    noise = [exponential_noise(5, 7, 9, 1000, torch.device(d)).cpu() for d in ("cpu", "cuda")]
+    places = torch.arange(7, 16)
+    noise = [exponential_noise(5, places.to(d), 1000).cpu() for d in ("cpu", "cuda")]
     torch.testing.assert_close(*noise, rtol=1e-14, atol=0)
     path, _ = tiny("llama")
     params = SamplingParams(45, temperature=0.8, seed=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from triforce_core.cli.options import add_machine_options, add_option, draft_length
+from triforce_core.cli.options import add_machine_options, add_option, draft_length, tree_nodes
 from triforce_core.params import SamplingParams
 from triforce_core.settings import (
     ACCEPT,
@@ -187,6 +187,12 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     )
     add("draft", "drafter; auto is ngram", metavar="auto|ngram|none|MODEL")
     add("draft_tokens", "drafted for each pass", type=draft_length, metavar="N")
+    add(
+        "tree",
+        "tokens of a draft that branches, where the drafter proposes straight to the target",
+        type=tree_nodes,
+        metavar="auto|off|NODES",
+    )
     add(
         "inner_draft_tokens",
         "drafted for each step of the retrieval model",

@@ -14,6 +14,7 @@ from triforce_core.settings import (
     AUTO,
     DTYPE_NAMES,
     KV_FORMATS,
+    OFF,
     WEIGHTS,
     EngineConfig,
     MachineSettings,
@@ -124,9 +125,19 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
 
 def draft_length(text: str) -> int | str:
     """A draft length: a number or auto."""
-    if text == AUTO:
+    return _number_or(text, AUTO)
+
+
+def tree_nodes(text: str) -> int | str:
+    """Tokens of a draft that branches: a number, auto or off."""
+    return _number_or(text, AUTO, OFF)
+
+
+def _number_or(text: str, *words: str) -> int | str:
+    if text in words:
         return text
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor auto") from None
+        said = f"{text!r} is neither a number nor {' nor '.join(words)}"
+        raise argparse.ArgumentTypeError(said) from None

@@ -48,6 +48,15 @@ WAYS: dict[str, dict[str, object]] = {
     "model": {"draft": "{model}"},
     "mean": {"draft": "{model}", "retrieval": "mean"},
     "speculative": {"method": "speculative", "draft": "{model}"},
+    "tree": {"method": "speculative", "draft": "{model}", "tree": 7},
+    "trie": {"method": "speculative", "draft": "ngram", "tree": 7},
+    "coupled tree": {
+        "method": "speculative",
+        "draft": "{model}",
+        "tree": 7,
+        "accept": "coupled",
+        "sequences": 3,
+    },
     "coupled": {"draft": "{model}", "accept": "coupled"},
     "afresh": {"draft": "{model}"},
     "int4": {"draft": "{model}", "draft_weights": "int4"},
@@ -184,10 +193,10 @@ def test_three_tokens_have_the_exact_law(models, temperature: float, top_p: floa
     results, p_values = measure(*models, temperature, top_p, SAMPLES)
     assert min(p_values.values()) > LEAST_P, p_values
     # None, some and all of a draft accepted, and both at the level below it.
-    for way in ("none", "model", "mean", "ranks"):
+    for way in ("none", "model", "mean", "ranks", "tree"):
         _, accepted, inner = results[way]
         assert min(accepted[i] for i in range(3)) > 20, way
-        assert way == "none" or min(inner[i] for i in range(2)) > 20, way
+        assert way in ("none", "tree") or min(inner[i] for i in range(2)) > 20, way
     # Noise is noise, whatever an earlier way kept on disk.
     assert results["noise"][2] != results["int4"][2]
 
