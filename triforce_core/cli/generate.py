@@ -12,7 +12,7 @@ from pathlib import Path
 from offload.errors import UsageError
 from offload.files import Output, check_outputs
 from triforce_core.cli.options import engine_config, given, sampling_params
-from triforce_core.cli.output import say
+from triforce_core.cli.output import WARNING, say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.prompt import read_prompt, tasks_of
 from triforce_core.cli.signals import Stop
@@ -129,7 +129,7 @@ def _say_what_has_no_effect(args: argparse.Namespace, config: EngineConfig) -> N
     names = config.method.without_effect(given(args, MethodSettings))
     if names and not args.quiet:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        say(f"triforce: no effect with --method {config.method.method}: {flags}")
+        say(f"triforce: no effect with --method {config.method.method}: {flags}", WARNING)
 
 
 def _planned(args: argparse.Namespace) -> Plan | None:

@@ -13,7 +13,7 @@ from triforce_core.cli.bench_arguments import add_bench_arguments
 from triforce_core.cli.chat_arguments import add_chat_arguments
 from triforce_core.cli.codes import INTERRUPTED, OUTPUT_FAILED, READER_GONE
 from triforce_core.cli.generate_arguments import add_generate_arguments
-from triforce_core.cli.output import abandon_stdout, say
+from triforce_core.cli.output import ERROR, WARNING, abandon_stdout, log_lines, say
 from triforce_core.cli.parser import Parser
 from triforce_core.cli.plan_arguments import add_plan_arguments
 from triforce_core.cli.serve_arguments import add_serve_arguments
@@ -25,19 +25,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     5 output that could not be written, 128 and its number for a signal, 141 a reader that left.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    # What is wrong with the arguments is said as they ask for.
+    log_lines(as_json="--log-json" in argv)
     parser, commands = _parser()
     try:
         args = parser.parse_args(with_kept(argv, commands))
     except UsageError as error:
-        say(f"triforce: {error}")
+        say(f"triforce: {error}", ERROR)
         return error.exit_code
+    log_lines(as_json=args.log_json)
     try:
         code = args.run(args)
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        say("interrupted", WARNING)
         return INTERRUPTED
     except BrokenPipeError:
         abandon_stdout()
@@ -46,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF, errno.EFBIG):
             raise
         abandon_stdout()
-        say(f"triforce: what was to be printed could not be: {error.strerror}")
+        say(f"triforce: what was to be printed could not be: {error.strerror}", ERROR)
         return OUTPUT_FAILED
     except TriforceError as error:
         if args.debug:
             raise
-        print(f"triforce: {error}", file=sys.stderr)
+        say(f"triforce: {error}", ERROR)
         return error.exit_code
 
 
@@ -133,6 +136,11 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show a traceback on errors")
+    common.add_argument(
+        "--log-json",
+        action="store_true",
+        help="what goes to standard error is a JSON object a line: time, level, message",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, add_arguments, text in (
         ("generate", _generate, add_generate_arguments, "generate text from a prompt"),

@@ -1,19 +1,73 @@
-"""Standard output, where the generated text goes."""
+"""Standard output, where the generated text goes, and lines on standard error."""
 
 from __future__ import annotations
 
 import errno
+import json
+import logging
 import os
 import sys
+import warnings
 from contextlib import suppress
+from datetime import UTC, datetime
 
 from triforce_core.cli.codes import OUTPUT_FAILED, READER_GONE
 
+INFO, WARNING, ERROR = "info", "warning", "error"
+_PREFIX = "triforce: "
+_as_json = False
+_show_warning = warnings.showwarning
 
-def say(line: str) -> None:
-    """A line on standard error, if anybody is there."""
+
+def log_lines(*, as_json: bool) -> None:
+    """How what is said on standard error looks from now on: text, or a JSON object a line with
+    `time`, `level`, `message` and what else belongs to it. Python's warnings too.
+    """
+    global _as_json
+    _as_json = as_json
+    warnings.showwarning = _say_warning if as_json else _show_warning
+
+
+def logs_json() -> bool:
+    return _as_json
+
+
+def say(line: str, level: str = INFO, **fields: object) -> None:
+    """A line on standard error, if anybody is there. fields: told in JSON alone"""
+    if _as_json:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        about = {"time": now, "level": level, "message": line.removeprefix(_PREFIX), **fields}
+        line = json.dumps(about)
     with suppress(OSError, AttributeError):
         print(line, file=sys.stderr, flush=True)
+
+
+def _say_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
+    say(str(message), WARNING, category=category.__name__)
+
+
+class JsonLines(logging.Formatter):
+    """Records of a logger as `say` has them in JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        about = {
+            **{"time": when, "level": record.levelname.lower()},
+            **{"message": record.getMessage(), "logger": record.name},
+        }
+        if record.exc_info:
+            about["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(about)
+
+
+# For who takes a configuration of loggers: all of them, as JSON on standard error.
+JSON_LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"json": {"()": f"{__name__}.JsonLines"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "json"}},
+    "root": {"handlers": ["stderr"]},
+}
 
 
 def abandon_stdout() -> None:

@@ -7,6 +7,8 @@ import difflib
 import re
 from typing import NoReturn
 
+from triforce_core.cli.output import ERROR, say
+
 _UNKNOWN = re.compile(r"unrecognized arguments: (.+)")
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.+)\)")
 
@@ -15,7 +17,8 @@ class Parser(argparse.ArgumentParser):
     """Mistakes end with one line on stderr and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}{self._meant(message)}; see {self.prog} --help\n")
+        say(f"{self.prog}: {message}{self._meant(message)}; see {self.prog} --help", ERROR)
+        self.exit(2)
 
     def parse_args(self, args=None, namespace=None):
         """As argparse does; what a command does not know is said by that command."""

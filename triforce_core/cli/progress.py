@@ -10,7 +10,7 @@ from contextlib import suppress
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from triforce_core.cli.output import say
+from triforce_core.cli.output import logs_json, say
 
 # Where bars cannot be drawn, a line says this often how far it is.
 _SECONDS = 5.0
@@ -27,8 +27,8 @@ class ProgressBars:
         """opening: whether a model is opened first."""
         console = Console(stderr=True)
         terminal = console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
-        self._terminal = show and terminal
-        self._lines = show and not terminal
+        self._terminal = show and terminal and not logs_json()
+        self._lines = show and not self._terminal
         self._next_line = time.monotonic() + _SECONDS
         self._tasks: dict[str, TaskID] = {}
         self._progress = Progress(
@@ -48,7 +48,8 @@ class ProgressBars:
         """what: "load" or "prefill", of which so many layers are done."""
         if self._lines and time.monotonic() > self._next_line:
             self._next_line = time.monotonic() + _SECONDS
-            say(f"{_LABELS[what]}: {done} of {total} layers")
+            about = {"doing": what, "done": done, "of": total}
+            say(f"{_LABELS[what]}: {done} of {total} layers", **about)
         if what not in self._tasks:
             self._progress.update(self._opening, visible=False)
             self._tasks[what] = self._progress.add_task(_LABELS[what], total=total, counted="")

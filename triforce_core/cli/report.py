@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from offload.units import format_bytes
+from triforce_core.cli.output import logs_json, say
 from triforce_core.stream import Piece
 
 _COLORS = {"accepted": "32", "corrected": "31", "bonus": "36"}
@@ -41,7 +42,12 @@ LEVEL_LEGEND = " ".join(
 
 
 def print_run(stats: dict[str, Any]) -> None:
-    """A short table: what was resident, what streamed, how long it took, how busy the link was."""
+    """A short table: what was resident, what streamed, how long it took, how busy the link was. In
+    JSON all that was measured.
+    """
+    if logs_json():
+        say("the run has ended", stats=stats)
+        return
     link, memory, placement, seconds = (
         stats[name] for name in ("link", "memory", "placement", "seconds")
     )

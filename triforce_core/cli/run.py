@@ -12,7 +12,7 @@ from offload.files import Output
 from offload.memory.device import device_name
 from triforce_core.batch import run_all
 from triforce_core.cli.leaving import exit_code
-from triforce_core.cli.output import TextOutput, say
+from triforce_core.cli.output import ERROR, WARNING, TextOutput, say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.prompts_file import Answers, Task
 from triforce_core.cli.report import LEVEL_LEGEND, colored, print_run, takes_colors
@@ -151,11 +151,12 @@ class Run:
             Output(args.stats, "stats").write(stats)
             kept = "what was there is lost" if args.stats == "-" else f"{args.stats} has it whole"
         if output.why:
-            say(f"triforce: {output.why}; {kept}")
+            say(f"triforce: {output.why}; {kept}", ERROR)
         elif output.escaped:
             say(
                 f"triforce: standard output is {sys.stdout.encoding}, which lacks characters of "
-                f"the text: they were written as escapes; {kept}"
+                f"the text: they were written as escapes; {kept}",
+                WARNING,
             )
         if not args.quiet:
             with suppress(OSError):
@@ -172,5 +173,6 @@ class Run:
             say(
                 f"triforce: the plan predicts {predicted:.3g} s a token, and {measured:.3g} were "
                 "measured; if its rates were measured on a busy machine, `triforce env --probe` "
-                "forgets them"
+                "forgets them",
+                WARNING,
             )

@@ -15,7 +15,7 @@ from offload.errors import UsageError
 from triforce_core.cli.chat import DEFAULT_CONTEXT
 from triforce_core.cli.leaving import leave
 from triforce_core.cli.options import engine_config, given
-from triforce_core.cli.output import say
+from triforce_core.cli.output import JSON_LOGGING, logs_json, say
 from triforce_core.opening import OpenModel
 
 KEY_VARIABLE = "TRIFORCE_API_KEY"
@@ -76,6 +76,7 @@ def serve(args: argparse.Namespace) -> int:
             settings.port,
             log_level="warning" if args.quiet else "info",
             access_log=args.log_requests,
+            log_config=JSON_LOGGING if logs_json() else uvicorn.config.LOGGING_CONFIG,
             timeout_graceful_shutdown=10,
             server_header=False,
         )

@@ -7,6 +7,7 @@ import argparse
 from rich.console import Console
 
 from offload.errors import CheckpointError
+from triforce_core.cli.output import logs_json
 from triforce_core.model.checkpoint import resolve
 from triforce_core.model.verify import findings
 
@@ -14,7 +15,7 @@ from triforce_core.model.verify import findings
 def verify(args: argparse.Namespace) -> int:
     """Prints what was found. Returns the exit code: that of a bad checkpoint if there was any."""
     path, found = resolve(args.model), 0
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=logs_json())
     with console.status("looking at the headers") as status:
         for line in findings(path, lambda what: status.update(what)):
             found += 1

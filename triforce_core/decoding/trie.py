@@ -10,12 +10,14 @@ from typing import NamedTuple
 from triforce_core.decoding.growing import Tree
 from triforce_core.decoding.growth import Growth
 
-# What speaks for anything else than what followed before, in tokens that match.
-_ELSE = 1.0
+# What speaks for anything else than what followed before.
+_ELSE = 4.0
+# One long match says more than many short ones.
+_POWER = 3
 
 
 class _Branch(NamedTuple):
-    """Places that say the same next token. weight: tokens that match there, added up"""
+    """Places that say the same next token. weight: how much of the text matches there"""
 
     token: int
     weight: float
@@ -98,7 +100,7 @@ def _branches(tokens: Sequence[int], places: list[tuple[int, int]], depth: int) 
             at -= -(-(at + 1 - len(tokens)) // period) * period
         found.setdefault(tokens[at], []).append((place, length))
     branches = [
-        _Branch(token, float(sum(length + depth for _, length in those)), those)
+        _Branch(token, float(sum((length + depth) ** _POWER for _, length in those)), those)
         for token, those in found.items()
     ]
     return sorted(branches, key=lambda branch: -branch.weight)

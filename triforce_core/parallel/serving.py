@@ -63,10 +63,10 @@ def _read(context: Context, hear: Hear, tokens: list[int], kept: int, new_tokens
 class FollowedContext(Context):
     """A context whose text is what was fed to it, whatever the first rank takes its own for."""
 
-    def verify(self, tokens: torch.Tensor) -> torch.Tensor:
+    def verify(self, tokens: torch.Tensor, parents: tuple[int, ...] | None = None) -> torch.Tensor:
         """Context.verify."""
         self._fed = tokens
-        return super().verify(tokens)
+        return super().verify(tokens, parents)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Context.keep."""
