@@ -8,7 +8,9 @@ output or error among them, gets it behind what it holds: nothing is replaced un
 from __future__ import annotations
 
 import errno
+import glob
 import os
+import platform
 import re
 import stat
 import sys
@@ -26,6 +28,8 @@ _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
 _NAMED = {"/dev/stdout": 1, "/dev/stderr": 2}
 # Names of what is being written, which somebody who ends the process has to delete.
 _PARTS: set[str] = set()
+# So much of a name is part of another one, which may have 255 bytes.
+_NAMED_BY = 40
 # With these there is no room, or no way: what is there already is left as it is.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
@@ -239,10 +243,31 @@ def _replace(target: Path, status: os.stat_result | None, data: bytes) -> None:
 
 
 def _part(target: Path) -> tuple[int, str]:
-    """A file beside the one it will replace: its descriptor and its name."""
-    descriptor, name = tempfile.mkstemp(prefix=".", suffix=".partial", dir=target.parent)
+    """A file beside the one it will replace: its descriptor and its name. What processes that were
+    killed have left of such is deleted.
+    """
+    # Of this machine: whether a process of another one lives cannot be told.
+    named = f".{target.name[:_NAMED_BY]}.{platform.node()[:_NAMED_BY]}."
+    for left in target.parent.glob(f"{glob.escape(named)}*.partial"):
+        if not is_alive(left.name.removeprefix(named).partition(".")[0]):
+            with suppress(OSError):
+                left.unlink()
+    prefix = f"{named}{os.getpid()}."
+    descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".partial", dir=target.parent)
     _PARTS.add(name)
     return descriptor, name
+
+
+def is_alive(process: str) -> bool:
+    """Whether there is a process of that number."""
+    try:
+        os.kill(int(process), 0)
+    except PermissionError:
+        # Somebody else's.
+        return True
+    except (ValueError, OSError, OverflowError):
+        return False
+    return True
 
 
 def _put_in_place(part: str, target: Path) -> None:

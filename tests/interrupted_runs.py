@@ -1,7 +1,9 @@
 """Runs of `triforce generate` that a signal ends: what must hold then.
 
 Torch is loaded once, in a process of its own that forks one for each run:
-`python tests/interrupted_runs.py MODEL FOLDER < MOMENTS`, and a line of JSON comes for each.
+`python tests/interrupted_runs.py MODEL FOLDER < MOMENTS`, and a line of JSON comes for each. A
+moment is {"seconds": ...} or {"kind": ..., "at": ...}, see `run`, or {"killed": seconds}, see
+`killed`.
 """
 
 from __future__ import annotations
@@ -21,6 +23,34 @@ from typing import Any
 PROMPT = "Hello there, this is a text of some length. " * 8
 _SHOWN, _HIDDEN = b"\x1b[?25h", b"\x1b[?25l"
 _END_SECONDS = 60.0
+
+
+def killed(model: Path, folder: Path, seconds: float) -> dict[str, Any]:
+    """A run that is killed so long after it began, and then the same one again, which must give its
+    text, stats and context, and leave nothing of the first.
+    """
+    folder.mkdir()
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    codes, began = [], time.perf_counter()
+    for signalled in (True, False):
+        process = os.fork()
+        if not process:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            # 4-bit copies of layers are kept on disk.
+            argv = [*arguments(model, folder), "--draft-weights", "int4"]
+            _be_interrupted(nowhere, argv, folder, {})
+        if signalled:
+            time.sleep(seconds)
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        codes.append(_wait(process))
+    took, wrong = time.perf_counter() - began, []
+    about = kept(folder, codes[1], wrong)
+    if codes[1]:
+        wrong.append(f"the run after it ended with {codes[1]}")
+    if left := [path.name for path in folder.rglob("*.partial")]:
+        wrong.append(f"parts of files: {left}")
+    return {"seconds": seconds, "codes": codes, "text": about["text"], "took": took, "wrong": wrong}
 
 
 def arguments(model: object, folder: Path) -> list[str]:
@@ -102,7 +132,8 @@ def kept(folder: Path, code: int, wrong: list[str]) -> dict[str, Any]:
     ended = stats and stats["finish_reason"]
     if not code and ended == "interrupted":
         wrong.append("it was interrupted and ended with 0")
-    return {"tokens": stats and stats["new_tokens"], "ended": ended, "wrong": wrong}
+    said = {"tokens": stats and stats["new_tokens"], "ended": ended, "text": text}
+    return {**said, "wrong": wrong}
 
 
 def _be_interrupted(terminal: int, argv: list[str], folder: Path, moment: dict[str, Any]) -> None:
@@ -114,7 +145,7 @@ def _be_interrupted(terminal: int, argv: list[str], folder: Path, moment: dict[s
 
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    text = os.open(folder / "text", os.O_WRONLY | os.O_CREAT)
+    text = os.open(folder / "text", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for target, stream in ((0, terminal), (1, text), (2, terminal)):
         os.dup2(stream, target)
     os.environ["TERM"] = "xterm"
@@ -164,7 +195,11 @@ def main() -> None:
     with OpenModel.at(model):
         pass
     for number, moment in enumerate(json.load(sys.stdin)):
-        print(json.dumps(run(model, folder / str(number), moment)), flush=True)
+        each = folder / str(number)
+        if "killed" in moment:
+            print(json.dumps(killed(model, each, moment["killed"])), flush=True)
+        else:
+            print(json.dumps(run(model, each, moment)), flush=True)
 
 
 if __name__ == "__main__":

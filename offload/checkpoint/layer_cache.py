@@ -20,6 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from offload.files import is_alive
+
 _NAME = "layer"
 _PARTIAL = ".partial"
 
@@ -42,7 +44,7 @@ class LayerCache:
                 if other != self._directory:
                     shutil.rmtree(other, ignore_errors=True)
             for partial in self._directory.glob(f"*{_PARTIAL}"):
-                if not _is_alive(partial.name.split(".")[-2]):
+                if not is_alive(partial.name.split(".")[-2]):
                     partial.unlink()
 
     def read(self, layer: int, into: torch.Tensor) -> bool:
@@ -90,14 +92,3 @@ def _state(path: Path) -> str:
 
 def _digest(*parts: object) -> str:
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
-
-
-def _is_alive(process: str) -> bool:
-    try:
-        os.kill(int(process), 0)
-    except PermissionError:
-        # Somebody else's.
-        return True
-    except (ValueError, OSError):
-        return False
-    return True

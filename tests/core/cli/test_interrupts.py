@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 import interrupted_runs
 import pytest
 from command import heed_signals
+
+from offload.files import Output
 
 # What the signal comes at, and how far the run is then: its tokens, and whether its text has ended.
 MOMENTS = {
@@ -48,6 +51,34 @@ def test_an_interrupt_at_any_part_of_a_run_leaves_what_is_whole(speaking, tmp_pa
     # What was computed for a text that was interrupted is saved.
     assert (folders[2] / "context").exists()
     assert not (folders[3] / "context").exists()
+
+
+@pytest.mark.slow
+def test_a_run_after_one_that_was_killed_is_right_and_leaves_nothing_of_it(
+    speaking, tmp_path
+) -> None:
+    moments = [{"killed": seconds} for seconds in (0.02, 0.15, 0.3, 0.45, 0.6)]
+    done = subprocess.run(
+        [sys.executable, interrupted_runs.__file__, str(speaking), str(tmp_path)],
+        input=json.dumps(moments),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(interrupted_runs.__file__).parent)},
+        check=True,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["wrong"] for one in found] == [[]] * len(moments)
+    assert len({one["text"] for one in found}) == 1
+    assert found[0]["codes"][0] == -9
+
+
+def test_parts_of_files_that_dead_processes_left_are_deleted(tmp_path) -> None:
+    part, living = (f".file.{platform.node()[:40]}.{n}.x.partial" for n in (2**22 + 5, 1))
+    for name in (part, living, ".file.elsewhere.7.x.partial", ".other.1.x.partial"):
+        (tmp_path / name).write_text("")
+    Output(tmp_path / "file", "file").write("all of it")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"file", living, ".file.elsewhere.7.x.partial", ".other.1.x.partial"}
 
 
 def test_who_leaves_at_once_leaves_no_part_of_a_file(tmp_path) -> None:
