@@ -10,4 +10,4 @@ export OMP_NUM_THREADS=1
 # What tests with two threads all the same: those sleep while they wait.
 export OMP_WAIT_POLICY=passive
 # Not `python -m pytest`, which would put this folder, and kernels/ in it, on the import path.
-exec .venv/bin/pytest -n auto --maxprocesses 4 --dist worksteal "$@"
+exec .venv/bin/pytest -n auto --maxprocesses 4 --dist worksteal --durations 30 "$@"

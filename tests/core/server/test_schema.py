@@ -1,0 +1,68 @@
+"""S1: requests made from the server's own schema, right ones and wrong ones: each gets an answer or
+a refusal that says why, and never a server's error.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+schemathesis = pytest.importorskip("schemathesis")
+
+ANY = settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+ROUTES = {
+    CHAT: "POST",
+    COMPLETE: "POST",
+    "/v1/models": "GET",
+    "/v1/models/{name}": "GET",
+    "/health": "GET",
+    "/metrics": "GET",
+}
+
+
+@pytest.fixture(scope="module")
+def api(server):
+    return schemathesis.openapi.from_url(f"http://127.0.0.1:{server.port}/openapi.json")
+
+
+def test_every_route_is_tried(api) -> None:
+    known = {operation.ok().path for operation in api.get_all_operations()}
+    assert known - {"/"} == set(ROUTES)
+
+
+# What takes nothing cannot be asked wrongly.
+@pytest.mark.parametrize(
+    ("path", "mode"),
+    [*((path, "positive") for path in ROUTES), (CHAT, "negative"), (COMPLETE, "negative")],
+)
+def test_any_request_is_answered_or_refused_by_name(api, server, path: str, mode: str) -> None:
+    mode = schemathesis.GenerationMode(mode)
+    operation = api[path][ROUTES[path]]
+    codes = set()
+
+    @ANY
+    @given(operation.as_strategy(generation_mode=mode))
+    def holds(case) -> None:
+        if isinstance(case.body, dict):
+            # Else hardly one would name the model, or ask for so little that there is room.
+            case.body |= {"model": "tiny"} if isinstance(case.body.get("model"), str) else {}
+            case.body |= {name: 4 for name in case.body if name.startswith("max_")}
+        response = case.call(timeout=60)
+        codes.add(response.status_code)
+        assert response.status_code < 500
+        if response.status_code >= 400:
+            error = response.json()["error"]
+            assert error["message"]
+            assert error["type"]
+
+    holds()
+    # Whatever that was, the next one is served.
+    assert server.client.completions.create(model="tiny", prompt="Hi", max_tokens=2).choices
+    assert mode is schemathesis.GenerationMode.NEGATIVE or 200 in codes or path.endswith("{name}")
