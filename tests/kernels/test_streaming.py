@@ -169,17 +169,26 @@ def test_blocks_together_and_one_by_one_are_bitwise_alike(backend, draw, case, m
         assert torch.equal(buffer, other)
 
 
+# A small tree, and one of as many tokens as `--tree auto` drafts, and the text's last.
+TREES = {
+    "small": [-1, 0, 0, 1, 1, 2],
+    "large": [-1, *(int(17 * row**0.5) % row for row in range(1, 65))],
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_a_tree_of_drafts_sees_its_own_branches(backend, draw, dtype) -> None:
-    case = Case(2, 2, 6, 64, 16, 1, 11)
+def test_a_tree_of_drafts_sees_its_own_branches(backend, draw, dtype, tree: str) -> None:
+    parents = TREES[tree]
+    rows = len(parents)
+    case = Case(2, 2, rows, 64, 16, 1, rows + 5)
     query, keys, values = make(case, draw, dtype)
-    parents = [-1, 0, 0, 1, 1, 2]
-    visible = torch.eye(6, dtype=torch.bool)
+    visible = torch.eye(rows, dtype=torch.bool)
     for node, parent in enumerate(parents):
         if parent >= 0:
             visible[node] |= visible[parent]
     visible = visible.to(DEVICE)
-    out, lse, scores = exact(query, keys, values, 6, visible)
+    out, lse, scores = exact(query, keys, values, rows, visible)
     part, buffer = run(case, query, keys, values, mass=True, visible=visible)
     assert_near(part.out, out, TOLERANCE[dtype])
     assert_near(part.lse, lse, TOLERANCE[dtype])

@@ -16,6 +16,7 @@ from triforce_core.bench.bench import Bench
 from triforce_core.bench.rows import Row
 from triforce_core.bench.settings import TESTS, BenchSettings
 from triforce_core.cli.options import given
+from triforce_core.cli.output import say
 from triforce_core.cli.signals import raising
 from triforce_core.model.shapes import for_timing, read_shape
 from triforce_core.settings import NO_DRAFTER, EngineConfig, MachineSettings
@@ -37,7 +38,7 @@ def bench(args: argparse.Namespace) -> int:
         try:
             with raising(), running.runtime.memory.typed_errors():
                 for row in running.rows():
-                    print(f"{row.test}: {row.what}: {row.median:.6f} s", file=sys.stderr)
+                    say(f"{row.test}: {row.what}: {row.median:.6f} s")
                     rows.append(row)
         finally:
             # A test that fails, or an interrupt, does not take what the others found.

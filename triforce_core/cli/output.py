@@ -24,8 +24,11 @@ def log_lines(*, as_json: bool) -> None:
     `time`, `level`, `message` and what else belongs to it. Python's warnings too.
     """
     global _as_json
+    if as_json:
+        warnings.showwarning = _say_warning
+    elif _as_json:
+        warnings.showwarning = _show_warning
     _as_json = as_json
-    warnings.showwarning = _say_warning if as_json else _show_warning
 
 
 def logs_json() -> bool:
@@ -37,8 +40,11 @@ def say(line: str, level: str = INFO, **fields: object) -> None:
     if _as_json:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         about = {"time": now, "level": level, "message": line.removeprefix(_PREFIX), **fields}
-        line = json.dumps(about)
-    with suppress(OSError, AttributeError):
+        line = json.dumps(about, default=str)
+    if sys.stderr is None:
+        # Closed from the start: `print` would take standard output in its place.
+        return
+    with suppress(OSError, ValueError, AttributeError):
         print(line, file=sys.stderr, flush=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from offload.kv.sizes import COPY_BYTES
 from offload.link.trace import write_spans
 from offload.machine.profiles import Hardware, gpu_names, named, with_link
 from offload.units import parse_bandwidth, parse_bytes
+from triforce_core.cli.output import say
 from triforce_core.cli.plan_arguments import DEFAULT_CONTEXT
 from triforce_core.cli.plan_report import print_plan, print_sweep
 from triforce_core.cli.plot import plot
@@ -235,7 +235,7 @@ def _sweep(args: argparse.Namespace, case: Case) -> int:
     rows = sweep(case, kind)
     if args.plot:
         plot(rows, kind, args.model, Path(args.plot))
-        print(f"written to {args.plot}", file=sys.stderr)
+        say(f"written to {args.plot}")
     if args.json:
         print(json.dumps(case_dict(case, args.model) | {"sweep": kind, "rows": rows}, indent=2))
     else:

@@ -15,6 +15,7 @@ from triforce_kernels import sampling
 from offload.memory.device import put
 from triforce_core.decoding.laws import draw
 from triforce_core.decoding.tree import Branches, Walk, accept_tree
+from triforce_core.sizing.drafting import LAW_ROWS
 
 
 class Draft(NamedTuple):
@@ -123,7 +124,12 @@ class Coupled:
         rows, vocab = laws.shape
         if isinstance(position, int):
             position = torch.arange(position, position + rows, device=laws.device)
-        race = laws.double() / exponential_noise(self._seed, position, vocab)
+        # Noise is several times as wide as laws.
+        parts = zip(laws.split(LAW_ROWS), position.split(LAW_ROWS), strict=True)
+        return torch.cat([self._race(*part, vocab) for part in parts])
+
+    def _race(self, laws: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Tensor:
+        race = laws.double() / exponential_noise(self._seed, positions, vocab)
         return race.argmax(-1).masked_fill(laws.sum(-1).isnan(), -1)
 
     def accept(self, draft: Draft, laws: torch.Tensor, position: int) -> Verdict:

@@ -145,7 +145,8 @@ class Drafting:
             return None
         deepest = method.max_draft_tokens
         if method.tree == AUTO:
-            return Growth(deepest, deepest, asked=False)
+            texts = self._models.runtime.demand.sequences
+            return Growth(deepest, deepest, asked=False, texts=texts)
         if method.draft_tokens != AUTO:
             deepest = int(method.draft_tokens)
         return Growth(int(method.tree), deepest, asked=True)

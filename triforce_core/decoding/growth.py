@@ -11,7 +11,7 @@ from triforce_core.decoding.tree import Branches
 
 
 class Grown(Protocol):
-    """What growing is learned from: `levels.Round`."""
+    """What growing is learned from: `levels.Round`. branches is None of an empty tree too."""
 
     branches: Branches | None
     path: Sequence[int]
@@ -30,15 +30,17 @@ class Growth:
     that its elder siblings do not, times its own. A tree takes in what has the greatest values, as
     Sequoia's does (Chen et al., 2024), with chances that the drafter's probabilities tell, as
     EAGLE-2's does (Li et al., 2024). Each token adds its value to what a pass gives, and costs what
-    drafting and verifying it takes: what costs more than it is worth is left out.
+    verifying it takes; a level of a tree costs what drafting it takes, however wide it is. What
+    costs more than it is worth is left out.
 
     Only drafted tokens and their laws decide, and of a token that is drawn from a law nothing that
     depends on what was drawn: the output law is untouched.
     """
 
-    def __init__(self, nodes: int, deepest: int, *, asked: bool) -> None:
+    def __init__(self, nodes: int, deepest: int, *, asked: bool, texts: int = 1) -> None:
         """nodes: tokens of the largest tree; deepest: of its longest path. asked: whether every
         draft shall be one; else one is made where it was measured to be faster than a chain.
+        texts: drafts that one pass is over, which are all of one kind as far as that can be
         """
         self.deepest = deepest
         self._nodes = nodes
@@ -47,19 +49,29 @@ class Growth:
         self._held = [[0.0] * (len(_SURE) + 1) for _ in range(_RANKS)]
         self._least = 1 / nodes
         self._chain, self._tree = _Rate(), _Rate()
-        self._rounds = 0
+        self._verify = Line()
+        self._level_seconds = self._levels = 0.0
+        self._tried = self._bore = 0.0
+        self._texts = texts
+        self._asks = 0
+        self._prefers_trees = False
 
     def choose(self) -> int:
         """Tokens of the next tree at most, 0 to draft a chain."""
         if self._asked:
             return self._nodes
-        self._rounds += 1
+        turn = self._asks // self._texts
+        self._asks += 1
         if self._chain.rounds < _FIRST_ROUNDS or self._tree.rounds < _FIRST_ROUNDS:
             tree = self._chain.rounds >= _FIRST_ROUNDS
         else:
-            tree = self._tree.seconds_per_token < self._chain.seconds_per_token
+            now, other = self._chain, self._tree
+            if self._prefers_trees:
+                now, other = other, now
+            if other.seconds_per_token * _CLEARLY < now.seconds_per_token:
+                self._prefers_trees = not self._prefers_trees
             # Now and then the other is tried: the text may have changed.
-            tree ^= self._rounds % _TRY_EVERY == 0
+            tree = self._prefers_trees ^ (turn % _TRY_EVERY >= _TRY_EVERY - _TRIES)
         return self._nodes if tree else 0
 
     def chance(self, rank: int, sure: float) -> float:
@@ -74,9 +86,9 @@ class Growth:
     @property
     def least(self) -> float:
         """The least value of a token that is worth its row, wherever there is room."""
-        if not self._tree.rounds or self._asked:
+        if self._asked or not self._tree.rounds:
             return 0.0
-        return min(1.0, self._tree.seconds_per_row / self._tree.seconds_per_token)
+        return min(1.0, self._verify.slope / self._tree.seconds_per_token)
 
     @property
     def level_least(self) -> float:
@@ -89,18 +101,38 @@ class Growth:
         """Whether any child of a row of some value may be worth its own."""
         return value * _SUREST >= self.level_least
 
+    def is_worth_a_level(self, values: Sequence[float]) -> bool:
+        """Whether drafting what follows some rows of a tree gains more than it takes. values: the
+        rows'
+        """
+        if self._asked or not self._levels or not self._tree.rounds:
+            return True
+        bears = (self._bore + _PRIOR_TOKENS * _PRIOR_SHARE) / (self._tried + _PRIOR_TOKENS)
+        gain = sum(values) * bears * self._tree.seconds_per_token
+        return gain > self._level_seconds / self._levels
+
     def grew(self, nodes: int) -> None:
         """Says how large a tree became that `level_least` has ruled."""
         full = nodes >= self._nodes
         self._least = min(0.5, max(1e-4, self._least * (_HIGHER if full else _LOWER)))
 
-    def observe(self, outcome: Grown) -> None:
-        """Learns from a round, of a tree or a chain."""
-        rate = self._chain if outcome.branches is None else self._tree
+    def observe(self, outcome: Grown, *, tree: bool) -> None:
+        """Learns from a round. tree: whether its draft was to branch, even if nothing was found"""
         if outcome.warm:
-            rate.observe(outcome)
+            for rate in (self._chain, self._tree):
+                # What is not measured counts less and less too, so that a try soon tells.
+                rate.fade()
+            (self._tree if tree else self._chain).observe(outcome)
+            self._verify.observe(outcome.drafted, outcome.verify_seconds)
         if outcome.branches is None:
             return
+        if outcome.warm:
+            self._level_seconds = self._level_seconds * _RATE_MEMORY + outcome.draft_seconds
+            self._levels = self._levels * _RATE_MEMORY + max(outcome.branches.depths)
+        self._tried = self._tried * _MEMORY + sum(
+            bool(outcome.branches.children[row]) for row in outcome.path
+        )
+        self._bore = self._bore * _MEMORY + outcome.accepted
         for counts in (*self._examined, *self._held):
             counts[:] = [count * _MEMORY for count in counts]
         for row, holds in outcome.branches.examined(outcome.path):
@@ -111,34 +143,24 @@ class Growth:
 
 
 class _Rate:
-    """Seconds of rounds, and what they gave, faded."""
+    """Seconds of rounds, and the tokens they gave."""
 
     def __init__(self) -> None:
         self.rounds = 0
         self._seconds = self._tokens = 0.0
-        self._draft_seconds = self._drafted = 0.0
-        self._verify = Line()
+
+    def fade(self) -> None:
+        self._seconds *= _RATE_MEMORY
+        self._tokens *= _RATE_MEMORY
 
     def observe(self, outcome: Grown) -> None:
         self.rounds += 1
-        self._verify.observe(outcome.drafted, outcome.verify_seconds)
-        seconds = outcome.draft_seconds + outcome.verify_seconds
-        for name, value in (
-            ("_seconds", seconds),
-            ("_tokens", outcome.accepted + 1),
-            ("_draft_seconds", outcome.draft_seconds),
-            ("_drafted", outcome.drafted),
-        ):
-            setattr(self, name, getattr(self, name) * _RATE_MEMORY + value)
+        self._seconds += outcome.draft_seconds + outcome.verify_seconds
+        self._tokens += outcome.accepted + 1
 
     @property
     def seconds_per_token(self) -> float:
         return self._seconds / self._tokens
-
-    @property
-    def seconds_per_row(self) -> float:
-        """That one more drafted token takes."""
-        return self._draft_seconds / max(self._drafted, 1.0) + self._verify.slope
 
 
 # Elder siblings beyond which their number says nothing more.
@@ -152,9 +174,11 @@ _PRIOR_SHARE = 0.8
 _SUREST = 0.995
 # What a round counts for when the next one has been seen.
 _MEMORY = 0.99
-_RATE_MEMORY = 0.97
+_RATE_MEMORY = 0.95
 # How the least value follows trees that were full, or not.
 _HIGHER, _LOWER = 1.05, 0.85
-# Rounds of each kind before they are compared, and how often the slower is tried again.
+# Rounds of each kind before they are compared; by how much the other must be faster; how often, and
+# for how many rounds, the slower is tried again.
 _FIRST_ROUNDS = 4
-_TRY_EVERY = 24
+_CLEARLY = 1.05
+_TRY_EVERY, _TRIES = 48, 2

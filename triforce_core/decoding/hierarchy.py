@@ -79,6 +79,8 @@ class Hierarchy:
         self._length = length
         self._growth = growth
         self._stops = stops
+        # Whether the draft at hand was to branch.
+        self._branches = False
         self._prompt: Prompt | None = None
         self._offer: Offer | None = None
 
@@ -99,7 +101,9 @@ class Hierarchy:
 
     def _propose(self, text: Text, most: int) -> Draft:
         growth = self._growth
-        if growth and most and (nodes := growth.choose()):
+        nodes = growth.choose() if growth and most else 0
+        self._branches = nodes > 0
+        if nodes:
             return self._proposer.branch(text, growth, nodes, min(most, growth.deepest))
         return self._proposer.propose(text, self._length.choose(most))
 
@@ -130,11 +134,11 @@ class Hierarchy:
         self._trace(made.began, outcome)
         self._tally.count(outcome)
         if self._growth:
-            self._growth.observe(outcome)
-        if outcome.branches is None:
-            self._length.observe(outcome)
-        else:
+            self._growth.observe(outcome, tree=self._branches)
+        if self._branches:
             self._length.count(outcome)
+        else:
+            self._length.observe(outcome)
         rows = outcome.branches and tuple(outcome.path)
         return Step(outcome.tokens, outcome.drafted, outcome.whole, rows, len(outcome.tokens))
 

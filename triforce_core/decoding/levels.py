@@ -88,7 +88,8 @@ class Verifier(Protocol):
 class Round(NamedTuple):
     """What one round of proposing and verifying gave.
 
-    tokens: the accepted ones and the one the verifier drew itself; laws: theirs [tokens, vocab]
+    tokens: the accepted ones and the one the verifier drew itself; laws: theirs [tokens, vocab], of
+        a draft that branches none
     peaks: the greatest probability of each law
     path: rows that were fed, after which they come
     drafted: how many were proposed; confidence: how surely, if the proposer said; branches: how
@@ -168,7 +169,8 @@ def settle(
     keep(path)
     return Round(
         [*(drafted[row - 1] for row in path[1:]), token],
-        laws[: last + 1] if branches is None else laws[put(path, laws.device)],
+        # Nobody asks for those of a tree.
+        laws[: last + 1] if branches is None else laws[:0],
         [peaks[row] for row in path],
         path,
         len(drafted),

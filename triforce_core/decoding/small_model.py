@@ -193,6 +193,8 @@ class _SmallModelProposer:
             ]
             if not rows or len(tree) == nodes or depth + 1 == deepest:
                 break
+            if not growth.is_worth_a_level([tree.values[row] for row in rows]):
+                break
             logits = drafter.feed_tree(tree, rows)
         growth.grew(len(tree))
         return tree.draft(drafter.device, drawn_from)

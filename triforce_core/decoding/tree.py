@@ -100,7 +100,9 @@ def accept_tree(
     walk = Walk(branches, tokens.device)
     x = tokens[:, walk.child]
     value = target_laws.gather(2, x).double()
-    mass = target_laws.sum(-1, dtype=torch.float64)
+    # In parts, since each is widened whole.
+    parts = target_laws.split(LAW_ROWS, 1)
+    mass = torch.cat([part.sum(-1, dtype=torch.float64) for part in parts], 1)
     coin = coins[:, walk.child]
     first = None
     if branches.drawn:

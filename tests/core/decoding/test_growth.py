@@ -46,7 +46,7 @@ def test_what_holds_more_often_than_the_drafter_thinks_is_learned() -> None:
     before = [learned.chance(rank, 0.2) for rank in range(3)]
     for _ in range(300):
         # The second child always.
-        learned.observe(Outcome(fork, (0, 2), (0.2, 0.2, 0.2), 3))
+        learned.observe(Outcome(fork, (0, 2), (0.2, 0.2, 0.2), 3), tree=True)
     assert learned.chance(0, 0.2) < 0.1 * before[0]
     assert learned.chance(1, 0.2) > 0.9
     # The third was never tried.
@@ -67,18 +67,33 @@ def test_a_tree_is_made_where_it_was_measured_to_be_faster() -> None:
                 outcome = Outcome(fork, path, (0.5,) * 4, 4, verify_seconds=tree_seconds)
             else:
                 outcome = Outcome(None, (0, 1), (), 4, verify_seconds=2.0)
-            chosen.observe(outcome)
+            chosen.observe(outcome, tree=nodes > 0)
         assert not any(each[:4]), "chains first"
         assert (sum(each[20:]) > 150) == expected
         # The other is still tried.
         assert 4 <= each[20:].count(not expected) <= 20
 
 
+def test_a_kind_is_charged_for_the_rounds_in_which_it_finds_nothing() -> None:
+    """Of both the same share; a tree that finds something gives a little more, for much more."""
+    chosen, each, generator = growth(asked=False), [], torch.Generator().manual_seed(0)
+    for _ in range(400):
+        tree = chosen.choose() > 0
+        each.append(tree)
+        found = bool(torch.rand((), generator=generator) < 0.3)
+        path = (0, 1, 2, 3, 4) if found else (0,)
+        branches = Branches((0, 1, 2, 3)) if found and tree else None
+        seconds = (1.6 if tree else 1.05) if found else 1.0
+        outcome = Outcome(branches, path, (0.5,) * 4, 4 * found, 0.0, seconds)
+        chosen.observe(outcome, tree=tree)
+    assert sum(each[100:]) < 60
+
+
 def test_rounds_that_compile_kernels_say_nothing_of_time() -> None:
     chosen = growth(asked=False)
     for _ in range(50):
         assert chosen.choose() == 0
-        chosen.observe(Outcome(None, (0,), warm=False))
+        chosen.observe(Outcome(None, (0,), warm=False), tree=False)
 
 
 def test_tokens_that_cost_more_than_they_are_worth_are_left_out() -> None:
@@ -87,7 +102,7 @@ def test_tokens_that_cost_more_than_they_are_worth_are_left_out() -> None:
         for nodes in (4, 8, 12, 8, 4):
             fork = Branches((0,) * nodes)
             seconds_of = {"draft_seconds": 0.0, "verify_seconds": 1.0 + seconds * nodes}
-            each.observe(Outcome(fork, (0, 1), (0.5,) * nodes, nodes, **seconds_of))
+            each.observe(Outcome(fork, (0, 1), (0.5,) * nodes, nodes, **seconds_of), tree=True)
     assert cheap.least < 1e-6
     # .3 s a row, against some 1.7 s a token.
     assert 0.1 < dear.least < 0.3
