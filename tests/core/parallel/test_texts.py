@@ -166,6 +166,18 @@ def test_a_small_model_drafts_on_the_first_rank_alone(tiny, leaders) -> None:
     assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
 
 
+@pytest.mark.parametrize("placement", ["kv", "both"])
+def test_a_tree_is_verified_by_all_ranks(tiny, leaders, placement: str) -> None:
+    path, model = tiny("llama")
+    prompt, options = random_ids(PROMPT), {"method": "speculative", "tree": 11}
+    with engine(path, 2, placement, draft=tiny("llama-mqa")[0], **options) as ours:
+        result = ours.generate(prompt, greedy(NEW))
+        again = ours.generate(prompt, greedy(NEW))
+    assert result.stats["draft_tokens"]["trees"]
+    assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
+    assert again.token_ids == result.token_ids
+
+
 def test_two_sums_a_layer_and_one_of_what_is_looked_up(tiny, leaders) -> None:
     path, _ = tiny("llama")
     with engine(path, 2, "kv", **METHODS["triforce"]) as ours:
