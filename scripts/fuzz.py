@@ -4,7 +4,7 @@ The long version of tests/core/model/test_corrupt.py and tests/core/test_damaged
 is read or refused with a typed error; what loads of a checkpoint must generate. None may crash the
 process; of a checkpoint none may take 2 s of processor time, or 200 MB and three times its size.
 
-    python scripts/fuzz.py [--count 100000] [--only NAME ...]
+    python scripts/fuzz.py [--count 100000] [--of-checkpoints N] [--only NAME ...]
 
 Writes benchmarks/results/fuzz.json and exits with 1 if anything was found.
 """
@@ -38,6 +38,7 @@ def main() -> int:
     names = [*mutants.TARGETS, *kept_files.KEPT]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=100_000, help="mutants of each file")
+    parser.add_argument("--of-checkpoints", type=int, help="of each file of one (default: as many)")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     args = parser.parse_args()
     figures, faults = {}, []
@@ -45,14 +46,16 @@ def main() -> int:
         mutants.make_sound(Path(folder, "sound"))
         for name in args.only:
             began = time.perf_counter()
-            try_ = of_checkpoint if name in mutants.TARGETS else of_kept
-            found = try_(name, Path(folder), args.count)
+            try_, count = of_kept, args.count
+            if name in mutants.TARGETS:
+                try_, count = of_checkpoint, args.of_checkpoints or args.count
+            found = {"mutants": count, **try_(name, Path(folder), count)}
             seconds = time.perf_counter() - began
-            found["milliseconds_a_mutant"] = round(1000 * seconds / args.count, 2)
+            found["milliseconds_a_mutant"] = round(1000 * seconds / count, 2)
             faults += found.pop("faults")
             figures[name] = found
             print(f"{name}: {found}", flush=True)
-    path = write_result("fuzz", {"of_each_file": args.count, "files": figures, "faults": faults})
+    path = write_result("fuzz", {"files": figures, "faults": faults})
     print("\n".join([*faults, f"{len(faults)} faults; written to {os.path.relpath(path)}"]))
     return 1 if faults else 0
 

@@ -86,9 +86,9 @@ class Growth:
     @property
     def least(self) -> float:
         """The least value of a token that is worth its row, wherever there is room."""
-        if self._asked or not self._tree.rounds:
+        if self._asked or not self._known.rounds:
             return 0.0
-        return min(1.0, self._verify.slope / self._tree.seconds_per_token)
+        return min(1.0, self._verify.slope / self._known.seconds_per_token)
 
     @property
     def level_least(self) -> float:
@@ -105,16 +105,21 @@ class Growth:
         """Whether drafting what follows some rows of a tree gains more than it takes. values: the
         rows'
         """
-        if self._asked or not self._levels or not self._tree.rounds:
+        if self._asked or not self._levels or not self._known.rounds:
             return True
         bears = (self._bore + _PRIOR_TOKENS * _PRIOR_SHARE) / (self._tried + _PRIOR_TOKENS)
-        gain = sum(values) * bears * self._tree.seconds_per_token
+        gain = sum(values) * bears * self._known.seconds_per_token
         return gain > self._level_seconds / self._levels
 
     def grew(self, nodes: int) -> None:
         """Says how large a tree became that `level_least` has ruled."""
         full = nodes >= self._nodes
         self._least = min(0.5, max(1e-4, self._least * (_HIGHER if full else _LOWER)))
+
+    @property
+    def _known(self) -> _Rate:
+        """Of trees, or of chains as long as there were none: the first shall not cost too much."""
+        return self._tree if self._tree.rounds else self._chain
 
     def observe(self, outcome: Grown, *, tree: bool) -> None:
         """Learns from a round. tree: whether its draft was to branch, even if nothing was found"""
@@ -124,11 +129,13 @@ class Growth:
                 rate.fade()
             (self._tree if tree else self._chain).observe(outcome)
             self._verify.observe(outcome.drafted, outcome.verify_seconds)
+        if outcome.warm and outcome.drafted:
+            # A token of a chain is a level too.
+            levels = max(outcome.branches.depths) if outcome.branches else outcome.drafted
+            self._level_seconds = self._level_seconds * _RATE_MEMORY + outcome.draft_seconds
+            self._levels = self._levels * _RATE_MEMORY + levels
         if outcome.branches is None:
             return
-        if outcome.warm:
-            self._level_seconds = self._level_seconds * _RATE_MEMORY + outcome.draft_seconds
-            self._levels = self._levels * _RATE_MEMORY + max(outcome.branches.depths)
         self._tried = self._tried * _MEMORY + sum(
             bool(outcome.branches.children[row]) for row in outcome.path
         )

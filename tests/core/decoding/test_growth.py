@@ -74,6 +74,19 @@ def test_a_tree_is_made_where_it_was_measured_to_be_faster() -> None:
         assert 4 <= each[20:].count(not expected) <= 20
 
 
+def test_the_first_tree_is_no_larger_than_chains_say_is_worth_it() -> None:
+    """Where rows cost nearly as much as passes, as where nothing streams."""
+    free, dear = growth(64, asked=False), growth(64, asked=False)
+    for each, row in ((free, 0.0), (dear, 0.4)):
+        for drafted in (0, 4, 8, 4, 0):
+            seconds = 1.0 + row * drafted
+            outcome = Outcome(None, (0, 1)[: 1 + drafted], (), drafted, 0.0, seconds)
+            each.observe(outcome, tree=False)
+    text, places = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5], [(4, 3), (9, 2)]
+    assert len(trie(text, places, free, 64, 64)) == 64
+    assert len(trie(text, places, dear, 64, 64)) < 8
+
+
 def test_a_kind_is_charged_for_the_rounds_in_which_it_finds_nothing() -> None:
     """Of both the same share; a tree that finds something gives a little more, for much more."""
     chosen, each, generator = growth(asked=False), [], torch.Generator().manual_seed(0)
