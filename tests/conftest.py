@@ -7,12 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import add_tokenizer, make_model
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # threads of several processes would wait for one another
+
+
+# The same examples every time, however slow the machine is.
+settings.register_profile("here", deadline=None, derandomize=True)
+settings.load_profile("here")
 
 
 @pytest.fixture(scope="session", autouse=True)
