@@ -123,7 +123,7 @@ def _levels(stats: dict[str, Any]) -> str:
         if share is not None:
             said += f"; {name} accepts {share:.1%} of drafts of {mean:.1f}"
     if drafted["trees"]:
-        said += f"; {drafted['trees']} drafts branched"
+        said += f"; {drafted['trees']} of them branched"
     return said
 
 
