@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from .checks import alike, require
 from .dispatch import implementation
+from .rounding import rounded
 
 
 def rms_norm(
@@ -40,6 +41,7 @@ def rope_into(
     key: torch.Tensor,
     value: torch.Tensor,
     start: int | torch.Tensor,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotates queries and keys, and puts keys and values where attention will find them.
 
@@ -47,6 +49,8 @@ def rope_into(
     cos, sin: [tokens, head_dim]; a head's first half is paired with its second half
     key, value: [kv_heads, capacity, head_dim], written at start, start + 1, ...
     start: a number, or [1] int64 on the device, whose room the caller has seen to
+    scale: [2, kv_heads, head_dim] float32, if key and value are whole numbers of it in int8
+        (`rounding`); queries are then multiplied by the keys' scale
 
     Returns the queries, [query_heads, tokens, head_dim]. Raises ValueError, before any write.
     """
@@ -58,7 +62,17 @@ def rope_into(
         and count > 2 * kv_heads
         and cos.shape == sin.shape == (tokens, head_dim)
         and head_dim % 2 == 0
-        and alike(heads, cos, sin, key, value)
+        and alike(heads, cos, sin)
+        and alike(heads if scale is None else key, key, value)
+        and (
+            scale is None
+            or (
+                (scale.shape, scale.dtype) == ((2, kv_heads, head_dim), torch.float32)
+                and scale.is_contiguous()
+                and key.dtype == torch.int8
+                and heads.device == key.device == scale.device
+            )
+        )
         and (
             (start.shape, start.dtype, start.device) == ((1,), torch.int64, heads.device)
             if isinstance(start, torch.Tensor)
@@ -70,8 +84,9 @@ def rope_into(
         key=key,
         value=value,
         start=start,
+        scale=scale,
     )
-    return implementation("rope_into", heads.device)(heads, cos, sin, key, value, start)
+    return implementation("rope_into", heads.device)(heads, cos, sin, key, value, start, scale)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -113,11 +128,17 @@ def reference_rope_into(
     key: torch.Tensor,
     value: torch.Tensor,
     start: int | torch.Tensor,
+    scale: torch.Tensor | None,
 ) -> torch.Tensor:
     tokens, kv_heads = heads.shape[0], key.shape[0]
     heads = heads.transpose(0, 1)
     values, rotated = heads[-kv_heads:], rotate(heads[:-kv_heads], cos, sin)
     query, keys = rotated[:-kv_heads], rotated[-kv_heads:]
+    if scale is not None:
+        per_token = scale.unsqueeze(2)
+        keys, values = rounded(keys, per_token[0]), rounded(values, per_token[1])
+        group = query.shape[0] // kv_heads
+        query = (query * per_token[0].repeat_interleave(group, 0)).to(query.dtype)
     if isinstance(start, int):
         key[:, start : start + tokens] = keys
         value[:, start : start + tokens] = values

@@ -31,11 +31,18 @@ def _norm_kernel(
     tl.store(out + (row * heads + head) * WIDTH + column, scaled.to(item), mask=inside)
 
 
+@triton.jit
+def _whole(numbers, scale, inside):
+    """As `rounding.rounded` has it. scale: pointers"""
+    whole = tl.floor(numbers.to(tl.float32) / tl.load(scale, mask=inside, other=1.0) + 0.5)
+    return tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int8)
+
+
 @triton.jit(do_not_specialize=["tokens", "start", "queries"])
 def _rope_kernel(
-    heads, cos, sin, query, key, value, start, h_token, h_head, c_token, s_token,
+    heads, cos, sin, query, key, value, start, scale, h_token, h_head, c_token, s_token,
     k_head, k_token, v_head, v_token, tokens, queries, kv_heads,
-    HALF: tl.constexpr, COLUMNS: tl.constexpr, ON_DEVICE: tl.constexpr,
+    HALF: tl.constexpr, COLUMNS: tl.constexpr, ON_DEVICE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -46,6 +53,9 @@ def _rope_kernel(
     place = token + (tl.load(start) if ON_DEVICE else start)
     if head >= queries + kv_heads:
         target = value + (head - queries - kv_heads) * v_head + place * v_token + column
+        if WHOLE:
+            of = scale + (head - queries) * (2 * HALF) + column
+            first, second = _whole(first, of, inside), _whole(second, of + HALF, inside)
         tl.store(target, first, mask=inside)
         tl.store(target + HALF, second, mask=inside)
     else:
@@ -61,10 +71,24 @@ def _rope_kernel(
         turned_2 = (two * cos_2 + one * sin_2).to(item)
         if head < queries:
             target = query + (head * tokens + token) * (2 * HALF) + column
+            if WHOLE:
+                of = scale + head // (queries // kv_heads) * (2 * HALF) + column
+                scale_1 = tl.load(of, mask=inside, other=0.0)
+                scale_2 = tl.load(of + HALF, mask=inside, other=0.0)
+                turned_1 = (turned_1.to(tl.float32) * scale_1).to(item)
+                turned_2 = (turned_2.to(tl.float32) * scale_2).to(item)
+            tl.store(target, turned_1, mask=inside)
+            tl.store(target + HALF, turned_2, mask=inside)
         else:
             target = key + (head - queries) * k_head + place * k_token + column
-        tl.store(target, turned_1, mask=inside)
-        tl.store(target + HALF, turned_2, mask=inside)
+            if WHOLE:
+                of = scale + (head - queries) * (2 * HALF) + column
+                one, two = _whole(turned_1, of, inside), _whole(turned_2, of + HALF, inside)
+                tl.store(target, one, mask=inside)
+                tl.store(target + HALF, two, mask=inside)
+            else:
+                tl.store(target, turned_1, mask=inside)
+                tl.store(target + HALF, turned_2, mask=inside)
 
 
 @triton.jit
@@ -103,16 +127,19 @@ def rope_into(
     key: torch.Tensor,
     value: torch.Tensor,
     start: int | torch.Tensor,
+    scale: torch.Tensor | None,
 ) -> torch.Tensor:
     tokens, count, head_dim = heads.shape
     kv_heads = key.shape[0]
     queries = count - 2 * kv_heads
     query = torch.empty((queries, tokens, head_dim), dtype=heads.dtype, device=heads.device)
     _rope_kernel[(tokens, count)](
-        heads, cos, sin, query, key, value, start, *heads.stride()[:2], cos.stride(0),
-        sin.stride(0), *key.stride()[:2], *value.stride()[:2], tokens, queries, kv_heads,
+        heads, cos, sin, query, key, value, start, cos if scale is None else scale,
+        *heads.stride()[:2], cos.stride(0), sin.stride(0), *key.stride()[:2], *value.stride()[:2],
+        tokens, queries, kv_heads,
         HALF=head_dim // 2, COLUMNS=triton.next_power_of_2(head_dim // 2),
-        ON_DEVICE=isinstance(start, torch.Tensor), num_warps=1, enable_fp_fusion=True,
+        ON_DEVICE=isinstance(start, torch.Tensor), WHOLE=scale is not None,
+        num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
     return query
 

@@ -160,7 +160,8 @@ def attend_cache(
     """Causal attention of a few tokens over a cache that holds their keys already.
 
     query: [kv_heads, rows, head_dim]; rows are a multiple of `tokens`
-    key, value: [kv_heads, capacity, head_dim]; those of the queries' tokens are at `end`
+    key, value: [kv_heads, capacity, head_dim] in the query's dtype, or whole numbers in int8; those
+        of the queries' tokens are at `end`
     end: a number, or [1] int64 on the device: then no address, shape or launch depends on it, and
         the call can be recorded as part of a CUDA graph
 
@@ -174,7 +175,9 @@ def attend_cache(
         key.shape == value.shape == (kv_heads, capacity, head_dim)
         and 0 < tokens <= min(rows, capacity)
         and rows % tokens == 0
-        and alike(query, key, value)
+        and (alike(query, key, value) or (key.dtype == torch.int8 and alike(key, value)))
+        and query.device == key.device
+        and query.stride(-1) == 1
         and (
             (end.shape, end.dtype, end.device) == ((1,), torch.int64, query.device)
             if on_device
@@ -236,8 +239,9 @@ def reference_cache(
 ) -> torch.Tensor:
     if isinstance(end, int):
         seen = end + tokens
+        key, value = key[:, :seen].to(query.dtype), value[:, :seen].to(query.dtype)
         if tokens == 1:
-            return partial_attention(query, key[:, :seen], value[:, :seen]).out
+            return partial_attention(query, key, value).out
         # Two calls, since an operator without a mask is the faster one.
         own = slice(end, seen)
         mask = _tail_mask(query, tokens, tokens, None)
@@ -249,7 +253,7 @@ def reference_cache(
     hidden = columns > (end + torch.arange(tokens, device=query.device)).unsqueeze(1)
     mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
     mask = mask.masked_fill_(hidden, float("-inf")).repeat(query.shape[1] // tokens, 1)
-    return partial_attention(query, key, value, mask=mask).out
+    return partial_attention(query, key.to(query.dtype), value.to(query.dtype), mask=mask).out
 
 
 def _piece(

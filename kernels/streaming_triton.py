@@ -252,8 +252,9 @@ def _cache_kernel(
     for start in range(split * tiles * KEYS, tl.minimum((split + 1) * tiles * KEYS, keys), KEYS):
         column = start + tl.arange(0, KEYS)
         there = (column < keys)[:, None] & wide[None, :]
-        k = _tile(key + head * k_head, k_key, column, dim, there)
-        v = _tile(value + head * v_head, v_key, column, dim, there)
+        # Whole numbers of 8 bits are the same in every dtype of queries.
+        k = _tile(key + head * k_head, k_key, column, dim, there).to(q.dtype)
+        v = _tile(value + head * v_head, v_key, column, dim, there).to(q.dtype)
         seen = column[None, :] <= last[:, None]
         a, m, s = _step(q, k, v, seen, scale, a, m, s, peak, real, 0, False)
     state = (split * kv_heads + head) * rows + row

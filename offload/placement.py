@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -10,6 +11,10 @@ from offload.kv.shape import KVShape
 
 WEIGHT_SLOTS = 2
 KV_SLOTS = 3
+# While a pass attends to so many blocks on the device a link brings one: a card's memory is some 40
+# times as fast as its link, a block in planes is read three or four times over, and kernels for it
+# are launched.
+_BLOCKS_WHILE_ONE_COMES = 8
 # Whole layers on the host that are read from files ahead of their crossing.
 READ_AHEAD = 2
 STAGING_SLOTS = 2
@@ -197,6 +202,15 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
         spare -= demand.embedding_bytes
     block = demand.kv.block_bytes
     resident = min(spare // block, demand.kv_blocks)
+    if resident < demand.kv_blocks:
+        # A layer's blocks on the device come before those that stream: slots take what the link
+        # brings meanwhile.
+        ahead = _slots_ahead(demand, resident)
+        while ahead and spare < ahead * demand.kv.slot_bytes:
+            ahead -= 1
+        spare -= ahead * demand.kv.slot_bytes
+        least = replace(least, kv_slots=least.kv_slots + ahead)
+        resident = spare // block
     # Of several texts one may be read at any time.
     lendable = 0
     if demand.sequences == 1:
@@ -207,6 +221,12 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
         resident_kv_blocks=resident,
         lent_kv_blocks=min(lendable // block, demand.kv_blocks - resident),
     )
+
+
+def _slots_ahead(demand: Demand, resident: int) -> int:
+    """Slots beside KV_SLOTS, where so many blocks are on the device and the others stream."""
+    kept, streamed = resident / demand.layers, (demand.kv_blocks - resident) / demand.layers
+    return min(math.ceil(streamed), math.ceil(kept / _BLOCKS_WHILE_ONE_COMES))
 
 
 def least_bytes(demand: Demand, *, streamed_layers: int) -> int:

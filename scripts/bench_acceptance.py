@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import os
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from material import model_file, stretches
 from results import write_result
 from rich.console import Console
@@ -25,6 +27,7 @@ from rivals.published_policies import NEWEST, installed
 from workloads import FACTS, generate_fully, prompt
 
 from triforce_core import Engine, SamplingParams
+from triforce_core.decoding import acceptance
 from triforce_core.model.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -88,12 +91,13 @@ def measure(
     """Acceptance (accepted tokens of those examined) and tokens per pass, over all prompts, of an
     engine with these options.
     """
-    runs = []
+    runs, expected = [], Expected()
     settings = {"device": "cpu", "draft": "none", "draft_tokens": args.draft_tokens}
     settings |= {"budget": args.budget, "max_context": args.tokens + args.new_tokens}
-    with Engine.from_pretrained(
-        model_file(), tokenizer=tokenizer, **(settings | options)
-    ) as engine:
+    with (
+        patch.object(acceptance, "accept", expected.accept),
+        Engine.from_pretrained(model_file(), tokenizer=tokenizer, **(settings | options)) as engine,
+    ):
         for seed, ids in enumerate(prompts):
             stats, text = generate(args, engine, ids, seed)
             lengths = stats["acceptance"]["accepted_lengths"]
@@ -116,10 +120,40 @@ def measure(
     return {
         "new_tokens": sum(run["new_tokens"] for run in runs),
         "acceptance": sum(r["accepted"] for r in runs) / sum(r["examined"] for r in runs),
+        "expected_acceptance": expected.mean,
         "tokens_per_pass": sum(r["new_tokens"] - 1 for r in runs) / sum(r["passes"] for r in runs),
         "churn": sum(r["churn"] for r in runs) / len(runs),
         "runs": runs,
     }
+
+
+class Expected:
+    """What acceptance is on average over the draws, at the tokens that were examined: the sum of
+    min(p, q) over the vocabulary. It varies far less than the draws themselves.
+    """
+
+    def __init__(self) -> None:
+        self._sum, self._tokens = 0.0, 0
+        self._accept = acceptance.accept
+
+    @property
+    def mean(self) -> float | None:
+        return self._sum / self._tokens if self._tokens else None
+
+    def accept(
+        self,
+        tokens: torch.Tensor,
+        drafted: torch.Tensor | None,
+        laws: torch.Tensor,
+        generator: torch.Generator,
+    ) -> acceptance.Verdict:
+        verdict = self._accept(tokens, drafted, laws, generator)
+        examined = min(int(verdict.accepted) + 1, tokens.shape[-1])
+        if drafted is not None and examined:
+            both = torch.minimum(drafted[:examined].double(), laws[:examined].double())
+            self._sum += float(both.sum())
+            self._tokens += examined
+        return verdict
 
 
 def generate(

@@ -60,6 +60,8 @@ READINGS = {
     "both by upper planes": Reading(
         {"weights": "planes", "draft_weights": "planes", "kv": "planes"}, 8, upper_kv=True
     ),
+    "KV in 8 bits": Reading({"weights": "dense", "draft_kv": "int8"}, 8),
+    "float32, KV in 8 bits": Reading({"dtype": "float32", "draft_kv": "int8"}, 8),
     "KV exactly, half of the text": Reading({"weights": "dense", "kv": "planes"}, 16, share=0.5),
 }
 
@@ -81,11 +83,11 @@ def main() -> None:
         reading = READINGS[name]
         whole = args.tokens + args.new_tokens
         args.budget = 8 * -(-int(whole * reading.share) // 8)
-        options = reading.options | {"dtype": "bfloat16"}
+        options = {"dtype": "bfloat16"} | reading.options
         with upper_kv() if reading.upper_kv else nullcontext():
             row = measure(args, options, prompts, tokenizer)
         figures[name] = row | {"bits": reading.bits, "budget": args.budget}
-        print(f"{name}: {row['acceptance']:.3f}", flush=True)
+        print(f"{name}: {row['acceptance']:.3f}, {row['expected_acceptance']:.4f}", flush=True)
     rates = codec_rates()
     path = write_result(
         args.result,
@@ -99,13 +101,15 @@ def main() -> None:
             "dense_megabytes_per_second_of_one_core": rates,
         },
     )
-    table = Table("what drafts reads", "bits", "acceptance", "tokens per pass", "per stretch")
+    columns = ("bits", "acceptance", "expected", "tokens per pass", "per stretch")
+    table = Table("what drafts reads", *columns)
     for name, row in figures.items():
         each = " ".join(f"{run['acceptance']:.3f}" for run in row["runs"])
         table.add_row(
             name,
             str(row["bits"]),
             f"{row['acceptance']:.3f}",
+            f"{row['expected_acceptance']:.4f}",
             f"{row['tokens_per_pass']:.2f}",
             each,
         )

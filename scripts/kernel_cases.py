@@ -214,6 +214,14 @@ class KernelCases:
                 rival="SDPA, no mask",
                 rival_seconds=self.times(rivals),
             )
+            whole = [layer.to(torch.int8) for layer in layers]
+            yield self.row(
+                "attend_cache, 8 bits",
+                f"{config.heads}/{kv_heads} heads, {tokens} queries, {seen} of {capacity} keys",
+                nbytes // self.dtype.itemsize,
+                4.0 * config.heads * tokens * head_dim * seen,
+                [partial(attend_cache, query, *layer, tokens, end) for layer in whole],
+            )
 
     def _choice(self) -> Iterator[KernelRow]:
         config = self.config

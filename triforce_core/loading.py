@@ -97,6 +97,7 @@ def load(
             splits=MOST_SPLITS if backend(device.type) == TRITON else 1,
             gathers_through_host=not (machine.pin and reads_in_place(device)),
             widens=widens(device, dtype),
+            rounds_kv=config.method.rounds_kv(on_gpu=on_gpu),
             sequences=config.sequences,
         )
         # Of this machine's memory, before any rank takes some.

@@ -24,8 +24,9 @@ AUTO, OFF = "auto", "off"
 DENSE, STORED, PLANES = "dense", "stored", "planes"
 WEIGHTS = (AUTO, STORED, DENSE, PLANES)
 KV_FORMATS = (AUTO, DENSE, PLANES)
-EXACT, INT4 = "exact", "int4"
+EXACT, INT4, INT8 = "exact", "int4", "int8"
 DRAFT_WEIGHTS = (AUTO, EXACT, INT4, PLANES)
+DRAFT_KV = (AUTO, EXACT, INT8)
 NGRAM, NO_DRAFTER = "ngram", "none"
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
@@ -104,6 +105,8 @@ class MethodSettings:
         the device, copies in 4 bits of those that stream; "exact": there is no such level if one
         streams; "int4": copies of all; "planes": exact layers by the upper 8 bits of their planes,
         which on a GPU is "auto" where weights are in such
+    draft_kv: how the retrieval cache keeps its tokens: "exact", "int8" (whole numbers, with a scale
+        for each channel of a head), or "auto": int8 on a GPU
     accept: "optimal", or "coupled" for a seed's text that depends on nothing but the seed
     """
 
@@ -116,6 +119,7 @@ class MethodSettings:
     chunk_size: int = 8
     retrieval: str = "mass"
     draft_weights: str = AUTO
+    draft_kv: str = AUTO
     accept: str = "optimal"
 
     def __post_init__(self) -> None:
@@ -124,6 +128,7 @@ class MethodSettings:
             ("retrieval", RETRIEVAL),
             ("accept", ACCEPT),
             ("draft_weights", DRAFT_WEIGHTS),
+            ("draft_kv", DRAFT_KV),
         ):
             if getattr(self, name) not in choices:
                 raise UsageError(
@@ -157,7 +162,8 @@ class MethodSettings:
         if not self.drafts or not self.has_drafter:
             unused |= {"tree"}
         if self.method != "triforce":
-            unused |= {"inner_draft_tokens", "budget", "chunk_size", "retrieval", "draft_weights"}
+            unused |= {"inner_draft_tokens", "budget", "chunk_size", "retrieval"}
+            unused |= {"draft_weights", "draft_kv"}
         elif not self.has_drafter:
             unused |= {"inner_draft_tokens"}
         return [name for name in names if name in unused]
@@ -173,6 +179,12 @@ class MethodSettings:
         """
         auto = on_gpu and self.draft_weights == AUTO
         return weights == PLANES and (auto or self.draft_weights == PLANES)
+
+    def rounds_kv(self, *, on_gpu: bool) -> bool:
+        """Whether the retrieval cache keeps its tokens in 8 bits. A CPU takes longer to multiply
+        with those than to read 16.
+        """
+        return self.draft_kv == INT8 or (on_gpu and self.draft_kv == AUTO)
 
     @property
     def drafts(self) -> bool:

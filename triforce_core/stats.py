@@ -143,7 +143,7 @@ def bits_per_number(models: Models) -> dict[str, Any]:
         "kv": {
             "stored": demand.kv.bits_per_number,
             "link": demand.kv.bits_per_number if _streams_kv(demand, placement) else None,
-            "drafted": dense if models.budget else None,
+            "drafted": (8 if models.rounds_kv else dense) if models.budget else None,
         },
     }
 
@@ -209,6 +209,7 @@ def drafting_stats(
             "steps": inner.rounds,
             "reads_upper_planes": models.reads_upper
             or bool(models.runtime.placement.halved_layers),
+            "in_8_bits": models.rounds_kv,
         }
         if cache
         else None,

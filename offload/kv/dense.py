@@ -9,6 +9,7 @@ from triforce_kernels.layer import rope_into
 from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
 
 from offload.feed import Feed
+from offload.kv.gather import Reader
 from offload.kv.shape import KVShape
 from offload.kv.sizes import dense_bytes, dense_capacity
 from offload.memory.device import DeviceMemory, put
@@ -38,8 +39,37 @@ class DenseKV:
         """Cache.attend."""
         if self.end + feed.end > self.capacity:
             raise RuntimeError(f"{self.end + feed.end} tokens in a cache of {self.capacity}")
-        start = self.end + feed.first
-        return _attend(qkv, self.rows[layer], start, feed)
+        return self.attend_at(layer, qkv, self.end + feed.first, feed)
+
+    def attend_at(
+        self, layer: int, qkv: torch.Tensor, start: int | torch.Tensor, feed: Feed
+    ) -> torch.Tensor:
+        """Cache.attend behind `start`, a number or [1] int64 on the device, for which there is
+        room.
+        """
+        keys, values = self.rows[layer]
+        query = rope_into(qkv, *feed.rotation, keys, values, start)
+        heads, tokens, head_dim = query.shape
+        rows = query.reshape(keys.shape[0], heads // keys.shape[0] * tokens, head_dim)
+        if feed.visible is None:
+            return attend_cache(rows, keys, values, tokens, start).view(query.shape)
+        running, own = Running.of(rows), slice(start, start + tokens)
+        attend_blocks(running, rows, keys[None, :, :start], values[None, :, :start])
+        out = attend_tail(running, rows, keys[:, own], values[:, own], tokens, visible=feed.visible)
+        return out.out.view(query.shape)
+
+    def gather(self, moves: torch.Tensor, reader: Reader, chunk: int) -> None:
+        """Brings chunks of `chunk` tokens to their slots, of which the first is at 0.
+
+        moves: as `Reader.copy` takes them. Raises LinkError.
+        """
+        slots = moves.shape[2]
+        in_chunks = self.rows[:, :, :, : slots * chunk].unflatten(3, (slots, chunk))
+        reader.copy(moves, in_chunks)
+
+    def write(self, start: int, keys_values: torch.Tensor) -> None:
+        """Writes tokens [layers, 2, kv_heads, n, head_dim] at `start`."""
+        self.rows[:, :, :, start : start + keys_values.shape[3]] = keys_values
 
     def keep(self, rows: Sequence[int]) -> None:
         """Cache.keep. That the rows are a path is the caller's to see to: a recorded forward has no
@@ -55,7 +85,7 @@ class DenseKV:
 
     def fixed(self, end: torch.Tensor) -> FixedDense:
         """The same for a forward behind `end`, [1] int64 on the device."""
-        return FixedDense(self.rows, end)
+        return FixedDense(self, end)
 
     def close(self) -> None:
         self._memory.free(self._allocation)
@@ -67,26 +97,10 @@ class FixedDense:
     launch depends on it. The caller has seen to it that there is room.
     """
 
-    def __init__(self, rows: torch.Tensor, end: torch.Tensor) -> None:
-        self._rows = rows
+    def __init__(self, kv: DenseKV, end: torch.Tensor) -> None:
+        self._kv = kv
         self._end = end
 
     def attend(self, layer: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
         """Cache.attend."""
-        return _attend(qkv, self._rows[layer], self._end, feed)
-
-
-def _attend(
-    qkv: torch.Tensor, keys_values: torch.Tensor, start: int | torch.Tensor, feed: Feed
-) -> torch.Tensor:
-    """Rotates, stores at `start` and attends: keys_values [2, kv_heads, capacity, head_dim]."""
-    keys, values = keys_values
-    query = rope_into(qkv, *feed.rotation, keys, values, start)
-    heads, tokens, head_dim = query.shape
-    rows = query.reshape(keys.shape[0], heads // keys.shape[0] * tokens, head_dim)
-    if feed.visible is None:
-        return attend_cache(rows, keys, values, tokens, start).view(query.shape)
-    running, own = Running.of(rows), slice(start, start + tokens)
-    attend_blocks(running, rows, keys[None, :, :start], values[None, :, :start])
-    out = attend_tail(running, rows, keys[:, own], values[:, own], tokens, visible=feed.visible)
-    return out.out.view(query.shape)
+        return self._kv.attend_at(layer, qkv, self._end, feed)

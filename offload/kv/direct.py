@@ -52,27 +52,29 @@ class DirectReader:
     def bytes_read(self) -> int:
         return int(self._read)
 
-    def copy(self, moves: torch.Tensor, target: torch.Tensor) -> None:
+    def copy(self, moves: torch.Tensor, target: torch.Tensor, first: int = 0) -> None:
         """Reader.copy."""
         store, shape = self._store, self._store.shape
         if self._version != store.version:
             self._look(moves.device)
         if not self._direct:
-            self._collected.copy(moves, target)
+            self._collected.copy(moves, target, first)
             return
+        layers = slice(first, first + moves.shape[0])
+        addresses = self._addresses[layers]
         tokens = shape.block_tokens, store.tail_capacity
         if shape.in_planes:
             at = shape.planes
             gather_plane_chunks(
                 moves,
-                PlaneChunkSource(self._addresses, *tokens, at.upper, at.lower, at.base),
+                PlaneChunkSource(addresses, *tokens, at.upper, at.lower, at.base),
                 target,
             )
         else:
-            gather_chunks(moves, ChunkSource(self._addresses, *tokens), target)
+            gather_chunks(moves, ChunkSource(addresses, *tokens), target)
         chunk = target.shape[4]
         block = moves // (shape.block_tokens // chunk)
-        crossing = (block >= self._on_device) & (block < len(store.homes(0)))
+        crossing = (block >= self._on_device[layers]) & (block < len(store.homes(0)))
         nbytes = 2 * chunk * shape.head_dim * target.itemsize
         if shape.in_planes:
             # 12 bits of 16, and the bases.

@@ -27,11 +27,12 @@ class Reader(Protocol):
 
     bytes_read: int
 
-    def copy(self, moves: torch.Tensor, target: torch.Tensor) -> None:
+    def copy(self, moves: torch.Tensor, target: torch.Tensor, first: int = 0) -> None:
         """Copies kept chunks: those that `moves` names, as `gather_chunks` does.
 
         moves: [layers, kv_heads, slots] int64 on the device, -1 for none
-        target: [layers, 2, kv_heads, slots, chunk, head_dim]. Raises LinkError.
+        target: [layers, 2, kv_heads, slots, chunk, head_dim]
+        first: of these layers. Raises LinkError.
         """
 
     def release(self) -> None:
@@ -92,7 +93,7 @@ class ChunkReader:
         self._copied: list[Event | None] = [None] * GATHER_BUFFERS
         self._next = 0
 
-    def copy(self, moves: torch.Tensor, target: torch.Tensor) -> None:
+    def copy(self, moves: torch.Tensor, target: torch.Tensor, first: int = 0) -> None:
         """Reader.copy; the host waits for what the moves are computed from.
 
         Raises DoesNotFitError too, if there is no memory for a buffer of one chunk.
@@ -118,7 +119,7 @@ class ChunkReader:
         ):
             part = slice(start, start + count)
             start += count
-            homes = store.homes(layer)
+            homes = store.homes(first + layer)
             if index < len(homes) and homes[index].source is not None:
                 crossing.append((homes[index], part))
             else:
@@ -126,14 +127,14 @@ class ChunkReader:
                 if index < len(homes):
                     found = store.chunks(homes[index], head, inside, self._chunk)
                 else:
-                    found = as_chunks(store.tail(layer), self._chunk)[:, head, inside]
+                    found = as_chunks(store.tail(first + layer), self._chunk)[:, head, inside]
                 target[layer][:, head, slot] = found
             if crossing and following != layer:
                 # Blocks in host memory are neighbours: those on the device come before, the tail
                 # after.
                 for piece in _pieces(crossing, self._chunks_at_once()):
                     head, slot, _ = there[:, piece[0][1].start : piece[-1][1].stop]
-                    target[layer][:, head, slot] = self._carry(layer, piece, places)
+                    target[layer][:, head, slot] = self._carry(first + layer, piece, places)
                 crossing = []
 
     def release(self) -> None:

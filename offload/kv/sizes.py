@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from triforce_kernels.limits import KV_CODED_AT_ONCE, KV_CODING_BYTES
 
+from offload.formats import aligned
 from offload.kv.shape import KVShape
 
 # A copy over an emulated link has about so many bytes: its size costs nothing there.
@@ -20,11 +21,38 @@ SCORE_GROUPS = 8
 SCORE_ITEMSIZE = 2
 # A prompt's chunks are scored by so many queries at its end.
 SCORED_TOKENS = 16
+# Numbers that are rounded at a time, unless a layer has more.
+_ROUNDED_AT_ONCE = 1 << 22
 
 
 def dense_bytes(shape: KVShape, tokens: int) -> int:
     """Device bytes of a DenseKV with room for `tokens` tokens."""
     return shape.token_bytes * shape.layers * dense_capacity(tokens)
+
+
+def rounded_bytes(shape: KVShape, tokens: int) -> int:
+    """Device bytes of a RoundedKV with room for `tokens` tokens."""
+    numbers = dense_bytes(shape, tokens) // shape.dtype.itemsize
+    return numbers + scale_bytes(shape)
+
+
+def scale_bytes(shape: KVShape) -> int:
+    """Of the scales of a RoundedKV, in float32."""
+    return aligned(4 * shape.layers * 2 * shape.kv_heads * shape.head_dim)
+
+
+def layers_rounded_at_once(layers: int, numbers: int) -> int:
+    """How many of some layers, each of so many numbers, are rounded at a time."""
+    return max(1, min(layers, _ROUNDED_AT_ONCE // max(1, numbers)))
+
+
+def rounding_bytes(shape: KVShape, tokens: int) -> int:
+    """Device bytes of temporaries while `tokens` tokens are rounded: as they come, in float32, as
+    whole numbers and put with those that stay.
+    """
+    numbers = 2 * shape.kv_heads * tokens * shape.head_dim
+    at_once = layers_rounded_at_once(shape.layers, numbers)
+    return at_once * numbers * (2 * shape.dtype.itemsize + 4 + 2)
 
 
 def dense_capacity(tokens: int) -> int:

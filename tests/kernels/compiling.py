@@ -152,6 +152,8 @@ def launch_attention(case: Attention) -> None:
     attend_tail(running, query, tail, tail, case.tokens, visible=visible, scores=scores)
     end = torch.zeros(1, dtype=torch.int64)
     attend_cache(query, keys[0], keys[0], case.tokens, end)
+    whole = torch.empty(keys[0].shape, dtype=torch.int8)
+    attend_cache(query, whole, whole, case.tokens, end)
 
 
 def launch_others(dtype: torch.dtype) -> None:
@@ -166,6 +168,8 @@ def launch_others(dtype: torch.dtype) -> None:
     rms_norm(hidden, hidden[0], 1e-5, hidden)
     for start in (5, number):
         rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), cache, cache, start)
+        whole, scale = cache.to(torch.int8), empty(2, 32, 128, dtype=torch.float32)
+        rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), whole, whole, start, scale)
     swiglu(empty(17, 22016))
     scores, lse = empty(32, 17, 16384, dtype=torch.float32), empty(32, 17, dtype=torch.float32)
     for mass in (lse, None):

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import DEVICE, TOLERANCE, assert_near
 from triforce_kernels.layer import rms_norm, rope_into, swiglu
+from triforce_kernels.rounding import rounded
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -63,6 +64,33 @@ def test_rope_rotates_and_puts_keys_and_values_in_place(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("queries", "kv_heads", "head_dim"), [(4, 2, 80), (3, 1, 64)])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_rope_puts_whole_numbers_in_place(
+    backend, draw, queries, kv_heads, head_dim, on_device, dtype
+) -> None:
+    heads = draw(5, queries + 2 * kv_heads, head_dim, dtype=dtype)
+    angles = draw(5, head_dim // 2)
+    angles = torch.cat((angles, angles), -1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    exact = [draw(kv_heads, 20, head_dim, dtype=dtype) for _ in range(2)]
+    query = rope_into(heads, cos, sin, *exact, 9)
+    # Some numbers lie far beyond what their scale reaches.
+    scale = draw(2, kv_heads, head_dim, dtype=torch.float32).abs() / 60 + 1e-3
+    cache = torch.full((2, kv_heads, 20, head_dim + 4), 5, dtype=torch.int8, device=DEVICE)
+    start = torch.tensor([9], device=DEVICE) if on_device else 9
+    scaled = rope_into(heads, cos, sin, *cache[..., :head_dim], start, scale)
+    of_query = scale[0].repeat_interleave(queries // kv_heads, 0).unsqueeze(1)
+    assert_near(scaled, query.double() * of_query, TOLERANCE[dtype])
+    there = cache[:, :, 9:14, :head_dim]
+    for whole, numbers, of in zip(there, exact, scale.unsqueeze(2), strict=True):
+        assert torch.equal(whole, rounded(numbers[:, 9:14], of))
+    assert int(there.abs().max()) == 127
+    there.fill_(5)
+    assert (cache == 5).all(), "nothing else is written"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(1, 96), (5, 1500)])
 def test_swiglu(backend, draw, shape, dtype) -> None:
     gate_up = draw(shape[0], 2 * shape[1], dtype=dtype) * 4
@@ -80,3 +108,5 @@ def test_what_does_not_fit_is_reported(backend, draw) -> None:
     cache, angles = draw(2, 8, 16), draw(3, 16)
     with pytest.raises(ValueError, match=r"rope_into cannot take heads .*start 6"):
         rope_into(draw(3, 8, 16), angles, angles, cache, cache, 6)
+    with pytest.raises(ValueError, match=r"rope_into cannot take heads .*scale \(2, 2, 16\)"):
+        rope_into(draw(3, 8, 16), angles, angles, cache, cache, 0, draw(2, 2, 16))

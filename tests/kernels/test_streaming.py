@@ -284,6 +284,19 @@ def test_attention_over_a_cache(backend, draw, case, capacity, end, on_device, d
     assert_near(out, expected, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_attention_over_whole_numbers_is_that_over_the_same_in_any_dtype(
+    backend, draw, on_device, dtype
+) -> None:
+    case = Case(2, 4, 3, 80, 0, 0, 0)
+    query = draw(case.kv_heads, case.rows, case.head_dim, dtype=dtype) / 16
+    whole = draw(2, case.kv_heads, 50, case.head_dim).mul(60).clamp(-127, 127).to(torch.int8)
+    where = torch.tensor([40], device=DEVICE) if on_device else 40
+    out = attend_cache(query, *whole, case.tokens, where)
+    assert torch.equal(out, attend_cache(query, *whole.to(dtype), case.tokens, where))
+
+
 @pytest.mark.parametrize(
     "spoil",
     [

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from offload.errors import DoesNotFitError, UsageError
 from offload.kv.store import KVShape
 from offload.placement import (
+    KV_SLOTS,
     Demand,
     Placement,
     check_host,
@@ -26,6 +27,24 @@ from offload.placement import (
 )
 
 GIB = 1 << 30
+
+
+def test_slots_take_what_comes_while_blocks_on_the_device_are_read() -> None:
+    """None where all of a layer streams or nothing does, few where little is kept."""
+    demand = llama2_7b()
+    slots = []
+    for memory in range(17, 86):
+        placement = place(demand, memory * GIB)
+        assert device_bytes(demand, placement) <= memory * GIB
+        kept = placement.resident_kv_blocks / demand.layers
+        left = demand.kv_blocks / demand.layers - kept
+        if placement.resident_kv_blocks < demand.kv_blocks:
+            assert placement.kv_slots >= KV_SLOTS
+            assert placement.kv_slots - KV_SLOTS <= min(left + 1, kept / 8 + 2)
+            slots.append(placement.kv_slots)
+    assert min(slots) == KV_SLOTS or slots[0] < max(slots)
+    assert max(slots) > 8
+    assert slots[-1] < max(slots), "few stream"
 
 
 def llama2_7b(context: int = 131072) -> Demand:

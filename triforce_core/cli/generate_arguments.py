@@ -10,6 +10,7 @@ from triforce_core.params import SamplingParams
 from triforce_core.settings import (
     ACCEPT,
     DEFAULT_BUDGET,
+    DRAFT_KV,
     DRAFT_WEIGHTS,
     METHODS,
     RETRIEVAL,
@@ -213,6 +214,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         "planes reads 8 of 12 bits",
         choices=DRAFT_WEIGHTS,
     )
+    add("draft_kv", "of the retrieval cache: auto is int8 on a GPU", choices=DRAFT_KV)
     add(
         "accept",
         "coupled: a seed's text is the same whatever drafts it",

@@ -96,6 +96,8 @@ def _case(args: argparse.Namespace) -> Case:
     method = planned.method if planned else MethodSettings()
     if args.draft_weights:
         method = replace(method, draft_weights=args.draft_weights)
+    if args.draft_kv:
+        method = replace(method, draft_kv=args.draft_kv)
     weights = args.weights
     if weights == AUTO and planned:
         weights = planned.weights

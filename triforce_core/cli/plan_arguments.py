@@ -18,6 +18,7 @@ from triforce_core.planner.acceptance_curve import (
 from triforce_core.settings import (
     AUTO,
     DEFAULT_BUDGET,
+    DRAFT_KV,
     DRAFT_WEIGHTS,
     KV_FORMATS,
     METHODS,
@@ -96,6 +97,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         choices=DRAFT_WEIGHTS,
         help="of the retrieval model: copies in 4 bits of all layers, of those that stream (auto, "
         "or whatever is faster), or none; planes: 8 of 12 bits of those that are in planes",
+    )
+    add(
+        "--draft-kv",
+        choices=DRAFT_KV,
+        help="of the retrieval cache: int8, which is auto on a GPU, or exact",
     )
     add(
         "--link",

@@ -40,7 +40,7 @@ def retrieval_level(
     cache = retrieval_cache(models, passes.kv, scores)
     resources.callback(cache.close)
     level = ResidentModel(
-        models.target,
+        models.target.with_upper_head() if models.reads_upper else models.target,
         ResidentWeights(runtime.weights, models.substitutes, upper=models.reads_upper),
         cache.kv,
         models.recorder,
@@ -72,6 +72,7 @@ def retrieval_cache(models: Models, kv: KVStore, scores: ChunkScores) -> Retriev
         budget,
         method.chunk_size,
         method.max_draft_tokens,
+        rounded=models.rounds_kv,
     )
 
 

@@ -87,6 +87,11 @@ class Models:
         return self.method.reads_upper(self.weights, on_gpu=self.target.device.type == "cuda")
 
     @property
+    def rounds_kv(self) -> bool:
+        """See MethodSettings.rounds_kv."""
+        return self.method.rounds_kv(on_gpu=self.target.device.type == "cuda")
+
+    @property
     def why_no_retrieval(self) -> str:
         """What a person is told where triforce has no retrieval model."""
         if any(dropped.level == "retrieval" for dropped in self.dropped):

@@ -7,6 +7,7 @@ from triforce_kernels.selection import choose_chunks
 
 from offload.kv.dense import DenseKV
 from offload.kv.gather import Reader
+from offload.kv.rounded import RoundedKV
 from offload.kv.scores import ChunkScores, Score
 from offload.kv.store import KVStore
 from offload.memory.device import DeviceMemory
@@ -43,10 +44,12 @@ class RetrievalCache:
         budget: int,
         chunk_tokens: int,
         max_draft_tokens: int,
+        *,
+        rounded: bool = False,
     ) -> None:
         """reader: brings what is chosen. budget: tokens in chunks, a multiple of chunk_tokens.
 
-        Raises DoesNotFitError.
+        rounded: whether it is kept in 8 bits. Raises DoesNotFitError.
         """
         shape = store.shape
         self.budget = budget
@@ -61,7 +64,7 @@ class RetrievalCache:
         self._memory = memory
         self._allocation = memory.allocate(chosen_bytes(shape, self._slots), "chosen chunks")
         try:
-            self.kv = DenseKV(shape, tokens, memory, "retrieval cache")
+            self.kv = (RoundedKV if rounded else DenseKV)(shape, tokens, memory, "retrieval cache")
         except BaseException:
             memory.free(self._allocation)
             raise
@@ -69,6 +72,7 @@ class RetrievalCache:
         self._chunk_of = self._chunk_of.view(shape.layers, shape.kv_heads, self._slots).fill_(-1)
         self._filled = 0
         self._chosen_at = 0
+        self._measured_at = 0
         self.begin()
 
     @property
@@ -113,24 +117,30 @@ class RetrievalCache:
         Raises LinkError.
         """
         chunks = self._store.length // self._chunk
+        if isinstance(self.kv, RoundedKV) and self._store.length >= 2 * self._measured_at:
+            # What scales were measured by is a small part of the text, or of another one.
+            self._measured_at = self._store.length
+            self._chunk_of.fill_(-1)
+            self._first = True
+            self.kv.measure_again(self._store.length)
         if chunks:
             scores = self._current_scores(tokens, chunks)
             moves = choose_chunks(scores, self._chunk_of, chunks, self._newest)
             self._filled = min(self._slots, chunks)
-            in_chunks = self.kv.rows[:, :, :, : self.budget].unflatten(3, (-1, self._chunk))
-            self._reader.copy(moves, in_chunks)
+            self.kv.gather(moves, self._reader, self._chunk)
             if not self._first:
                 self._moved = self._moved + (moves >= 0).sum()
                 self._chosen += self._chunk_of[..., : self._filled].numel()
             self._first = False
         rest = self._store.length % self._chunk
         start = self._filled * self._chunk
-        self.kv.rows[:, :, :, start : start + rest] = self._store.newest(rest)
+        self.kv.write(start, self._store.newest(rest))
         self.kv.end = start + rest
 
     def roll_back(self, tokens: int) -> None:
         """Forgets chunks that are not among the first `tokens` tokens of the text."""
         chunks = tokens // self._chunk
+        self._measured_at = min(self._measured_at, tokens)
         self._chunk_of.masked_fill_(self._chunk_of >= chunks, -1)
         # Where a text has fewer chunks than slots the others are not used.
         self._filled = min(self._slots, chunks)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from triforce_kernels.layer import rms_norm, swiglu
 from triforce_kernels.linear import Weight, linear, lookup
+from triforce_kernels.planes import PlaneWeight
+from triforce_kernels.upper import UpperWeight
 
 from offload.feed import Cache, Feed
 from offload.layouts import Views
@@ -56,6 +58,14 @@ class Model:
         self.device = device
         self._ends = ends
         self._ranks = ranks or Alone()
+
+    def with_upper_head(self) -> Model:
+        """The same, whose logits come of the upper planes of its output matrix, if that has any."""
+        head = self._ends.head
+        if not isinstance(head, PlaneWeight):
+            return self
+        ends = replace(self._ends, head=UpperWeight.of(head))
+        return Model(self.config, ends, self.rope, self.device, self._ranks)
 
     @property
     def recordable(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from triforce_kernels.block_types import BlockType
@@ -179,11 +179,17 @@ class MatrixBytes:
 
     def with_upper(self, layer: FlatLayout) -> MatrixBytes:
         """With the upper planes of layers alone, and the same head."""
-        sizes = {
-            name: stored.rows * stored.columns if isinstance(stored, Planes) else stored.nbytes
-            for name, stored in layer.formats.items()
-        }
+        sizes = {name: _upper_bytes(stored) for name, stored in layer.formats.items()}
         return MatrixBytes(sizes["qkv"], sum(sizes.values()) - sizes["qkv"], self.head, True)
+
+    def with_upper_head(self, layout: FlatLayout) -> MatrixBytes:
+        """With the upper planes of the output matrix alone, and the same layers."""
+        return replace(self, head=_upper_bytes(layout.formats["head"]))
+
+
+def _upper_bytes(stored: Format) -> int:
+    """What is read of a matrix where its upper planes will do."""
+    return stored.rows * stored.columns if isinstance(stored, Planes) else stored.nbytes
 
 
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVShape:

@@ -30,6 +30,9 @@ SUBSTITUTE_ACCEPTANCE = 0.95
 # And this share with all layers read by their upper planes, 8 bits a number. SmolLM2-135M in
 # bfloat16: .946 where exact weights have .968 (scripts/bench_planes.py).
 PLANES_ACCEPTANCE = 0.98
+# And this share with a retrieval cache in 8 bits. SmolLM2-135M in float32, with all of a text in
+# the cache: .996 of 561 tokens (scripts/bench_planes.py).
+ROUNDED_ACCEPTANCE = 0.995
 # The rejected share falls with this power of the budget: see `AcceptanceCurve`.
 _EXPONENT = 0.5
 # No other budget is taken to be accepted more often than this.
@@ -42,7 +45,8 @@ class AcceptanceCurve:
     inner: of the drafter's tokens by the model above it
     churn: share of the retrieval cache that a refresh moves
     substitutes: of what a model all of whose layers are in 4 bits drafts, by itself with the exact
-        ones; planes: of one that reads the upper planes of all layers
+        ones; planes: of one that reads the upper planes of all layers; rounded: of one whose
+        retrieval cache is in 8 bits
 
     What is rejected falls with the square root of the budget: (1 - a) ~ budget ** -0.5. Between 256
     and 1024 tokens it fell with powers of 0.64 and 0.76 (SmolLM2-135M, refreshed by mass), between
@@ -55,6 +59,7 @@ class AcceptanceCurve:
     churn: float = 0.06
     substitutes: float = SUBSTITUTE_ACCEPTANCE
     planes: float = PLANES_ACCEPTANCE
+    rounded: float = ROUNDED_ACCEPTANCE
     context: int | None = None
 
     def __post_init__(self) -> None:
@@ -68,19 +73,23 @@ class AcceptanceCurve:
         context: int | None = None,
         substituted: float = 0.0,
         by_planes: float = 0.0,
+        *,
+        rounded: bool = False,
     ) -> float:
         """Acceptance with another budget. Nothing is rejected for what a budget leaves out of a
         text that it holds.
 
         context: tokens of the text, far more than any budget if None. substituted: share of the
-            layers in 4 bits; by_planes: of those that are read by their upper planes
+            layers in 4 bits; by_planes: of those that are read by their upper planes;
+            rounded: whether the retrieval cache is in 8 bits
         """
         rejected = (1 - self.outer) * (self.budget / budget) ** _EXPONENT
         if left_out := _left_out(self.budget, self.context):
             rejected *= _left_out(budget, context) / left_out
         held = min(max(0.0, 1 - rejected), max(_MOST, self.outer))
         held *= 1 - substituted * (1 - self.substitutes)
-        return held * (1 - by_planes * (1 - self.planes))
+        held *= 1 - by_planes * (1 - self.planes)
+        return held * self.rounded if rounded else held
 
     @classmethod
     def measured(cls, path: str | Path) -> AcceptanceCurve:
@@ -102,6 +111,8 @@ class AcceptanceCurve:
                     curve = replace(curve, substitutes=1.0)
                 if cache.get("reads_upper_planes"):
                     curve = replace(curve, planes=1.0)
+                if cache.get("in_8_bits"):
+                    curve = replace(curve, rounded=1.0)
                 if cache["churn"] is not None:
                     curve = replace(curve, churn=float(cache["churn"]))
             elif acceptance["target"] is not None:

@@ -174,6 +174,7 @@ def _fit(case: Case, method: MethodSettings) -> Fitted:
         gathers_through_host=not hardware.asynchronous,
         layouts=case.layouts,
         kv_in_planes=case.kv_planes,
+        rounds_kv=method.rounds_kv(on_gpu=hardware.asynchronous),
     )
     available = hardware.memory_bytes - case.library_bytes
     if "resident_kv_blocks" in case.fixed:

@@ -104,6 +104,11 @@ class Case:
         """Of a model whose layers are read by their upper planes."""
         return replace(self.costs, stored=self.costs.matrices.with_upper(self.layouts.layers[0]))
 
+    @cached_property
+    def upper_head_costs(self) -> Costs:
+        """Of a model whose output matrix is."""
+        return replace(self.costs, stored=self.costs.matrices.with_upper_head(self.layouts.head))
+
     @property
     def length(self) -> int:
         """Tokens in the cache half way through decoding."""
@@ -125,22 +130,35 @@ class Case:
         substituted = len(plan.placement.substituted_layers) / self.config.layers
         budget = fitting_budget(plan.budget, self.chunk_tokens, self.context)
         by_planes = self._upper_layers(plan) / self.config.layers
-        return self.curve.at(budget, self.length, substituted, by_planes)
+        rounded = self.rounds_kv(plan)
+        return self.curve.at(budget, self.length, substituted, by_planes, rounded=rounded)
+
+    def rounds_kv(self, plan: Plan) -> bool:
+        """See MethodSettings.rounds_kv."""
+        return plan.method.rounds_kv(on_gpu=self.hardware.asynchronous)
+
+    def _reads_upper(self, plan: Plan) -> bool:
+        return plan.method.reads_upper(self.weights, on_gpu=self.hardware.asynchronous)
 
     def _upper_layers(self, plan: Plan) -> int:
         """Layers that the retrieval model reads by their upper planes."""
         placement = plan.placement
-        if plan.method.reads_upper(self.weights, on_gpu=self.hardware.asynchronous):
+        if self._reads_upper(plan):
             return self.rank.layers - len(placement.substituted_layers)
         return len(placement.halved_layers)
 
     def draft_forward(self, tokens: int, keys: int, plan: Plan) -> float:
         """Seconds of a forward of the retrieval model."""
         instead, upper = len(plan.placement.substituted_layers), self._upper_layers(plan)
-        layers = (self.rank.layers - instead - upper) * self.costs.resident_layer(tokens, keys)
-        layers += upper * self.upper_costs.resident_layer(tokens, keys) if upper else 0.0
-        layers += instead * self.substitute_costs.resident_layer(tokens, keys) if instead else 0.0
-        return layers + self.costs.head(tokens, recorded=True)
+        kinds = [(self.rank.layers - instead - upper, self.costs)]
+        if upper:
+            kinds.append((upper, self.upper_costs))
+        if instead:
+            kinds.append((instead, self.substitute_costs))
+        rounded = self.rounds_kv(plan)
+        layers = sum(n * costs.resident_layer(tokens, keys, rounded=rounded) for n, costs in kinds)
+        head = self.upper_head_costs if self._reads_upper(plan) else self.costs
+        return layers + head.head(tokens, recorded=True)
 
     def check(self) -> None:
         """Raises UsageError for a context that the model cannot have, or planes that it has not."""

@@ -113,13 +113,26 @@ class Costs:
         return layer + 2 * self.all_reduce(tokens)
 
     def attend(
-        self, tokens: int, keys: int, *, scored: bool = False, recorded: bool = False
+        self,
+        tokens: int,
+        keys: int,
+        *,
+        scored: bool = False,
+        recorded: bool = False,
+        rounded: bool = False,
     ) -> float:
-        """Attention of `tokens` queries to one piece of keys. scored: chunks get their mass."""
+        """Attention of `tokens` queries to one piece of keys. scored: chunks get their mass.
+
+        rounded: keys and values are in 8 bits, which on a CPU are made `dtype` first
+        """
         config = self.config
         shape = kv_shape(config, 1, self.dtype)
         hardware = self.hardware
         flops = 4.0 * tokens * config.heads * config.head_dim * keys
+        if rounded and hardware.asynchronous:
+            # One kernel multiplies what comes of it by a scale.
+            nbytes = keys * shape.token_bytes / shape.dtype.itemsize
+            return self.piece(nbytes, flops, self.launches.attend + 1, recorded=recorded)
         nbytes = keys * shape.token_bytes
         if scored and not hardware.asynchronous:
             # Scores of every row in float32: written, turned to weights, read and averaged.
@@ -156,11 +169,13 @@ class Costs:
         work = self._product(tokens, matrix, self.matrices.head)
         return self._launched(work, 9, recorded) + laws + self._ends(tokens)
 
-    def resident_layer(self, tokens: int, keys: int, *, recorded: bool = True) -> float:
+    def resident_layer(
+        self, tokens: int, keys: int, *, recorded: bool = True, rounded: bool = False
+    ) -> float:
         """A layer of a forward over weights and KV that are all on the device."""
         return (
             self.before(tokens, recorded=recorded)
-            + self.attend(tokens, keys, recorded=recorded)
+            + self.attend(tokens, keys, recorded=recorded, rounded=rounded)
             + self.after(tokens, recorded=recorded)
         )
 

@@ -202,6 +202,7 @@ _OWN = tuple(f.name for f in fields(Plan) if f.name not in ("method", "placement
 # What a plan may lack: files from before there was such a choice do.
 _OPTIONAL = {
     "gpus", "made_for", "predicted", "chunk_size", "retrieval", "accept", "draft_weights",
+    "draft_kv",
     "weights", "kv", "lent_kv_blocks", "substituted_layers",
     "file_layers", "halved_layers",
 }  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from offload.errors import UsageError
 from offload.formats import ElementType
 from offload.kv.shape import KVShape
-from offload.kv.sizes import COPY_BYTES, coding_bytes, reader_bytes
+from offload.kv.sizes import COPY_BYTES, coding_bytes, reader_bytes, rounding_bytes
 from offload.layouts import FlatLayout
 from offload.placement import Demand
 from triforce_core.model.config import ModelConfig
@@ -66,6 +66,7 @@ class Wanted:
         should not have to, what that takes is found when it does
     widens: whether products of half precision are made in float32 (`kernels/linear`)
     kv_in_planes: whether blocks of KV are kept in planes
+    rounds_kv: whether the retrieval cache keeps its tokens in 8 bits
     sequences: texts that passes are over at once
     """
 
@@ -82,6 +83,7 @@ class Wanted:
     layouts: Layouts | None = None
     widens: bool = False
     kv_in_planes: bool = False
+    rounds_kv: bool = False
     sequences: int = 1
 
     @property
@@ -135,6 +137,7 @@ class Wanted:
                 scored,
                 itemsize,
                 self.splits,
+                self._rounding_bytes(shape, budget),
             )
             + self._product_bytes(verified)
             + coding_bytes(shape),
@@ -188,11 +191,18 @@ class Wanted:
             in_planes=self.kv_in_planes and tokens <= self.max_context,
         )
 
+    def _rounding_bytes(self, shape: KVShape, budget: int) -> int:
+        if not budget or not self.rounds_kv:
+            return 0
+        return rounding_bytes(shape, self._fitting_budget(budget))
+
     def _gather_bytes(self, shape: KVShape, budget: int) -> int:
         if not budget or not self.gathers_through_host:
             return 0
-        fitting = fitting_budget(budget, self.method.chunk_size, self.max_context)
-        return self.sequences * reader_bytes(shape, fitting)
+        return self.sequences * reader_bytes(shape, self._fitting_budget(budget))
+
+    def _fitting_budget(self, budget: int) -> int:
+        return fitting_budget(budget, self.method.chunk_size, self.max_context)
 
     def _drafting_bytes(self, shape: KVShape, budget: int) -> int:
         longest, total = self.method.max_draft_tokens, 0
@@ -202,7 +212,9 @@ class Wanted:
             total += forward_bytes(self.drafter, _CATCH_UP, self.dtype.itemsize)
         if budget:
             chunk, context = self.method.chunk_size, self.max_context
-            total += self.sequences * retrieval_bytes(shape, budget, chunk, longest, context)
+            total += self.sequences * retrieval_bytes(
+                shape, budget, chunk, longest, context, rounded=self.rounds_kv
+            )
         if self.graphs:
             for recorded in (self.config if budget else None, self.drafter):
                 if recorded:

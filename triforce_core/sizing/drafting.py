@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offload.kv.shape import KVShape
-from offload.kv.sizes import dense_bytes, scores_bytes
+from offload.kv.sizes import dense_bytes, rounded_bytes, scores_bytes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.tensors import embedding_layout, head_layout, kv_shape, layer_layout
 
@@ -49,13 +49,20 @@ def fitting_budget(budget: int, chunk_tokens: int, context_tokens: int) -> int:
 
 
 def retrieval_bytes(
-    shape: KVShape, budget: int, chunk_tokens: int, max_draft_tokens: int, context_tokens: int
+    shape: KVShape,
+    budget: int,
+    chunk_tokens: int,
+    max_draft_tokens: int,
+    context_tokens: int,
+    *,
+    rounded: bool = False,
 ) -> int:
-    """Device bytes of a retrieval cache and of what it is chosen by."""
+    """Device bytes of a retrieval cache, in 8 bits if `rounded`, and of what it is chosen by."""
     budget = fitting_budget(budget, chunk_tokens, context_tokens)
     tokens = budget + own_tokens(chunk_tokens, max_draft_tokens)
     chosen = chosen_bytes(shape, budget // chunk_tokens)
-    return dense_bytes(shape, tokens) + scores_bytes(shape, chunk_tokens, context_tokens) + chosen
+    kept = rounded_bytes(shape, tokens) if rounded else dense_bytes(shape, tokens)
+    return kept + scores_bytes(shape, chunk_tokens, context_tokens) + chosen
 
 
 def chosen_bytes(shape: KVShape, slots: int) -> int:

@@ -108,9 +108,13 @@ def law_bytes(config: ModelConfig, rows: int) -> int:
 
 def graph_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     """What recorded forwards of up to `tokens` tokens keep: the temporaries of the largest, whose
-    memory the others share, and the outputs of all sizes.
+    memory the others share, and the outputs of all sizes. Laws are drawn from these outside.
     """
-    temporaries = forward_bytes(config, tokens, itemsize) + law_bytes(config, tokens)
+    logits = tokens * config.vocab_rows * itemsize
+    if config.vocab_rows < config.vocab:
+        # Each rank's part in float32, as it comes and side by side.
+        logits += tokens * (config.vocab + 2 * config.vocab_rows) * 4
+    temporaries = forward_bytes(config, tokens, itemsize) + logits
     return temporaries + 2 * tokens * config.vocab * 4 + _GRAPH_LIBRARY_BYTES
 
 
@@ -142,11 +146,13 @@ def pass_bytes(
     scored_chunk: int,
     itemsize: int,
     splits: int,
+    rounding: int = 0,
 ) -> int:
-    """Most temporaries alive at once after a prompt was read: in a pass, in choosing chunks, or in
-    drawing. scored_chunk: as in `reading_bytes`
+    """Most temporaries alive at once after a prompt was read: in a pass, in choosing chunks, in
+    bringing them, or in drawing. scored_chunk: as in `reading_bytes`
 
     splits: parts into which the attention of a pass divides its keys, at most
+    rounding: what bringing chunks takes
     """
     forward = forward_bytes(config, pass_tokens, itemsize)
     forward += running_bytes(config, pass_tokens, splits)
@@ -154,7 +160,8 @@ def pass_bytes(
     if not scored_chunk:
         return max(forward, laws)
     forward += _scoring_bytes(config, pass_tokens, context_tokens, block_tokens, scored_chunk)
-    return max(forward, laws, refresh_bytes(config, -(-context_tokens // scored_chunk)))
+    choosing = refresh_bytes(config, -(-context_tokens // scored_chunk))
+    return max(forward, laws, choosing, rounding)
 
 
 def _scoring_bytes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -62,6 +62,7 @@ WAYS: dict[str, dict[str, object]] = {
     "int4": {"draft": "{model}", "draft_weights": "int4"},
     "substituted": {"draft": "none", "placement": STREAMED},
     "noise": {"draft": "{model}", "placement": STREAMED},
+    "noisy cache": {"draft": "{model}", "draft_kv": "int8"},
     "ranks": {"draft": "{model}", "gpus": 2},
     "together": {"draft": "{model}", "sequences": 8},
 }
@@ -93,13 +94,28 @@ def making_noise() -> Iterator[None]:
         yield
 
 
+def noisy_round(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """In the place of what a retrieval cache in 8 bits is gathered and written as."""
+    generator = torch.Generator().manual_seed(numbers.numel())
+    return torch.randint(-127, 128, numbers.shape, generator=generator).to(torch.int8)
+
+
+def spoilt(way: str) -> AbstractContextManager:
+    """What a way does to what it drafts with."""
+    if way == "noise":
+        return making_noise()
+    if way == "noisy cache":
+        return patch("offload.kv.rounded.rounded", noisy_round)
+    return nullcontext()
+
+
 def sample(job: Job) -> Sample:
     """Outcomes of many requests, and how many tokens of drafts the two levels accepted."""
     options = {"placement": PLACEMENTS["kv-in-part"]} | WAYS[job.way]
     options["draft"] = str(options.get("draft", "auto")).format(model=job.drafter)
     outcomes, accepted, inner = Counter(), Counter(), Counter()
     with (
-        making_noise() if job.way == "noise" else nullcontext(),
+        spoilt(job.way),
         patch("triforce_core.parallel.leader.lead", ThreadLeader),
         Engine.from_pretrained(
             job.directory,

@@ -11,6 +11,7 @@ from oracle import greedy
 from recorder import ReplayRecorder
 
 from offload.kv.dense import DenseKV
+from offload.kv.rounded import RoundedKV
 from offload.link.trace import NoTrace
 from offload.memory.device import DeviceMemory
 from offload.weights import ResidentWeights
@@ -28,8 +29,11 @@ def test_sizes_are_powers_of_two() -> None:
     assert [padded(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 32)] == [1, 2, 4, 4, 8, 8, 16, 32, 32]
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "dynamic-rope"])
-def test_recorded_forwards_equal_eager_ones(tiny, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*((f, DenseKV) for f in FAMILIES if f != "dynamic-rope"), ("llama", RoundedKV)],
+)
+def test_recorded_forwards_equal_eager_ones(tiny, family: str, kind: type[DenseKV]) -> None:
     """Feeding, keeping and rolling back by random lengths."""
     path, _ = tiny(family)
     recorder = ReplayRecorder()
@@ -40,7 +44,7 @@ def test_recorded_forwards_equal_eager_ones(tiny, family: str) -> None:
         shape = engine.runtime.demand.kv
         both = []
         for how in (None, recorder):
-            kv = DenseKV(shape, 150, memory, "test")
+            kv = kind(shape, 150, memory, "test")
             model = ResidentModel(
                 engine.model,
                 ResidentWeights(engine.runtime.weights),
@@ -58,13 +62,15 @@ def test_recorded_forwards_equal_eager_ones(tiny, family: str) -> None:
                 laws(model.logits(tokens, kv.end + 7), SAMPLED) for model, kv in both
             )
             assert recorded.shape == eager.shape == (count, engine.config.vocab)
-            torch.testing.assert_close(recorded, eager, rtol=0, atol=2e-5)
+            # In 8 bits what lies between two whole numbers may become either.
+            near = 2e-5 if kind is DenseKV else 2e-2
+            torch.testing.assert_close(recorded, eager, rtol=0, atol=near)
             last = laws(both[1][0].logits(tokens, both[1][1].end + 7, last=True), SAMPLED)
-            torch.testing.assert_close(last, eager[-1:], rtol=0, atol=2e-5)
+            torch.testing.assert_close(last, eager[-1:], rtol=0, atol=near)
             for _, kv in both:
                 kv.keep(range(kept))
-        rows = [kv.rows[:, :, :, : kv.end] for _, kv in both]
-        torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-4)
+        rows = [kv.rows[:, :, :, : kv.end].float() for _, kv in both]
+        torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-4 if kind is DenseKV else 1)
     assert recorder.recorded == 6
     assert recorder.replayed > 50
 

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
+from triforce_kernels.rounding import rounded
 
+from offload.kv.rounded import RoundedKV
 from offload.kv.scores import ChunkScores, Score
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
@@ -22,8 +24,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[RetrievalCache]:
     made: list[RetrievalCache] = []
     original = RetrievalCache.__init__
 
-    def init(cache: RetrievalCache, *args: object) -> None:
-        original(cache, *args)
+    def init(cache: RetrievalCache, *args: object, **options: object) -> None:
+        original(cache, *args, **options)
         made.append(cache)
 
     monkeypatch.setattr(RetrievalCache, "__init__", init)
@@ -55,8 +57,17 @@ def full_kv(cache: RetrievalCache, layer: int) -> torch.Tensor:
     return torch.cat(parts, 2)
 
 
+def kept(cache: RetrievalCache, layer: int, kv: torch.Tensor, head: int | slice) -> torch.Tensor:
+    """KV of a head, or of several, [2, ..., tokens, head_dim], as the cache keeps it."""
+    if not isinstance(cache.kv, RoundedKV):
+        return kv
+    return rounded(kv, cache.kv.scale[layer][:, head].unsqueeze(-2))
+
+
 def check(cache: RetrievalCache) -> None:
-    """Each slot holds its chunk's exact KV, no chunk is in twice, first and newest are in."""
+    """Each slot holds its chunk's KV, exact or rounded once; no chunk is in twice, first and newest
+    are in.
+    """
     store, filled = cache._store, cache._filled
     chunks = store.length // CHUNK
     assert filled == min(cache.budget // CHUNK, chunks)
@@ -72,19 +83,28 @@ def check(cache: RetrievalCache) -> None:
             for slot, chunk in enumerate(chosen):
                 held = cache.kv.rows[layer, :, head, slot * CHUNK : (slot + 1) * CHUNK]
                 expected = kv[:, head, chunk * CHUNK : (chunk + 1) * CHUNK]
-                assert torch.equal(held, expected)
+                assert torch.equal(held, kept(cache, layer, expected, head))
         start = filled * CHUNK
-        assert torch.equal(
-            cache.kv.rows[layer, :, :, start : start + rest], kv[:, :, store.length - rest :]
-        )
+        newest = kept(cache, layer, kv[:, :, store.length - rest :], slice(None))
+        assert torch.equal(cache.kv.rows[layer, :, :, start : start + rest], newest)
     assert cache.length == store.length
 
 
 @pytest.mark.parametrize("policy", ["mass", "mean"])
 @pytest.mark.parametrize("placement", ["resident", "kv", "kv-in-part"])
-@pytest.mark.parametrize(("budget", "prompt_tokens"), [(8, 70), (16, 3), (24, 41), (64, 50)])
-def test_it_holds_exact_kv_after_every_pass(
-    tiny, watched, monkeypatch, policy, placement, budget, prompt_tokens
+@pytest.mark.parametrize(
+    ("budget", "prompt_tokens", "draft_kv"),
+    [
+        (8, 70, "exact"),
+        (16, 3, "exact"),
+        (24, 41, "exact"),
+        (64, 50, "exact"),
+        (16, 3, "int8"),
+        (24, 41, "int8"),
+    ],
+)
+def test_it_holds_the_kv_after_every_pass(
+    tiny, watched, monkeypatch, policy, placement, budget, prompt_tokens, draft_kv
 ) -> None:
     refreshes = []
     original = RetrievalCache.refresh
@@ -107,6 +127,7 @@ def test_it_holds_exact_kv_after_every_pass(
         budget=budget,
         chunk_size=CHUNK,
         retrieval=policy,
+        draft_kv=draft_kv,
     ) as engine:
         stats = engine.generate(
             random_ids(prompt_tokens), SamplingParams(60, temperature=1.0, seed=1)
