@@ -93,7 +93,12 @@ class Candidate:
 
 
 def candidates(
-    case: Case, budget: int, draft_tokens: int, inners: Iterable[int], draft_weights: str = AUTO
+    case: Case,
+    budget: int,
+    draft_tokens: int,
+    inners: Iterable[int],
+    draft_weights: str = AUTO,
+    draft_kv: str = AUTO,
 ) -> list[Candidate]:
     """Plans placed by the rule that the engine places by, one for each of some inner lengths.
 
@@ -103,6 +108,7 @@ def candidates(
     method = replace(
         case.method,
         draft_weights=draft_weights,
+        draft_kv=draft_kv if budget else AUTO,
         method="triforce" if budget else "speculative" if draft_tokens else "autoregressive",
         draft=case.draft,
         draft_tokens=draft_tokens or AUTO,

@@ -13,7 +13,15 @@ from offload.files import Output
 from offload.machine.profiles import same_card
 from offload.placement import LAYER_LISTS, Demand, Placement
 from triforce_core.model.config import ModelConfig
-from triforce_core.settings import AUTO, KV_FORMATS, PLANES, WEIGHTS, EngineConfig, MethodSettings
+from triforce_core.settings import (
+    AUTO,
+    INT8,
+    KV_FORMATS,
+    PLANES,
+    WEIGHTS,
+    EngineConfig,
+    MethodSettings,
+)
 
 
 @dataclass(frozen=True)
@@ -146,6 +154,8 @@ class Plan:
             parts.append(f"{' and '.join(planes).replace('kv', 'KV')} in planes")
         if self.budget:
             drafting = f"retrieval budget {self.budget}"
+            if method.draft_kv != AUTO:
+                drafting += " in 8 bits" if method.draft_kv == INT8 else " of exact KV"
             if substituted := len(placement.substituted_layers):
                 drafting += f" with {substituted} layers in 4 bits"
             parts.append(drafting)

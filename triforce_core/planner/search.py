@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from offload.errors import DoesNotFitError, TriforceError, UsageError
 from offload.units import format_bytes
 from triforce_core.planner.candidates import Candidate, candidates
 from triforce_core.planner.case import Case
-from triforce_core.settings import AUTO, INT4, NO_DRAFTER
+from triforce_core.settings import AUTO, EXACT, INT4, INT8, NO_DRAFTER
 from triforce_core.sizing.fitting import needs_weights
 
 BUDGETS = tuple(256 << i for i in range(8))
@@ -51,20 +51,36 @@ def _ways(case: Case) -> list[Case]:
 def _choose(case: Case) -> Candidate:
     """The best plan of the grid."""
     case.check()
+    draft_kv = case.method.draft_kv
+    if rounds := draft_kv == AUTO and case.hardware.asynchronous:
+        draft_kv = INT8
+    fitting, refused = _grid(case, _budgets(case), draft_kv)
+    if not fitting:
+        raise shortest_change(case, refused) from refused
+    best = _fastest(fitting)
+    if rounds and best.plan.budget:
+        # Of an exact cache nothing is rejected for how it is kept, and it takes twice the bytes.
+        exact, _ = _grid(case, (best.plan.budget,), EXACT)
+        best = _fastest([best, *exact])
+    return best
+
+
+def _grid(
+    case: Case, budgets: Iterable[int], draft_kv: str
+) -> tuple[list[Candidate], DoesNotFitError | None]:
+    """What fits of some budgets, and the first refusal."""
     fitting: list[Candidate] = []
     refused: DoesNotFitError | None = None
-    for budget in _budgets(case):
+    for budget in budgets:
         for weights in _draft_weights(case, budget):
             for drafted, inners in _lengths(case, budget):
                 try:
-                    fitting += candidates(case, budget, drafted, inners, weights)
+                    fitting += candidates(case, budget, drafted, inners, weights, draft_kv)
                 except DoesNotFitError as error:
                     # What asks for the least comes first; a longer draft asks for more.
                     refused = refused or error
                     break
-    if not fitting:
-        raise shortest_change(case, refused) from refused
-    return _fastest(fitting)
+    return fitting, refused
 
 
 def _fastest(candidates: list[Candidate]) -> Candidate:
