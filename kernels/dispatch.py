@@ -32,6 +32,7 @@ KERNELS = {
     "gather_chunks": ("gather.reference_gather", "gather_triton.gather"),
     "rms_norm": ("layer.reference_rms_norm", "layer_triton.rms_norm"),
     "rope_into": ("layer.reference_rope_into", "layer_triton.rope_into"),
+    "round_chunks": ("rounding.reference_round_chunks", "rounding_triton.round_chunks"),
     "swiglu": ("layer.reference_swiglu", "layer_triton.swiglu"),
     "law": ("sampling.reference_law", "law_triton.law"),
     "accept": ("sampling.reference_accept", "accept_triton.accept"),

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .rounding_triton import whole_of
+
 _COLUMNS = 1024
 
 
@@ -33,9 +35,8 @@ def _norm_kernel(
 
 @triton.jit
 def _whole(numbers, scale, inside):
-    """As `rounding.rounded` has it. scale: pointers"""
-    whole = tl.floor(numbers.to(tl.float32) / tl.load(scale, mask=inside, other=1.0) + 0.5)
-    return tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int8)
+    """scale: pointers"""
+    return whole_of(numbers, tl.load(scale, mask=inside, other=1.0))
 
 
 @triton.jit(do_not_specialize=["tokens", "start", "queries"])

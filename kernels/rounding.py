@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from .checks import require
+from .dispatch import implementation
+
 # The greatest whole number. -128 is not used, so that both signs reach as far.
 MOST_WHOLE = 127
 
@@ -23,3 +26,44 @@ def rounded(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def scale_of(peak: torch.Tensor) -> torch.Tensor:
     """float32: the scale by which numbers up to `peak` are told apart best. Never 0."""
     return (peak.float() / MOST_WHOLE).clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def round_chunks(
+    moves: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor, target: torch.Tensor
+) -> None:
+    """Rounds, for each layer, KV head and slot for which `moves` names a chunk, the numbers there.
+
+    moves: [layers, kv_heads, slots] int64, -1 for none
+    numbers: [layers, 2, kv_heads, slots, chunk, head_dim]; target: the same in int8, of both the
+        last three contiguous
+    scale: [layers, 2, kv_heads, head_dim] float32
+
+    Raises ValueError.
+    """
+    layers, both, kv_heads, slots, chunk, head_dim = numbers.shape
+    inner = (chunk * head_dim, head_dim, 1)
+    require(
+        "round_chunks",
+        both == 2
+        and target.shape == numbers.shape
+        and numbers.stride()[3:] == target.stride()[3:] == inner
+        and moves.shape == (layers, kv_heads, slots)
+        and scale.shape == (layers, 2, kv_heads, head_dim)
+        and moves.is_contiguous()
+        and scale.is_contiguous()
+        and (moves.dtype, scale.dtype, target.dtype) == (torch.int64, torch.float32, torch.int8)
+        and moves.device == numbers.device == scale.device == target.device,
+        moves=moves,
+        numbers=numbers,
+        scale=scale,
+        target=target,
+    )
+    implementation("round_chunks", target.device)(moves, numbers, scale, target)
+
+
+def reference_round_chunks(
+    moves: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor, target: torch.Tensor
+) -> None:
+    moved = (moves >= 0)[:, None, :, :, None, None]
+    whole = rounded(numbers, scale[:, :, :, None, None])
+    target.copy_(torch.where(moved, whole, target))

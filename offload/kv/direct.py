@@ -60,8 +60,7 @@ class DirectReader:
         if not self._direct:
             self._collected.copy(moves, target, first)
             return
-        layers = slice(first, first + moves.shape[0])
-        addresses = self._addresses[layers]
+        addresses = self._addresses[first : first + moves.shape[0]]
         tokens = shape.block_tokens, store.tail_capacity
         if shape.in_planes:
             at = shape.planes
@@ -72,10 +71,15 @@ class DirectReader:
             )
         else:
             gather_chunks(moves, ChunkSource(addresses, *tokens), target)
-        chunk = target.shape[4]
-        block = moves // (shape.block_tokens // chunk)
-        crossing = (block >= self._on_device[layers]) & (block < len(store.homes(0)))
-        nbytes = 2 * chunk * shape.head_dim * target.itemsize
+
+    def count(self, moves: torch.Tensor, chunk_tokens: int) -> None:
+        """Reader.count."""
+        store, shape = self._store, self._store.shape
+        if not self._direct:
+            return
+        block = moves // (shape.block_tokens // chunk_tokens)
+        crossing = (block >= self._on_device) & (block < len(store.homes(0)))
+        nbytes = 2 * chunk_tokens * shape.head_dim * shape.dtype.itemsize
         if shape.in_planes:
             # 12 bits of 16, and the bases.
             nbytes = nbytes * 3 // 4 + 2 * shape.head_dim

@@ -35,6 +35,9 @@ class Reader(Protocol):
         first: of these layers. Raises LinkError.
         """
 
+    def count(self, moves: torch.Tensor, chunk_tokens: int) -> None:
+        """Counts what copying the moves of all layers has read in host memory itself."""
+
     def release(self) -> None:
         """Frees what it has taken since it was made, once nothing is on its way any more: text is
         about to be read, which needs the memory.
@@ -136,6 +139,9 @@ class ChunkReader:
                     head, slot, _ = there[:, piece[0][1].start : piece[-1][1].stop]
                     target[layer][:, head, slot] = self._carry(first + layer, piece, places)
                 crossing = []
+
+    def count(self, moves: torch.Tensor, chunk_tokens: int) -> None:
+        """Reader.count: nothing."""
 
     def release(self) -> None:
         """Reader.release."""

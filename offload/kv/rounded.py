@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from triforce_kernels.layer import rope_into
-from triforce_kernels.rounding import rounded, scale_of
+from triforce_kernels.rounding import round_chunks, rounded, scale_of
 from triforce_kernels.streaming import attend_cache
 
 from offload.feed import Feed
@@ -71,12 +71,11 @@ class RoundedKV(DenseKV):
             some = slice(first, min(first + at_once, layers))
             exact = room[: some.stop - first]
             reader.copy(moves[some], exact, first)
-            moved = (moves[some] >= 0)[:, None, :, :, None, None]
             if not self._measured:
                 # What was not moved is anything.
-                self._measure(some, exact.masked_fill(~moved, 0).flatten(3, 4))
-            whole = rounded(exact, self.scale[some, :, :, None, None])
-            in_chunks[some].copy_(torch.where(moved, whole, in_chunks[some]))
+                anything = (moves[some] < 0)[:, None, :, :, None, None]
+                self._measure(some, exact.masked_fill(anything, 0).flatten(3, 4))
+            round_chunks(moves[some], exact, self.scale[some], in_chunks[some])
         self._measured = True
 
     def write(self, start: int, keys_values: torch.Tensor) -> None:

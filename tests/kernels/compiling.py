@@ -32,6 +32,7 @@ from triforce_kernels.kv_planes import KVPlanes, decode_block, encode_block
 from triforce_kernels.layer import rms_norm, rope_into, swiglu
 from triforce_kernels.planes import decode as decode_planes
 from triforce_kernels.planes import decode_rows, encode, plane_matmul
+from triforce_kernels.rounding import round_chunks
 from triforce_kernels.sampling import accept, law, pick
 from triforce_kernels.scoring import ScoreBuffer, group_scores
 from triforce_kernels.selection import choose_chunks
@@ -180,6 +181,8 @@ def launch_others(dtype: torch.dtype) -> None:
     moves = choose_chunks(scores[:2, :1].expand(2, 32, 16384).contiguous(), chunk_of, 16384, 4)
     target = empty(2, 2, 32, 512, 8, 128)
     gather_chunks(moves, ChunkSource(torch.zeros(2, 129, dtype=torch.int64), 1024, 1100), target)
+    whole = torch.empty(target.shape, dtype=torch.int8)
+    round_chunks(moves, target, empty(2, 2, 32, 128, dtype=torch.float32), whole)
     logits = empty(17, 32000, dtype=torch.float32)
     for temperature, top_k, top_p in ((0, 0, 1.0), (0.6, 0, 0.9), (1.0, 50, 1.0), (1.0, 50, 0.9)):
         law(logits, temperature, top_k, top_p)

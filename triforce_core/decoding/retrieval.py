@@ -128,6 +128,7 @@ class RetrievalCache:
             moves = choose_chunks(scores, self._chunk_of, chunks, self._newest)
             self._filled = min(self._slots, chunks)
             self.kv.gather(moves, self._reader, self._chunk)
+            self._reader.count(moves, self._chunk)
             if not self._first:
                 self._moved = self._moved + (moves >= 0).sum()
                 self._chosen += self._chunk_of[..., : self._filled].numel()

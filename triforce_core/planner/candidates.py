@@ -250,6 +250,9 @@ def _refresh_seconds(case: Case, chosen: Plan, demand: Demand) -> float:
     away = 1 - min(1.0, kept / max(1, demand.kv_blocks))
     moved = case.curve.churn * cache * away
     launches = 20 if hardware.asynchronous else 40 + 20 * shape.layers
+    if hardware.asynchronous and case.rounds_kv(chosen):
+        # A layer or a few are gathered at a time, and then rounded.
+        launches += 2 * shape.layers
     chunks = case.length // case.chunk_tokens * shape.layers * shape.kv_heads
     seconds = costs.piece(chunks * 40.0 + moved, 0, launches)
     seconds += moved / hardware.stream_bytes_per_second

@@ -72,7 +72,10 @@ def _fit(
         if not may_save(without, placed, method.budgets[0]):
             return Fitted(without, placed, 0)
     else:
-        cache = method.budget * without.kv.token_bytes * wanted.config.layers * wanted.sequences
+        token_bytes = without.kv.token_bytes
+        if wanted.rounds_kv:
+            token_bytes //= wanted.dtype.itemsize
+        cache = method.budget * token_bytes * wanted.config.layers * wanted.sequences
         if cache > available_bytes:
             raise _refused("for", method.budget, cache, available_bytes)
     for budget in method.budgets:

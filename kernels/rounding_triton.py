@@ -1,0 +1,49 @@
+"""`rounding` on a GPU: one program for a slot of a KV head of a layer."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Numbers of keys, and as many of values, that a program has at hand at most.
+_AT_ONCE = 2048
+
+
+@triton.jit
+def whole_of(numbers, scale):
+    """As `rounding.rounded` has it, of a tensor of any dtype."""
+    whole = tl.floor(numbers.to(tl.float32) / scale + 0.5)
+    return tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int8)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _round_kernel(
+    moves, numbers, scale, target, n_layer, n_half, n_head, t_layer, t_half, t_head,
+    kv_heads, slots, CHUNK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    slot = tl.program_id(2).to(tl.int64)
+    if tl.load(moves + (layer * kv_heads + head) * slots + slot) >= 0:
+        source = numbers + layer * n_layer + head * n_head + slot * (CHUNK * DIM)
+        place = target + layer * t_layer + head * t_head + slot * (CHUNK * DIM)
+        for side in range(2):
+            of = scale + ((layer * 2 + side) * kv_heads + head) * DIM
+            # A chunk of one head is contiguous: [CHUNK, DIM].
+            for first in range(0, CHUNK * DIM, WIDTH):
+                inside = first + tl.arange(0, WIDTH)
+                real = inside < CHUNK * DIM
+                each = tl.load(source + side * n_half + inside, mask=real, other=0.0)
+                step = tl.load(of + inside % DIM, mask=real, other=1.0)
+                tl.store(place + side * t_half + inside, whole_of(each, step), mask=real)
+
+
+def round_chunks(
+    moves: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor, target: torch.Tensor
+) -> None:
+    layers, _, kv_heads, slots, chunk, head_dim = numbers.shape
+    _round_kernel[(layers, kv_heads, slots)](
+        moves, numbers, scale, target, *numbers.stride()[:3], *target.stride()[:3],
+        kv_heads, slots, CHUNK=chunk, DIM=head_dim,
+        WIDTH=min(_AT_ONCE, triton.next_power_of_2(chunk * head_dim)), num_warps=4,
+    )  # fmt: skip
