@@ -56,9 +56,11 @@ def _rope_kernel(
         target = value + (head - queries - kv_heads) * v_head + place * v_token + column
         if WHOLE:
             of = scale + (head - queries) * (2 * HALF) + column
-            first, second = _whole(first, of, inside), _whole(second, of + HALF, inside)
-        tl.store(target, first, mask=inside)
-        tl.store(target + HALF, second, mask=inside)
+            tl.store(target, _whole(first, of, inside), mask=inside)
+            tl.store(target + HALF, _whole(second, of + HALF, inside), mask=inside)
+        else:
+            tl.store(target, first, mask=inside)
+            tl.store(target + HALF, second, mask=inside)
     else:
         c = cos + token * c_token + column
         s = sin + token * s_token + column
@@ -71,22 +73,21 @@ def _rope_kernel(
         turned_1 = (one * cos_1 - two * sin_1).to(item)
         turned_2 = (two * cos_2 + one * sin_2).to(item)
         if head < queries:
-            target = query + (head * tokens + token) * (2 * HALF) + column
+            turned = query + (head * tokens + token) * (2 * HALF) + column
             if WHOLE:
                 of = scale + head // (queries // kv_heads) * (2 * HALF) + column
                 scale_1 = tl.load(of, mask=inside, other=0.0)
                 scale_2 = tl.load(of + HALF, mask=inside, other=0.0)
                 turned_1 = (turned_1.to(tl.float32) * scale_1).to(item)
                 turned_2 = (turned_2.to(tl.float32) * scale_2).to(item)
-            tl.store(target, turned_1, mask=inside)
-            tl.store(target + HALF, turned_2, mask=inside)
+            tl.store(turned, turned_1, mask=inside)
+            tl.store(turned + HALF, turned_2, mask=inside)
         else:
             target = key + (head - queries) * k_head + place * k_token + column
             if WHOLE:
                 of = scale + (head - queries) * (2 * HALF) + column
-                one, two = _whole(turned_1, of, inside), _whole(turned_2, of + HALF, inside)
-                tl.store(target, one, mask=inside)
-                tl.store(target + HALF, two, mask=inside)
+                tl.store(target, _whole(turned_1, of, inside), mask=inside)
+                tl.store(target + HALF, _whole(turned_2, of + HALF, inside), mask=inside)
             else:
                 tl.store(target, turned_1, mask=inside)
                 tl.store(target + HALF, turned_2, mask=inside)

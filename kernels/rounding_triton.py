@@ -46,4 +46,5 @@ def round_chunks(
         moves, numbers, scale, target, *numbers.stride()[:3], *target.stride()[:3],
         kv_heads, slots, CHUNK=chunk, DIM=head_dim,
         WIDTH=min(_AT_ONCE, triton.next_power_of_2(chunk * head_dim)), num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip

@@ -323,12 +323,16 @@ def cache(
     running = Running.of(query)
     running.fresh = False
     t = tile(rows, head_dim, query.dtype.itemsize)
+    if key.dtype.itemsize < query.dtype.itemsize == 4:
+        # float32 made of whole numbers is in registers twice.
+        t = t._replace(stages=1)
     _cache_kernel[(kv_heads, running.acc.shape[0], triton.cdiv(rows, t.rows))](
         query, key, value, running.acc, running.peak, running.total, end,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
         rows, tokens, head_dim**-0.5, **_options(t, head_dim),
     )  # fmt: skip
-    return tail(running, query, key[:, :0], value[:, :0], tokens, None, None).out
+    # No keys, of the query's dtype whatever those of the cache have.
+    return tail(running, query, query[:, :0], query[:, :0], tokens, None, None).out
 
 
 def _options(t: Tile, head_dim: int) -> dict[str, int]:

@@ -42,8 +42,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 LAUNCHERS = (
-    "streaming", "scoring", "selection", "gather", "layer", "sampling", "int4", "blocks",
-    "planes", "upper", "kv_planes", "gather_planes",
+    "streaming", "scoring", "selection", "gather", "layer", "rounding", "sampling", "int4",
+    "blocks", "planes", "upper", "kv_planes", "gather_planes",
 )  # fmt: skip
 
 
