@@ -45,7 +45,8 @@ def fit(
     asked = placement or fitted.budget or wanted.block_tokens
     if asked or streams(fitted.demand, fitted.placement):
         return fitted
-    whole = replace(wanted, block_tokens=1 << wanted.max_context.bit_length()).demand(0)
+    block = max(wanted.method.chunk_size, 1 << wanted.max_context.bit_length())
+    whole = replace(wanted, block_tokens=block).demand(0)
     try:
         chosen = place(whole, available_bytes)
     except DoesNotFitError:
