@@ -45,7 +45,7 @@ from triforce_core.model.llama import Ends, Model
 from triforce_core.model.rope import Rope
 from triforce_core.model.share import Share, mlp_unit
 from triforce_core.model.tensors import Layouts, dense_layouts
-from triforce_core.settings import DENSE, PLANES, STORED, EngineConfig
+from triforce_core.settings import DENSE, INT8, PLANES, STORED, EngineConfig
 from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.drafting import small_model_shape, window_tokens
 from triforce_core.sizing.fitting import Fitted, fit
@@ -196,7 +196,7 @@ def load(
         return Models(
             target,
             runtime,
-            config.method,
+            replace(config.method, draft_kv=INT8) if wanted.rounds_kv else config.method,
             fitted.budget,
             small,
             substitutes,

@@ -131,6 +131,11 @@ def test_arguments_that_cannot_be_used_are_named(speaking, options, named) -> No
         make(speaking, **options)
 
 
+def test_a_context_of_a_few_tokens_is_enough(speaking) -> None:
+    with Engine.from_pretrained(speaking, device="cpu", max_context=3) as engine:
+        assert len(engine.generate([5], SamplingParams(2, temperature=0)).token_ids) == 2
+
+
 def test_unknown_arguments_are_refused(speaking) -> None:
     with pytest.raises(TypeError, match="gpu_memory"):
         make(speaking, gpu_memory="1GiB")

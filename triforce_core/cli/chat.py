@@ -119,6 +119,8 @@ class Chat:
                 if not self._lines.terminal:
                     # Nobody is there to say it otherwise.
                     return error.exit_code
+        if self._output.code:
+            say(f"triforce: {self._output.why}")
         return self._code or self._output.code
 
     def _turn(self, text: str) -> None:

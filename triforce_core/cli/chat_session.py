@@ -26,6 +26,7 @@ class ChatSession:
     messages: list[dict[str, str]] = field(default_factory=list)
     context_tokens: int = 0
     _attached: list[str] = field(default_factory=list)
+    _said_after: str = ""
     _turn: Turn | None = None
     _before: list[dict[str, str]] = field(default_factory=list)
     _after: Turn | None = None
@@ -57,8 +58,9 @@ class ChatSession:
 
     def say(self, text: str) -> Stream:
         """The model's answer to what the user says. Raises UsageError if it has no room."""
-        messages = [*self.messages, {"role": "user", "content": "".join((*self._attached, text))}]
-        stream = self._answer(messages)
+        attached = "".join(self._attached)
+        stream = self._answer([*self.messages, {"role": "user", "content": attached + text}])
+        self._said_after = attached
         self._attached.clear()
         return stream
 
@@ -67,9 +69,12 @@ class ChatSession:
         return self._answer(self._until_last("user"))
 
     def edit(self, text: str) -> Stream:
-        """The answer to another text in place of what the user said last. Raises UsageError."""
+        """The answer to another text in place of what the user said last, with the files that were
+        attached to it. Raises UsageError.
+        """
         messages = self._until_last("user")
-        return self._answer([*messages[:-1], {"role": "user", "content": text}])
+        content = self._said_after + text
+        return self._answer([*messages[:-1], {"role": "user", "content": content}])
 
     def go_on(self) -> Stream:
         """More of the last answer, where it was cut. Raises UsageError."""
@@ -101,6 +106,7 @@ class ChatSession:
         kept = [message for message in self.messages[:1] if message["role"] == "system"]
         self.messages = [{"role": "system", "content": system}] if system else kept
         self._attached.clear()
+        self._said_after = ""
         self._after = None
         self.context_tokens = 0
 

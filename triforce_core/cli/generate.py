@@ -129,7 +129,9 @@ def _say_what_has_no_effect(args: argparse.Namespace, config: EngineConfig) -> N
     names = config.method.without_effect(given(args, MethodSettings))
     if names and not args.quiet:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-        say(f"triforce: no effect with --method {config.method.method}: {flags}", WARNING)
+        method = config.method
+        why = "" if method.has_drafter else " and --draft none"
+        say(f"triforce: no effect with --method {method.method}{why}: {flags}", WARNING)
 
 
 def _planned(args: argparse.Namespace) -> Plan | None:

@@ -272,6 +272,10 @@ def resolve(model: str | Path) -> Path:
 def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
     """Opens a model on disk, and checks it. Raises CheckpointError or UnsupportedModelError."""
     if path.is_dir():
+        if not (path / "config.json").exists():
+            raise CheckpointError(
+                f"{path} holds no model: it has no config.json (a .gguf file is given by its path)"
+            )
         config = from_hf(
             read_json(path / "config.json"), _optional_json(path / "generation_config.json")
         )

@@ -154,15 +154,15 @@ class Plan:
             parts.append(f"{' and '.join(planes).replace('kv', 'KV')} in planes")
         if self.budget:
             drafting = f"retrieval budget {self.budget}"
-            if method.draft_kv != AUTO:
-                drafting += " in 8 bits" if method.draft_kv == INT8 else " of exact KV"
+            if method.draft_kv == INT8:
+                drafting += " in 8 bits"
             if substituted := len(placement.substituted_layers):
                 drafting += f" with {substituted} layers in 4 bits"
             parts.append(drafting)
         if method.drafts and (self.budget or method.has_drafter):
-            drafts = f"drafts of {method.draft_tokens}"
+            drafts = f"drafts of {_length(method.draft_tokens)}"
             if self.budget and method.has_drafter:
-                drafts += f" by steps of {method.inner_draft_tokens}"
+                drafts += f" by steps of {_length(method.inner_draft_tokens)}"
             parts.append(drafts)
         where = f"{self.gpus} GPUs, of each: " if self.gpus > 1 else ""
         return f"{method.method}, {where}{', '.join(parts)}"
@@ -204,6 +204,10 @@ class Plan:
             )
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
+
+
+def _length(tokens: int | str) -> str:
+    return "learned length" if tokens == AUTO else str(tokens)
 
 
 _METHOD = tuple(field.name for field in fields(MethodSettings))

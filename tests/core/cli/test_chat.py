@@ -52,6 +52,18 @@ def test_a_turn_is_answered_anew_edited_and_continued(speaking, capsys, monkeypa
     assert answers[3] + answers[4] == longer[0]
 
 
+def test_what_is_edited_keeps_its_files(speaking, capsys, monkeypatch, tmp_path) -> None:
+    file = tmp_path / "book.txt"
+    file.write_text("Call me Ishmael.")
+    edited = ("/file " + str(file), "Who?", "/edit Where?")
+    code, answers, _ = talk(capsys, monkeypatch, speaking, *edited)
+    assert code == 0
+    _, expected, _ = talk(capsys, monkeypatch, speaking, "/file " + str(file), "Where?")
+    assert answers[1] == expected[0]
+    _, plain, _ = talk(capsys, monkeypatch, speaking, "Where?")
+    assert answers[1] != plain[0]
+
+
 def test_what_a_stop_ended_does_not_go_on(speaking, capsys, monkeypatch) -> None:
     _, answers, _ = talk(capsys, monkeypatch, speaking, "Hello")
     stop = ("--stop", answers[0][3:5])
