@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,26 @@ if not torch.cuda.is_available():
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # threads of several processes would wait for one another
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="slow tests and whole grids too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what only `--all` runs, unless tests are named one by one."""
+    if config.getoption("--all") or any("::" in each for each in config.args):
+        return
+    seen: set[str] = set()
+    left: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    for item in items:
+        function = item.nodeid.split("[")[0]
+        grid = item.get_closest_marker("one_in")
+        skipped = grid and function in seen and zlib.crc32(item.nodeid.encode()) % grid.args[0]
+        left[not (item.get_closest_marker("slow") or skipped)].append(item)
+        seen.add(function)
+    items[:] = left[True]
+    config.hook.pytest_deselected(items=left[False])
 
 
 # The same examples every time, however slow the machine is.

@@ -14,7 +14,6 @@ MUTANTS = int(os.environ.get("TRIFORCE_MUTANTS", "2000"))
 LEAST = MUTANTS / 20
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_what_is_damaged_is_read_or_refused(speaking, tmp_path, name: str) -> None:
     found = try_mutants(name, speaking, tmp_path, 0, MUTANTS)

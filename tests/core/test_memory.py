@@ -22,6 +22,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("method", ["autoregressive", "ngram", "model", "mean"])
 @pytest.mark.parametrize("placement", ["resident", "kv", "weights", "both"])
@@ -113,6 +114,7 @@ def test_whatever_the_budget_it_holds_or_is_refused(tiny) -> None:
     assert len(seen) == 1, "the same text at every budget"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("block_tokens", [None, BLOCK])
 def test_whatever_the_budget_kv_in_planes_holds_or_is_refused(tiny, block_tokens) -> None:
     """Before anything is loaded: no request asks for more than a placement counts."""

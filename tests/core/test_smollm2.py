@@ -18,7 +18,7 @@ PLACEMENTS = {
     "both": Placement(ALL, True, 0, 2, 3, 2),
 }
 NEW = 40
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,7 @@ def test_the_chat_template_is_that_of_transformers(tokenizer) -> None:
     assert tokenizer.vocabulary == twin.get_vocab()
 
 
+@pytest.mark.slow
 def test_greedy_equals_transformers_wherever_it_lives(prompt, theirs, tokenizer) -> None:
     for placement in PLACEMENTS:
         check(prompt, theirs, tokenizer, placement)

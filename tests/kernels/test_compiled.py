@@ -20,7 +20,15 @@ SPILT_BYTES = 32
 CACHE = Path(__file__).parents[2] / ".triton_cache"
 
 
-@pytest.mark.parametrize(("capability", "which"), [(80, "few"), (89, "all"), (90, "half")])
+@pytest.mark.parametrize(
+    ("capability", "which"),
+    [
+        (89, "few"),
+        pytest.param(89, "all", marks=pytest.mark.slow),
+        pytest.param(80, "few", marks=pytest.mark.slow),
+        pytest.param(90, "half", marks=pytest.mark.slow),
+    ],
+)
 def test_kernels_compile_and_fit(capability: int, which: str) -> None:
     """What lies in registers stays there but for a few bytes, and shared memory suffices."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -39,6 +39,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return seen
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "drafts"), [("llama", "ngram"), ("qwen3", "model")])
 def test_greedy_text_is_the_same_with_triton_and_with_the_reference(
     tiny, monkeypatch, used, family: str, drafts: str
@@ -72,6 +73,7 @@ def test_sampled_text_is_the_same_if_coins_fall_alike(tiny, monkeypatch) -> None
     assert texts[0] == texts[1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("packed", ["stored", "substituted"])
 def test_weights_that_are_not_dense_give_the_same_text(
     tmp_path, monkeypatch, used, packed: str

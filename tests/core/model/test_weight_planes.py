@@ -74,6 +74,7 @@ def test_logits_are_bitwise_those_of_dense_weights(tiny, family: str, placement:
     assert torch.equal(planes, dense)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_texts_are_the_same_at_every_placement(tiny, placement: str) -> None:
     path, _ = tiny("llama")

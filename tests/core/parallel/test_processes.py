@@ -76,6 +76,7 @@ def nothing_is_left() -> Iterator[None]:
     assert set(os.listdir("/dev/shm")) <= before
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("placement", ["resident", "both"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_say_what_transformers_does(tiny, ranks: int, placement: str) -> None:
@@ -120,6 +121,7 @@ def test_one_table_one_trace_with_rows_for_each_link(speaking, tmp_path) -> None
         assert carried >= told > 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("who", ["the command", "its group"])
 def test_an_interrupt_keeps_the_text_and_ends_all(speaking, tmp_path, who: str) -> None:
     """Ctrl-C reaches the group, `kill` the command alone."""
@@ -145,6 +147,7 @@ def ended(process: subprocess.Popen) -> tuple[float, str]:
     return time.monotonic() - began, err
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("ranks", "rank", "number", "said"),
     [
@@ -195,6 +198,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("where", "after", "fault", "code", "said"),
     [
@@ -218,6 +222,7 @@ def test_a_rank_that_raises(
     assert "triforce: rank 1" in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_late_is_waited_for(speaking, tmp_path) -> None:
     """Later than a rank that is heard of may be silent for."""
     source = "import os, time\nif os.environ.get('RANK') == '2': time.sleep(8)\n"
@@ -246,6 +251,7 @@ def test_what_is_refused_is_said_once(speaking) -> None:
         assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_torchrun(speaking) -> None:
     alone = generate(speaking, "--quiet", "--device", "cpu", "--max-new-tokens", 12, gpus=1)
     process = run(
@@ -275,6 +281,7 @@ def test_an_engine_that_lost_a_rank_says_so_and_another_can_be_made(tiny) -> Non
         assert engine.generate(random_ids(60), params).token_ids == expected
 
 
+@pytest.mark.slow
 def test_two_nodes(speaking) -> None:
     """Two networks joined by a pair of virtual cards, where users may make such."""
     may = subprocess.run(["unshare", "-Urn", "true"], capture_output=True, check=False)

@@ -67,6 +67,7 @@ def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("family", "method", "ranks"),
     [
@@ -107,6 +108,7 @@ def test_heads_that_do_not_divide(tmp_path, leaders, ranks: int) -> None:
         assert_equal_but_for_ties(model, prompt, result.token_ids, theirs)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_wherever_weights_and_kv_live(tiny, leaders, placement: str) -> None:
     path, model = tiny("llama")
