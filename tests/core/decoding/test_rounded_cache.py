@@ -37,7 +37,7 @@ def test_the_text_is_that_of_exact_kv(tiny, family: str) -> None:
     [
         {"kv": "planes", "dtype": "bfloat16"},
         {"weights": "planes", "draft_weights": "planes", "dtype": "bfloat16"},
-        {"gpus": 2},
+        pytest.param({"gpus": 2}, marks=pytest.mark.slow),
         {"retrieval": "mean"},
         {"draft": "ngram"},
     ],
