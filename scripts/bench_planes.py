@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--stretches", type=int, default=3)
     parser.add_argument("--draft-tokens", type=int, default=24)
     parser.add_argument("--readings", nargs="+", choices=READINGS, default=list(READINGS))
+    parser.add_argument("--no-rates", action="store_true", help="acceptance alone")
     parser.add_argument("--result", default="bench_planes")
     args = parser.parse_args()
     args.task = "continuation"
@@ -88,7 +89,7 @@ def main() -> None:
             row = measure(args, options, prompts, tokenizer)
         figures[name] = row | {"bits": reading.bits, "budget": args.budget}
         print(f"{name}: {row['acceptance']:.3f}, {row['expected_acceptance']:.4f}", flush=True)
-    rates = codec_rates()
+    rates = {} if args.no_rates else codec_rates()
     path = write_result(
         args.result,
         {

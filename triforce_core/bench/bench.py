@@ -206,14 +206,19 @@ class Bench:
         instead = placement.substituted_layers
         exact = set(range(demand.layers)) - set(instead)
         upper = exact if self.models.reads_upper else placement.halved_layers
-        read = sum(demand.layer_bytes[layer] for layer in exact) + demand.head_bytes
+        # Of a head in planes 8 bits of 12.
+        head = demand.head_bytes * 2 // 3 if self.models.reads_upper else demand.head_bytes
+        read = sum(demand.layer_bytes[layer] for layer in exact) + head
         read -= sum(demand.lower_bytes[layer] for layer in upper)
         read += len(instead) * demand.substitute_bytes
-        read += demand.kv.token_bytes * demand.layers * cache.kv.end
+        kept = demand.kv.token_bytes * demand.layers * cache.kv.end
+        read += kept // demand.kv.dtype.itemsize if self.models.rounds_kv else kept
         floor = read / self.device_copy_bytes_per_second
         what = f"one token over {cache.kv.end}"
         if upper:
             what += f", {len(upper)} layers by their upper planes"
+        if self.models.rounds_kv:
+            what += ", in 8 bits"
         if instead:
             what += f", {len(instead)} layers in 4 bits"
         name = "weights and cache at the rate of a copy on the device"
