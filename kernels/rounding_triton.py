@@ -22,8 +22,8 @@ def _round_kernel(
     moves, numbers, scale, target, n_layer, n_half, n_head, t_layer, t_half, t_head,
     kv_heads, slots, CHUNK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(2).to(tl.int64)
+    slot, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    layer = tl.program_id(2).to(tl.int64)
     if tl.load(moves + (layer * kv_heads + head) * slots + slot) >= 0:
         source = numbers + layer * n_layer + head * n_head + slot * (CHUNK * DIM)
         place = target + layer * t_layer + head * t_head + slot * (CHUNK * DIM)
@@ -42,7 +42,8 @@ def round_chunks(
     moves: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor, target: torch.Tensor
 ) -> None:
     layers, _, kv_heads, slots, chunk, head_dim = numbers.shape
-    _round_kernel[(layers, kv_heads, slots)](
+    # Only of the first there may be more than 65,535.
+    _round_kernel[(slots, kv_heads, layers)](
         moves, numbers, scale, target, *numbers.stride()[:3], *target.stride()[:3],
         kv_heads, slots, CHUNK=chunk, DIM=head_dim,
         WIDTH=min(_AT_ONCE, triton.next_power_of_2(chunk * head_dim)), num_warps=4,

@@ -201,32 +201,40 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
     if embedding_resident:
         spare -= demand.embedding_bytes
     block = demand.kv.block_bytes
-    resident = min(spare // block, demand.kv_blocks)
-    if resident < demand.kv_blocks:
-        # A layer's blocks on the device come before those that stream: slots take what the link
-        # brings meanwhile.
-        ahead = _slots_ahead(demand, resident)
-        while ahead and spare < ahead * demand.kv.slot_bytes:
-            ahead -= 1
-        spare -= ahead * demand.kv.slot_bytes
+    resident, lent = _blocks(demand, spare)
+    # A layer's blocks on the device come before those that stream: slots take what the link brings
+    # meanwhile.
+    ahead = min(_slots_ahead(demand, resident + lent), resident * block // demand.kv.slot_bytes)
+    if ahead:
         least = replace(least, kv_slots=least.kv_slots + ahead)
-        resident = spare // block
-    # Of several texts one may be read at any time.
-    lendable = 0
-    if demand.sequences == 1:
-        lendable = spare - resident * block + max(0, demand.reading_bytes - demand.pass_bytes)
+        resident, lent = _blocks(demand, spare - ahead * demand.kv.slot_bytes)
     return replace(
         least,
         embedding_resident=embedding_resident,
         resident_kv_blocks=resident,
-        lent_kv_blocks=min(lendable // block, demand.kv_blocks - resident),
+        lent_kv_blocks=lent,
     )
 
 
-def _slots_ahead(demand: Demand, resident: int) -> int:
+def _blocks(demand: Demand, spare: int) -> tuple[int, int]:
+    """Blocks that so many bytes keep on the device, and that are lent what reading a prompt took
+    besides.
+    """
+    block = demand.kv.block_bytes
+    resident = min(spare // block, demand.kv_blocks)
+    # Of several texts one may be read at any time.
+    lendable = 0
+    if demand.sequences == 1:
+        lendable = spare - resident * block + max(0, demand.reading_bytes - demand.pass_bytes)
+    return resident, min(lendable // block, demand.kv_blocks - resident)
+
+
+def _slots_ahead(demand: Demand, kept: int) -> int:
     """Slots beside KV_SLOTS, where so many blocks are on the device and the others stream."""
-    kept, streamed = resident / demand.layers, (demand.kv_blocks - resident) / demand.layers
-    return min(math.ceil(streamed), math.ceil(kept / _BLOCKS_WHILE_ONE_COMES))
+    if kept < demand.layers:
+        return 0
+    streamed = (demand.kv_blocks - kept) / demand.layers
+    return math.ceil(min(streamed, kept / demand.layers / _BLOCKS_WHILE_ONE_COMES))
 
 
 def least_bytes(demand: Demand, *, streamed_layers: int) -> int:

@@ -104,4 +104,5 @@ class RoundedKV(DenseKV):
 
     def _measure(self, layers: slice, keys_values: torch.Tensor) -> None:
         """Takes scales from tokens [layers, 2, kv_heads, n, head_dim]."""
-        self.scale[layers] = scale_of(keys_values.abs().amax(3) * self._reach)
+        peak = keys_values.abs().amax(3).float()
+        self.scale[layers] = scale_of(peak * self._reach)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kv_stores import SHAPE
@@ -74,6 +76,15 @@ def test_what_is_gathered_is_right_to_half_a_step_of_its_channel(kv, monkeypatch
     assert ((of_slots(kv) - chunks.numbers).abs() <= step * 0.5001)[:, :, :, [0, 2]].all()
     assert kv.rows.abs().max() == round(127 / 1.2125)
     assert (of_slots(kv)[:, :, :, 1] == 0).all(), "what was not moved stays"
+
+
+def test_half_precision_near_its_greatest_has_a_scale() -> None:
+    kv = RoundedKV(replace(SHAPE, dtype=torch.float16), 32, DeviceMemory(CPU, None), "test")
+    numbers = torch.full((*SIZE, 3, SHAPE.head_dim), 60000.0, dtype=torch.float16)
+    kv.write(0, numbers)
+    assert kv.scale.isfinite().all()
+    near = (stands_for(kv)[:, :, :, :3] - numbers).abs()
+    assert (near <= kv.scale.unsqueeze(3) * 0.5001).all()
 
 
 def test_scales_stay_until_all_is_measured_again(kv) -> None:

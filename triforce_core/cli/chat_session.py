@@ -13,6 +13,8 @@ from triforce_core.params import SamplingParams
 from triforce_core.stream import Completion, Stream
 
 _CONVERSATION = "conversation"
+# Of a message: the files that its content begins with.
+_FILES = "files"
 
 
 @dataclass
@@ -26,7 +28,6 @@ class ChatSession:
     messages: list[dict[str, str]] = field(default_factory=list)
     context_tokens: int = 0
     _attached: list[str] = field(default_factory=list)
-    _said_after: str = ""
     _turn: Turn | None = None
     _before: list[dict[str, str]] = field(default_factory=list)
     _after: Turn | None = None
@@ -58,9 +59,7 @@ class ChatSession:
 
     def say(self, text: str) -> Stream:
         """The model's answer to what the user says. Raises UsageError if it has no room."""
-        attached = "".join(self._attached)
-        stream = self._answer([*self.messages, {"role": "user", "content": attached + text}])
-        self._said_after = attached
+        stream = self._answer([*self.messages, _said("".join(self._attached), text)])
         self._attached.clear()
         return stream
 
@@ -72,9 +71,8 @@ class ChatSession:
         """The answer to another text in place of what the user said last, with the files that were
         attached to it. Raises UsageError.
         """
-        messages = self._until_last("user")
-        content = self._said_after + text
-        return self._answer([*messages[:-1], {"role": "user", "content": content}])
+        *before, last = self._until_last("user")
+        return self._answer([*before, _said(last.get(_FILES, ""), text)])
 
     def go_on(self) -> Stream:
         """More of the last answer, where it was cut. Raises UsageError."""
@@ -106,7 +104,6 @@ class ChatSession:
         kept = [message for message in self.messages[:1] if message["role"] == "system"]
         self.messages = [{"role": "system", "content": system}] if system else kept
         self._attached.clear()
-        self._said_after = ""
         self._after = None
         self.context_tokens = 0
 
@@ -128,7 +125,8 @@ class ChatSession:
         try:
             about = json.loads(loaded.about[_CONVERSATION])
             messages = [
-                {key: str(m[key]) for key in ("role", "content")} for m in about["messages"]
+                {key: str(m[key]) for key in ("role", "content", *({_FILES} & m.keys()))}
+                for m in about["messages"]
             ]
             after = None
             if about["known"]:
@@ -170,3 +168,9 @@ class ChatSession:
         stream = self.engine.stream(turn.tokens, params)
         self._turn = turn
         return stream
+
+
+def _said(files: str, text: str) -> dict[str, str]:
+    """What the user said, after the files that were attached to it."""
+    said = {"role": "user", "content": files + text}
+    return said | {_FILES: files} if files else said

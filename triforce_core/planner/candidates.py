@@ -97,8 +97,8 @@ def candidates(
     budget: int,
     draft_tokens: int,
     inners: Iterable[int],
-    draft_weights: str = AUTO,
-    draft_kv: str = AUTO,
+    draft_weights: str | None = None,
+    draft_kv: str | None = None,
 ) -> list[Candidate]:
     """Plans placed by the rule that the engine places by, one for each of some inner lengths.
 
@@ -107,8 +107,8 @@ def candidates(
     """
     method = replace(
         case.method,
-        draft_weights=draft_weights,
-        draft_kv=draft_kv if budget else AUTO,
+        draft_weights=draft_weights or case.method.draft_weights,
+        draft_kv=(draft_kv or case.method.draft_kv) if budget else AUTO,
         method="triforce" if budget else "speculative" if draft_tokens else "autoregressive",
         draft=case.draft,
         draft_tokens=draft_tokens or AUTO,

@@ -218,6 +218,8 @@ class Wanted:
         if self.graphs:
             for recorded in (self.config if budget else None, self.drafter):
                 if recorded:
-                    graphs = graph_bytes(recorded, LONGEST_RECORDED, self.dtype.itemsize)
+                    graphs = graph_bytes(
+                        recorded, LONGEST_RECORDED, self.dtype.itemsize, self.splits
+                    )
                     total += self.sequences * graphs
         return total

@@ -106,7 +106,7 @@ def law_bytes(config: ModelConfig, rows: int) -> int:
     return whole + at_once * config.vocab * _LAW_BYTES_PER_TOKEN_OF_VOCABULARY
 
 
-def graph_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
+def graph_bytes(config: ModelConfig, tokens: int, itemsize: int, splits: int) -> int:
     """What recorded forwards of up to `tokens` tokens keep: the temporaries of the largest, whose
     memory the others share, and the outputs of all sizes. Laws are drawn from these outside.
     """
@@ -114,7 +114,8 @@ def graph_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     if config.vocab_rows < config.vocab:
         # Each rank's part in float32, as it comes and side by side.
         logits += tokens * (config.vocab + 2 * config.vocab_rows) * 4
-    temporaries = forward_bytes(config, tokens, itemsize) + logits
+    temporaries = forward_bytes(config, tokens, itemsize) + running_bytes(config, tokens, splits)
+    temporaries += logits
     return temporaries + 2 * tokens * config.vocab * 4 + _GRAPH_LIBRARY_BYTES
 
 

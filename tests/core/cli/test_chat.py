@@ -62,6 +62,11 @@ def test_what_is_edited_keeps_its_files(speaking, capsys, monkeypatch, tmp_path)
     assert answers[1] == expected[0]
     _, plain, _ = talk(capsys, monkeypatch, speaking, "Where?")
     assert answers[1] != plain[0]
+    saved = tmp_path / "talk"
+    talk(capsys, monkeypatch, speaking, *edited[:2], f"/save {saved}")
+    code, loaded, _ = talk(capsys, monkeypatch, speaking, f"/load {saved}", "/edit Where?")
+    assert code == 0
+    assert loaded == expected
 
 
 def test_what_a_stop_ended_does_not_go_on(speaking, capsys, monkeypatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -100,13 +100,16 @@ def noisy_round(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.randint(-127, 128, numbers.shape, generator=generator).to(torch.int8)
 
 
-def spoilt(way: str) -> AbstractContextManager:
+@contextmanager
+def spoilt(way: str) -> Iterator[None]:
     """What a way does to what it drafts with."""
-    if way == "noise":
-        return making_noise()
-    if way == "noisy cache":
-        return patch("offload.kv.rounded.rounded", noisy_round)
-    return nullcontext()
+    with ExitStack() as stack:
+        if way == "noise":
+            stack.enter_context(making_noise())
+        if way == "noisy cache":
+            for module in ("offload.kv.rounded", "triforce_kernels.rounding"):
+                stack.enter_context(patch(f"{module}.rounded", noisy_round))
+        yield
 
 
 def sample(job: Job) -> Sample:
@@ -224,6 +227,8 @@ def test_three_tokens_have_the_exact_law(
         assert way in ("none", "tree") or min(inner[i] for i in range(2)) > 20, way
     # Noise is noise, whatever an earlier way kept on disk.
     assert results["noise"][2] != results["int4"][2]
+    whole = {way: results[way][1][2] for way in ("model", "noisy cache")}
+    assert whole["noisy cache"] < whole["model"] / 2, "few drafts of noise hold whole"
 
 
 # Weights in planes, of bfloat16: read by their upper planes to draft, while the lower ones stream,
