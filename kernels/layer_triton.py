@@ -34,9 +34,16 @@ def _norm_kernel(
 
 
 @triton.jit
-def _whole(numbers, scale, inside):
-    """scale: pointers"""
-    return whole_of(numbers, tl.load(scale, mask=inside, other=1.0))
+def _put(target, first, second, scale, inside, HALF: tl.constexpr, WHOLE: tl.constexpr):
+    """Both halves of a head, as they are or as whole numbers of what `scale` points at."""
+    if WHOLE:
+        scale_1 = tl.load(scale, mask=inside, other=1.0)
+        scale_2 = tl.load(scale + HALF, mask=inside, other=1.0)
+        tl.store(target, whole_of(first, scale_1), mask=inside)
+        tl.store(target + HALF, whole_of(second, scale_2), mask=inside)
+    else:
+        tl.store(target, first, mask=inside)
+        tl.store(target + HALF, second, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "start", "queries"])
@@ -52,15 +59,11 @@ def _rope_kernel(
     first = tl.load(source, mask=inside)
     second = tl.load(source + HALF, mask=inside)
     place = token + (tl.load(start) if ON_DEVICE else start)
+    # Of keys' heads, then of values'.
+    of = scale + (head - queries) * (2 * HALF) + column
     if head >= queries + kv_heads:
         target = value + (head - queries - kv_heads) * v_head + place * v_token + column
-        if WHOLE:
-            of = scale + (head - queries) * (2 * HALF) + column
-            tl.store(target, _whole(first, of, inside), mask=inside)
-            tl.store(target + HALF, _whole(second, of + HALF, inside), mask=inside)
-        else:
-            tl.store(target, first, mask=inside)
-            tl.store(target + HALF, second, mask=inside)
+        _put(target, first, second, of, inside, HALF, WHOLE)
     else:
         c = cos + token * c_token + column
         s = sin + token * s_token + column
@@ -75,22 +78,16 @@ def _rope_kernel(
         if head < queries:
             turned = query + (head * tokens + token) * (2 * HALF) + column
             if WHOLE:
-                of = scale + head // (queries // kv_heads) * (2 * HALF) + column
-                scale_1 = tl.load(of, mask=inside, other=0.0)
-                scale_2 = tl.load(of + HALF, mask=inside, other=0.0)
+                keys = scale + head // (queries // kv_heads) * (2 * HALF) + column
+                scale_1 = tl.load(keys, mask=inside, other=0.0)
+                scale_2 = tl.load(keys + HALF, mask=inside, other=0.0)
                 turned_1 = (turned_1.to(tl.float32) * scale_1).to(item)
                 turned_2 = (turned_2.to(tl.float32) * scale_2).to(item)
             tl.store(turned, turned_1, mask=inside)
             tl.store(turned + HALF, turned_2, mask=inside)
         else:
             target = key + (head - queries) * k_head + place * k_token + column
-            if WHOLE:
-                of = scale + (head - queries) * (2 * HALF) + column
-                tl.store(target, _whole(turned_1, of, inside), mask=inside)
-                tl.store(target + HALF, _whole(turned_2, of + HALF, inside), mask=inside)
-            else:
-                tl.store(target, turned_1, mask=inside)
-                tl.store(target + HALF, turned_2, mask=inside)
+            _put(target, turned_1, turned_2, of, inside, HALF, WHOLE)
 
 
 @triton.jit
