@@ -26,7 +26,7 @@ from triforce_core.params import SamplingParams, check_context, checked
 from triforce_core.planner.plan import Plan
 from triforce_core.pool import Contexts
 from triforce_core.request import Request
-from triforce_core.saved import LoadedContext, read, write
+from triforce_core.saved import LoadedContext, reading, write
 from triforce_core.settings import DENSE, PLANES, EngineConfig
 from triforce_core.starting import Loaded, settled, start
 from triforce_core.stream import Completion, Piece, Stream
@@ -265,9 +265,10 @@ class Engine:
         """
         self._check_free()
         demand = self.runtime.demand
-        saved = read(path, demand.kv, self._loaded.digest, self.config.vocab, demand.context_tokens)
-        self.restore(saved)
-        return LoadedContext(len(saved.tokens), saved.about)
+        own = (demand.kv, self._loaded.digest, self.config.vocab, demand.context_tokens)
+        with reading(path, *own) as saved:
+            self.restore(saved)
+            return LoadedContext(len(saved.tokens), saved.about)
 
     @property
     def context_tokens(self) -> list[int]:

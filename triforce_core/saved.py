@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from offload.errors import UsageError
+from offload.checkpoint.opened import TensorsFile
+from offload.errors import CheckpointError, UsageError
 from offload.files import Output
 from offload.kv.shape import KVShape
 from triforce_core.decoding.snapshot import Snapshot
@@ -74,8 +75,11 @@ def write(
     return count
 
 
-def read(path: str | Path, shape: KVShape, model: str, vocab: int, most: int) -> Snapshot:
-    """A context from a file, whose layers are read when they are asked for.
+@contextmanager
+def reading(
+    path: str | Path, shape: KVShape, model: str, vocab: int, most: int
+) -> Iterator[Snapshot]:
+    """A context from a file, whose layers are read when they are asked for inside the block.
 
     model: the digest of whose it must be. most: tokens that it may have
     Raises UsageError, naming what is wrong with it.
@@ -84,62 +88,62 @@ def read(path: str | Path, shape: KVShape, model: str, vocab: int, most: int) ->
     if not path.is_file():
         raise UsageError(f"cannot read a context from {path}: there is no such file")
     try:
-        file = safe_open(str(path), framework="pt")
-        about = file.metadata() or {}
-        if about.get("format") != _VERSION:
-            raise UsageError(f"{path} holds no context that this version wrote")
-        if about.get("model") != model:
-            raise UsageError(f"the context in {path} is another model's")
-        names = set(file.keys())
-        tokens = file.get_tensor("tokens") if "tokens" in names else torch.empty(0)
-        _check(path, shape, file, names, tokens, vocab)
-        if len(tokens) > most:
-            raise UsageError(
-                f"the context in {path} has {len(tokens)} tokens, and the engine takes {most}"
+        with closing(TensorsFile(path)) as file:
+            about = file.metadata
+            if about.get("format") != _VERSION:
+                raise UsageError(f"{path} holds no context that this version wrote")
+            if about.get("model") != model:
+                raise UsageError(f"the context in {path} is another model's")
+            _check(file, shape)
+            tokens = _read(file, "tokens", torch.int64)
+            if not len(tokens) or int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
+                raise UsageError(f"the context in {path} has tokens that the model has not")
+            if len(tokens) > most:
+                raise UsageError(
+                    f"the context in {path} has {len(tokens)} tokens, and the engine takes {most}"
+                )
+            yield Snapshot(
+                tokens.tolist(),
+                shape.layers,
+                lambda layer: _read(file, f"kv.{layer}", shape.dtype),
+                _read(file, "scores", torch.float32) if "scores" in file.stored else None,
+                about.get("scored_by", ""),
+                {name: text for name, text in about.items() if name not in _OWN},
             )
-        scores = file.get_tensor("scores") if "scores" in names else None
-    except (SafetensorError, OSError, ValueError) as error:
+    except CheckpointError as error:
         raise UsageError(f"cannot read a context from {path}: {error}") from error
-    return Snapshot(
-        tokens.tolist(),
-        shape.layers,
-        lambda layer: file.get_tensor(f"kv.{layer}"),
-        scores,
-        about.get("scored_by", ""),
-        {name: text for name, text in about.items() if name not in _OWN},
-    )
 
 
-def _check(
-    path: str | Path,
-    shape: KVShape,
-    file: safe_open,
-    names: set[str],
-    tokens: torch.Tensor,
-    vocab: int,
-) -> None:
+def _read(file: TensorsFile, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Raises CheckpointError."""
+    tensor = torch.empty(file.stored[name].shape, dtype=dtype)
+    file.read(name, tensor)
+    return tensor
+
+
+def _check(file: TensorsFile, shape: KVShape) -> None:
     """Raises UsageError unless the parts are those of a context of this shape."""
-    count = tokens.numel()
-    wanted = {"tokens": ([count], "I64")} | {
-        f"kv.{layer}": ([2, shape.kv_heads, count, shape.head_dim], _NAMES[shape.dtype])
+    path, stored = file.path, file.stored
+    if "tokens" not in stored:
+        raise UsageError(f"the context in {path} lacks tokens")
+    count = stored["tokens"].shape[0] if stored["tokens"].shape else 0
+    wanted = {"tokens": ((count,), "I64")} | {
+        f"kv.{layer}": ((2, shape.kv_heads, count, shape.head_dim), _NAMES[shape.dtype])
         for layer in range(shape.layers)
     }
     for name, (sizes, dtype) in wanted.items():
-        if name not in names:
+        if name not in stored:
             raise UsageError(f"the context in {path} lacks {name}")
-        found = file.get_slice(name)
-        if found.get_shape() != sizes or found.get_dtype() != dtype:
+        found = stored[name]
+        if found.shape != sizes or found.dtype != dtype:
             raise UsageError(
-                f"{name} of the context in {path} is {found.get_dtype()} {found.get_shape()}, and "
-                f"the engine's is {dtype} {sizes}"
+                f"{name} of the context in {path} is {found.dtype} {list(found.shape)}, and the "
+                f"engine's is {dtype} {list(sizes)}"
             )
-    if "scores" in names:
-        scores = file.get_slice("scores")
-        sizes, dtype = scores.get_shape(), scores.get_dtype()
-        if len(sizes) != 3 or sizes[:2] != [shape.layers, shape.kv_heads] or dtype != "F32":
-            raise UsageError(f"scores of the context in {path} are {dtype} {sizes}")
-    if not count or int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
-        raise UsageError(f"the context in {path} has tokens that the model has not")
+    if "scores" in stored:
+        sizes, dtype = stored["scores"].shape, stored["scores"].dtype
+        if len(sizes) != 3 or sizes[:2] != (shape.layers, shape.kv_heads) or dtype != "F32":
+            raise UsageError(f"scores of the context in {path} are {dtype} {list(sizes)}")
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

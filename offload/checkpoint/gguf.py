@@ -1,4 +1,4 @@
-"""GGUF: one mapped file of metadata and (quantised) tensors.
+"""GGUF: one file of metadata and (quantised) tensors.
 
 The header is walked here and every count and length is held against the file size before anything
 is sized by it: the reader of gguf 0.19 can be hung by a 113-byte file. The gguf package knows the
@@ -8,7 +8,6 @@ quantisations and dequantises.
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
 from triforce_kernels.block_types import BLOCK_TYPES, BlockType
 
+from offload.checkpoint.opened import OpenedFile
 from offload.checkpoint.source import WHOLE, Corner
 from offload.errors import CheckpointError, UnsupportedModelError
 
@@ -46,6 +46,8 @@ _PLAIN = {
     GGMLQuantizationType.F16: "float16",
     GGMLQuantizationType.BF16: "bfloat16",
 }
+# So much of a file is read at first: the headers of most small models.
+_HEADER_BYTES = 1 << 20
 _MAX_DIMENSIONS = 4
 _MAX_DEPTH = 4
 # So many elements are dequantised at a time: no large tensor exists in float32 as a whole.
@@ -71,20 +73,16 @@ class GGUFArray:
 
 
 class GGUFSource:
-    """A .gguf file: `metadata` and tensors. The file stays mapped until close."""
+    """A .gguf file: `metadata` and tensors. The file stays open until close."""
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError for anything that is not a sound GGUF file."""
         self.path = path
+        self._file = OpenedFile(path)
         try:
-            with open(path, "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot read {path}: {error}") from error
-        try:
-            self.metadata, self._entries = _Walker(self._map, path).header()
+            self.metadata, self._entries = _Walker(self._file).header()
         except BaseException:
-            self._map.close()
+            self._file.close()
             raise
 
     @property
@@ -109,8 +107,7 @@ class GGUFSource:
     def read_blocks(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
         elements, nbytes = GGML_QUANT_SIZES[self._entries[name].kind]
         columns = into.shape[-1] // nbytes * elements
-        # A copy, since torch takes no memory that it may not write to.
-        self._read(name, into, columns, corner, np.copy)
+        self._read(name, into, columns, corner, lambda blocks: blocks)
 
     def read(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
         kind = self._entries[name].kind
@@ -130,45 +127,57 @@ class GGUFSource:
 
         entry = self._entries[name]
         elements, nbytes = GGML_QUANT_SIZES[entry.kind]
-        raw = np.frombuffer(self._map, np.uint8, entry.nbytes, entry.start)
         if len(entry.shape) < 2:
-            raw = raw[corner.row * nbytes : (corner.row + into.numel()) * nbytes]
+            raw = np.empty(into.numel() * nbytes, np.uint8)
+            self._file.fill(memoryview(raw), entry.start + corner.row * nbytes, name)
             into.copy_(torch.from_numpy(converted(raw)).view(into.shape))
             return
         begin, end = corner.column // elements, -(-(corner.column + columns) // elements)
-        raw = raw.reshape(math.prod(entry.shape[:-1]), -1)
-        raw = raw[corner.row :, begin * nbytes : end * nbytes]
         before = corner.column - begin * elements
+        row_bytes, width = entry.shape[-1] // elements * nbytes, (end - begin) * nbytes
+        start = entry.start + corner.row * row_bytes
+        self._file.expect(start, into.numel() // into.shape[-1] * row_bytes)
+
+        def read(row: int, count: int) -> np.ndarray:
+            """Blocks of so many rows from one on, [rows, width]."""
+            raw = np.empty((count, width), np.uint8)
+            at = start + row * row_bytes + begin * nbytes
+            if width == row_bytes:
+                self._file.fill(memoryview(raw).cast("B"), at, name)
+                return raw
+            for index in range(count):
+                self._file.fill(memoryview(raw[index]), at + index * row_bytes, name)
+            return raw
+
         # A step is some whole indices of the first dimension, so whole rows and whole blocks.
         each = into[0].numel() // into.shape[-1]
         step = max(1, _CHUNK_ELEMENTS // into[0].numel())
         for first in range(0, into.shape[0], step):
             part = into[first : first + step]
             rows = part.shape[0] * each
-            made = torch.from_numpy(converted(raw[first * each : first * each + rows]))
+            made = torch.from_numpy(converted(read(first * each, rows)))
             made = made.view(rows, -1)[:, before : before + into.shape[-1]]
             part.copy_(made.reshape(part.shape))
 
     def close(self) -> None:
         self._entries = {}
-        self._map.close()
+        self._file.close()
 
 
 def _dequantise(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     # As one row, since gguf loops over groups of rows.
-    values = dequantize(raw.reshape(1, -1), kind)
-    # Numbers that were float32 come as a view of the map.
-    return values if values.flags.writeable else values.copy()
+    return dequantize(raw.reshape(1, -1), kind)
 
 
 class _Walker:
     """Reads the header front to back; every failure is a CheckpointError."""
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self._data = data
-        self._size = len(data)
+    def __init__(self, file: OpenedFile) -> None:
+        self._file = file
+        self._size = file.size
         self._at = 0
-        self._path = path
+        # What was read of the file so far: its first bytes.
+        self._data = b""
 
     def header(self) -> tuple[dict[str, Any], dict[str, _Entry]]:
         if self._take(4) != b"GGUF":
@@ -254,15 +263,20 @@ class _Walker:
         """So many strings, in one tight loop: a vocabulary has a hundred thousand."""
         if length > _MOST_STRINGS:
             raise self._error(f"a list of {length} strings is longer than any vocabulary")
-        data, at, end, size_at = self._data, self._at, self._size, struct.Struct("<Q").unpack_from
+        data, at, size_at = self._data, self._at, struct.Struct("<Q").unpack_from
+        held = len(data)
         found = []
         for _ in range(length):
             start = at + 8
-            if start > end:
-                raise self._error("it ends inside its header")
+            if start > held:
+                if start > self._size:
+                    raise self._error("it ends inside its header")
+                data, held = self._more(start)
             at = start + size_at(data, at)[0]
-            if at > end:
-                raise self._error(f"a length of {at - start} is more than the file holds")
+            if at > held:
+                if at > self._size:
+                    raise self._error(f"a length of {at - start} is more than the file holds")
+                data, held = self._more(at)
             found.append(data[start:at].decode("utf-8", "replace"))
         self._at = at
         return found
@@ -284,7 +298,18 @@ class _Walker:
         if size > self._size - self._at:
             raise self._error("it ends inside its header")
         self._at += size
+        if self._at > len(self._data):
+            self._more(self._at)
         return self._data[self._at - size : self._at]
 
+    def _more(self, end: int) -> tuple[bytes, int]:
+        """What there is of the file up to a byte, which it has, and beyond it; and how much."""
+        held = len(self._data)
+        wanted = min(self._size, max(end, 2 * held, _HEADER_BYTES))
+        part = bytearray(wanted - held)
+        self._file.fill(memoryview(part), held, "the header")
+        self._data += part
+        return self._data, wanted
+
     def _error(self, why: str) -> CheckpointError:
-        return CheckpointError(f"{self._path} is not a sound GGUF file: {why}")
+        return CheckpointError(f"{self._file.path} is not a sound GGUF file: {why}")

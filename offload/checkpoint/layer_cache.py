@@ -13,13 +13,14 @@ import shutil
 import threading
 import warnings
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from offload.checkpoint.opened import TensorsFile
+from offload.errors import CheckpointError
 from offload.files import is_alive
 
 _NAME = "layer"
@@ -49,11 +50,13 @@ class LayerCache:
 
     def read(self, layer: int, into: torch.Tensor) -> bool:
         """Fills a buffer, if it was kept for this layer in this size; says whether it was."""
-        with suppress(OSError, SafetensorError, KeyError):
-            with safe_open(self._file(layer), framework="pt") as file:
-                kept = file.get_tensor(_NAME)
-            if kept.dtype == torch.uint8 and kept.shape == into.shape:
-                into.copy_(kept)
+        with suppress(CheckpointError), closing(TensorsFile(self._file(layer))) as file:
+            kept = file.stored.get(_NAME)
+            if kept and kept.dtype == "U8" and kept.shape == tuple(into.shape):
+                buffer = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
+                file.read(_NAME, buffer)
+                if buffer is not into:
+                    into.copy_(buffer)
                 return True
         return False
 

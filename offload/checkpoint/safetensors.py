@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import struct
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError, safe_open
 from triforce_kernels.block_types import F8_E4M3
 
 from offload.checkpoint.header import read_json
+from offload.checkpoint.opened import Stored, TensorsFile
 from offload.checkpoint.source import WHOLE, Corner
 from offload.errors import CheckpointError, UnsupportedModelError
 
@@ -32,69 +29,52 @@ _TORCH_NAMES = _DTYPES | {"F64": "float64", _FP8: "float8_e4m3fn"}
 _CHUNK_ELEMENTS = 4 << 20
 
 
-class _Place(NamedTuple):
-    """Where a tensor's bytes are. file: descriptor"""
-
-    file: int
-    dtype: str
-    start: int
-    nbytes: int
-
-
 class SafetensorsSource:
-    """A directory with model.safetensors, or with shards and their index. Files stay open.
-
-    The library checks headers; bytes are read from here. What it maps for torch it maps writable,
-    and a system refuses that for a file that is larger than its memory.
-    """
+    """A directory with model.safetensors, or with shards and their index. Files stay open."""
 
     def __init__(self, directory: Path) -> None:
         """Raises CheckpointError if a file is missing or damaged."""
         self._stack = ExitStack()
-        self._tensors: dict[str, tuple[Path, object]] = {}
-        self._places: dict[str, _Place] = {}
+        self._tensors: dict[str, tuple[TensorsFile, Stored]] = {}
         try:
             wanted = _shards(directory)
             for path, names in wanted.items():
-                handle = self._open(path)
-                held = frozenset(handle.keys())
-                absent = sorted((names or held) - held)
+                file = TensorsFile(path)
+                self._stack.callback(file.close)
+                absent = sorted((names or set()) - file.stored.keys())
                 if absent:
                     raise CheckpointError(
                         f"{path} does not hold {absent[0]}, which the index names"
                     )
-                names = names or held
-                self._tensors.update((name, (path, handle)) for name in names)
-                self._places.update(self._find(path, names))
+                self._tensors.update(
+                    (name, (file, file.stored[name])) for name in names or file.stored
+                )
         except BaseException:
             self._stack.close()
             raise
 
     @property
     def files(self) -> list[Path]:
-        return sorted({path for path, _ in self._tensors.values()})
+        return sorted({file.path for file, _ in self._tensors.values()})
 
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        path, handle = self._tensors[name]
-        entry = handle.get_slice(name)
-        if entry.get_dtype() not in _TORCH_NAMES:
+        file, stored = self._tensors[name]
+        if stored.dtype not in _TORCH_NAMES:
             raise UnsupportedModelError(
-                f"{path}: {name} is {entry.get_dtype()}, supported are {', '.join(_TORCH_NAMES)}"
+                f"{file.path}: {name} is {stored.dtype}, supported are {', '.join(_TORCH_NAMES)}"
             )
-        shape = tuple(entry.get_shape())
-        if entry.get_dtype() == _FP8:
-            self._check_scales(name, shape)
-        return shape
+        if stored.dtype == _FP8:
+            self._check_scales(name, stored.shape)
+        return stored.shape
 
     def dtype(self, name: str) -> str | None:
-        _, handle = self._tensors[name]
-        return _DTYPES.get(handle.get_slice(name).get_dtype())
+        return _DTYPES.get(self._tensors[name][1].dtype)
 
     def blocks(self, name: str) -> BlockType | None:
-        return F8_E4M3 if self._places[name].dtype == _FP8 else None
+        return F8_E4M3 if self._tensors[name][1].dtype == _FP8 else None
 
     def read_blocks(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
         import torch
@@ -115,7 +95,7 @@ class SafetensorsSource:
         into.copy_(made.flatten(1).view(into.shape))
 
     def read(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
-        if self._places[name].dtype != _FP8:
+        if self._tensors[name][1].dtype != _FP8:
             self._read_plain(name, into, corner)
             return
         import torch
@@ -133,7 +113,7 @@ class SafetensorsSource:
 
     def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises UnsupportedModelError or CheckpointError."""
-        path, _ = self._tensors[name]
+        path = self._tensors[name][0].path
         if len(shape) != 2 or shape[1] % _SCALED:
             raise UnsupportedModelError(
                 f"{path}: {name} is {_FP8} of shape {list(shape)}; supported are matrices whose "
@@ -148,26 +128,25 @@ class SafetensorsSource:
         # A header is read without torch, which takes longer to load than a small model.
         import torch
 
-        place, shape = self._places[name], self.shape(name)
-        dtype = getattr(torch, _TORCH_NAMES[place.dtype])
+        shape, (file, stored) = self.shape(name), self._tensors[name]
+        dtype = getattr(torch, _TORCH_NAMES[stored.dtype])
         # Columns of the tensor, and of what is read of it.
         whole, width = (shape[-1], into.shape[-1]) if len(shape) > 1 else (1, 1)
         count = into.numel() // width
         row_bytes, start = whole * dtype.itemsize, corner.column * dtype.itemsize
-        start += place.start + corner.row * row_bytes
-        # The system reads all of it ahead.
-        os.posix_fadvise(place.file, start, count * row_bytes, os.POSIX_FADV_WILLNEED)
+        start += stored.start + corner.row * row_bytes
+        file.expect(start, count * row_bytes)
         whole_rows = width == whole
 
         def fill(raw: memoryview, first: int) -> None:
             """Reads rows from one on, as many as the buffer takes."""
             if whole_rows:
-                self._read(name, start + first * row_bytes, raw)
+                file.fill(raw, start + first * row_bytes, name)
                 return
             size = width * dtype.itemsize
             for row in range(len(raw) // size):
                 part = raw[row * size : (row + 1) * size]
-                self._read(name, start + (first + row) * row_bytes, part)
+                file.fill(part, start + (first + row) * row_bytes, name)
 
         if into.is_contiguous() and into.dtype == dtype and into.device.type == "cpu":
             fill(memoryview(into.view(-1).view(torch.uint8).numpy()), 0)
@@ -182,41 +161,9 @@ class SafetensorsSource:
             fill(memoryview(raw), first * each)
             part.copy_(torch.frombuffer(raw, dtype=dtype).view(part.shape))
 
-    def _read(self, name: str, start: int, into: memoryview) -> None:
-        """Fills a buffer from a byte of the file on. Raises CheckpointError."""
-        path, _ = self._tensors[name]
-        done = 0
-        while done < len(into):
-            try:
-                count = os.preadv(self._places[name].file, [into[done:]], start + done)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {name} from {path}: {error}") from error
-            if not count:
-                raise CheckpointError(f"cannot read {name} from {path}: the file ends before it")
-            done += count
-
-    def _find(self, path: Path, names: set[str] | frozenset[str]) -> dict[str, _Place]:
-        """The library has found the header sound."""
-        file = os.open(path, os.O_RDONLY)
-        self._stack.callback(os.close, file)
-        (length,) = struct.unpack("<Q", os.pread(file, 8, 0))
-        header = json.loads(os.pread(file, length, 8))
-        found = {}
-        for name in names:
-            begin, end = header[name]["data_offsets"]
-            found[name] = _Place(file, header[name]["dtype"], 8 + length + begin, end - begin)
-        return found
-
     def close(self) -> None:
         self._tensors.clear()
-        self._places.clear()
         self._stack.close()
-
-    def _open(self, path: Path):
-        try:
-            return self._stack.enter_context(safe_open(path, framework="numpy"))
-        except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-            raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
 def _shards(directory: Path) -> dict[Path, set[str] | None]:

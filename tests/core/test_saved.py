@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from offload.errors import OutputError, UsageError
 from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.context import Context
+from triforce_core.decoding.snapshot import Snapshot
 
 PROMPT = random_ids(90)
 FIRST, NEXT = 30, 25
@@ -119,6 +122,25 @@ def test_a_context_of_another_model_or_kind_is_refused(tiny, tmp_path) -> None:
         pytest.raises(UsageError, match="has 90 tokens, and the engine takes 50"),
     ):
         short.load_context(saved)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_refused(tiny, tmp_path, monkeypatch) -> None:
+    path, _ = tiny("llama")
+    saved = tmp_path / "context"
+    with engine(path) as running:
+        expected = running.generate(PROMPT, SamplingParams(8, temperature=0)).token_ids
+        running.save_context(saved)
+        restore = Context.restore
+
+        def cut(self: Context, snapshot: Snapshot) -> None:
+            os.truncate(saved, saved.stat().st_size // 2)
+            restore(self, snapshot)
+
+        monkeypatch.setattr(Context, "restore", cut)
+        with pytest.raises(UsageError, match=r"cannot read a context from .*the file ends before"):
+            running.load_context(saved)
+        again = running.generate(PROMPT, SamplingParams(8, temperature=0))
+        assert again.token_ids == expected
 
 
 def test_damaged_files_are_refused_in_a_sentence(tiny, tmp_path) -> None:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
+from offload.checkpoint.opened import TensorsFile
 from offload.errors import CheckpointError
 from triforce_core.model.checkpoint import open_checkpoint
 
@@ -58,10 +57,10 @@ def _twice(paths: list[Path]) -> Iterator[str]:
     for file in paths:
         if file.suffix == ".safetensors":
             try:
-                with safe_open(str(file), framework="np") as opened:
-                    held.update(opened.keys())
-            except (SafetensorError, OSError) as error:
-                yield f"{file}: {error}"
+                with closing(TensorsFile(file)) as opened:
+                    held.update(opened.stored.keys())
+            except CheckpointError as error:
+                yield str(error)
     for name, count in sorted(held.items()):
         if count > 1:
             yield f"{paths[0].parent}: {count} files hold {name}"

@@ -14,7 +14,7 @@ from gguf_files import write_gguf
 from helpers import make_model
 from triforce_kernels.linear import Weight, dense_rows
 
-from offload.checkpoint.safetensors import SafetensorsSource
+from offload.checkpoint.opened import OpenedFile
 from offload.errors import UsageError
 from offload.formats import Blocks
 from offload.layouts import FlatLayout
@@ -145,13 +145,13 @@ def test_a_rank_reads_its_share_of_safetensors(tiny, family: str, ranks: int) ->
 @pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3"])
 def test_a_rank_reads_no_byte_of_another_share(tiny, monkeypatch, family: str) -> None:
     read = []
-    fill = SafetensorsSource._read
+    fill = OpenedFile.fill
 
-    def counted(self: SafetensorsSource, name: str, start: int, into: memoryview) -> None:
+    def counted(self: OpenedFile, into: memoryview, start: int, what: str) -> None:
         read.append(len(into))
-        fill(self, name, start, into)
+        fill(self, into, start, what)
 
-    monkeypatch.setattr(SafetensorsSource, "_read", counted)
+    monkeypatch.setattr(OpenedFile, "fill", counted)
     with closing(open_checkpoint(tiny(family)[0])) as checkpoint:
         for rank in range(2):
             share = Share.of(checkpoint.config, rank, 2)
