@@ -63,6 +63,12 @@ class LinkError(TriforceError):
     """A transfer between host and device failed or did not finish in time."""
 
 
+class DeviceHungError(LinkError):
+    """A device that does not answer. Nothing that waits for it can be ended: leave the process by
+    `os._exit`, as the command line does.
+    """
+
+
 class RankError(TriforceError):
     """One of several ranks failed, or is not heard of any more."""
 

@@ -109,6 +109,17 @@ class Passes:
         self._memory.trim()
         return was_lent
 
+    def give_up_resident(self) -> bool:
+        """Moves KV that stays on the device to the host, for good, and says whether there was any.
+        Nothing may be lent. Not where no KV could stream, nor in the middle of a pass.
+
+        Raises LinkError.
+        """
+        streams = self._placement.kv_slots and self._placement.staging_slots
+        given = bool(streams) and self.kv.give_up_resident()
+        self._memory.trim()
+        return given
+
     def begin(self) -> None:
         """Starts the copies of a pass over everything that is kept, unless they have been."""
         if self._begun is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain
 
 import torch
 
@@ -15,12 +16,15 @@ from offload.kv.store import KVStore
 from offload.layouts import FlatLayout
 from offload.link.link import Link
 from offload.link.trace import Tracer
-from offload.memory.device import DeviceMemory
+from offload.memory.device import Allocation, DeviceMemory
 from offload.memory.host import HostBlocks, HostMemory
 from offload.passes import Passes
 from offload.placement import Demand, Placement, share_blocks, streams
 from offload.schedule import KV, WEIGHTS
 from offload.weights import Fill, Loaded, WeightStore
+
+# Slots of a kind that are kept whatever happens: while one is read the other is filled.
+_LEAST_SLOTS = 2
 
 
 class Runtime:
@@ -65,7 +69,7 @@ class Runtime:
                 placement.halved_layers,
             )
             undo.callback(self.weights.close)
-            self._slots: list = []
+            self._rings: list[list[Allocation]] = []
             self.conveyor = Conveyor(
                 link,
                 {
@@ -76,6 +80,7 @@ class Runtime:
                 },
             )
             staging = self._ring(placement.staging_slots, demand.kv.slot_bytes, "staging slots")
+            self._staged = self._rings.pop()
             self._staging = StagingSlots(staging, link)
             undo.pop_all()
 
@@ -120,6 +125,18 @@ class Runtime:
         """For passes over several texts at once."""
         return JointPasses(self.weights, self.conveyor, self.placement, self.trace)
 
+    def give_up_slots(self) -> bool:
+        """Gives back slots, for good, but for those that copies and compute take by turns, and says
+        whether there were any. Not in the middle of a pass.
+        """
+        dropped = self.conveyor.drop_slots(_LEAST_SLOTS)
+        for ring in self._rings:
+            for allocation in ring[_LEAST_SLOTS:]:
+                self.memory.free(allocation)
+            del ring[_LEAST_SLOTS:]
+        self.memory.trim()
+        return dropped > 0
+
     def close(self) -> None:
         with suppress(LinkError):
             self.link.synchronize()
@@ -127,14 +144,15 @@ class Runtime:
         self.weights.close()
         self.host_blocks.close()
         self.dense_blocks.close()
-        for allocation in self._slots:
+        for allocation in (*chain(*self._rings), *self._staged):
             self.memory.free(allocation)
-        self._slots.clear()
+        self._rings.clear()
+        self._staged.clear()
         self._staging.close()
 
     def _ring(self, slots: int, slot_bytes: int, purpose: str) -> list[torch.Tensor]:
-        if not slots:
-            return []
-        allocation = self.memory.allocate(slots * slot_bytes, purpose)
-        self._slots.append(allocation)
-        return list(allocation.bytes.split(slot_bytes))
+        # One by one, so that some can be given back.
+        ring: list[Allocation] = []
+        self._rings.append(ring)
+        ring.extend(self.memory.allocate(slot_bytes, purpose) for _ in range(slots))
+        return [allocation.bytes for allocation in ring]

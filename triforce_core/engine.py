@@ -371,9 +371,9 @@ class Engine:
                 request, text = self._request(context, params, guide)
                 request.read(tokens, text, self._report_layer, interrupted, reuse=reuse)
                 for piece in request.run():
-                    sound = isinstance(piece, Completion)
+                    sound = isinstance(piece, Completion) and piece.finish_reason != "error"
                     yield piece
-                    if self._loaded.trace and isinstance(piece, Completion):
+                    if self._loaded.trace and sound:
                         write_timeline(self.models, self._loaded.trace, piece.stats)
         except GeneratorExit:
             raise

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from offload.errors import TriforceError
 from offload.memory.device import OUT_OF_MEMORY
 from triforce_core.decoding.acceptance import make_rule
 from triforce_core.decoding.context import Context, Interrupted
@@ -72,11 +73,18 @@ class Request:
         return len(self._tokens)
 
     def run(self) -> Iterator[Piece | Completion]:
-        """Once the prompt is read: yields text as each pass lands, then the Completion."""
+        """Once the prompt is read: yields text as each pass lands, then the Completion. What fails
+        is raised behind the completion of what there is.
+        """
         while not self.reason:
-            pieces = self.step()
-            if not self.reason:
-                self.begin()
+            try:
+                with self._models.runtime.memory.typed_errors():
+                    pieces = self.step()
+                    if not self.reason:
+                        self.begin()
+            except TriforceError as error:
+                yield from self._failed(error)
+                raise
             yield from pieces
             if not self.reason:
                 self.drop_what_never_pays()
@@ -192,6 +200,22 @@ class Request:
         stats = self._stats()
         yield Completion(self._tokens, text.text, self.reason, stats, self._logprobs)
 
+    def _failed(self, error: TriforceError) -> list[Piece | Completion]:
+        """The same for a request that fails: nothing is asked of the device any more, nor of other
+        ranks.
+        """
+        self.reason = "error"
+        self._clock.fail()
+        rest = self._text.finish()
+        last = Completion(
+            self._tokens,
+            self._text.text,
+            self.reason,
+            self._own_stats() | {"error": str(error)},
+            self._logprobs,
+        )
+        return [Piece(rest, "plain", tuple(self._untold)), last] if rest else [last]
+
     def refresh(self) -> None:
         """Makes what drafts ready for a pass that has not begun. Raises LinkError."""
         if self._due is not None:
@@ -260,8 +284,15 @@ class Request:
                 self._context.lend()
 
     def _stats(self) -> dict[str, Any]:
+        stats, models = self._own_stats(), self._models
+        if models.ranks.count > 1:
+            own = rank_stats(models.runtime, self._context)
+            stats["ranks"] = [own, *models.ranks.ask("rank_stats")]
+        return stats
+
+    def _own_stats(self) -> dict[str, Any]:
         models, runtime, passes = self._models, self._models.runtime, self._context.passes
-        stats = {
+        return {
             "method": models.method.method,
             "model": self._name,
             "device": str(runtime.memory.device),
@@ -285,10 +316,6 @@ class Request:
             **drafting_stats(models, self._tallies, self._retrieval),
             "bits_per_number": bits_per_number(models),
         }
-        if models.ranks.count > 1:
-            own = rank_stats(runtime, self._context)
-            stats["ranks"] = [own, *models.ranks.ask("rank_stats")]
-        return stats
 
     def _on_device(self) -> AbstractContextManager:
         return self._models.runtime.memory.current()

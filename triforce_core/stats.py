@@ -8,6 +8,7 @@ from dataclasses import asdict
 from math import prod
 from typing import Any
 
+from offload.errors import LinkError
 from offload.link.link import Link, LinkCounters
 from offload.passes import PassCounters, Passes
 from offload.placement import Demand, Placement, crossing_bytes
@@ -37,6 +38,13 @@ class Clock:
 
     def end_decode(self) -> None:
         self.decode, self.decode_link = self._phase()
+
+    def fail(self) -> None:
+        """Ends decoding in the middle of a pass. A device that hangs does not say what came."""
+        try:
+            self.end_decode()
+        except LinkError:
+            self.decode = time.perf_counter() - self._began
 
     def _phase(self) -> tuple[float, LinkCounters]:
         """Seconds and bytes of the phase that ends here. The next begins."""

@@ -28,7 +28,7 @@ class Completion:
     """What a request gave.
 
     token_ids: the new tokens only, an end-of-text token included
-    finish_reason: "stop", "length" or "interrupted"
+    finish_reason: "stop", "length" or "interrupted"; "error" of a stream that raised one
     stats: see docs/stats.md
     logprobs: of each token, if they were asked for
     """

@@ -15,6 +15,7 @@ from offload.kv.block_format import as_chunks
 from offload.kv.sizes import GATHER_BUFFERS
 from offload.kv.store import KVStore
 from offload.link.link import Event, Link
+from offload.link.waiting import come
 from offload.memory.device import Allocation, DeviceMemory, put
 from offload.memory.host import HostArena, HostMemory
 
@@ -101,7 +102,7 @@ class ChunkReader:
 
         Raises DoesNotFitError too, if there is no memory for a buffer of one chunk.
         """
-        moves = moves.cpu()
+        moves = come(moves).cpu()
         places = (moves >= 0).nonzero(as_tuple=True)
         (layers, heads, slots), chunks = places, moves[places]
         if not len(chunks):

@@ -7,14 +7,15 @@ from contextlib import ExitStack, suppress
 
 import torch
 
-from offload.errors import LinkError
+from offload.errors import DoesNotFitError, LinkError
 from offload.homes import DenseHome, DeviceHome, Home, HostHome, MirroredHome
 from offload.kv.block_format import BlockFormat, DenseBlocks, KeysValues, PlaneBlocks
 from offload.kv.blocks import DeviceBlocks
 from offload.kv.leaving import StagingSlots
 from offload.kv.shape import KVShape
+from offload.kv.tail import HotTail
 from offload.link.link import Link
-from offload.memory.device import DeviceMemory, put
+from offload.memory.device import DeviceMemory
 from offload.memory.host import HostBlocks
 from offload.schedule import KV
 
@@ -64,8 +65,8 @@ class KVStore:
         self._homes: list[list[Home]] = [[] for _ in range(shape.layers)]
         self._mirror: DeviceBlocks | None = None
         with ExitStack() as undo:
-            self._tail_allocation = memory.allocate(shape.tail_bytes(max_pass_tokens), "KV tail")
-            undo.callback(memory.free, self._tail_allocation)
+            self._tail = HotTail(shape, max_pass_tokens, memory)
+            undo.callback(self._tail.close)
             self._scratch = memory.allocate(shape.scratch_bytes, "KV decoding")
             undo.callback(memory.free, self._scratch)
             self._resident = DeviceBlocks(shape, resident_blocks, memory, "resident KV")
@@ -74,15 +75,6 @@ class KVStore:
         self._format: BlockFormat = self._dense
         if shape.in_planes:
             self._format = PlaneBlocks(shape, self._scratch.bytes)
-        self._tail = self._tail_allocation.bytes.view(shape.dtype).view(
-            shape.layers,
-            2,
-            shape.kv_heads,
-            shape.tail_tokens(max_pass_tokens),
-            shape.head_dim,
-        )
-        # Made once: each layer of each pass asks for them.
-        self._rooms: list[KeysValues] = [layer.unbind() for layer in self._tail]
 
     @property
     def tail_length(self) -> int:
@@ -92,7 +84,7 @@ class KVStore:
     @property
     def tail_capacity(self) -> int:
         """Tokens that the hot tail of a layer has room for."""
-        return self._tail.shape[3]
+        return self._tail.capacity
 
     def homes(self, layer: int) -> Sequence[Home]:
         """Homes of the layer's blocks, in token order."""
@@ -144,7 +136,7 @@ class KVStore:
 
     def tail(self, layer: int, rows: int = 0) -> torch.Tensor:
         """[2, kv_heads, tokens, head_dim]: what is kept in the tail, and so many rows behind it."""
-        return self._tail[layer, :, :, : self.tail_length + rows]
+        return self._tail.rows[layer, :, :, : self.tail_length + rows]
 
     def room(self, layer: int, end: int) -> KeysValues:
         """The layer's whole tail, keys and values [kv_heads, tail_capacity, head_dim] each, where
@@ -154,7 +146,7 @@ class KVStore:
         """
         if end > self.max_pass_tokens:
             raise RuntimeError(f"a pass of {end} tokens, the tail takes {self.max_pass_tokens}")
-        return self._rooms[layer]
+        return self._tail.rooms[layer]
 
     def on_host(self, layer: int) -> torch.Tensor:
         """All that is kept of a layer, [2, kv_heads, length, head_dim], in memory of its own on the
@@ -179,7 +171,7 @@ class KVStore:
         """
         if not 0 <= tokens <= self.tail_length:
             raise RuntimeError(f"{tokens} newest tokens, the tail holds {self.tail_length}")
-        return self._tail[:, :, :, self.tail_length - tokens : self.tail_length]
+        return self._tail.rows[:, :, :, self.tail_length - tokens : self.tail_length]
 
     def addresses(self) -> torch.Tensor:
         """Addresses of each layer's blocks and, behind them, of its tail: [layers, blocks + 1]
@@ -188,7 +180,7 @@ class KVStore:
         return torch.tensor(
             [
                 [*(home.memory.data_ptr() for home in homes), tail.data_ptr()]
-                for homes, tail in zip(self._homes, self._tail, strict=True)
+                for homes, tail in zip(self._homes, self._tail.rows, strict=True)
             ]
         )
 
@@ -212,11 +204,8 @@ class KVStore:
         """
         if any(not 0 <= row < self.max_pass_tokens for row in rows):
             raise RuntimeError(f"keep of rows {list(rows)}, a pass has {self.max_pass_tokens}")
-        count, start = len(rows), self.tail_length
-        if list(rows) != list(range(count)):
-            kept = self._tail[:, :, :, start + put(list(rows), self._tail.device)]
-            self._tail[:, :, :, start : start + count] = kept
-        self.length += count
+        self._tail.keep(self.tail_length, rows)
+        self.length += len(rows)
         while self.tail_length >= self.shape.block_tokens:
             self._move_out_tail_block()
 
@@ -235,7 +224,7 @@ class KVStore:
             self._add_block(layer, keys_values[:, :, start : start + block_tokens])
         if last:
             rest = tokens % block_tokens
-            self._tail[layer, :, :, :rest] = keys_values[:, :, tokens - rest : tokens]
+            self._tail.rows[layer, :, :, :rest] = keys_values[:, :, tokens - rest : tokens]
 
     def commit_fill(self, tokens: int) -> None:
         """Sets the length after `fill` of every layer."""
@@ -291,6 +280,30 @@ class KVStore:
         self.version += 1
         return True
 
+    def give_up_resident(self) -> bool:
+        """Moves the blocks that stay on the device to the host, for good, and says whether there
+        were any: these stream, and those to come. None may be lent. Not if the host has no memory.
+
+        Raises LinkError.
+        """
+        if not sum(self._resident.counts):
+            return False
+        staying = [(i, self.on_device(i)) for i in range(self.shape.layers)]
+        try:
+            self._host_blocks.make_room(sum(count for _, count in staying))
+        except DoesNotFitError:
+            return False
+        for layer, count in staying:
+            for index, home in enumerate(self._homes[layer][:count]):
+                self._homes[layer][index] = self._leave(home.memory, layer, index)
+        # Their memory is somebody else's next.
+        self._link.synchronize()
+        self._resident.close()
+        none = [0] * self.shape.layers
+        self._resident = DeviceBlocks(self.shape, none, self._memory, "resident KV")
+        self.version += 1
+        return True
+
     def close(self) -> None:
         """Gives back all memory, once the link has carried out what was on its way.
 
@@ -303,19 +316,17 @@ class KVStore:
             self._give_back(home)
         self._homes = []
         self.reclaim()
-        self._memory.free(self._tail_allocation)
+        self._tail.close()
         self._memory.free(self._scratch)
         self._resident.close()
-        del self._tail, self._rooms, self._format
+        del self._format
 
     def _move_out_tail_block(self) -> None:
         block_tokens = self.shape.block_tokens
         rest = self.tail_length - block_tokens
         for layer in range(self.shape.layers):
-            tail = self._tail[layer]
-            self._add_block(layer, tail[:, :, :block_tokens])
-            # Cloned because the two ranges may overlap.
-            tail[:, :, :rest] = tail[:, :, block_tokens : block_tokens + rest].clone()
+            self._add_block(layer, self._tail.rows[layer, :, :, :block_tokens])
+            self._tail.shift(layer, block_tokens, rest)
         self._tail_start += block_tokens
 
     def _add_block(self, layer: int, keys_values: torch.Tensor) -> None:
@@ -331,22 +342,29 @@ class KVStore:
                 return
         buffer = self._staging.take()
         block = buffer[: self._format.nbytes]
-        if has_room and self._format.write(block, keys_values):
-            blocks, made = self._host_blocks, HostHome
-        else:
+        is_dense = not (has_room and self._format.write(block, keys_values))
+        if is_dense:
             block = buffer[: self._dense.nbytes]
             self._dense.write(block, keys_values)
+        home = self._leave(block, layer, index, is_dense=is_dense)
+        self._staging.leaves(home.source.after[0])
+        homes.append(home)
+        self.settle(layer, index, block)
+
+    def _leave(
+        self, block: torch.Tensor, layer: int, index: int, *, is_dense: bool = False
+    ) -> HostHome:
+        """The home of a block whose bytes are on their way to the host."""
+        blocks, made = self._host_blocks, HostHome
+        if is_dense:
             blocks, made = self._dense_blocks, DenseHome
         host, after = blocks.take(), (self._link.record(),)
         try:
-            written = self._link.to_host(host, block, after, (KV, layer, index))
+            return made(host, self._link.to_host(host, block, after, (KV, layer, index)))
         except BaseException:
             # No home has it yet that would give it back.
             blocks.give_back(host)
             raise
-        self._staging.leaves(written)
-        homes.append(made(host, written))
-        self.settle(layer, index, block)
 
     def _recall(self, layer: int, home: Home, tokens: int) -> None:
         """Puts the first tokens of a block at the beginning of the tail."""
@@ -357,7 +375,7 @@ class KVStore:
             after = (*home.source.after, self._link.record())
             self._link.wait(self._link.to_device(block, home.memory, after, (KV, layer)))
         kept = self._format_of(home).read(block)
-        self._tail[layer, :, :, :tokens] = kept[:, :, :tokens]
+        self._tail.rows[layer, :, :, :tokens] = kept[:, :, :tokens]
 
     def _format_of(self, home: Home) -> BlockFormat:
         return self._dense if isinstance(home, DenseHome) else self._format

@@ -14,7 +14,7 @@ import torch
 
 from offload.errors import LinkError
 from offload.link.link import LinkCounters
-from offload.link.waiting import Patience
+from offload.link.waiting import Patience, patience
 from offload.memory.host import PIECE_BYTES, HostMemory
 
 _PROBE_BYTES = 128 << 20
@@ -23,8 +23,6 @@ _PROBE_REPEATS = 3
 _COPY_BYTES = (16 << 20, 32 << 20)
 # A size is large enough if its copies reach this share of the rate of one large copy.
 _NEAR_PEAK = 0.97
-# Longer than any copy waits: for the reading of the longest prompt by the slowest card, say.
-_LONGEST_WAIT_SECONDS = 1800.0
 # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _HOST_POINTER_FOR_REGISTERED_MEMORY = 91
 # Bandwidth and copy size, measured once a process: a link does not change, and texts may follow it.
@@ -74,9 +72,13 @@ class CudaLink:
         self,
         device: torch.device,
         memory: HostMemory,
-        timeout_seconds: float = _LONGEST_WAIT_SECONDS,
+        timeout_seconds: float | None = None,
     ) -> None:
-        self._patience = Patience(timeout_seconds)
+        """timeout_seconds: that it waits for, with a patience of its own; None to share the
+        device's.
+        """
+        own = timeout_seconds is not None
+        self._patience = Patience(timeout_seconds) if own else patience(device)
         self._device = device
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from offload.errors import LinkError
+import torch
+
+from offload.errors import DeviceHungError, LinkError
+
+# Longer than anything that is waited for: the reading of the longest prompt by the slowest card.
+LONGEST_WAIT_SECONDS = 1800.0
 
 # Asked without a pause so long, in seconds, what is nearly there costs nothing.
 _SPIN = 200e-6
@@ -31,8 +36,8 @@ class Patience:
         self._seconds = seconds
 
     def wait(self, event: Queried) -> None:
-        """Blocks the host until an event has come. Raises LinkError if it does not, or if what came
-        before it failed.
+        """Blocks the host until an event has come. Raises DeviceHungError if it does not, or
+        LinkError if what came before it failed.
         """
         try:
             if event.query():
@@ -43,7 +48,7 @@ class Patience:
                 now = time.monotonic()
                 if now >= until:
                     self.exhausted = True
-                    raise LinkError(
+                    raise DeviceHungError(
                         f"the device did not finish a copy, or what it computes before it, within "
                         f"{self._seconds:g} seconds"
                     )
@@ -51,3 +56,33 @@ class Patience:
                     time.sleep(min(_SHARE * (now - began), _LONGEST_PAUSE))
         except RuntimeError as error:
             raise LinkError(f"a transfer failed: {error}") from error
+
+
+# Of each device, whoever waits for it: who found that it hangs keeps the others from trying.
+_PATIENCE: dict[torch.device, Patience] = {}
+
+
+def patience(device: torch.device) -> Patience:
+    """A device's own. device: with its number"""
+    return _PATIENCE.setdefault(device, Patience(LONGEST_WAIT_SECONDS))
+
+
+def hangs(device: torch.device | None = None) -> bool:
+    """Whether a device, or any, did not answer: whatever its driver is asked may wait for it, and
+    so may the end of the process.
+    """
+    asked = _PATIENCE.values() if device is None else [_PATIENCE.get(device)]
+    return any(it.exhausted for it in asked if it)
+
+
+def come(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, once its device has computed it. What asks for its numbers then does not wait:
+    their own wait could not be ended.
+
+    Raises LinkError.
+    """
+    if tensor.is_cuda:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(tensor.device))
+        patience(tensor.device).wait(event)
+    return tensor

@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from offload.errors import DoesNotFitError, LinkError, OutOfDeviceMemoryError, UsageError
+from offload.link.waiting import hangs
 from offload.machine.profiles import EMULATED
 from offload.memory.available import LIBRARY_BYTES, available_host_bytes, lendable_bytes
 from offload.units import format_bytes
@@ -114,7 +115,7 @@ class DeviceMemory:
         """Gives what torch's allocator keeps for later back to the device, so that tensors of other
         sizes find room.
         """
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not hangs(self.device):
             torch.cuda.empty_cache()
 
     def current(self) -> AbstractContextManager:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from offload.errors import DoesNotFitError
+from offload.link.waiting import hangs
 from offload.memory.available import available_host_bytes
 from offload.memory.touch import touch
 from offload.units import format_bytes
@@ -54,6 +55,9 @@ class CudaDriver:
 
     def unregister(self, address: int) -> int:
         # Called when the last tensor goes, from whichever thread that is.
+        if hangs(self._device):
+            # The driver would wait for what it may still copy. The process ends soon.
+            return 0
         with torch.cuda.device(self._device):
             return int(torch.cuda.cudart().cudaHostUnregister(address))
 
@@ -274,20 +278,30 @@ class HostBlocks:
         check_available(missing, "host memory for the KV of this request")
         self._reserved = blocks
 
+    def make_room(self, blocks: int) -> None:
+        """Makes sure that so many more can be taken than were reserved. Raises DoesNotFitError."""
+        self._reserved += blocks
+        check_available(max(0, blocks - len(self._free)) * self._block_bytes, "host memory for KV")
+        while len(self._free) < blocks:
+            self._make()
+
     def take(self) -> torch.Tensor:
         """A flat uint8 block, its contents unspecified. Raises DoesNotFitError."""
         if not self._free:
-            most = max(1, PIECE_BYTES // self._block_bytes)
-            count = min(most, max(1, self._reserved))
-            arena = self._memory.arena(count * self._block_bytes)
-            self._arenas.append(arena)
-            # The last one is handed out first: reversed, so that blocks are taken in order.
-            self._free.extend(reversed(arena.bytes.split(self._block_bytes)))
+            self._make()
         self._reserved = max(0, self._reserved - 1)
         return self._free.pop()
 
     def give_back(self, block: torch.Tensor) -> None:
         self._free.append(block)
+
+    def _make(self) -> None:
+        most = max(1, PIECE_BYTES // self._block_bytes)
+        count = min(most, max(1, self._reserved - len(self._free)))
+        arena = self._memory.arena(count * self._block_bytes)
+        self._arenas.append(arena)
+        # The last one is handed out first: reversed, so that blocks are taken in order.
+        self._free.extend(reversed(arena.bytes.split(self._block_bytes)))
 
     def close(self) -> None:
         self._free.clear()

@@ -101,15 +101,25 @@ def test_whichever_copy_fails_the_request_ends_and_the_next_is_right(
     expected = engine.generate(PROMPT, GREEDY).token_ids
     copies = link.copies
     assert copies > 30
+    most_kept = 0
     for at in range(1, min(copies, 60), every):
         link.count_from_here(at)
         stream = engine.stream(PROMPT, GREEDY)
         with pytest.raises(LinkError, match="planted"):
             list(stream)
         assert memory.available_bytes == before, at
+        if stream.ended:
+            # Once the prompt is read, what there is is given.
+            kept, stats = stream.result.token_ids, stream.result.stats
+            assert kept == expected[: len(kept)] == stats["token_ids"]
+            assert (stream.result.finish_reason, stats["finish_reason"]) == ("error", "error")
+            assert "planted" in stats["error"]
+            assert stats["seconds"]["decode"] >= 0
+            most_kept = max(most_kept, len(kept))
         if at % 12 == 1:
             link.count_from_here()
             assert engine.generate(PROMPT, GREEDY).token_ids == expected, at
+    assert most_kept > 1
     link.count_from_here()
     assert engine.generate(PROMPT, GREEDY).token_ids == expected
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from offload.errors import LinkError
-from offload.link import cuda
+from offload.errors import DeviceHungError, LinkError
+from offload.link import cuda, waiting
 from offload.link.cuda import CudaLink
-from offload.memory.host import HostMemory
+from offload.link.waiting import Patience, come, hangs
+from offload.memory.device import DeviceMemory
+from offload.memory.host import CudaDriver, HostMemory
+from triforce_core.cli import entry, main
 
 
 class Event:
@@ -115,3 +119,71 @@ def test_a_device_that_failed_is_an_error_at_once(link, monkeypatch, name: str) 
     monkeypatch.setattr(Event, "answers", staticmethod(fail))
     with pytest.raises(LinkError, match="illegal memory access"):
         WAITS[name](link)
+
+
+class Numbers:
+    """A tensor of a device, whose own wait nobody can end."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def tolist(self) -> list[int]:
+        raise AssertionError("a wait that nobody can end")
+
+
+@pytest.fixture
+def kernel(monkeypatch) -> Numbers:
+    """What a kernel computes that never ends, on a device that is given up after a moment."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(Event, "answers", staticmethod(lambda asked: False))
+    monkeypatch.setitem(waiting._PATIENCE, Numbers.device, Patience(0.1))
+    return Numbers()
+
+
+def test_a_kernel_that_hangs_is_an_error_at_the_limit(kernel) -> None:
+    assert not hangs()
+    with pytest.raises(DeviceHungError, match="did not finish"):
+        come(kernel).tolist()
+    assert hangs()
+    assert hangs(kernel.device)
+    assert not hangs(torch.device("cuda", 1))
+    assert not hangs(torch.device("cpu"))
+
+
+def test_numbers_that_have_come_are_those_of_the_tensor(kernel, monkeypatch) -> None:
+    monkeypatch.setattr(Event, "answers", staticmethod(lambda asked: asked > 3))
+    assert come(kernel) is kernel
+    assert not hangs()
+    here = torch.arange(3)
+    assert come(here) is here
+
+
+def test_a_device_that_hangs_is_asked_for_nothing_more(kernel, monkeypatch) -> None:
+    """Or the end of the run would wait for it."""
+    with pytest.raises(DeviceHungError):
+        come(kernel)
+    for name in ("empty_cache", "cudart", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: pytest.fail("it was asked"))
+    memory = DeviceMemory.__new__(DeviceMemory)
+    memory.device = kernel.device
+    memory.trim()
+    assert CudaDriver(kernel.device).unregister(1 << 20) == 0
+
+
+def test_a_command_leaves_a_device_that_hangs(kernel, monkeypatch, capsys) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(entry, "leave_at_once", lambda: None)
+
+    def run() -> int:
+        with pytest.raises(DeviceHungError):
+            come(kernel)
+        return 1
+
+    monkeypatch.setattr(main, "main", run)
+    assert entry.main() == 1
+    assert left == [1]
+    monkeypatch.setitem(waiting._PATIENCE, kernel.device, Patience(0.1))
+    monkeypatch.setattr(main, "main", lambda: 7)
+    assert entry.main() == 7
+    assert left == [1]

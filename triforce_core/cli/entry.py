@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 
-from triforce_core.cli.leaving import leave_at_once
+from triforce_core.cli.leaving import leave_at_once, leave_with
 
 
 def main() -> int:
@@ -15,4 +16,9 @@ def main() -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from triforce_core.cli.main import main
 
-    return main()
+    code = main()
+    waiting = sys.modules.get("offload.link.waiting")
+    if waiting and waiting.hangs():
+        # The driver, asked to let go of the device, would wait for it.
+        leave_with(code)
+    return code

@@ -14,6 +14,11 @@ def exit_code(number: int) -> int:
 
 
 def leave(number: int, frame: object = None) -> None:
+    """Ends the process for a signal: see `leave_with`."""
+    leave_with(exit_code(number))
+
+
+def leave_with(code: int) -> None:
     """Ends the process at once. What was written to standard output so far gets there, and of a
     file that is being written no part stays.
     """
@@ -25,7 +30,7 @@ def leave(number: int, frame: object = None) -> None:
             files.drop_parts()
     except Exception:
         pass
-    os._exit(exit_code(number))
+    os._exit(code)
 
 
 def heeded() -> list[int]:

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from offload.link.waiting import come
 from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.decoder import Ask, Prompt, Step
@@ -43,7 +44,7 @@ class Autoregressive:
         logits = self._prompt.logits if logits is None else logits
         passes = context.passes
         self._last = self._rule.draw(laws(logits, self._params, context.text), passes.length)
-        tokens = self._last.tolist()
+        tokens = come(self._last).tolist()
         context.arrived()
         check_token(tokens[0])
         context.text.commit(tokens)

@@ -110,6 +110,10 @@ class Drafting:
         )
         return True
 
+    def give_up_slots(self) -> bool:
+        """See `Runtime.give_up_slots`."""
+        return self._models.runtime.give_up_slots()
+
     def give_up(self, context: Context) -> str | None:
         """Drops the highest level that takes device memory, for good, and names it; None if there
         is none. What it gave back is nobody's here to lend.

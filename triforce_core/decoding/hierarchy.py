@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from offload.link.waiting import come
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.decoder import Ask, Prompt, Step
@@ -120,7 +121,7 @@ class Hierarchy:
 
     def _first(self, prompt: Prompt) -> Step:
         law = laws(prompt.logits, self._params, self._context.text)
-        tokens = self._rule.draw(law, self._context.text.committed).tolist()
+        tokens = come(self._rule.draw(law, self._context.text.committed)).tolist()
         self._context.arrived()
         check_token(tokens[0])
         return Step(tokens, scored=prompt.scored)

@@ -17,6 +17,7 @@ import torch
 from triforce_kernels import warmup
 
 from offload.errors import CheckpointError
+from offload.link.waiting import come
 from offload.memory.device import put
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.draft_length import DraftLength
@@ -161,7 +162,7 @@ def settle(
     verdict = rule.accept(made.draft, laws, len(text.tokens))
     # Everything the host needs in one piece; float64 holds token ids exactly.
     answers = (torch.stack((verdict.accepted, verdict.token)), made.raw, laws.amax(-1))
-    numbers = torch.cat([answer.double() for answer in answers]).tolist()
+    numbers = come(torch.cat([answer.double() for answer in answers])).tolist()
     last, token, *drafted = map(int, numbers[: -laws.shape[0]])
     check_token(min((token, *drafted)))
     branches, peaks = made.draft.branches, numbers[-laws.shape[0] :]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from offload.link.waiting import come
 from offload.memory.device import put
 from triforce_core.params import SamplingParams
 from triforce_core.sizing.drafting import LAW_ROWS
@@ -82,7 +83,7 @@ def changed(
     logits = torch.cat(parts)
     if text.guide is not None:
         text.guide.take(text.tokens[text.prompt : text.committed])
-        masks = text.guide.masks(proposed.tolist(), rows)
+        masks = text.guide.masks(come(proposed).tolist(), rows)
         logits = logits.masked_fill(~masks.to(logits.device), float("-inf"))
     return logits
 

@@ -76,6 +76,13 @@ class ResidentModel:
             hidden = self._model.forward(tree, self._weights, self.kv)
             return self._model.logits(hidden[put(rows, hidden.device)])
 
+    def give_up_recorded(self) -> bool:
+        """Lets go of what was recorded, and records no more; says whether there was anything."""
+        given = any(forward.is_recorded for forward in self._forwards.values())
+        self._forwards.clear()
+        self._recorder = None
+        return given
+
     def close(self) -> None:
         """Lets go of what was recorded, and with it of its memory."""
         self._forwards.clear()
@@ -136,6 +143,10 @@ class _FixedForward:
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self._end = torch.zeros(1, dtype=torch.int64, device=device)
         self._replay: Run | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._replay is not None
 
     def take(self, tokens: torch.Tensor, position: int) -> None:
         """Sets the inputs."""

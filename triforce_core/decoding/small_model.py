@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from offload.feed import Feed
 from offload.kv.dense import DenseKV
 from offload.kv.shape import KVShape
+from offload.link.waiting import come
 from offload.memory.device import DeviceMemory, put
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.growing import Candidate, Tree, younger
@@ -215,7 +216,8 @@ class _SmallModelProposer:
         """
         # By what the drafter finds likely at temperature 1: a law may have a single token.
         best = logits.log_softmax(-1).topk(min(_WIDEST, logits.shape[-1]))
-        tokens, likely = best.indices.tolist(), best.values.exp().tolist()
+        likely = come(best.values.exp()).tolist()
+        tokens = best.indices.tolist()
         check_token(-1 if any(isnan(row[0]) for row in likely) else 0)
         # Who gets a first child is decided before that is drawn; no other may take its place.
         firsts = []
@@ -229,7 +231,7 @@ class _SmallModelProposer:
         chosen = [-i for _, i in firsts]
         law = laws(logits[put(chosen, logits.device)], self._params)
         places = torch.full((len(chosen),), position, device=logits.device)
-        drawn = self._rule.draw(law, places).tolist()
+        drawn = come(self._rule.draw(law, places)).tolist()
         check_token(min(drawn))
         # Of a law that is one-hot the token was sure.
         has_law = self._params.temperature > 0

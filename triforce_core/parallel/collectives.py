@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from offload.link.waiting import come
+
 
 def is_own(error: Exception) -> bool:
     """Whether an error of a call to other ranks is this device's own: its memory, a fault of it, or
@@ -89,6 +91,6 @@ class Collectives:
         if not self._through_host:
             run(tensor)
             return tensor
-        host = tensor.cpu()
+        host = come(tensor).cpu()
         run(host)
         return tensor.copy_(host)

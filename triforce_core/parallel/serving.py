@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from offload.link.waiting import come
 from triforce_core.decoding.context import Context, Interrupted
 from triforce_core.decoding.models import Models
 from triforce_core.parallel.message import Call
@@ -71,11 +72,11 @@ class FollowedContext(Context):
     def keep(self, rows: Sequence[int]) -> None:
         """Context.keep."""
         super().keep(rows)
-        fed = self._fed.tolist()
+        fed = come(self._fed).tolist()
         self.text.commit([fed[row] for row in rows])
 
     def feed_one(self, token: torch.Tensor, more: bool) -> torch.Tensor:
         """Context.feed_one."""
         logits = super().feed_one(token, more)
-        self.text.commit(token.tolist())
+        self.text.commit(come(token).tolist())
         return logits

@@ -7,15 +7,19 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from fault_points import Faults, temporaries
 from helpers import BLOCK, PLACEMENTS, random_ids
+from recorder import ReplayRecorder
 
-from offload.errors import OutOfDeviceMemoryError
+from offload.errors import DoesNotFitError, OutOfDeviceMemoryError
 from offload.kv.store import KVStore
+from offload.schedule import KV
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.retrieval import RetrievalCache
 from triforce_core.model.llama import Model
@@ -125,18 +129,23 @@ class _Shortage(Faults):
 
 
 def test_as_much_is_given_back_as_it_takes(tiny) -> None:
-    """Lent memory first, then the retrieval model, then the drafter."""
+    """Lent memory first, then slots, KV that stays on the device, the retrieval model, the
+    drafter.
+    """
     path = tiny("llama")[0]
+    placement = replace(PLACEMENTS["kv-lent"], kv_slots=4)
     seen: list[tuple[int, list[str]]] = []
     for enough in (
-        lambda models, kv: kv._mirror is None,
-        lambda models, kv: not models.budget,
-        lambda models, kv: models.small is None,
+        lambda runtime, models, kv: kv._mirror is None,
+        lambda runtime, models, kv: len(runtime.conveyor._rings[KV]) == 2,
+        lambda runtime, models, kv: not any(kv._resident.counts),
+        lambda runtime, models, kv: not models.budget,
+        lambda runtime, models, kv: models.small is None,
     ):
-        with engine(path, draft=tiny("llama-mqa")[0]) as ours:
+        with engine(path, draft=tiny("llama-mqa")[0], placement=placement) as ours:
             expected = ours.generate(PROMPT, GREEDY).token_ids
             kv = ours._contexts.latest.passes.kv
-            faults = _Shortage(lambda enough=enough, ours=ours, kv=kv: enough(ours.models, kv))
+            faults = _Shortage(partial(enough, ours.runtime, ours.models, kv))
             with temporaries(faults):
                 ours.generate(PROMPT, GREEDY, reuse=False)
             middle = 2 * faults.counts["temporary"] // 3
@@ -147,15 +156,79 @@ def test_as_much_is_given_back_as_it_takes(tiny) -> None:
             # What was given back is somebody else's: it is not lent.
             assert ours.runtime.memory.available_bytes > before
             seen.append((len(told), ours.models.levels))
+            again = ours.generate(PROMPT, GREEDY, reuse=False)
+            assert again.token_ids == expected
+            resident = again.stats["placement"]["resident_kv_blocks"]
+            assert (resident > 0) == (len(told) < 3)
     assert seen == [
         (1, ["model", "retrieval", "target"]),
-        (2, ["model", "target"]),
-        (3, ["target"]),
+        (2, ["model", "retrieval", "target"]),
+        (3, ["model", "retrieval", "target"]),
+        (4, ["model", "target"]),
+        (5, ["target"]),
     ]
 
 
+@pytest.mark.parametrize("kv", ["dense", "planes"])
+def test_kv_that_stays_on_the_device_goes_to_the_host_as_it_is(tiny, monkeypatch, kv: str) -> None:
+    """And if the host has no memory for it, it stays."""
+    options = {"method": "autoregressive", "budget": None, "kv": kv, "dtype": "bfloat16"}
+    placement = replace(PLACEMENTS["kv-in-part"], resident_kv_blocks=3)
+    with engine(tiny("llama")[0], placement=placement, **options) as ours:
+        ours.generate(PROMPT, SamplingParams(1))
+        # Of a prompt that was read before.
+        expected = ours.generate(PROMPT, GREEDY).token_ids
+        passes, blocks = ours._contexts.latest.passes, ours.runtime.host_blocks
+        store, before = passes.kv, ours.runtime.memory.available_bytes
+        was = [store.on_host(layer) for layer in range(store.shape.layers)]
+
+        def refuse(blocks: int) -> None:
+            raise DoesNotFitError("host memory for the test", blocks, 0, "wait")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(blocks, "make_room", refuse)
+            assert not passes.give_up_resident()
+        assert ours.runtime.memory.available_bytes == before
+        assert passes.give_up_resident()
+        assert not passes.give_up_resident()
+        size = store.shape.block_bytes
+        assert ours.runtime.memory.available_bytes == before + 3 * size
+        assert all(not store.on_device(layer) for layer in range(store.shape.layers))
+        for layer, whole in enumerate(was):
+            assert torch.equal(store.on_host(layer), whole)
+        assert ours.generate(PROMPT, GREEDY).token_ids == expected
+
+
+def test_what_was_recorded_is_given_back_before_the_model_it_was_recorded_of(tiny) -> None:
+    recorder, placement = ReplayRecorder(), replace(PLACEMENTS["kv"], kv_slots=2)
+    with engine(tiny("llama")[0], placement=placement) as ours:
+        expected = ours.generate(PROMPT, GREEDY).token_ids
+    with engine(tiny("llama")[0], placement=placement) as ours:
+        ours.models = replace(ours.models, recorder=recorder)
+        assert ours.generate(PROMPT, GREEDY).token_ids == expected
+        count, level = recorder.recorded, ours._contexts.latest.level
+        assert count > 0
+        faults = _Shortage(lambda: level._recorder is None)
+        faults.arm("temporary", 500)
+        tokens, told = generate(ours, GREEDY, faults)
+        assert (tokens, recorder.recorded) == (expected, count)
+        assert [str(it.message).rpartition("; ")[2] for it in told] == [
+            "the retrieval model is launched kernel by kernel"
+        ]
+        assert ours.models.levels == ["retrieval", "target"]
+
+
+def test_kv_stays_where_none_can_stream(tiny) -> None:
+    with engine(
+        tiny("llama")[0], placement=PLACEMENTS["resident"], method="autoregressive", budget=None
+    ) as ours:
+        ours.generate(PROMPT, GREEDY)
+        assert not ours._contexts.latest.passes.give_up_resident()
+
+
 def test_where_nothing_can_be_given_back_what_was_said_stays(speaking) -> None:
-    options = {"placement": PLACEMENTS["kv"], "method": "autoregressive", "budget": None}
+    placement = replace(PLACEMENTS["kv"], kv_slots=2)
+    options = {"placement": placement, "method": "autoregressive", "budget": None}
     with engine(speaking, **options) as ours:
         expected = ours.generate(PROMPT, GREEDY)
         said, faults = [], Faults()

@@ -1,0 +1,53 @@
+"""The hot tail: the newest KV of each layer on the device, and behind it the rows of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload.kv.block_format import KeysValues
+from offload.kv.shape import KVShape
+from offload.memory.device import DeviceMemory, put
+
+
+class HotTail:
+    """Room for the newest tokens. Who keeps the text knows how many of them hold.
+
+    rows: [layers, 2, kv_heads, capacity, head_dim]; rooms: the same, keys and values of each layer
+    """
+
+    def __init__(self, shape: KVShape, max_pass_tokens: int, memory: DeviceMemory) -> None:
+        """Raises DoesNotFitError."""
+        self._memory = memory
+        self._allocation = memory.allocate(shape.tail_bytes(max_pass_tokens), "KV tail")
+        self.rows = self._allocation.bytes.view(shape.dtype).view(
+            shape.layers,
+            2,
+            shape.kv_heads,
+            shape.tail_tokens(max_pass_tokens),
+            shape.head_dim,
+        )
+        # Made once: each layer of each pass asks for them.
+        self.rooms: list[KeysValues] = [layer.unbind() for layer in self.rows]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a layer has room for."""
+        return self.rows.shape[3]
+
+    def keep(self, start: int, rows: Sequence[int]) -> None:
+        """Of the rows from `start` on these stay, in this order, in the place of the first ones."""
+        count = len(rows)
+        if list(rows) != list(range(count)):
+            kept = self.rows[:, :, :, start + put(list(rows), self.rows.device)]
+            self.rows[:, :, :, start : start + count] = kept
+
+    def shift(self, layer: int, tokens: int, rest: int) -> None:
+        """Lets go of a layer's first tokens; the rest of them move to the front."""
+        tail = self.rows[layer]
+        # Cloned because the two ranges may overlap.
+        tail[:, :, :rest] = tail[:, :, tokens : tokens + rest].clone()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._memory.free(self._allocation)
+        del self.rows, self.rooms
