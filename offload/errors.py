@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 
 class TriforceError(Exception):
     """Base of every error that is the input's or the machine's, not a fault in this code."""
@@ -47,6 +49,21 @@ class CheckpointError(TriforceError):
     """A checkpoint that is missing, damaged or inconsistent."""
 
     exit_code = 4
+
+
+class NoPlanesError(CheckpointError):
+    """Matrices that have more exceptions than planes have room for. path: of the model; names:
+    theirs
+    """
+
+    def __init__(self, path: object, names: Collection[str]) -> None:
+        self.path, self.names = path, frozenset(names)
+        first, *others = sorted(self.names)
+        and_others = f" and {len(others)} other matrices" if others else ""
+        super().__init__(
+            f"{path}: more numbers of {first}{and_others} are far below the greatest of their row "
+            "than planes have room for; keep the weights dense"
+        )
 
 
 class UnsupportedModelError(CheckpointError):

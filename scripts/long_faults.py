@@ -3,9 +3,10 @@
 The long version of tests/core/test_faults_everywhere.py: each allocation of device and host
 memory, each result of an operation, copy, wait, write and collective in turn. A run must end in a
 typed error or give the same tokens, and the next one be right, with nothing left behind. Of a kind
-that has more places than `--each`, as operations do, so many are drawn.
+that has more places than `--each`, as operations do, so many are drawn, but for the first case
+with `--whole`.
 
-    python scripts/long_faults.py [--each 500] [--collectives 20]
+    python scripts/long_faults.py [--each 500] [--collectives 20] [--whole]
 
 Writes benchmarks/results/long_faults.json and exits with 1 if anything was found.
 """
@@ -34,6 +35,7 @@ def main() -> int:
         "--each", type=int, default=500, help="places of a kind that are tried, of thousands"
     )
     parser.add_argument("--collectives", type=int, default=20, help="that are tried: seconds each")
+    parser.add_argument("--whole", action="store_true", help="all places of the first case")
     args = parser.parse_args()
     sys.path.append(str(TESTS))
     torch.set_num_threads(1)
@@ -50,7 +52,8 @@ def main() -> int:
             written = Path(folder, str(number))
             written.mkdir()
             runs = Runs(Path(folder, "model"), case, written)
-            figures[case] = try_all(runs, case, most, faults)
+            every = args.whole and not number
+            figures[case] = try_all(runs, case, runs.counts if every else most, faults)
             print(f"{case}: {figures[case]}", flush=True)
     path = write_result("long_faults", {"cases": figures, "faults": faults})
     print(f"{len(faults)} faults; written to {os.path.relpath(path)}")

@@ -12,6 +12,7 @@ import torch
 from triforce_kernels.block_types import BlockType
 from triforce_kernels.linear import Weight
 
+from offload.errors import NoPlanesError
 from offload.layouts import FlatLayout, Views
 from offload.memory.device import DeviceMemory
 from offload.memory.host import check_available
@@ -66,14 +67,23 @@ class LayerSource:
         self._layouts = layouts
         self._substitutes = substitutes
         self._report = report
+        self._no_planes: list[NoPlanesError] = []
+        self._all_loaded = False
         # No more than one layer that has no place on the host is there at a time.
         self._reading = threading.Lock()
 
     def fill(self, layer: int, views: Views) -> None:
-        """Writes a layer's tensors. Raises CheckpointError."""
+        """Writes a layer's tensors. Raises CheckpointError; that planes have no room for some is
+        told by `end`, once all layers were read.
+        """
         # Both are a thread's own.
         with torch.inference_mode(), self._memory.current():
-            self._checkpoint.read_layer(layer, views)
+            try:
+                self._checkpoint.read_layer(layer, views)
+            except NoPlanesError as error:
+                if self._all_loaded:
+                    raise
+                self._no_planes.append(error)
 
     def loaded(self, layer: int, views: Views | None) -> None:
         """Makes what stands in for a layer that has its place; in a file, if it has no views."""
@@ -83,6 +93,15 @@ class LayerSource:
                 with self._exact(layer, views) as exact:
                     substitutes.make(layer, exact)
         self._report()
+
+    def end(self) -> None:
+        """Said when all layers are loaded. Raises NoPlanesError for all that planes have no room
+        for: what is in their places is of no use.
+        """
+        self._all_loaded = True
+        if errors := self._no_planes:
+            names = frozenset().union(*(error.names for error in errors))
+            raise NoPlanesError(errors[0].path, names)
 
     @contextmanager
     def _exact(self, layer: int, views: Views | None) -> Iterator[Views]:

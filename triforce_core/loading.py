@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,7 +16,7 @@ from triforce_kernels.limits import MOST_SPLITS
 from triforce_kernels.linear import widens
 
 from offload.checkpoint.layer_cache import LayerCache
-from offload.errors import DoesNotFitError, UsageError
+from offload.errors import DoesNotFitError, NoPlanesError, UsageError
 from offload.files import cache_directory
 from offload.graphs import CudaRecorder
 from offload.kv.direct import reads_in_place
@@ -69,6 +70,35 @@ def load(
 
     Raises UsageError, DoesNotFitError before anything is read, CheckpointError or RankError.
     """
+    without_planes: frozenset[str] = frozenset()
+    while True:
+        try:
+            return _load(checkpoint, config, max_context, drafter, progress, ranks, without_planes)
+        except NoPlanesError as error:
+            # Ranks would have to begin anew together.
+            if ranks is not None and ranks.count > 1:
+                raise
+            without_planes |= error.names
+            which, count = min(without_planes), len(without_planes)
+            kept = f"{count} matrices are kept dense, {which} among them"
+            warnings.warn(
+                f"{kept if count > 1 else f'{which} is kept dense'}, with more exceptions than "
+                "planes have room for; the model is read once more",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _load(
+    checkpoint: Readable,
+    config: EngineConfig,
+    max_context: int,
+    drafter: Readable | None,
+    progress: Progress,
+    ranks: Ranks | None,
+    without_planes: frozenset[str],
+) -> Models:
+    """The same. Raises NoPlanesError for matrices that must be added to `without_planes`."""
     machine, ranks = config.machine, ranks or Alone()
     device, own_device = rank_device(machine, ranks)
     set_threads(machine, device, ranks)
@@ -108,7 +138,9 @@ def load(
             if on_gpu:
                 raise UsageError("ranks that share a GPU need --device-memory, of each")
             limit = host_bytes_here
-        layouts = choose_layouts(checkpoint, config, wanted, device, host_bytes_here)
+        layouts = choose_layouts(
+            checkpoint, config, wanted, device, host_bytes_here, without_planes
+        )
         # Decoding without a kernel brings small tables from the host, which no graph can hold.
         fused = backend(device.type) == TRITON or not layouts.in_planes
         fused = fused and all(has_kernel(kind, device) for kind in layouts.block_types)
@@ -192,6 +224,7 @@ def load(
                 source.loaded,
             )
         stack.callback(runtime.close)
+        source.end()
         target = Model(checkpoint.config, ends, rope, device, ranks)
         return Models(
             target,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from triforce_kernels.blocks import can_decode
 
@@ -19,8 +21,11 @@ def choose_layouts(
     wanted: Wanted,
     device: torch.device,
     available: int,
+    without_planes: Collection[str] = (),
 ) -> Layouts:
     """How the weights will lie in memory. wanted: with dense ones. available: bytes of the host.
+
+    without_planes: matrices that have too many exceptions for such
 
     Raises UsageError.
     """
@@ -29,7 +34,7 @@ def choose_layouts(
         return dense
     if config.weights == PLANES:
         _require_bfloat16(wanted.dtype, "weights are")
-        return plane_layouts(wanted.config, wanted.dtype)
+        return plane_layouts(wanted.config, wanted.dtype, without_planes)
     stored = stored_layouts(wanted.config, wanted.dtype, checkpoint.pieces)
     unknown = [kind.name for kind in stored.block_types if not can_decode(kind, device)]
     if config.weights == AUTO:

@@ -13,7 +13,13 @@ from offload.checkpoint.header import read_json
 from offload.checkpoint.identity import sampled, state
 from offload.checkpoint.safetensors import SCALE_SUFFIX, SafetensorsSource
 from offload.checkpoint.source import WHOLE, Corner, TensorSource
-from offload.errors import CheckpointError, TriforceError, UnsupportedModelError, UsageError
+from offload.errors import (
+    CheckpointError,
+    NoPlanesError,
+    TriforceError,
+    UnsupportedModelError,
+    UsageError,
+)
 from triforce_core.model.config import ModelConfig, from_hf
 from triforce_core.model.gguf_config import gguf_config
 from triforce_core.model.share import Share, Window
@@ -102,13 +108,19 @@ class Checkpoint:
     def read_layer(self, layer: int, views: Mapping[str, Weight]) -> None:
         """Writes every tensor of a layer, named and shaped as `model.layer_shapes`.
 
-        Raises CheckpointError, also if a file is not what it was when it was opened.
+        Raises CheckpointError, also if a file has changed, or NoPlanesError at the end.
         """
         for path, status in self._opened.items():
             if state(path) not in (status, None):
                 raise CheckpointError(f"{path} was changed while it was in use")
+        dense: set[str] = set()
         for part, view in views.items():
-            self.read(f"layers.{layer}.{part}", view)
+            try:
+                self.read(f"layers.{layer}.{part}", view)
+            except NoPlanesError as error:
+                dense |= error.names
+        if dense:
+            raise NoPlanesError(self.path, dense)
 
     def rope_factors(self) -> torch.Tensor | None:
         """Divisors of the inverse frequencies, [head_dim / 2], which GGUF stores for Llama 3."""
@@ -149,7 +161,7 @@ class Checkpoint:
         return whole(name) if self._share is None else self._share.pieces(whole)(name)
 
     def read(self, name: str, into: Weight) -> None:
-        """Writes `embedding`, `head`, `norm` or `layers.N.PART`, dense or as it is stored."""
+        """Writes `embedding`, `head`, `norm` or `layers.N.PART`. Raises CheckpointError."""
         from triforce_kernels.linear import BlockWeight, PlaneWeight, rows_of
         from triforce_kernels.planes import PlanesError
 
@@ -167,7 +179,7 @@ class Checkpoint:
                 try:
                     read_in_planes(self._source, piece.name, part, piece.corner, head_rows)
                 except PlanesError as error:
-                    raise CheckpointError(f"{self.path}: {name}: {error}; keep it dense") from error
+                    raise NoPlanesError(self.path, [name]) from error
                 continue
             stored = isinstance(part, BlockWeight)
             rows = part.data if stored else part

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -122,11 +122,14 @@ def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> L
     return _layouts(config, dtype, lambda name, shape: matrix(pieces(name), shape[1], dtype))
 
 
-def plane_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
-    """Matrices in planes as far as their rows are even, everything else in `dtype`: bfloat16."""
+def plane_layouts(config: ModelConfig, dtype: ElementType, dense: Collection[str] = ()) -> Layouts:
+    """Matrices in planes as far as their rows are even, everything else in `dtype`: bfloat16.
+
+    dense: names of matrices that are not, `head`, `embedding` or `layers.N.PART`
+    """
 
     def planes(name: str, shape: tuple[int, ...]) -> Format:
-        return Dense(shape, dtype) if shape[1] % 2 else Planes(*shape)
+        return Dense(shape, dtype) if shape[1] % 2 or name in dense else Planes(*shape)
 
     return _layouts(config, dtype, planes)
 

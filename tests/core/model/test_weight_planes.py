@@ -14,7 +14,7 @@ from triforce_kernels.planes import PlaneWeight, check, decode
 from triforce_kernels.upper import UpperWeight, upper_matmul
 
 from offload.errors import CheckpointError, UsageError
-from offload.formats import DTYPES
+from offload.formats import DTYPES, Dense
 from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
@@ -250,9 +250,62 @@ def test_what_has_no_planes_is_refused_in_a_sentence(tiny, tmp_path) -> None:
         engine(path, "planes", dtype="float32")
     with pytest.raises(UsageError, match="planes to draft with are those of weights that are kept"):
         engine(path, "dense", draft_weights="planes")
+
+
+@pytest.mark.parametrize("placement", ["resident", "halved", "weights-one-slot"])
+def test_a_matrix_that_planes_have_no_room_for_is_dense(tmp_path, placement: str) -> None:
+    """Also one of the ends; all are found as the model is read once."""
+    model = make_model("llama", tmp_path)
+    with torch.no_grad():
+        for layer in (0, 1):
+            model.model.layers[layer].mlp.down_proj.weight[:, ::2] = 1e-20
+        model.model.layers[1].self_attn.o_proj.weight[::2, ::2] = 1e-20
+        model.lm_head.weight[:, ::2] = 1e-20
+    model.save_pretrained(tmp_path)
+    halved = Placement((0, 1, 2), True, 10**6, 2, 0, 0, halved_layers=(0, 1, 2))
+    options = {"placement": halved if placement == "halved" else PLACEMENTS[placement]}
+    options |= {"method": "autoregressive"}
+    with engine(tmp_path, "dense", **options | {"placement": PLACEMENTS["resident"]}) as dense:
+        expected = dense.generate(PROMPT, GREEDY).token_ids
+    read: list[str] = []
+    with pytest.warns(RuntimeWarning, match="kept dense") as told:
+        planes = engine(tmp_path, "planes", progress=lambda *at: read.append(at[0]), **options)
+    # The head at once, then the layers, all of them.
+    assert [str(it.message)[:2] for it in told] == ["he", "4 "]
+    assert read == ["load"] * 2 * LAYERS
+    with planes:
+        assert planes.generate(PROMPT, GREEDY).token_ids == expected
+        bits = planes.generate(PROMPT, GREEDY).stats["bits_per_number"]["weights"]["stored"]
+        assert 12 < bits < 16
+        dense_ones = {
+            f"{index}.{name}"
+            for index, layout in enumerate(planes.runtime.weights.layouts)
+            for name, stored in layout.formats.items()
+            if isinstance(stored, Dense) and len(stored.shape) == 2
+        }
+    assert dense_ones == {"0.down", "1.down", "1.o"}
+
+
+def test_drafts_read_a_dense_matrix_among_planes(tmp_path) -> None:
     model = make_model("llama", tmp_path)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[:, ::2] = 1e-20
     model.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.down: more than .* keep it dense"):
-        engine(tmp_path, "planes")
+    options = {"method": "triforce", "draft": "none", "budget": 32, "placement": PLACEMENTS["kv"]}
+    with engine(tmp_path, "dense", **options) as dense:
+        expected = dense.generate(PROMPT, GREEDY).token_ids
+    with pytest.warns(RuntimeWarning, match=r"layers\.1\.down is kept dense"):
+        planes = engine(tmp_path, "planes", draft_weights="planes", **options)
+    with planes:
+        result = planes.generate(PROMPT, GREEDY)
+        assert result.stats["retrieval"]["reads_upper_planes"]
+        assert result.token_ids == expected
+
+
+def test_ranks_refuse_a_matrix_that_planes_have_no_room_for(tmp_path) -> None:
+    model = make_model("llama", tmp_path)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[:, ::2] = 1e-20
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"more numbers of layers\.1\.down are far below"):
+        engine(tmp_path, "planes", gpus=2)
