@@ -50,7 +50,7 @@ from triforce_core.settings import DENSE, INT8, PLANES, STORED, EngineConfig
 from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.drafting import small_model_shape, window_tokens
 from triforce_core.sizing.fitting import Fitted, fit
-from triforce_core.storage import choose_kv_in_planes, choose_layouts
+from triforce_core.storage import asks_for_kv_planes, choose_layouts, with_planes_unasked
 
 # Called with what is under way, how much of it is done, and how much there is; by one thread at a
 # time, not always the same.
@@ -127,6 +127,7 @@ def _load(
             splits=MOST_SPLITS if backend(device.type) == TRITON else 1,
             gathers_through_host=not (machine.pin and reads_in_place(device)),
             widens=widens(device, dtype),
+            kv_in_planes=asks_for_kv_planes(config, dtype),
             rounds_kv=config.method.rounds_kv(on_gpu=on_gpu),
             sequences=config.sequences,
         )
@@ -141,15 +142,16 @@ def _load(
         layouts = choose_layouts(
             checkpoint, config, wanted, device, host_bytes_here, without_planes
         )
+        wanted = replace(wanted, layouts=layouts)
+        memory = DeviceMemory(device, limit, wanted.stored_bytes)
+        stack.callback(memory.close)
+        wanted = with_planes_unasked(config, wanted, device, memory.available_bytes, without_planes)
+        layouts = wanted.weights
         # Decoding without a kernel brings small tables from the host, which no graph can hold.
         fused = backend(device.type) == TRITON or not layouts.in_planes
         fused = fused and all(has_kernel(kind, device) for kind in layouts.block_types)
         graphs = wanted.graphs and fused
-        wanted = replace(wanted, layouts=layouts, graphs=graphs)
-        memory = DeviceMemory(device, limit, wanted.stored_bytes)
-        stack.callback(memory.close)
-        if choose_kv_in_planes(config, wanted, device, memory.available_bytes):
-            wanted = replace(wanted, kv_in_planes=True)
+        wanted = replace(wanted, graphs=graphs)
 
         def fitting(most: int | None) -> tuple[Fitted, Placement]:
             fitted = fit(wanted, memory.available_bytes, config.placement, most)

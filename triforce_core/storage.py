@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from triforce_kernels.blocks import can_decode
+from triforce_kernels.dispatch import TRITON, backend
 
 from offload.errors import DoesNotFitError, UsageError
 from offload.placement import device_bytes, host_bytes, place, streams
@@ -23,7 +25,8 @@ def choose_layouts(
     available: int,
     without_planes: Collection[str] = (),
 ) -> Layouts:
-    """How the weights will lie in memory. wanted: with dense ones. available: bytes of the host.
+    """How the weights will lie in memory, as far as the device's memory has no say in it (see
+    `with_planes_unasked`). wanted: with dense ones. available: bytes of the host.
 
     without_planes: matrices that have too many exceptions for such
 
@@ -67,23 +70,40 @@ def _would_stream(wanted: Wanted, config: EngineConfig, available: int) -> bool:
     return bool(placement.streamed_layers) or needed > available
 
 
-def choose_kv_in_planes(
-    config: EngineConfig, wanted: Wanted, device: torch.device, available: int
-) -> bool:
-    """Whether blocks of KV will be kept in planes: unasked, where a GPU would otherwise let some
-    stream. wanted: with its weights. available: bytes of the device. Raises UsageError.
-    """
+def asks_for_kv_planes(config: EngineConfig, dtype: torch.dtype) -> bool:
+    """Whether blocks of KV have to be in planes. Raises UsageError."""
     if config.kv == PLANES:
-        _require_bfloat16(wanted.dtype, "KV is")
-        return True
-    if config.kv == DENSE or wanted.dtype != torch.bfloat16 or device.type != "cuda":
-        # A CPU takes longer to decode a block than its own link to bring a dense one.
-        return False
-    demand = wanted.demand(0)
-    if config.placement is not None:
-        return config.placement.resident_kv_blocks < demand.kv_blocks
+        _require_bfloat16(dtype, "KV is")
+    return config.kv == PLANES
+
+
+def with_planes_unasked(
+    config: EngineConfig,
+    wanted: Wanted,
+    device: torch.device,
+    available: int,
+    without_planes: Collection[str] = (),
+) -> Wanted:
+    """With weights, and KV then, in planes where these are `auto` and of bfloat16, and a GPU would
+    otherwise let some of either stream. wanted: with the layouts chosen so far. available: bytes of
+    the device.
+    """
+    kernels = device.type == "cuda" and backend(device.type) == TRITON
+    # A CPU takes longer to decode a block than its own link to bring a dense one.
+    if not kernels or wanted.dtype != torch.bfloat16 or not _streams(config, wanted, available):
+        return wanted
+    if config.weights == AUTO and not wanted.weights.decoded_numbers:
+        layouts = plane_layouts(wanted.config, wanted.dtype, without_planes)
+        wanted = replace(wanted, layouts=layouts)
+    if config.kv == AUTO and _streams(config, wanted, available):
+        wanted = replace(wanted, kv_in_planes=True)
+    return wanted
+
+
+def _streams(config: EngineConfig, wanted: Wanted, available: int) -> bool:
+    demand, placement = wanted.demand(0), config.placement
     try:
-        return streams(demand, place(demand, available))
+        return streams(demand, placement or place(demand, available))
     except DoesNotFitError:
         return True
 

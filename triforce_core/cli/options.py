@@ -98,7 +98,7 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         "weights",
         "stored: a GGUF file's blocks stay as they are, on device, host and link; auto: so on a "
         "GPU, and on cpu where dense ones would stream; planes: bfloat16 in 12 bits a number, the "
-        "same to the last bit",
+        "same to the last bit; auto: so on a GPU where something would stream",
         EngineConfig,
         choices=WEIGHTS,
     )
