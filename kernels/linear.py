@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from . import int4, limits, planes, upper
+from . import halves, int4, limits, planes, upper
 from .blocks import BlockWeight, block_matmul, decode, has_kernel
 from .dispatch import TRITON, backend
+from .halves import HalfWeight
 from .int4 import Int4Weight, int4_matmul
 from .planes import PlaneWeight, plane_matmul
 from .upper import UpperWeight, upper_matmul
@@ -32,7 +33,9 @@ class StackedWeight:
         return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
 
 
-Weight = torch.Tensor | BlockWeight | Int4Weight | PlaneWeight | UpperWeight | StackedWeight
+# Of numbers that are read exactly or by their upper planes.
+SplitWeight = PlaneWeight | HalfWeight
+Weight = torch.Tensor | BlockWeight | Int4Weight | SplitWeight | UpperWeight | StackedWeight
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -97,12 +100,14 @@ def lookup(weight: Weight, index: torch.Tensor, dtype: torch.dtype) -> torch.Ten
         return decode(weight.data[index], weight.kind, dtype)
     if isinstance(weight, PlaneWeight):
         return planes.decode_rows(weight, index).to(dtype)
+    if isinstance(weight, HalfWeight):
+        return halves.join_rows(weight, index).to(dtype)
     raise TypeError(f"rows of a {type(weight).__name__} are not looked up")
 
 
 def rows_of(
     weight: Weight, first: int, end: int
-) -> torch.Tensor | BlockWeight | Int4Weight | PlaneWeight:
+) -> torch.Tensor | BlockWeight | Int4Weight | SplitWeight:
     """Some rows of a weight, which lie in one part of it; a view."""
     if isinstance(weight, StackedWeight):
         for part in weight.parts:
@@ -114,7 +119,7 @@ def rows_of(
         raise IndexError(f"rows {first} to {end} of {weight.shape[0]}")
     if isinstance(weight, BlockWeight):
         return replace(weight, data=weight.data[first:end])
-    if isinstance(weight, Int4Weight | PlaneWeight):
+    if isinstance(weight, Int4Weight | SplitWeight):
         return weight.rows(first, end)
     return weight[first:end]
 
@@ -131,9 +136,9 @@ def dense_rows(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[int, torch.
         for first in range(0, weight.shape[0], weight.rows_at_once):
             data = weight.data[first : first + weight.rows_at_once]
             yield first, decode(data, weight.kind, dtype)
-    elif isinstance(weight, PlaneWeight):
+    elif isinstance(weight, SplitWeight):
         for first, part in weight.slices():
-            yield first, planes.decode(part).to(dtype)
+            yield first, joined(part).to(dtype)
     elif isinstance(weight, UpperWeight):
         for first, part in weight.slices():
             yield first, upper.decode(part).to(dtype)
@@ -144,3 +149,8 @@ def dense_rows(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[int, torch.
         step = max(1, limits.DECODED_AT_ONCE // weight.shape[1])
         for first, rows in enumerate(weight.split(step)):
             yield first * step, rows.to(dtype)
+
+
+def joined(weight: SplitWeight) -> torch.Tensor:
+    """The matrix that is in planes, exactly: [out, in] bfloat16, or float16."""
+    return planes.decode(weight) if isinstance(weight, PlaneWeight) else halves.join(weight)

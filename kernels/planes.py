@@ -33,11 +33,12 @@ class UpperPlanes:
     """What every reading of planes needs of a matrix [rows, columns].
 
     upper: [rows, columns] uint8
-    base: [rows] uint8, the greatest exponent of each row's finite numbers
+    base: [rows] uint8, the greatest exponent of each row's finite numbers; None of float16, whose
+        upper bytes need none (`halves`)
     """
 
     upper: torch.Tensor
-    base: torch.Tensor
+    base: torch.Tensor | None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,7 +50,8 @@ class UpperPlanes:
 
     def rows(self, first: int, end: int) -> Self:
         """Some of its rows; a view."""
-        return replace(self, upper=self.upper[first:end], base=self.base[first:end])
+        base = None if self.base is None else self.base[first:end]
+        return replace(self, upper=self.upper[first:end], base=base)
 
     def slices(self) -> Iterator[tuple[int, Self]]:
         """As many rows as are decoded at a time, each time with the index of the first."""

@@ -15,14 +15,15 @@ _COLUMNS = 32
 @triton.jit(do_not_specialize=["rows"])
 def _upper_kernel(
     x, upper, base, out, x_row, rows, columns, depth,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BASE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)
     # What is behind the last column reads the last again, and is not stored.
     source = tl.minimum(column, columns - 1)
-    floor = (tl.load(base + source).to(tl.int32) - 15) << 7
+    if HAS_BASE:
+        floor = ((tl.load(base + source).to(tl.int32) - 15) << 7)[:, None]
     weight = upper + source[:, None].to(tl.int64) * depth + step[None, :]
     left = x + row[:, None].to(tl.int64) * x_row + step[None, :]
     item = x.dtype.element_ty
@@ -30,9 +31,14 @@ def _upper_kernel(
     for start in range(0, depth, DEPTH):
         real = step + start < depth
         coded = tl.load(weight + start, mask=real[None, :], other=0).to(tl.int32)
-        bits = (((coded & 0x80) << 8) | ((coded & 0x7F) << 4)) + 8 + floor[:, None]
-        bits = tl.where((coded & 0x78) == 0, 0, bits)
-        number = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        if HAS_BASE:
+            bits = (((coded & 0x80) << 8) | ((coded & 0x7F) << 4)) + 8 + floor
+            bits = tl.where((coded & 0x78) == 0, 0, bits)
+            number = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            nothing = ((coded & 0x7F) == 0) | ((coded & 0x7C) == 0x7C)
+            bits = tl.where(nothing, 0, (coded << 8) | 0x80)
+            number = bits.to(tl.int16).to(tl.float16, bitcast=True)
         some = tl.load(left + start, mask=(row < rows)[:, None] & real[None, :], other=0.0)
         acc = tl.dot(some, tl.trans(number.to(item)), acc, input_precision="ieee")
     place = out + row[:, None].to(tl.int64) * columns + column[None, :]
@@ -45,7 +51,9 @@ def matmul(x: torch.Tensor, weight: UpperWeight) -> torch.Tensor:
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     tile = tile_rows(x)
     _upper_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
-        x, weight.upper, weight.base, out, x.stride(0), rows, columns, depth,
-        ROWS=tile, COLUMNS=_COLUMNS, DEPTH=256 // x.dtype.itemsize, num_warps=4, num_stages=4,
+        x, weight.upper, weight.upper if weight.base is None else weight.base, out,
+        x.stride(0), rows, columns, depth,
+        ROWS=tile, COLUMNS=_COLUMNS, DEPTH=256 // x.dtype.itemsize,
+        HAS_BASE=weight.base is not None, num_warps=4, num_stages=4,
     )  # fmt: skip
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -13,8 +14,9 @@ from triforce_kernels.block_types import BlockType
 if TYPE_CHECKING:
     import torch
     from triforce_kernels.blocks import BlockWeight
+    from triforce_kernels.halves import HalfWeight
     from triforce_kernels.int4 import Int4Weight
-    from triforce_kernels.linear import StackedWeight, Weight
+    from triforce_kernels.linear import SplitWeight, StackedWeight, Weight
     from triforce_kernels.planes import PlaneWeight
     from triforce_kernels.upper import UpperWeight
 
@@ -38,6 +40,11 @@ class Dtype:
 
 
 DTYPES = {t.name: t for t in (Dtype("float32", 4), Dtype("bfloat16", 2), Dtype("float16", 2))}
+
+
+def dtype_name(dtype: ElementType) -> str:
+    """As torch names it."""
+    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
 
 
 class Format(Protocol):
@@ -118,9 +125,9 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Planes:
-    """A bfloat16 matrix of an even number of columns in 12 bits a number, and room for exceptions
-    (`triforce_kernels.planes`).
+class Nested(ABC):
+    """A matrix whose numbers are split: upper planes, which can be computed with alone, and lower
+    ones, which may lie elsewhere.
     """
 
     rows: int
@@ -131,20 +138,70 @@ class Planes:
         return self.upper_bytes + self.lower_bytes
 
     @property
+    @abstractmethod
     def upper_bytes(self) -> int:
         """Of all but the lower planes."""
+
+    @property
+    @abstractmethod
+    def lower_bytes(self) -> int:
+        """Of the lower planes, which passes alone read."""
+
+    @abstractmethod
+    def joined(self, buffer: torch.Tensor, lower: torch.Tensor) -> SplitWeight:
+        """Of two flat buffers."""
+
+    @abstractmethod
+    def upper(self, buffer: torch.Tensor) -> UpperWeight:
+        """What can be read without the lower planes."""
+
+    def view(self, buffer: torch.Tensor) -> SplitWeight:
+        return self.joined(buffer[: self.upper_bytes], buffer[self.upper_bytes :])
+
+
+@dataclass(frozen=True)
+class Halves(Nested):
+    """A float16 matrix: the upper byte of each number, and the lower one
+    (`triforce_kernels.halves`).
+    """
+
+    @property
+    def upper_bytes(self) -> int:
+        return aligned(self.rows * self.columns)
+
+    @property
+    def lower_bytes(self) -> int:
+        return aligned(self.rows * self.columns)
+
+    def joined(self, buffer: torch.Tensor, lower: torch.Tensor) -> HalfWeight:
+        from triforce_kernels.halves import HalfWeight
+
+        return HalfWeight(self._bytes(buffer), None, self._bytes(lower))
+
+    def upper(self, buffer: torch.Tensor) -> UpperWeight:
+        from triforce_kernels.upper import UpperWeight
+
+        return UpperWeight(self._bytes(buffer), None)
+
+    def _bytes(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[: self.rows * self.columns].view(self.rows, -1)
+
+
+@dataclass(frozen=True)
+class Planes(Nested):
+    """A bfloat16 matrix of an even number of columns in 12 bits a number, and room for exceptions
+    (`triforce_kernels.planes`).
+    """
+
+    @property
+    def upper_bytes(self) -> int:
         return sum(map(aligned, self._upper_sizes))
 
     @property
     def lower_bytes(self) -> int:
-        """Of the lower planes, which passes alone read."""
         return aligned(self.rows * self.columns // 2)
 
-    def view(self, buffer: torch.Tensor) -> PlaneWeight:
-        return self.joined(buffer[: self.upper_bytes], buffer[self.upper_bytes :])
-
     def joined(self, buffer: torch.Tensor, lower: torch.Tensor) -> PlaneWeight:
-        """Of two flat buffers."""
         import torch
         from triforce_kernels.planes import PlaneWeight
 
@@ -158,7 +215,6 @@ class Planes:
         )
 
     def upper(self, buffer: torch.Tensor) -> UpperWeight:
-        """What can be read without the lower planes."""
         from triforce_kernels.upper import UpperWeight
 
         upper, base, *_ = self._upper_parts(buffer)

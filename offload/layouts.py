@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from offload.formats import Blocks, Format, Planes, Stack, aligned
+from offload.formats import Blocks, Format, Nested, Stack, aligned
 
 if TYPE_CHECKING:
     import torch
@@ -36,10 +36,10 @@ class FlatLayout:
         offsets, lower_offsets, end = {}, {}, 0
         for name, stored in formats.items():
             offsets[name] = end
-            end += aligned(stored.upper_bytes if isinstance(stored, Planes) else stored.nbytes)
+            end += aligned(stored.upper_bytes if isinstance(stored, Nested) else stored.nbytes)
         upper_bytes = end
         for name, stored in formats.items():
-            if isinstance(stored, Planes):
+            if isinstance(stored, Nested):
                 lower_offsets[name] = end
                 end += stored.lower_bytes
         return cls(
@@ -55,11 +55,11 @@ class FlatLayout:
         """Of the lower planes: what passes alone read."""
         return self.nbytes - self.upper_bytes
 
-    def decoded(self) -> Iterator[Blocks | Planes]:
+    def decoded(self) -> Iterator[Blocks | Nested]:
         """The matrices, or parts of such, that are not dense."""
         for stored in self.formats.values():
             parts = stored.parts if isinstance(stored, Stack) else (stored,)
-            yield from (part for part in parts if isinstance(part, Blocks | Planes))
+            yield from (part for part in parts if isinstance(part, Blocks | Nested))
 
     def blocks(self) -> Iterator[Blocks]:
         """Those in a GGUF file's blocks."""
@@ -76,7 +76,7 @@ class FlatLayout:
         views: dict[str, Weight] = {}
         for name, stored in self.formats.items():
             start = self.offsets[name]
-            if not isinstance(stored, Planes):
+            if not isinstance(stored, Nested):
                 views[name] = stored.view(buffer[start : start + stored.nbytes])
             elif lower is None:
                 views[name] = stored.upper(buffer[start:])

@@ -8,8 +8,7 @@ from collections.abc import Collection
 import torch
 from triforce_kernels import limits
 from triforce_kernels.int4 import Int4Weight, quantise
-from triforce_kernels.linear import Weight, rows_of
-from triforce_kernels.planes import PlaneWeight, decode
+from triforce_kernels.linear import SplitWeight, Weight, joined, rows_of
 
 from offload.checkpoint.layer_cache import LayerCache
 from offload.layouts import FlatLayout, Views
@@ -83,7 +82,7 @@ class Substitutes:
 
 def _rows(exact: Weight, first: int, end: int) -> torch.Tensor:
     part = rows_of(exact, first, end)
-    return decode(part) if isinstance(part, PlaneWeight) else part
+    return joined(part) if isinstance(part, SplitWeight) else part
 
 
 def _quantise_into(exact: Weight, into: Int4Weight) -> None:

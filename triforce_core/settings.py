@@ -231,8 +231,9 @@ class EngineConfig:
     machine, method: as their classes say
     dtype: of weights and KV: "auto", "float32", "bfloat16" or "float16"
     weights: "dense" (every number in dtype), "stored" (a GGUF file's blocks as they are), "planes"
-        (bfloat16 in 12 bits a number, the same to the last bit), or "auto": as stored on a GPU, and
-        on the emulated device where dense ones would stream; planes on a GPU where something would
+        (bfloat16 in 12 bits a number, the same to the last bit; float16 in two bytes), or "auto":
+        as stored on a GPU, and on the emulated device where dense ones would stream; planes of
+        bfloat16 on a GPU where something would
     kv: "dense", "planes" (blocks of bfloat16 in 12 bits, the same to the last bit), or "auto":
         planes on a GPU where some KV would stream
     sequences: texts that passes may be over at once, each with its KV and what drafts for it; what

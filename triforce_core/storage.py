@@ -16,6 +16,9 @@ from triforce_core.model.tensors import Layouts, plane_layouts, stored_layouts
 from triforce_core.settings import AUTO, DENSE, PLANES, EngineConfig
 from triforce_core.sizing.demand import Wanted
 
+# Of weights: their planes nest. Those of KV have to be smaller, too.
+_SPLIT = (torch.bfloat16, torch.float16)
+
 
 def choose_layouts(
     checkpoint: Readable,
@@ -36,7 +39,11 @@ def choose_layouts(
     if config.weights == DENSE:
         return dense
     if config.weights == PLANES:
-        _require_bfloat16(wanted.dtype, "weights are")
+        if wanted.dtype not in _SPLIT:
+            name = str(wanted.dtype).removeprefix("torch.")
+            raise UsageError(
+                f"planes hold bfloat16 or float16, and weights are in {name} here: use --dtype"
+            )
         return plane_layouts(wanted.config, wanted.dtype, without_planes)
     stored = stored_layouts(wanted.config, wanted.dtype, checkpoint.pieces)
     unknown = [kind.name for kind in stored.block_types if not can_decode(kind, device)]
@@ -72,8 +79,9 @@ def _would_stream(wanted: Wanted, config: EngineConfig, available: int) -> bool:
 
 def asks_for_kv_planes(config: EngineConfig, dtype: torch.dtype) -> bool:
     """Whether blocks of KV have to be in planes. Raises UsageError."""
-    if config.kv == PLANES:
-        _require_bfloat16(dtype, "KV is")
+    if config.kv == PLANES and dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise UsageError(f"planes hold bfloat16, and KV is in {name} here: use --dtype bfloat16")
     return config.kv == PLANES
 
 
@@ -106,9 +114,3 @@ def _streams(config: EngineConfig, wanted: Wanted, available: int) -> bool:
         return streams(demand, placement or place(demand, available))
     except DoesNotFitError:
         return True
-
-
-def _require_bfloat16(dtype: torch.dtype, what: str) -> None:
-    if dtype != torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")
-        raise UsageError(f"planes hold bfloat16, and {what} in {name} here: use --dtype bfloat16")

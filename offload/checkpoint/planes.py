@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 from triforce_kernels import limits
-from triforce_kernels.planes import PlaneWeight, encode_into
+from triforce_kernels.halves import HalfWeight, split_into
+from triforce_kernels.linear import SplitWeight
+from triforce_kernels.planes import encode_into
 
 from offload.checkpoint.source import Corner, TensorSource
 
 
 def read_in_planes(
-    source: TensorSource, name: str, into: PlaneWeight, corner: Corner, head_rows: int
+    source: TensorSource, name: str, into: SplitWeight, corner: Corner, head_rows: int
 ) -> None:
     """Writes tensor `name`, or the part of it that begins at `corner`, into planes.
 
@@ -18,12 +20,15 @@ def read_in_planes(
     Raises CheckpointError, or PlanesError.
     """
     unit = head_rows or 1
+    dtype, write = torch.bfloat16, encode_into
+    if isinstance(into, HalfWeight):
+        dtype, write = torch.float16, split_into
     step = max(1, limits.DECODED_AT_ONCE // into.shape[1] // unit) * unit
     for first in range(0, into.shape[0], step):
         part = into.rows(first, min(first + step, into.shape[0]))
-        dense = torch.empty(part.shape, dtype=torch.bfloat16)
+        dense = torch.empty(part.shape, dtype=dtype)
         rows = dense
         if head_rows:
             rows = dense.view(-1, 2, head_rows // 2, part.shape[1]).transpose(1, 2)
         source.read(name, rows, Corner(corner.row + first, corner.column))
-        encode_into(dense, part)
+        write(dense, part)

@@ -105,7 +105,8 @@ def _looked_at(kernel) -> Compiled:
     spilt = max(map(int, re.findall(r"STACK:(\d+)", usage)))
     registers = max(map(int, re.findall(r"REG:(\d+)", usage)))
     reads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
-    widest = max(int(count or 1) * int(bits) // 8 for count, bits in reads)
+    # Where all that is read comes by asynchronous copies there is no such load.
+    widest = max((int(count or 1) * int(bits) // 8 for count, bits in reads), default=0)
     return Compiled(kernel.metadata.name, kernel.metadata.shared, spilt, registers, widest)
 
 
@@ -198,6 +199,7 @@ def launch_others(dtype: torch.dtype) -> None:
     for rows in (1, 64):
         plane_matmul(empty(rows, 4096), weight)
         upper_matmul(empty(rows, 4096), UpperWeight.of(weight))
+        upper_matmul(empty(rows, 4096), UpperWeight(weight.upper, None))
     heads, tokens, head_dim, room = 4, 64, 128, 32
     block = torch.zeros(heads, tokens, head_dim, dtype=torch.bfloat16)
     coded = KVPlanes(

@@ -162,7 +162,7 @@ class Checkpoint:
 
     def read(self, name: str, into: Weight) -> None:
         """Writes `embedding`, `head`, `norm` or `layers.N.PART`. Raises CheckpointError."""
-        from triforce_kernels.linear import BlockWeight, PlaneWeight, rows_of
+        from triforce_kernels.linear import BlockWeight, SplitWeight, rows_of
         from triforce_kernels.planes import PlanesError
 
         from offload.checkpoint.planes import read_in_planes
@@ -174,7 +174,7 @@ class Checkpoint:
         for piece in pieces:
             part = rows_of(into, first, first + piece.rows)
             first += piece.rows
-            if isinstance(part, PlaneWeight):
+            if isinstance(part, SplitWeight):
                 head_rows = piece.rows // piece.heads if piece.heads else 0
                 try:
                     read_in_planes(self._source, piece.name, part, piece.corner, head_rows)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from triforce_kernels.layer import rms_norm, swiglu
-from triforce_kernels.linear import Weight, linear, lookup
-from triforce_kernels.planes import PlaneWeight
+from triforce_kernels.linear import SplitWeight, Weight, linear, lookup
 from triforce_kernels.upper import UpperWeight
 
 from offload.feed import Cache, Feed
@@ -62,7 +61,7 @@ class Model:
     def with_upper_head(self) -> Model:
         """The same, whose logits come of the upper planes of its output matrix, if that has any."""
         head = self._ends.head
-        if not isinstance(head, PlaneWeight):
+        if not isinstance(head, SplitWeight):
             return self
         ends = replace(self._ends, head=UpperWeight.of(head))
         return Model(self.config, ends, self.rope, self.device, self._ranks)

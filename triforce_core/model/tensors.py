@@ -8,7 +8,17 @@ from functools import cached_property
 
 from triforce_kernels.block_types import BlockType
 
-from offload.formats import Dense, ElementType, Format, Groups, Planes, matrix
+from offload.formats import (
+    Dense,
+    ElementType,
+    Format,
+    Groups,
+    Halves,
+    Nested,
+    Planes,
+    dtype_name,
+    matrix,
+)
 from offload.kv.shape import KVShape
 from offload.layouts import FlatLayout
 from triforce_core.model.config import ModelConfig
@@ -97,7 +107,7 @@ class Layouts:
     @property
     def in_planes(self) -> bool:
         """Whether some matrices are."""
-        return any(isinstance(part, Planes) for layout in self._all() for part in layout.decoded())
+        return any(isinstance(part, Nested) for layout in self._all() for part in layout.decoded())
 
     @property
     def block_types(self) -> set[BlockType]:
@@ -123,12 +133,16 @@ def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> L
 
 
 def plane_layouts(config: ModelConfig, dtype: ElementType, dense: Collection[str] = ()) -> Layouts:
-    """Matrices in planes as far as their rows are even, everything else in `dtype`: bfloat16.
+    """Matrices in planes, everything else in `dtype`: bfloat16, of rows that are even, or float16.
 
     dense: names of matrices that are not, `head`, `embedding` or `layers.N.PART`
     """
 
+    halves = dtype_name(dtype) == "float16"
+
     def planes(name: str, shape: tuple[int, ...]) -> Format:
+        if halves:
+            return Halves(*shape)
         return Dense(shape, dtype) if shape[1] % 2 or name in dense else Planes(*shape)
 
     return _layouts(config, dtype, planes)
@@ -192,7 +206,7 @@ class MatrixBytes:
 
 def _upper_bytes(stored: Format) -> int:
     """What is read of a matrix where its upper planes will do."""
-    return stored.rows * stored.columns if isinstance(stored, Planes) else stored.nbytes
+    return stored.rows * stored.columns if isinstance(stored, Nested) else stored.nbytes
 
 
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVShape:

@@ -30,6 +30,8 @@ SUBSTITUTE_ACCEPTANCE = 0.95
 # And this share with all layers read by their upper planes, 8 bits a number. SmolLM2-135M in
 # bfloat16: .946 where exact weights have .968 (scripts/bench_planes.py).
 PLANES_ACCEPTANCE = 0.98
+# Of float16 the upper byte has a bit of mantissa less.
+HALVES_ACCEPTANCE = 0.965
 # And this share with a retrieval cache in 8 bits. SmolLM2-135M in float32, with all of a text in
 # the cache: .995, expected at 600 tokens (benchmarks/results/bench_rounded_kv.json).
 ROUNDED_ACCEPTANCE = 0.995
@@ -45,8 +47,8 @@ class AcceptanceCurve:
     inner: of the drafter's tokens by the model above it
     churn: share of the retrieval cache that a refresh moves
     substitutes: of what a model all of whose layers are in 4 bits drafts, by itself with the exact
-        ones; planes: of one that reads the upper planes of all layers; rounded: of one whose
-        retrieval cache is in 8 bits
+        ones; planes, halves: of one that reads the upper planes of all layers, in bfloat16 and in
+        float16; rounded: of one whose retrieval cache is in 8 bits
 
     What is rejected falls with the square root of the budget: (1 - a) ~ budget ** -0.5. Between 256
     and 1024 tokens it fell with powers of 0.64 and 0.76 (SmolLM2-135M, refreshed by mass), between
@@ -59,6 +61,7 @@ class AcceptanceCurve:
     churn: float = 0.06
     substitutes: float = SUBSTITUTE_ACCEPTANCE
     planes: float = PLANES_ACCEPTANCE
+    halves: float = HALVES_ACCEPTANCE
     rounded: float = ROUNDED_ACCEPTANCE
     context: int | None = None
 
@@ -74,21 +77,22 @@ class AcceptanceCurve:
         substituted: float = 0.0,
         by_planes: float = 0.0,
         *,
+        halves: bool = False,
         rounded: bool = False,
     ) -> float:
         """Acceptance with another budget. Nothing is rejected for what a budget leaves out of a
         text that it holds.
 
         context: tokens of the text, far more than any budget if None. substituted: share of the
-            layers in 4 bits; by_planes: of those that are read by their upper planes;
-            rounded: whether the retrieval cache is in 8 bits
+            layers in 4 bits; by_planes: of those that are read by their upper planes; halves:
+            whether these are bytes of float16; rounded: whether the retrieval cache is in 8 bits
         """
         rejected = (1 - self.outer) * (self.budget / budget) ** _EXPONENT
         if left_out := _left_out(self.budget, self.context):
             rejected *= _left_out(budget, context) / left_out
         held = min(max(0.0, 1 - rejected), max(_MOST, self.outer))
         held *= 1 - substituted * (1 - self.substitutes)
-        held *= 1 - by_planes * (1 - self.planes)
+        held *= 1 - by_planes * (1 - (self.halves if halves else self.planes))
         return held * self.rounded if rounded else held
 
     @classmethod
@@ -110,7 +114,7 @@ class AcceptanceCurve:
                     # It is in what was measured.
                     curve = replace(curve, substitutes=1.0)
                 if cache.get("reads_upper_planes"):
-                    curve = replace(curve, planes=1.0)
+                    curve = replace(curve, planes=1.0, halves=1.0)
                 if cache.get("in_8_bits"):
                     curve = replace(curve, rounded=1.0)
                 if cache["churn"] is not None:

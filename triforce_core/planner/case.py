@@ -130,8 +130,14 @@ class Case:
         substituted = len(plan.placement.substituted_layers) / self.config.layers
         budget = fitting_budget(plan.budget, self.chunk_tokens, self.context)
         by_planes = self._upper_layers(plan) / self.config.layers
-        rounded = self.rounds_kv(plan)
-        return self.curve.at(budget, self.length, substituted, by_planes, rounded=rounded)
+        return self.curve.at(
+            budget,
+            self.length,
+            substituted,
+            by_planes,
+            halves=self.dtype.name == "float16",
+            rounded=self.rounds_kv(plan),
+        )
 
     def rounds_kv(self, plan: Plan) -> bool:
         """See MethodSettings.rounds_kv."""
@@ -163,9 +169,12 @@ class Case:
     def check(self) -> None:
         """Raises UsageError for a context that the model cannot have, or planes that it has not."""
         self.method.check_weights(self.weights)
-        if (self.planes or self.kv_planes) and self.dtype.name != "bfloat16":
-            what = "weights are" if self.planes else "KV is"
-            raise UsageError(f"planes hold bfloat16, and {what} in {self.dtype.name} here")
+        if self.planes and self.dtype.name not in ("bfloat16", "float16"):
+            raise UsageError(
+                f"planes hold bfloat16 or float16, and weights are in {self.dtype.name} here"
+            )
+        if self.kv_planes and self.dtype.name != "bfloat16":
+            raise UsageError(f"planes hold bfloat16, and KV is in {self.dtype.name} here")
         positions = self.config.positions
         if self.context > positions:
             raise UsageError(

@@ -246,7 +246,7 @@ def test_a_rank_encodes_its_share(tiny) -> None:
 
 def test_what_has_no_planes_is_refused_in_a_sentence(tiny, tmp_path) -> None:
     path, _ = tiny("llama")
-    with pytest.raises(UsageError, match="planes hold bfloat16, and weights are in float32 here"):
+    with pytest.raises(UsageError, match="bfloat16 or float16, and weights are in float32"):
         engine(path, "planes", dtype="float32")
     with pytest.raises(UsageError, match="planes to draft with are those of weights that are kept"):
         engine(path, "dense", draft_weights="planes")
