@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .gather_planes import PlaneChunkSource
-from .planes_triton import number_bits
+from .planes_triton import floor_of, number_bits
 
 # Tokens that a program has on their way at once.
 _TOKENS = 16
@@ -47,11 +47,11 @@ def _gather_planes_kernel(
                     low = tl.load(low, mask=real, other=0).to(tl.int32)
                     high = memory + upper + at * (2 * HALF) + channel[None, :]
                     bases = memory + base + row * (2 * HALF) + channel
-                    floor = tl.load(bases, mask=channel < HALF, other=0).to(tl.int32) - 15
+                    floor = floor_of(tl.load(bases, mask=channel < HALF, other=0))
                     bits = tl.load(high, mask=real, other=0).to(tl.int32)
                     bits = number_bits(bits, low & 15, floor[None, :])
                     tl.store(there, bits.to(tl.int16), mask=real)
-                    floor = tl.load(bases + HALF, mask=channel < HALF, other=0).to(tl.int32) - 15
+                    floor = floor_of(tl.load(bases + HALF, mask=channel < HALF, other=0))
                     bits = tl.load(high + HALF, mask=real, other=0).to(tl.int32)
                     bits = number_bits(bits, low >> 4, floor[None, :])
                     tl.store(there + HALF, bits.to(tl.int16), mask=real)

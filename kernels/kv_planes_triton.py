@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .kv_planes import KVPlanes
-from .planes_triton import number_bits
+from .planes_triton import floor_of, number_bits
 
 _TOKENS = 64
 
@@ -26,10 +26,10 @@ def _decode_kernel(
     bases = base + head * 2 * half + channel
     uppers = upper + row * 2 * half + channel[None, :]
     place = out + head * out_head + token.to(tl.int64)[:, None] * out_token + channel[None, :]
-    floor = tl.load(bases, mask=channel < half, other=0).to(tl.int32) - 15
+    floor = floor_of(tl.load(bases, mask=channel < half, other=0))
     first = tl.load(uppers, mask=real, other=0).to(tl.int32)
     tl.store(place, number_bits(first, low & 15, floor[None, :]).to(tl.int16), mask=real)
-    floor = tl.load(bases + half, mask=channel < half, other=0).to(tl.int32) - 15
+    floor = floor_of(tl.load(bases + half, mask=channel < half, other=0))
     second = tl.load(uppers + half, mask=real, other=0).to(tl.int32)
     tl.store(place + half, number_bits(second, low >> 4, floor[None, :]).to(tl.int16), mask=real)
 
@@ -64,11 +64,12 @@ def _base_kernel(
 def _code(bits, floor):
     """The upper byte, and whether the number is an exception."""
     magnitude = bits & 0x7FFF
-    code = magnitude - (floor << 7)
-    inside = (code >= 1 << 7) & (code < 16 << 7)
+    above = magnitude - (floor << 7)
+    inside = (above >= 0) & (above < 13 << 7)
     exception = (inside == 0) & (magnitude > 0)
     sign = (bits >> 8) & 0x80
-    upper = tl.where(inside, sign | (code >> 4), tl.where(exception, 7, sign))
+    code = tl.maximum((above >> 4) + 8, (above >> 3) - 80)
+    upper = tl.where(inside, sign | code, tl.where(exception, 7, sign))
     return upper, exception
 
 
@@ -95,13 +96,13 @@ def _encode_kernel(
     row = (head * tokens + token)[:, None]
     place = row * 2 * half + channel[None, :]
     bits = tl.load(source, mask=real, other=0).to(tl.int32)
-    floor = tl.load(floors, mask=channel < half, other=0) - 15
+    floor = floor_of(tl.load(floors, mask=channel < half, other=0))
     coded, exception = _code(bits, floor[None, :])
     tl.store(upper + place, coded.to(tl.uint8), mask=real)
     _list(bits, place, exception, places, patterns, known, room)
     low = bits & 15
     bits = tl.load(source + half, mask=real, other=0).to(tl.int32)
-    floor = tl.load(floors + half, mask=channel < half, other=0) - 15
+    floor = floor_of(tl.load(floors + half, mask=channel < half, other=0))
     coded, exception = _code(bits, floor[None, :])
     tl.store(upper + place + half, coded.to(tl.uint8), mask=real)
     _list(bits, place + half, exception, places, patterns, known, room)

@@ -14,7 +14,7 @@ WIDENED_BYTES = 4
 # Device bytes for each number of planes while they are decoded, the result included.
 PLANES_BYTES = 12
 # Planes have room for one exception of so many numbers, and for some more.
-NUMBERS_OF_AN_EXCEPTION = 1024
+NUMBERS_OF_AN_EXCEPTION = 704
 LEAST_EXCEPTIONS = 32
 # Numbers of keys and values that are coded or decoded at a time without a kernel, of one head at
 # the least: what that takes stays in a processor's cache. Bytes for each.

@@ -2,14 +2,17 @@
 
 A bfloat16 number is a sign, 8 bits of exponent and 7 of mantissa. Numbers that belong together (a
 row of a matrix, a channel of a block of keys) share a base, the greatest of their exponents. Nearly
-all of them lie within 15 powers of two of it, so 4 bits tell which one it is:
+all of them lie within 13 powers of two of it, and most of what they add up to lies in the upper two
+of these. So the upper byte tells more of those:
 
-    upper   sign; exponent above that of the floor, 1 to 15; upper 3 bits of the mantissa
-    lower   lower 4 bits of the mantissa
+    upper   sign; 8 to 95: one of the lower 11 powers of two, and 3 bits of the mantissa;
+            96 to 127: one of the upper 2, and 4 bits of it
+    lower   lower 4 bits of the mantissa, the first of which the upper byte may have told too
 
-A code of 0 is a zero, or, with all bits of the upper mantissa, an exception: too small, infinite or
-no number at all. Others code exponents to store or send bfloat16 in fewer bits (DFloat11, Zhang et
-al., 2025); here one of the parts can also be computed with alone.
+A code of 0 is a zero, and one of 7 an exception: too small, infinite or no number at all. Others
+code exponents to store or send bfloat16 in fewer bits (DFloat11, Zhang et al., 2025); here one of
+the parts can also be computed with alone. Of SmolLM2-135M's drafts .991 hold with layers read so,
+and .985 with its output matrix; with 3 bits for each of 15 powers .980 and .938 did.
 
 Bits are the numbers' own, as int16.
 """
@@ -21,12 +24,14 @@ import torch
 # Of an upper byte: the code; and what an exception has there.
 CODE, EXCEPTION = 0x78, 0x07
 _MAGNITUDE, _NOT_FINITE = 0x7FFF, 0x7F80
-# Powers of two that numbers of a base span.
-_SPAN = 15
-# Where sign, code and upper mantissa end up in 16 bits.
-_UPPER = 0x87F0 - 0x10000
-# The middle of the lower 4 bits of a mantissa.
-_MIDDLE = 8
+# The lowest power of two with a code is so many below the base.
+BELOW = 12
+# Codes below this one are of no number.
+_FIRST = 8
+# A code is the greater of two lines of what a number's magnitude is above that power, in steps of
+# the mantissa: one for each 16 of these, and one for each 8, which meet at 96.
+_SECOND_LINE = 80
+_BYTES_SIGN = 0x80
 
 
 def base_of(bits: torch.Tensor, dim: int) -> torch.Tensor:
@@ -42,14 +47,17 @@ def upper_codes(bits: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, t
     """The upper bytes, uint8, and which numbers are exceptions, bool. base: int16, as bits' shape
     broadcasts it.
     """
-    # The code where bits of an exponent are; wraps around where it does not fit 16 bits, to what is
-    # no code either.
-    magnitude = bits & _MAGNITUDE
-    magnitude -= (base - _SPAN) << 7
-    upper = magnitude >> 4
-    outside = magnitude < 1 << 7
-    outside |= magnitude >= (_SPAN + 1) << 7
-    sign = (bits >> 8) & 0x80
+    # Above the lowest power; where it does not fit 16 bits it wraps around, to what has no code.
+    above = bits & _MAGNITUDE
+    above -= (base - BELOW) << 7
+    outside = above < 0
+    outside |= above >= (BELOW + 1) << 7
+    upper = above >> 4
+    upper += _FIRST
+    above >>= 3
+    above -= _SECOND_LINE
+    upper = torch.maximum(upper, above, out=upper)
+    sign = (bits >> 8) & _BYTES_SIGN
     upper |= sign
     if outside.any():
         zero = bits & _MAGNITUDE == 0
@@ -73,22 +81,22 @@ def upper_bits(upper: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
     base: uint8, as upper's shape broadcasts it
     """
-    bits = upper.view(torch.int8).to(torch.int16) << 4
-    bits &= _UPPER
-    bits += (base.to(torch.int16) - _SPAN) << 7
+    bits, sign = _above(upper, 0, 0), _sign(upper)
+    bits += _floor(base)
     uncoded = upper & CODE == 0
     # Asking takes a CPU less than choosing, and a GPU more.
     if upper.device.type != "cpu" or uncoded.any():
-        bits = bits.where(~uncoded, (upper & 0x80).to(torch.int16) << 8)
-    return bits
+        bits = bits.where(~uncoded, 0)
+    return bits.bitwise_or_(sign)
 
 
 def middle_bits(upper: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """What the upper bytes alone tell: the lower bits are taken to be in the middle of what they
     may be, exceptions to be 0.
     """
-    bits = upper_bits(upper, base)
-    bits += _MIDDLE
+    bits, sign = _above(upper, 8, 4), _sign(upper)
+    bits += _floor(base)
+    bits |= sign
     return bits.masked_fill_(upper & CODE == 0, 0)
 
 
@@ -97,3 +105,23 @@ def add_lower(bits: torch.Tensor, lower: torch.Tensor) -> None:
     half = bits.shape[-1] // 2
     bits[..., :half] |= lower & 15
     bits[..., half:] |= lower >> 4
+
+
+def _above(upper: torch.Tensor, first: int, second: int) -> torch.Tensor:
+    """How far a coded magnitude is above that of the lowest power: int16. first, second: what is
+    added on either line.
+    """
+    above = (upper & ~_BYTES_SIGN & 0xFF).to(torch.int16)
+    other = above << 3
+    other += (_SECOND_LINE << 3) + second
+    above <<= 4
+    above += first - (_FIRST << 4)
+    return torch.minimum(above, other, out=above)
+
+
+def _sign(upper: torch.Tensor) -> torch.Tensor:
+    return (upper & _BYTES_SIGN).to(torch.int16) << 8
+
+
+def _floor(base: torch.Tensor) -> torch.Tensor:
+    return (base.to(torch.int16) - BELOW) << 7

@@ -16,10 +16,17 @@ _LISTED = 16
 
 
 @triton.jit
+def floor_of(base):
+    """The lowest power of two that has a code (`plane_codes`)."""
+    return base.to(tl.int32) - 12
+
+
+@triton.jit
 def number_bits(upper, lower, floor):
     """The bits of numbers that are no exceptions."""
-    bits = ((upper & 0x80) << 8) | ((upper & 0x7F) << 4)
-    return tl.where((upper & 0x78) == 0, (upper & 0x80) << 8, (bits + (floor << 7)) | lower)
+    code, sign = upper & 0x7F, (upper & 0x80) << 8
+    above = tl.minimum((code << 4) - 128, (code << 3) + 640) + (floor << 7)
+    return tl.where(code < 8, sign, above | lower | sign)
 
 
 @triton.jit
@@ -31,7 +38,7 @@ def _planes_kernel(
     half = columns // 2
     column = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
     real = column < half
-    floor = tl.load(base + row).to(tl.int32) - 15
+    floor = floor_of(tl.load(base + row))
     low = tl.load(lower + row * half + column, mask=real, other=0).to(tl.int32)
     first = tl.load(upper + row * columns + column, mask=real, other=0).to(tl.int32)
     second = tl.load(upper + row * columns + half + column, mask=real, other=0).to(tl.int32)
@@ -79,7 +86,7 @@ def _planes_matmul_kernel(
     half = depth // 2
     # What is behind the last column reads the last again, and is not stored.
     source = tl.minimum(column, columns - 1)
-    floor = (tl.load(base + source).to(tl.int32) - 15)[:, None]
+    floor = floor_of(tl.load(base + source))[:, None]
     high = upper + source[:, None].to(tl.int64) * depth + step[None, :]
     low = lower + source[:, None].to(tl.int64) * half + step[None, :]
     left = x + row[:, None].to(tl.int64) * x_row + step[None, :]

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .planes_triton import floor_of
 from .slices import tile_rows
 from .upper import UpperWeight
 
@@ -23,7 +24,7 @@ def _upper_kernel(
     # What is behind the last column reads the last again, and is not stored.
     source = tl.minimum(column, columns - 1)
     if HAS_BASE:
-        floor = ((tl.load(base + source).to(tl.int32) - 15) << 7)[:, None]
+        floor = (floor_of(tl.load(base + source)) << 7)[:, None]
     weight = upper + source[:, None].to(tl.int64) * depth + step[None, :]
     left = x + row[:, None].to(tl.int64) * x_row + step[None, :]
     item = x.dtype.element_ty
@@ -32,8 +33,10 @@ def _upper_kernel(
         real = step + start < depth
         coded = tl.load(weight + start, mask=real[None, :], other=0).to(tl.int32)
         if HAS_BASE:
-            bits = (((coded & 0x80) << 8) | ((coded & 0x7F) << 4)) + 8 + floor
-            bits = tl.where((coded & 0x78) == 0, 0, bits)
+            # In the middle of what the lower bits may be.
+            code = coded & 0x7F
+            above = tl.minimum((code << 4) - 120, (code << 3) + 644) + floor
+            bits = tl.where(code < 8, 0, above | ((coded & 0x80) << 8))
             number = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
         else:
             nothing = ((coded & 0x7F) == 0) | ((coded & 0x7C) == 0x7C)

@@ -84,7 +84,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default=AUTO,
         choices=WEIGHTS,
         help="of a quantised model: stored as they are, which is auto, or dense in --dtype; of one "
-        "in bfloat16: planes of 12 bits a number, or dense (auto: the faster, of KV too)",
+        "in bfloat16 or float16: planes, 12 bits a number of the first, or dense (auto: the "
+        "faster, of KV too)",
     )
     add(
         "--kv",

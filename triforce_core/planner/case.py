@@ -163,7 +163,9 @@ class Case:
             kinds.append((instead, self.substitute_costs))
         rounded = self.rounds_kv(plan)
         layers = sum(n * costs.resident_layer(tokens, keys, rounded=rounded) for n, costs in kinds)
-        head = self.upper_head_costs if self._reads_upper(plan) else self.costs
+        # Of float16 the head is read exactly (`Model.with_upper_head`).
+        reads_upper = self._reads_upper(plan) and self.dtype.name == "bfloat16"
+        head = self.upper_head_costs if reads_upper else self.costs
         return layers + head.head(tokens, recorded=True)
 
     def check(self) -> None:

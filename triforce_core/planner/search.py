@@ -34,14 +34,14 @@ def choose(case: Case) -> Candidate:
 
 
 def _ways(case: Case) -> list[Case]:
-    """The case with what is auto kept in each way that may be the fastest: in bfloat16, in planes;
+    """The case with what is auto kept in each way that may be the fastest: in 16 bits, in planes;
     and dense if it is quantised, on the emulated device, where decoding takes longer than reading.
     """
     ways = [case]
     if "weights" in case.auto:
         if case.pieces and case.hardware.emulated:
             ways.append(replace(case, pieces=None))
-        elif not case.pieces and case.dtype.name == "bfloat16":
+        elif not case.pieces and case.dtype.name in ("bfloat16", "float16"):
             ways.append(replace(case, planes=True))
     if "kv" in case.auto and case.dtype.name == "bfloat16":
         ways += [replace(each, kv_planes=True) for each in ways]
