@@ -61,6 +61,12 @@ READINGS = {
         {"weights": "planes", "draft_weights": "planes", "kv": "planes"}, 8, upper_kv=True
     ),
     "KV in 8 bits": Reading({"weights": "dense", "draft_kv": "int8"}, 8),
+    "weights by upper planes, KV in 8 bits": Reading(
+        {"weights": "planes", "draft_weights": "planes", "draft_kv": "int8"}, 8
+    ),
+    "float16, weights by upper bytes": Reading(
+        {"dtype": "float16", "weights": "planes", "draft_weights": "planes"}, 8
+    ),
     "float32, KV in 8 bits": Reading({"dtype": "float32", "draft_kv": "int8"}, 8),
     "KV exactly, half of the text": Reading({"weights": "dense", "kv": "planes"}, 16, share=0.5),
 }
