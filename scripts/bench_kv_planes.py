@@ -1,13 +1,15 @@
 """Seconds per token over an EMULATED link with KV in planes and with dense KV, in one memory.
 
 SmolLM2-135M in bfloat16, its weights on the device, after 6,000 tokens of the manual. The device
-has room for half of the dense KV; the link is paced so that a pass without drafts over dense KV
-takes 100 times a step of the retrieval model over one token. Blocks in planes take three quarters
-of the bytes, so more of them stay as well.
+has room for a share of the dense KV, half of it by default; the link is paced so that a pass
+without drafts over dense KV takes 100 times a step of the retrieval model over one token. Blocks in
+planes take three quarters of the bytes, so more of them stay as well: the larger the share, the
+more it matters.
 
     python scripts/bench_kv_planes.py [--prompts 6] [--new-tokens 384]
+    python scripts/bench_kv_planes.py --share 0.667 --prompts 3 --result bench_kv_planes_two_thirds
 
-Prints a table and writes benchmarks/results/bench_kv_planes.json.
+Prints a table and writes benchmarks/results/RESULT.json.
 """
 
 from __future__ import annotations
@@ -29,10 +31,7 @@ from offload.placement import Placement, device_bytes
 from triforce_core import Engine
 from triforce_core.model.tokenizer import load_tokenizer
 
-RESULT = "bench_kv_planes"
 RATIO = 100
-# The share of the dense KV that the device has room for, as a divisor.
-RESIDENT = 2
 # Without drafts a token is a pass, and all passes take the same time.
 PLAIN_TOKENS = 4
 
@@ -43,6 +42,10 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=384)
     parser.add_argument("--prompts", type=int, default=6)
     parser.add_argument("--budget", type=int, default=1024, help="of the retrieval cache")
+    parser.add_argument(
+        "--share", type=float, default=0.5, help="of the dense KV that the device has room for"
+    )
+    parser.add_argument("--result", default="bench_kv_planes")
     args = parser.parse_args()
     bench = PlanesBench(args)
     step_seconds, pass_bytes = bench.calibrate()
@@ -50,6 +53,7 @@ def main() -> None:
     record: dict[str, Any] = {
         **workload(args, "bfloat16"),
         "new_tokens": args.new_tokens,
+        "share": args.share,
         "device_memory_bytes": bench.device_bytes,
         "retrieval_step_seconds": step_seconds,
         "dense_bytes_per_pass": pass_bytes,
@@ -65,7 +69,7 @@ def main() -> None:
     ):
         row = bench.measure(bandwidth, new_tokens, **options)
         record["methods"][name] = row
-        path = write_result(RESULT, record)
+        path = write_result(args.result, record)
         print(f"{name}: {row['seconds_per_token']:.3f} s/token", flush=True)
     own = record["methods"]["triforce, planes"]["seconds_per_token"]
     record["ratios"] = {
@@ -73,7 +77,7 @@ def main() -> None:
         for name, row in record["methods"].items()
         if name != "triforce, planes"
     }
-    path = write_result(RESULT, record)
+    path = write_result(args.result, record)
     show(record)
     print(f"written to {os.path.relpath(path)}")
 
@@ -88,13 +92,13 @@ class PlanesBench:
         self._context = args.tokens + args.new_tokens
         with self._engine(None, method="triforce", kv="dense") as engine:
             demand = engine.runtime.demand
-        dense = Placement((), True, demand.kv_blocks // RESIDENT, 0, 3, 2)
+        dense = Placement((), True, int(demand.kv_blocks * args.share), 0, 3, 2)
         self.device_bytes = device_bytes(demand, dense)
         with self._engine(None, method="triforce", kv="planes") as engine:
             demand = engine.runtime.demand
         planes = replace(dense, resident_kv_blocks=0)
-        spare = self.device_bytes - device_bytes(demand, planes)
-        planes = replace(planes, resident_kv_blocks=spare // demand.kv.block_bytes)
+        spare = (self.device_bytes - device_bytes(demand, planes)) // demand.kv.block_bytes
+        planes = replace(planes, resident_kv_blocks=min(spare, demand.kv_blocks))
         self._placements = {"dense": dense, "planes": planes}
 
     def calibrate(self) -> tuple[float, float]:

@@ -13,6 +13,7 @@ import time
 import pytest
 from command import GREEDY, heed_signals, run, wait_until_heeded
 
+from offload.link.emulated import EmulatedLink
 from triforce_core.cli.output import TextOutput
 from triforce_core.cli.signals import Stop
 
@@ -53,6 +54,37 @@ def test_a_signal_keeps_text_and_stats(speaking, tmp_path, number: signal.Signal
     assert 0 < written["new_tokens"] < 60
     assert "interrupted" in err
     assert "Traceback" not in err
+
+
+def test_a_link_that_fails_keeps_text_and_stats(capsys, monkeypatch, speaking, tmp_path) -> None:
+    """F2, F3: what was said until then, the figures of it, one sentence and its exit code."""
+    prompt, stats = "Hello there, this is a text of some length. " * 8, tmp_path / "stats.json"
+    options = ("--prompt", prompt, "--max-new-tokens", 60, *GREEDY, "--device", "cpu")
+    options += ("--device-memory", "2050KiB", "--stats", stats)
+    original, copies, failing = EmulatedLink.to_device, 0, 0
+
+    def to_device(link: EmulatedLink, *copy: object) -> object:
+        nonlocal copies
+        copies += 1
+        event = original(link, *copy)
+        if copies == failing:
+            link.wait(event)
+            event.error = OSError("planted")
+        return event
+
+    monkeypatch.setattr(EmulatedLink, "to_device", to_device)
+    assert run(capsys, "generate", speaking, *options)[0] == 0
+    whole = json.loads(stats.read_text())
+    failing, copies = 2 * copies // 3, 0
+    code, out, err = run(capsys, "generate", speaking, *options)
+    assert code == 1
+    assert "planted" in err
+    kept = json.loads(stats.read_text())
+    assert kept["finish_reason"] == "error"
+    assert "planted" in kept["error"]
+    assert 0 < kept["new_tokens"] < 60
+    assert out.rstrip("\n") == kept["text"].rstrip("\n")
+    assert whole["text"].startswith(kept["text"])
 
 
 def test_a_second_interrupt_exits_at_once(speaking) -> None:
