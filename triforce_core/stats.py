@@ -88,7 +88,8 @@ def request_stats(
             "draft": tally.draft_seconds,
             "verify": tally.verify_seconds,
         },
-        "seconds_per_token": clock.decode / passed if made else None,
+        # Of a run that fails the last pass may have been made for nothing.
+        "seconds_per_token": clock.decode / passed if made and passed else None,
         "passes": made,
         "tokens_per_pass": passed / made if made else None,
         "link": {

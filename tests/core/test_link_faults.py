@@ -45,6 +45,8 @@ class FaultyLink(EmulatedLink):
         self.copies += 1
         if self.copies != self.at:
             return copy(target, source, after)
+        if self._fault == "refuse":
+            raise LinkError("planted")
         if self._fault == "stall":
             return copy(target, source, (*after, self._never))
         event = copy(target, source, after)
@@ -83,18 +85,20 @@ def faulty(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("placement", "method", "every"),
+    ("fault", "placement", "method", "every"),
     [
-        ("both", "autoregressive", 1),
-        ("both-one-slot", "speculative", 3),
-        ("kv", "triforce", 2),
+        ("fail", "both", "autoregressive", 1),
+        # A pass's token is kept by then, and nobody has it.
+        ("refuse", "both", "autoregressive", 1),
+        ("fail", "both-one-slot", "speculative", 3),
+        ("fail", "kv", "triforce", 2),
     ],
 )
 def test_whichever_copy_fails_the_request_ends_and_the_next_is_right(
-    faulty, placement: str, method: str, every: int
+    faulty, fault: str, placement: str, method: str, every: int
 ) -> None:
     """F2: the k-th copy, for every k of the prefill and of the first passes."""
-    engine, link = faulty("fail", placement, method)
+    engine, link = faulty(fault, placement, method)
     memory = engine.runtime.memory
     before = memory.available_bytes
     link.count_from_here()
