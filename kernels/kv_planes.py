@@ -42,10 +42,11 @@ class KVPlanes:
         return heads, tokens, head_dim
 
 
-def encode_block(keys_values: torch.Tensor, into: KVPlanes) -> bool:
-    """Codes a block, [heads, tokens, head_dim] bfloat16. Waits for the device.
+def encode_block(keys_values: torch.Tensor, into: KVPlanes) -> torch.Tensor:
+    """Codes a block, [heads, tokens, head_dim] bfloat16.
 
-    Returns whether its exceptions have room; if not, `into` holds nothing. Raises ValueError.
+    Returns whether its exceptions have room, a bool on the device; if not, `into` holds nothing.
+    Raises ValueError.
     """
     _require("encode_block", into, keys_values)
     into.places.zero_()
@@ -89,7 +90,7 @@ def decode_chunks(
     return bits.view(torch.bfloat16)
 
 
-def reference_encode(keys_values: torch.Tensor, into: KVPlanes) -> bool:
+def reference_encode(keys_values: torch.Tensor, into: KVPlanes) -> torch.Tensor:
     known = 0
     for first, part in _slices(into):
         bits = keys_values[part].contiguous().view(torch.int16)
@@ -100,11 +101,11 @@ def reference_encode(keys_values: torch.Tensor, into: KVPlanes) -> bool:
         found = outside.flatten().nonzero().squeeze(1)
         end = known + len(found)
         if end > len(into.places):
-            return False
+            return torch.tensor(False)
         into.places[known:end] = found + first * bits[0].numel()
         into.patterns[known:end] = bits.flatten()[found]
         known = end
-    return True
+    return torch.tensor(True)
 
 
 def reference_decode(planes: KVPlanes, into: torch.Tensor) -> None:

@@ -110,7 +110,7 @@ def _encode_kernel(
     tl.store(lower + row * half + channel[None, :], low.to(tl.uint8), mask=real)
 
 
-def encode(keys_values: torch.Tensor, into: KVPlanes) -> bool:
+def encode(keys_values: torch.Tensor, into: KVPlanes) -> torch.Tensor:
     """`kv_planes.encode_block`."""
     heads, tokens, head_dim = into.shape
     bits, half = keys_values.view(torch.int16), head_dim // 2
@@ -127,7 +127,7 @@ def encode(keys_values: torch.Tensor, into: KVPlanes) -> bool:
         bits, into.upper, into.lower, base, into.places, into.patterns, known, *strides, tokens,
         half, len(into.places), TOKENS=_TOKENS, HALF=triton.next_power_of_2(half),
     )  # fmt: skip
-    return int(known) <= len(into.places)
+    return known[0] <= len(into.places)
 
 
 def decode(planes: KVPlanes, into: torch.Tensor) -> None:

@@ -142,6 +142,10 @@ class StreamedWeights:
         self._trace = trace
         self._views: dict[tuple[int, int], Views] = {}
 
+    def forget(self) -> None:
+        """Lets go of the slots that layers came through."""
+        self._views.clear()
+
     @contextmanager
     def layer(self, index: int) -> Iterator[Views]:
         """Weights.layer. Raises LinkError."""

@@ -67,7 +67,7 @@ class LayerSource:
         self._layouts = layouts
         self._substitutes = substitutes
         self._report = report
-        self._no_planes: list[NoPlanesError] = []
+        self._no_planes: dict[int, NoPlanesError] = {}
         self._all_loaded = False
         # No more than one layer that has no place on the host is there at a time.
         self._reading = threading.Lock()
@@ -83,10 +83,14 @@ class LayerSource:
             except NoPlanesError as error:
                 if self._all_loaded:
                     raise
-                self._no_planes.append(error)
+                self._no_planes[layer] = error
 
     def loaded(self, layer: int, views: Views | None) -> None:
         """Makes what stands in for a layer that has its place; in a file, if it has no views."""
+        if layer in self._no_planes:
+            # What is in its place is no layer, and no copy of it may be kept.
+            self._report()
+            return
         substitutes = self._substitutes
         with torch.inference_mode(), self._memory.current():
             if substitutes and layer in substitutes.views and not substitutes.restore(layer):
@@ -99,7 +103,7 @@ class LayerSource:
         for: what is in their places is of no use.
         """
         self._all_loaded = True
-        if errors := self._no_planes:
+        if errors := list(self._no_planes.values()):
             names = frozenset().union(*(error.names for error in errors))
             raise NoPlanesError(errors[0].path, names)
 

@@ -145,11 +145,18 @@ def _load(
         wanted = replace(wanted, layouts=layouts)
         memory = DeviceMemory(device, limit, wanted.stored_bytes)
         stack.callback(memory.close)
-        wanted = with_planes_unasked(config, wanted, device, memory.available_bytes, without_planes)
-        layouts = wanted.weights
+        asked = wanted.layouts
+        wanted = with_planes_unasked(
+            config,
+            wanted,
+            device,
+            memory.available_bytes,
+            without_planes,
+            alone=ranks.count == 1,
+        )
         # Decoding without a kernel brings small tables from the host, which no graph can hold.
-        fused = backend(device.type) == TRITON or not layouts.in_planes
-        fused = fused and all(has_kernel(kind, device) for kind in layouts.block_types)
+        fused = backend(device.type) == TRITON or not wanted.weights.in_planes
+        fused = fused and all(has_kernel(kind, device) for kind in wanted.weights.block_types)
         graphs = wanted.graphs and fused
         wanted = replace(wanted, graphs=graphs)
 
@@ -167,6 +174,11 @@ def _load(
             return fitted, placement
 
         fitted, placement = fitting(None)
+        if placement.file_layers and wanted.layouts is not asked:
+            # Layers that are read from files would be coded in each pass.
+            wanted = replace(wanted, layouts=asked)
+            fitted, placement = fitting(None)
+        layouts = wanted.weights
         if (budget := ranks.least(fitted.budget)) != fitted.budget:
             fitted, placement = fitting(budget)
         demand = fitted.demand

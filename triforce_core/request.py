@@ -77,12 +77,14 @@ class Request:
         is raised behind the completion of what there is.
         """
         while not self.reason:
+            pieces: list[Piece] = []
             try:
                 with self._models.runtime.memory.typed_errors():
                     pieces = self.step()
                     if not self.reason:
                         self.begin()
             except TriforceError as error:
+                yield from pieces
                 yield from self._failed(error)
                 raise
             yield from pieces

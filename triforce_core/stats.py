@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from math import prod
 from typing import Any
@@ -40,11 +41,14 @@ class Clock:
         self.decode, self.decode_link = self._phase()
 
     def fail(self) -> None:
-        """Ends decoding in the middle of a pass. A device that hangs does not say what came."""
-        try:
-            self.end_decode()
-        except LinkError:
-            self.decode = time.perf_counter() - self._began
+        """Ends what is under way. A device that hangs, or failed, does not say what came."""
+        seconds, carried = time.perf_counter() - self._began, LinkCounters()
+        with suppress(LinkError, RuntimeError):
+            carried = self._link.counters() - self._before
+        if self.prefill:
+            self.decode, self.decode_link = seconds, carried
+        else:
+            self.prefill, self.prefill_link = seconds, carried
 
     def _phase(self) -> tuple[float, LinkCounters]:
         """Seconds and bytes of the phase that ends here. The next begins."""
@@ -189,6 +193,13 @@ def rank_stats(runtime: Runtime, context: Context) -> dict[str, Any]:
     }
 
 
+def _told(ask: Callable[[], float | None]) -> float | None:
+    """What a device counted; None of one that hangs or failed."""
+    with suppress(LinkError, RuntimeError):
+        return ask()
+    return None
+
+
 def drafting_stats(
     models: Models, tallies: Tallies, cache: RetrievalCache | None
 ) -> dict[str, Any]:
@@ -213,8 +224,8 @@ def drafting_stats(
             "budget_tokens": cache.budget,
             "chunk_size": method.chunk_size,
             "policy": method.retrieval,
-            "churn": cache.churn,
-            "bytes_read_in_place": cache.bytes_read_in_place,
+            "churn": _told(lambda: cache.churn),
+            "bytes_read_in_place": _told(lambda: cache.bytes_read_in_place),
             "steps": inner.rounds,
             "reads_upper_planes": models.reads_upper
             or bool(models.runtime.placement.halved_layers),

@@ -91,21 +91,31 @@ def with_planes_unasked(
     device: torch.device,
     available: int,
     without_planes: Collection[str] = (),
+    *,
+    alone: bool = True,
 ) -> Wanted:
     """With weights, and KV then, in planes where these are `auto` and of bfloat16, and a GPU would
     otherwise let some of either stream. wanted: with the layouts chosen so far. available: bytes of
-    the device.
+    the device. alone: whether the model is one rank's; weights that several share are refused if
+    planes have no room for them, and so are in planes only where that was asked for.
     """
     kernels = device.type == "cuda" and backend(device.type) == TRITON
     # A CPU takes longer to decode a block than its own link to bring a dense one.
     if not kernels or wanted.dtype != torch.bfloat16 or not _streams(config, wanted, available):
         return wanted
-    if config.weights == AUTO and not wanted.weights.decoded_numbers:
+    if alone and config.weights == AUTO and not wanted.weights.decoded_numbers:
         layouts = plane_layouts(wanted.config, wanted.dtype, without_planes)
         wanted = replace(wanted, layouts=layouts)
-    if config.kv == AUTO and _streams(config, wanted, available):
+    if config.kv == AUTO and _lets_kv_stream(config, wanted, available):
         wanted = replace(wanted, kv_in_planes=True)
     return wanted
+
+
+def _lets_kv_stream(config: EngineConfig, wanted: Wanted, available: int) -> bool:
+    """Whether KV may stream: a placement that was asked for must have slots for it."""
+    if config.placement is not None:
+        return config.placement.resident_kv_blocks < wanted.demand(0).kv_blocks
+    return _streams(config, wanted, available)
 
 
 def _streams(config: EngineConfig, wanted: Wanted, available: int) -> bool:

@@ -8,6 +8,7 @@ import torch
 from triforce_kernels.kv_planes import KVPlanes, decode_block, decode_chunks, encode_block
 
 from offload.kv.shape import KVShape
+from offload.link.waiting import number
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 
@@ -72,7 +73,7 @@ class PlaneBlocks:
         self._decoded = DenseBlocks(shape).read(scratch)
 
     def write(self, buffer: torch.Tensor, keys_values: torch.Tensor) -> bool:
-        return encode_block(keys_values.flatten(0, 1), self._planes(buffer))
+        return bool(number(encode_block(keys_values.flatten(0, 1), self._planes(buffer))))
 
     def read(self, buffer: torch.Tensor) -> torch.Tensor:
         decode_block(self._planes(buffer), self._decoded.flatten(0, 1))

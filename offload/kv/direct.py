@@ -15,6 +15,7 @@ from offload.kv.gather import ChunkReader, Reader
 from offload.kv.store import KVStore
 from offload.link.cuda import reads_host_memory
 from offload.link.link import Link
+from offload.link.waiting import number
 from offload.memory.device import put
 from offload.memory.host import HostMemory
 
@@ -50,7 +51,7 @@ class DirectReader:
 
     @property
     def bytes_read(self) -> int:
-        return int(self._read)
+        return number(self._read)
 
     def copy(self, moves: torch.Tensor, target: torch.Tensor, first: int = 0) -> None:
         """Reader.copy."""

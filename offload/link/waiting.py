@@ -86,3 +86,8 @@ def come(tensor: torch.Tensor) -> torch.Tensor:
         event.record(torch.cuda.current_stream(tensor.device))
         patience(tensor.device).wait(event)
     return tensor
+
+
+def number(counted: torch.Tensor | int) -> int:
+    """What a device may have counted, here. Raises LinkError."""
+    return int(come(counted)) if isinstance(counted, torch.Tensor) else counted

@@ -280,10 +280,14 @@ class HostBlocks:
 
     def make_room(self, blocks: int) -> None:
         """Makes sure that so many more can be taken than were reserved. Raises DoesNotFitError."""
-        self._reserved += blocks
         check_available(max(0, blocks - len(self._free)) * self._block_bytes, "host memory for KV")
-        while len(self._free) < blocks:
-            self._make()
+        reserved, self._reserved = self._reserved, self._reserved + blocks
+        try:
+            while len(self._free) < blocks:
+                self._make()
+        except BaseException:
+            self._reserved = reserved
+            raise
 
     def take(self) -> torch.Tensor:
         """A flat uint8 block, its contents unspecified. Raises DoesNotFitError."""

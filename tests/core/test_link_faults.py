@@ -13,6 +13,7 @@ from offload.link.emulated import EmulatedLink, _Event
 from offload.memory import host
 from offload.memory.host import HostMemory
 from triforce_core import Engine, SamplingParams
+from triforce_core.cli.report import print_run
 
 PROMPT = random_ids(60)
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
@@ -119,6 +120,7 @@ def test_whichever_copy_fails_the_request_ends_and_the_next_is_right(
             assert (stream.result.finish_reason, stats["finish_reason"]) == ("error", "error")
             assert "planted" in stats["error"]
             assert stats["seconds"]["decode"] >= 0
+            print_run(stats)
             most_kept = max(most_kept, len(kept))
         if at % 12 == 1:
             link.count_from_here()

@@ -58,8 +58,15 @@ def test_a_placement_that_was_asked_for_is_asked() -> None:
     assert chosen(8 * GIB, placement=everything) == (False, False)
     some_kv = Placement((), True, 10, 0, 2, 1)
     assert chosen(60 * GIB, placement=some_kv) == (True, True)
+    # One without slots for KV.
     a_layer = Placement((3,), True, 10**6, 2, 0, 0)
-    assert chosen(60 * GIB, placement=a_layer, kv="dense") == (True, False)
+    assert chosen(60 * GIB, placement=a_layer) == (True, False)
+
+
+def test_weights_that_ranks_share_stay_dense() -> None:
+    """Unasked: if one rank has a matrix without room for its exceptions, all would be refused."""
+    made = with_planes_unasked(EngineConfig(), LLAMA, GPU, 22 * GIB, alone=False)
+    assert (made.weights.in_planes, made.kv_in_planes) == (False, True)
 
 
 def test_other_numbers_devices_and_backends_have_none(monkeypatch) -> None:

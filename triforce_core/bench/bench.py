@@ -206,9 +206,7 @@ class Bench:
         instead = placement.substituted_layers
         exact = set(range(demand.layers)) - set(instead)
         upper = exact if self.models.reads_upper else placement.halved_layers
-        # Of a head in planes 8 bits of 12.
-        head = demand.head_bytes * 2 // 3 if self.models.reads_upper else demand.head_bytes
-        read = sum(demand.layer_bytes[layer] for layer in exact) + head
+        read = sum(demand.layer_bytes[layer] for layer in exact) + demand.head_bytes
         read -= sum(demand.lower_bytes[layer] for layer in upper)
         read += len(instead) * demand.substitute_bytes
         kept = demand.kv.token_bytes * demand.layers * cache.kv.end

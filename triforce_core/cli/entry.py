@@ -16,9 +16,12 @@ def main() -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from triforce_core.cli.main import main
 
-    code = main()
-    waiting = sys.modules.get("offload.link.waiting")
-    if waiting and waiting.hangs():
-        # The driver, asked to let go of the device, would wait for it.
-        leave_with(code)
+    code = 1
+    try:
+        code = main()
+    finally:
+        waiting = sys.modules.get("offload.link.waiting")
+        if waiting and waiting.hangs():
+            # The driver, asked to let go of the device, would wait for it.
+            leave_with(code)
     return code

@@ -78,8 +78,7 @@ def print_run(stats: dict[str, Any]) -> None:
         f"({stats['prompt_tokens']} tokens), decode {seconds['decode']:.2f} "
         f"({stats['new_tokens']} tokens, {stats['finish_reason']})",
     )
-    if stats["passes"]:
-        per_token = stats["seconds_per_token"]
+    if per_token := stats["seconds_per_token"]:
         add(
             "decode",
             f"{1 / per_token:.2f} tokens/s, {per_token:.4f} s/token, "

@@ -40,7 +40,7 @@ def retrieval_level(
     cache = retrieval_cache(models, passes.kv, scores)
     resources.callback(cache.close)
     level = ResidentModel(
-        models.target.with_upper_head() if models.reads_upper else models.target,
+        models.target,
         ResidentWeights(runtime.weights, models.substitutes, upper=models.reads_upper),
         cache.kv,
         models.recorder,

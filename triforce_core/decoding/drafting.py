@@ -110,9 +110,20 @@ class Drafting:
         )
         return True
 
-    def give_up_slots(self) -> bool:
-        """See `Runtime.give_up_slots`."""
+    def give_up_slots(self, context: Context) -> bool:
+        """See `Runtime.give_up_slots`. context: the only one that there is"""
+        context.passes.weights.forget()
         return self._models.runtime.give_up_slots()
+
+    def give_up_recorded(self, context: Context) -> bool:
+        """Lets go of all recorded forwards, and of their pool; no more are recorded. Says whether
+        there were any.
+        """
+        recorded = [context.level, context.drafter]
+        given = [it.give_up_recorded() for it in recorded if it is not None]
+        self._models.recorder = None
+        self._models.runtime.memory.trim()
+        return any(given)
 
     def give_up(self, context: Context) -> str | None:
         """Drops the highest level that takes device memory, for good, and names it; None if there

@@ -70,6 +70,9 @@ class Drafter(Protocol):
     def roll_back(self, tokens: int) -> None:
         """Only the first `tokens` tokens of the text hold from now on."""
 
+    def give_up_recorded(self) -> bool:
+        """Lets go of recorded forwards, and records no more; says whether there were any."""
+
     def close(self) -> None:
         """Gives its memory back."""
 
@@ -218,6 +221,9 @@ class Nothing:
 
     def roll_back(self, tokens: int) -> None:
         pass
+
+    def give_up_recorded(self) -> bool:
+        return False
 
     def close(self) -> None:
         pass

@@ -10,6 +10,7 @@ from offload.kv.gather import Reader
 from offload.kv.rounded import RoundedKV
 from offload.kv.scores import ChunkScores, Score
 from offload.kv.store import KVStore
+from offload.link.waiting import number
 from offload.memory.device import DeviceMemory
 from triforce_core.sizing.drafting import chosen_bytes, own_tokens
 
@@ -97,13 +98,13 @@ class RetrievalCache:
     @property
     def churn(self) -> float | None:
         """Share of the chosen chunks that had to be moved, over all refreshes of a request but its
-        first. Asking waits for the device.
+        first. Asking waits for the device. Raises LinkError.
         """
-        return int(self._moved) / self._chosen if self._chosen else None
+        return number(self._moved) / self._chosen if self._chosen else None
 
     @property
     def bytes_read_in_place(self) -> int:
-        """Bytes of chunks that the device read from host memory itself."""
+        """Bytes of chunks that the device read from host memory itself. Raises LinkError."""
         return self._reader.bytes_read - self._read_before
 
     def expect(self, tokens: int) -> None:

@@ -25,8 +25,8 @@ def shrinking(
 ) -> _Given:
     """What `run` gives: a step of a decoder, or the reading of a prompt, that leaves no trace but
     the KV of passes if the device has no memory for it. It is run again then, each time with less:
-    in the order of what it costs: KV that is lent memory, slots, KV that stays on the device, what
-    was recorded of the retrieval model, that model, the drafter. The law of a text is what it was,
+    in the order of what it costs: KV that is lent memory, slots, KV that stays on the device,
+    recorded forwards, the retrieval model, the drafter. The law of a text is what it was,
     and that of greedy decoding the same text.
 
     kept: tokens whose KV holds before. dropped: called when a level was dropped, for good: a
@@ -47,12 +47,12 @@ def shrinking(
         context.passes.end()
         if context.passes.give_up_lent():
             given = "KV that lay in lent memory streams"
-        elif drafting.give_up_slots():
+        elif drafting.give_up_slots(context):
             given = "copies run less far ahead"
         elif context.passes.give_up_resident():
             given = "all KV streams"
-        elif context.level and context.level.give_up_recorded():
-            given = "the retrieval model is launched kernel by kernel"
+        elif drafting.give_up_recorded(context):
+            given = "what drafts is launched kernel by kernel"
         elif level := drafting.give_up(context):
             given = f"the level {level!r} is dropped"
             dropped()

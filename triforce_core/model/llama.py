@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from triforce_kernels.layer import rms_norm, swiglu
-from triforce_kernels.linear import PlaneWeight, Weight, linear, lookup
-from triforce_kernels.upper import UpperWeight
+from triforce_kernels.linear import Weight, linear, lookup
 
 from offload.feed import Cache, Feed
 from offload.layouts import Views
@@ -57,17 +56,6 @@ class Model:
         self.device = device
         self._ends = ends
         self._ranks = ranks or Alone()
-
-    def with_upper_head(self) -> Model:
-        """The same, whose logits come of the upper planes of its output matrix, if that has any.
-        Those of float16 have too few bits for it: SmolLM2-135M accepts .897 of what it drafts with
-        all of its matrices read so, and .957 with its layers alone.
-        """
-        head = self._ends.head
-        if not isinstance(head, PlaneWeight):
-            return self
-        ends = replace(self._ends, head=UpperWeight.of(head))
-        return Model(self.config, ends, self.rope, self.device, self._ranks)
 
     @property
     def recordable(self) -> bool:

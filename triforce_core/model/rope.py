@@ -9,6 +9,7 @@ import torch
 from triforce_kernels.layer import rotate
 
 from offload.errors import CheckpointError
+from offload.link.waiting import come
 from triforce_core.model.config import ModelConfig
 
 
@@ -61,7 +62,7 @@ class Rope:
         """Inverse frequencies, [head_dim / 2], or [rows, head_dim / 2] where rows differ."""
         if not self.depends_on_length:
             return self._inverse
-        known = positions.tolist()
+        known = come(positions).tolist()
         if max(known) < self._unscaled:
             return self._inverse
         lengths = [max(known) + 1] if known[0] == 0 else [place + 1 for place in known]

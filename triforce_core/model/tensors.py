@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from triforce_kernels.block_types import BlockType
@@ -198,10 +198,6 @@ class MatrixBytes:
         """With the upper planes of layers alone, and the same head."""
         sizes = {name: _upper_bytes(stored) for name, stored in layer.formats.items()}
         return MatrixBytes(sizes["qkv"], sum(sizes.values()) - sizes["qkv"], self.head, True)
-
-    def with_upper_head(self, layout: FlatLayout) -> MatrixBytes:
-        """With the upper planes of the output matrix alone, and the same layers."""
-        return replace(self, head=_upper_bytes(layout.formats["head"]))
 
 
 def _upper_bytes(stored: Format) -> int:

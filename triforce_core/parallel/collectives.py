@@ -65,7 +65,7 @@ class Collectives:
         rows, most = part.shape[0], max(widths)
         home = part.device
         if self._through_host:
-            part = part.cpu()
+            part = come(part).cpu()
         if part.shape[1] < most:
             part = torch.nn.functional.pad(part, (0, most - part.shape[1]))
         if self._rank:

@@ -28,8 +28,9 @@ MODEL_ACCEPTANCE = 0.5
 # any of their size.
 SUBSTITUTE_ACCEPTANCE = 0.95
 # And this share with all layers read by their upper planes, 8 bits a number. SmolLM2-135M in
-# bfloat16: .946 where exact weights have .968 (scripts/bench_planes.py).
-PLANES_ACCEPTANCE = 0.98
+# float32, teacher-forced over 256 tokens: .991 after 2,000 tokens, .975 after 6,000. With its
+# output matrix read so too .985 and .950, so that is not done.
+PLANES_ACCEPTANCE = 0.983
 # Of float16 the upper byte has two bits of mantissa.
 HALVES_ACCEPTANCE = 0.957
 # And this share with a retrieval cache in 8 bits. SmolLM2-135M in float32, with all of a text in

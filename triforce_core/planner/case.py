@@ -104,11 +104,6 @@ class Case:
         """Of a model whose layers are read by their upper planes."""
         return replace(self.costs, stored=self.costs.matrices.with_upper(self.layouts.layers[0]))
 
-    @cached_property
-    def upper_head_costs(self) -> Costs:
-        """Of a model whose output matrix is."""
-        return replace(self.costs, stored=self.costs.matrices.with_upper_head(self.layouts.head))
-
     @property
     def length(self) -> int:
         """Tokens in the cache half way through decoding."""
@@ -163,10 +158,7 @@ class Case:
             kinds.append((instead, self.substitute_costs))
         rounded = self.rounds_kv(plan)
         layers = sum(n * costs.resident_layer(tokens, keys, rounded=rounded) for n, costs in kinds)
-        # Of float16 the head is read exactly (`Model.with_upper_head`).
-        reads_upper = self._reads_upper(plan) and self.dtype.name == "bfloat16"
-        head = self.upper_head_costs if reads_upper else self.costs
-        return layers + head.head(tokens, recorded=True)
+        return layers + self.costs.head(tokens, recorded=True)
 
     def check(self) -> None:
         """Raises UsageError for a context that the model cannot have, or planes that it has not."""

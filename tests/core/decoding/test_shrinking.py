@@ -4,6 +4,7 @@ the text is the same.
 
 from __future__ import annotations
 
+import gc
 import random
 import warnings
 from collections.abc import Callable
@@ -16,9 +17,11 @@ import torch
 from fault_points import Faults, temporaries
 from helpers import BLOCK, PLACEMENTS, random_ids
 from recorder import ReplayRecorder
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.errors import DoesNotFitError, OutOfDeviceMemoryError
 from offload.kv.store import KVStore
+from offload.placement import Placement
 from offload.schedule import KV
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.retrieval import RetrievalCache
@@ -213,9 +216,32 @@ def test_what_was_recorded_is_given_back_before_the_model_it_was_recorded_of(tin
         tokens, told = generate(ours, GREEDY, faults)
         assert (tokens, recorder.recorded) == (expected, count)
         assert [str(it.message).rpartition("; ")[2] for it in told] == [
-            "the retrieval model is launched kernel by kernel"
+            "what drafts is launched kernel by kernel"
         ]
         assert ours.models.levels == ["retrieval", "target"]
+
+
+def test_slots_that_are_given_back_are_free(tiny) -> None:
+    """Nobody holds on to their memory, views of layers that came through them neither."""
+    placement = Placement((0, 1, 2), True, 2, 4, 4, 1)
+    options = {"method": "autoregressive", "budget": None, "placement": placement}
+    with engine(tiny("llama")[0], **options) as ours:
+        expected = ours.generate(PROMPT, GREEDY).token_ids
+        slots = [
+            StorageWeakRef(slot.buffer.untyped_storage())
+            for ring in ours.runtime.conveyor._rings.values()
+            for slot in ring
+        ]
+        before, context = ours.runtime.memory.available_bytes, ours._contexts.latest
+        context.passes.end()
+        assert ours.drafting.give_up_slots(context)
+        gc.collect()
+        assert sum(not slot.expired() for slot in slots) == 2 * 2
+        demand = ours.runtime.demand
+        given = 2 * demand.slot_bytes(placement) + 2 * demand.kv.slot_bytes
+        assert ours.runtime.memory.available_bytes == before + given
+        assert not ours.drafting.give_up_slots(context)
+        assert ours.generate(PROMPT, GREEDY, reuse=False).token_ids == expected
 
 
 def test_kv_stays_where_none_can_stream(tiny) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import closing
 from pathlib import Path
 
@@ -300,6 +301,25 @@ def test_drafts_read_a_dense_matrix_among_planes(tmp_path) -> None:
         result = planes.generate(PROMPT, GREEDY)
         assert result.stats["retrieval"]["reads_upper_planes"]
         assert result.token_ids == expected
+
+
+def test_no_copy_is_kept_of_a_layer_that_planes_had_no_room_for(tmp_path, monkeypatch) -> None:
+    """While the model is read for the first time its place holds anything."""
+    model = make_model("llama", tmp_path / "model")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[:, ::2] = 1e-20
+    model.save_pretrained(tmp_path / "model")
+    options = {"placement": PLACEMENTS["substituted"], "draft": "none", "budget": 16}
+    kept = []
+    for weights in ("dense", "planes"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / weights))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine(tmp_path / "model", weights, draft_weights="int4", **options).close()
+        files = sorted((tmp_path / weights).rglob("*.safetensors"))
+        kept.append([file.read_bytes() for file in files])
+    assert len(kept[0]) == LAYERS
+    assert kept[0] == kept[1]
 
 
 def test_ranks_refuse_a_matrix_that_planes_have_no_room_for(tmp_path) -> None:
