@@ -11,8 +11,8 @@ of these. So the upper byte tells more of those:
 
 A code of 0 is a zero, and one of 7 an exception: too small, infinite or no number at all. Others
 code exponents to store or send bfloat16 in fewer bits (DFloat11, Zhang et al., 2025); here one of
-the parts can also be computed with alone. Of SmolLM2-135M's drafts .991 hold with layers read so;
-with 3 bits for each of 15 powers .980 did.
+the parts can also be computed with alone. Where .980 of SmolLM2-135M's drafts held with layers read
+by 3 bits of mantissa for each of 15 powers .991 do so (256 tokens).
 
 Bits are the numbers' own, as int16.
 """
