@@ -76,7 +76,7 @@ class Runs:
             self._faults.arm(kind, at)
             outcome = self._attempt()
         # How often a run waits follows from when copies end.
-        assert self._faults.fired or kind == "wait", f"{kind} {at} was not reached"
+        assert self._faults.fired or kind == "wait", f"{kind} {at} was not reached: {outcome}"
         gc.collect()
         assert self._held.alive == 0, "memory is held that nobody has"
         assert threading.active_count() <= self._threads, "threads are left"

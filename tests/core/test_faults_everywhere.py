@@ -66,5 +66,7 @@ def test_whichever_collective_fails_the_ranks_end_and_others_can_be_made(runs) -
     places = ours.places("collective")
     # Two sums a layer, one of what is looked up and a gathering, in each forward.
     assert len(places) > 40
-    assert ours.fail_at(*places[len(places) // 2]) == "RankError"
+    # The first is of ranks that have only just met.
+    for place in (places[0], places[len(places) // 2]):
+        assert ours.fail_at(*place) == "RankError"
     ours.go_well()

@@ -49,8 +49,14 @@ class Collectives:
             world_size=ranks,
             device_id=device if nccl else None,
         )
-        # The library takes its memory now, before anybody counts what is free.
-        self.sum(torch.zeros(1, device=device))
+        try:
+            # The library takes its memory now, before anybody counts what is free.
+            self.sum(torch.zeros(1, device=device))
+        except BaseException:
+            # Nobody else can: without the group given back this process could make no other.
+            self.abort()
+            self.close()
+            raise
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
         """Of all ranks' parts, written over `part`."""

@@ -129,6 +129,7 @@ class Leader:
         self._collectives: Collectives | None = None
         self._failures: list[tuple[int, Failure]] = []
         self._failed = threading.Event()
+        self._last_resort: threading.Timer | None = None
         self._waiting = self._computing = False
         self._closed = False
         self._door = door
@@ -196,6 +197,8 @@ class Leader:
                 self.abandon()
                 return
         self._closed = True
+        if self._last_resort is not None:
+            self._last_resort.cancel()
         self._door.close()
         for pulse in self._pulses.values():
             pulse.close()
@@ -265,9 +268,9 @@ class Leader:
         self._kill()
         for wire in self._wires.values():
             wire.cut()
-        last_resort = threading.Timer(_HUNG_SECONDS, self._leave_if_hung)
-        last_resort.daemon = True
-        last_resort.start()
+        self._last_resort = threading.Timer(_HUNG_SECONDS, self._leave_if_hung)
+        self._last_resort.daemon = True
+        self._last_resort.start()
         if self._collectives is not None:
             self._collectives.abort()
 
