@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -136,6 +137,13 @@ class Runtime:
             del ring[_LEAST_SLOTS:]
         self.memory.trim()
         return dropped > 0
+
+    def give_up_resident(self, passes: Passes) -> bool:
+        """See `Passes.give_up_resident`. passes: the only ones that there are"""
+        if not passes.give_up_resident():
+            return False
+        self.placement = replace(self.placement, resident_kv_blocks=0)
+        return True
 
     def close(self) -> None:
         with suppress(LinkError):

@@ -80,6 +80,8 @@ class Request:
             pieces: list[Piece] = []
             try:
                 with self._models.runtime.memory.typed_errors():
+                    if self._step is not None:
+                        self.drop_what_never_pays()
                     pieces = self.step()
                     if not self.reason:
                         self.begin()
@@ -88,9 +90,13 @@ class Request:
                 yield from self._failed(error)
                 raise
             yield from pieces
-            if not self.reason:
-                self.drop_what_never_pays()
-        yield from self.finish()
+        try:
+            with self._models.runtime.memory.typed_errors():
+                last = list(self.finish())
+        except TriforceError as error:
+            yield from self._failed(error)
+            raise
+        yield from last
 
     def read(
         self,
@@ -194,12 +200,14 @@ class Request:
             self._clock.end_decode()
         with self._on_device():
             self._context.end()
+        # Before anything is told: a rank may be lost by now.
+        stats = self._rank_stats()
         if piece := text.finish():
             yield Piece(piece, "plain", tuple(untold))
         elif text.stopped and untold:
             # Those of the stop, whose text is not given.
             del self._logprobs[-len(untold) :]
-        stats = self._stats()
+        stats = self._own_stats() | stats
         yield Completion(self._tokens, text.text, self.reason, stats, self._logprobs)
 
     def _failed(self, error: TriforceError) -> list[Piece | Completion]:
@@ -285,12 +293,12 @@ class Request:
                 self._decoder = self._make_decoder()
                 self._context.lend()
 
-    def _stats(self) -> dict[str, Any]:
-        stats, models = self._own_stats(), self._models
-        if models.ranks.count > 1:
-            own = rank_stats(models.runtime, self._context)
-            stats["ranks"] = [own, *models.ranks.ask("rank_stats")]
-        return stats
+    def _rank_stats(self) -> dict[str, Any]:
+        models = self._models
+        if models.ranks.count == 1:
+            return {}
+        own = rank_stats(models.runtime, self._context)
+        return {"ranks": [own, *models.ranks.ask("rank_stats")]}
 
     def _own_stats(self) -> dict[str, Any]:
         models, runtime, passes = self._models, self._models.runtime, self._context.passes

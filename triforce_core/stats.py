@@ -42,6 +42,9 @@ class Clock:
 
     def fail(self) -> None:
         """Ends what is under way. A device that hangs, or failed, does not say what came."""
+        if self.decode:
+            # It is what follows the last token that failed.
+            return
         seconds, carried = time.perf_counter() - self._began, LinkCounters()
         with suppress(LinkError, RuntimeError):
             carried = self._link.counters() - self._before

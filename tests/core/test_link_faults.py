@@ -14,6 +14,8 @@ from offload.memory import host
 from offload.memory.host import HostMemory
 from triforce_core import Engine, SamplingParams
 from triforce_core.cli.report import print_run
+from triforce_core.decoding.context import Context
+from triforce_core.request import Request
 
 PROMPT = random_ids(60)
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
@@ -128,6 +130,39 @@ def test_whichever_copy_fails_the_request_ends_and_the_next_is_right(
     assert most_kept > 1
     link.count_from_here()
     assert engine.generate(PROMPT, GREEDY).token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "left"), [(Context, "end", 0), (Request, "drop_what_never_pays", 1)]
+)
+def test_what_fails_between_passes_and_at_the_end_leaves_what_was_generated(
+    tiny, monkeypatch, owner: type, name: str, left: int
+) -> None:
+    """left: calls that still go well."""
+    path, _ = tiny("llama")
+    calls, run = iter(range(left)), getattr(owner, name)
+
+    def fail(*arguments: object) -> None:
+        if next(calls, None) is None:
+            raise LinkError("planted")
+        run(*arguments)
+
+    with Engine.from_pretrained(
+        path, device="cpu", max_context=100, block_tokens=BLOCK, **METHODS["triforce"]
+    ) as engine:
+        expected = engine.generate(PROMPT, GREEDY).token_ids
+        stream = engine.stream(PROMPT, GREEDY)
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, fail)
+            with pytest.raises(LinkError, match="planted"):
+                list(stream)
+        kept, stats = stream.result.token_ids, stream.result.stats
+        assert 1 < len(kept) <= len(expected)
+        assert kept == expected[: len(kept)]
+        assert (len(kept) == len(expected)) == (owner is Context)
+        assert stream.result.finish_reason == "error"
+        assert stats["seconds"]["decode"] > 0
+        assert engine.generate(PROMPT, GREEDY).token_ids == expected
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -115,6 +115,10 @@ class Drafting:
         context.passes.weights.forget()
         return self._models.runtime.give_up_slots()
 
+    def give_up_resident(self, context: Context) -> bool:
+        """See `Runtime.give_up_resident`. context: the only one that there is"""
+        return self._models.runtime.give_up_resident(context.passes)
+
     def give_up_recorded(self, context: Context) -> bool:
         """Lets go of all recorded forwards, and of their pool; no more are recorded. Says whether
         there were any.

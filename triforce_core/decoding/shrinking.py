@@ -49,7 +49,7 @@ def shrinking(
             given = "KV that lay in lent memory streams"
         elif drafting.give_up_slots(context):
             given = "copies run less far ahead"
-        elif context.passes.give_up_resident():
+        elif drafting.give_up_resident(context):
             given = "all KV streams"
         elif drafting.give_up_recorded(context):
             given = "what drafts is launched kernel by kernel"

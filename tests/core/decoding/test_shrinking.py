@@ -163,6 +163,7 @@ def test_as_much_is_given_back_as_it_takes(tiny) -> None:
             assert again.token_ids == expected
             resident = again.stats["placement"]["resident_kv_blocks"]
             assert (resident > 0) == (len(told) < 3)
+            assert (ours.runtime.placement.resident_kv_blocks > 0) == (len(told) < 3)
     assert seen == [
         (1, ["model", "retrieval", "target"]),
         (2, ["model", "retrieval", "target"]),
