@@ -1,6 +1,8 @@
 """Draws a trace as a picture: one row a stream, one bar an event.
 
 python scripts/plot_trace.py TRACE.json PICTURE.png [--begin SECONDS] [--end SECONDS]
+
+Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -9,7 +11,10 @@ import argparse
 import sys
 from pathlib import Path
 
-import matplotlib
+try:
+    import matplotlib
+except ModuleNotFoundError:
+    sys.exit("plot_trace.py needs matplotlib: pip install matplotlib")
 from trace_file import read_trace
 
 matplotlib.use("Agg")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,6 +57,22 @@ class Outcome(NamedTuple):
     seconds: float
 
 
+def with_sums(whole: bytes) -> bytes:
+    """A saved context whose checksums are made right, if it is one."""
+    try:
+        begin = 8 + int.from_bytes(whole[:8], "little")
+        header = json.loads(whole[8:begin])
+        header.pop("__metadata__", None)
+        places = {name: slice(*part["data_offsets"]) for name, part in header.items()}
+        place = places.pop("checksums")
+        data = whole[begin:]
+        sums = [zlib.crc32(whole[8:begin]), *(zlib.crc32(data[it]) for it in places.values())]
+        told = struct.pack(f"<{len(sums)}q", *sums)
+        return whole[:begin] + data[: place.start] + told + data[place.stop :]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return whole
+
+
 @contextmanager
 def contexts(model: Path, folder: Path) -> Iterator[Kept]:
     """Whatever it is given, the engine's next request is right."""
@@ -64,12 +82,20 @@ def contexts(model: Path, folder: Path) -> Iterator[Kept]:
         expected = engine.generate(prompt, params)
         engine.save_context(folder / "sound", {"conversation": json.dumps([{"role": "user"}])})
 
+        sound = (folder / "sound").read_bytes()
+
+        def damage(whole: bytes, choose: random.Random) -> bytes:
+            damaged = mutants.damage_bytes(whole, choose)
+            # Or nothing but checksums would be tried.
+            return with_sums(damaged) if choose.random() < 0.5 else damaged
+
         def read(path: Path) -> None:
-            # Of the header, which comes first, or of the numbers alone.
             loaded = engine.load_context(path)
             assert loaded.tokens == len(engine.context_tokens) > 0
+            whole = path.read_bytes()
+            assert whole == with_sums(whole), "what is not as it was written is taken over"
 
-        yield Kept((folder / "sound").read_bytes(), mutants.damage_bytes, read)
+        yield Kept(sound, damage, read)
         found = engine.generate(prompt, params, reuse=False)
     assert found.token_ids == expected.token_ids
 

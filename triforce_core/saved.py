@@ -1,9 +1,12 @@
-"""Contexts in files: safetensors with the tokens, each layer's KV and the scores of its chunks."""
+"""Contexts in files: safetensors with the tokens, each layer's KV and the scores of its chunks, and
+behind them checksums: numbers that were damaged would give another text without a word.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,8 +20,11 @@ from offload.files import Output
 from offload.kv.shape import KVShape
 from triforce_core.decoding.snapshot import Snapshot
 
-_VERSION = "triforce-offload context 1"
+_VERSION = "triforce-offload context 2"
 _OWN = ("format", "model", "scored_by")
+# The last tensor: CRC-32 of the header and of each tensor before it, in their order.
+_SUMS = "checksums"
+_HEADER = "header"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 
 
@@ -52,6 +58,7 @@ def write(
         parts["scores"] = (torch.float32, tuple(saved.scores.shape))
     size = (2, shape.kv_heads, count, shape.head_dim)
     parts |= {f"kv.{layer}": (shape.dtype, size) for layer in range(saved.layers)}
+    parts[_SUMS] = (torch.int64, (1 + len(parts),))
     header: dict[str, object] = {
         "__metadata__": {
             **about,
@@ -66,13 +73,22 @@ def write(
     text += b" " * (-len(text) % 8)
     with Output(path, "context").writing() as file:
         file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        file.write(_bytes(tokens))
-        if saved.scores is not None:
-            file.write(_bytes(saved.scores.float()))
-        for layer in range(saved.layers):
-            file.write(_bytes(saved.layer_kv(layer)))
+        sums = []
+        for data in _data(text, tokens, saved):
+            file.write(data)
+            sums.append(zlib.crc32(data))
+        file.write(_bytes(torch.tensor(sums)))
     return count
+
+
+def _data(header: bytes, tokens: torch.Tensor, saved: Snapshot) -> Iterator[bytes | memoryview]:
+    """What is written, in its order."""
+    yield header
+    yield _bytes(tokens)
+    if saved.scores is not None:
+        yield _bytes(saved.scores.float())
+    for layer in range(saved.layers):
+        yield _bytes(saved.layer_kv(layer))
 
 
 @contextmanager
@@ -95,6 +111,7 @@ def reading(
             if about.get("model") != model:
                 raise UsageError(f"the context in {path} is another model's")
             _check(file, shape)
+            _check_sum(file, _HEADER, file.header)
             tokens = _read(file, "tokens", torch.int64)
             if not len(tokens) or int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
                 raise UsageError(f"the context in {path} has tokens that the model has not")
@@ -115,10 +132,20 @@ def reading(
 
 
 def _read(file: TensorsFile, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Raises CheckpointError."""
+    """Raises CheckpointError, also for what is not what was written."""
     tensor = torch.empty(file.stored[name].shape, dtype=dtype)
     file.read(name, tensor)
+    _check_sum(file, name, _bytes(tensor))
     return tensor
+
+
+def _check_sum(file: TensorsFile, what: str, data: bytes | memoryview) -> None:
+    """what: a tensor's name, or of the header. Raises CheckpointError."""
+    sums = torch.empty(file.stored[_SUMS].shape, dtype=torch.int64)
+    file.read(_SUMS, sums)
+    order = [_HEADER, *(name for name in file.stored if name != _SUMS)]
+    if int(sums[order.index(what)]) != zlib.crc32(data):
+        raise CheckpointError(f"its {what} is damaged: the checksum is another one")
 
 
 def _check(file: TensorsFile, shape: KVShape) -> None:
@@ -131,6 +158,7 @@ def _check(file: TensorsFile, shape: KVShape) -> None:
         f"kv.{layer}": ((2, shape.kv_heads, count, shape.head_dim), _NAMES[shape.dtype])
         for layer in range(shape.layers)
     }
+    wanted[_SUMS] = ((len(stored),), "I64")
     for name, (sizes, dtype) in wanted.items():
         if name not in stored:
             raise UsageError(f"the context in {path} lacks {name}")

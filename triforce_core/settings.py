@@ -103,8 +103,8 @@ class MethodSettings:
     retrieval: "mass" or "mean", see `decoding/retrieval`
     draft_weights: what the retrieval model computes with. "auto": exact layers where they are on
         the device, copies in 4 bits of those that stream; "exact": there is no such level if one
-        streams; "int4": copies of all; "planes": exact layers by the upper 8 bits of their planes,
-        which on a GPU is "auto" where weights are in such
+        streams; "int4": copies of all; "planes": layers by the upper 8 bits of their planes, which
+        on a GPU is "auto" where weights are in such; there is no such level if these stream
     draft_kv: how the retrieval cache keeps its tokens: "exact", "int8" (whole numbers, with a scale
         for each channel of a head), or "auto": int8 on a GPU
     accept: "optimal", or "coupled" for a seed's text that depends on nothing but the seed
@@ -171,7 +171,10 @@ class MethodSettings:
     def check_weights(self, weights: str) -> None:
         """Raises UsageError if it drafts by planes that weights so kept do not have."""
         if self.draft_weights == PLANES and weights != PLANES:
-            raise UsageError("planes to draft with are those of weights that are kept in planes")
+            raise UsageError(
+                "draft_weights planes reads those of weights that are kept in planes: give weights "
+                "planes too"
+            )
 
     def reads_upper(self, weights: str, *, on_gpu: bool) -> bool:
         """Whether the retrieval model reads layers that are on the device by their upper planes

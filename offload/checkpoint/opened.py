@@ -69,7 +69,8 @@ class Stored(NamedTuple):
 
 
 class TensorsFile(OpenedFile):
-    """A safetensors file. stored: its tensors by name; metadata: texts that it was given.
+    """A safetensors file. stored: its tensors by name; metadata: texts that it was given; header:
+    the bytes that say both.
 
     The library checks the header; bytes are read from here. What it maps for torch it maps
     writable, and a system refuses that for a file that is larger than its memory.
@@ -95,6 +96,7 @@ class TensorsFile(OpenedFile):
         except BaseException:
             self.close()
             raise
+        self.header = bytes(header)
         self.metadata: Mapping[str, str] = parts.pop("__metadata__", None) or {}
         first = len(begin) + length
         self.stored = {

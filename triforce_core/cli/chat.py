@@ -16,6 +16,7 @@ from triforce_core.cli.line import Lines
 from triforce_core.cli.options import engine_config, sampling_params
 from triforce_core.cli.output import TextOutput, say
 from triforce_core.cli.progress import ProgressBars
+from triforce_core.cli.reading import saved_tokens
 from triforce_core.cli.report import colored, takes_colors
 from triforce_core.cli.signals import Stop, ending, exit_code
 from triforce_core.opening import OpenModel
@@ -41,6 +42,8 @@ def chat(args: argparse.Namespace) -> int:
     """Reads turns until they end. Returns the exit code."""
     params = sampling_params(args, max_new_tokens=DEFAULT_NEW_TOKENS)
     config = engine_config(args, None)
+    if args.load:
+        saved_tokens(args.load)
     with ExitStack() as stack:
         bars = ProgressBars(show=not args.quiet)
         # While it loads a signal ends the process, with the terminal as it was.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,6 +14,7 @@ from triforce_core.cli.options import engine_config, given, sampling_params
 from triforce_core.cli.output import WARNING, say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.prompt import read_prompt, tasks_of
+from triforce_core.cli.reading import saved_tokens
 from triforce_core.cli.signals import Stop
 from triforce_core.model.checkpoint import resolve
 from triforce_core.opening import OpenModel
@@ -46,6 +46,7 @@ def generate(args: argparse.Namespace) -> int:
     if plan is not None:
         plan.check_gpus(config.machine.gpus)
     _check_outputs(args, config)
+    kept = saved_tokens(args.load_context) if args.load_context else 0
     # Before the model is opened: what is missing is said at once.
     one = args.messages is None and args.prompts_file is None
     prompt = read_prompt(args) if one else None
@@ -73,26 +74,12 @@ def generate(args: argparse.Namespace) -> int:
                     f"--ctx-size {asked} is more than the {positions} positions the model has"
                 )
             check_context(len(token_ids), new, asked, "--ctx-size gives")
-        needed = len(token_ids) + new
-        if args.load_context:
-            needed = min(max(needed, saved_tokens(args.load_context)), positions)
+        needed = min(max(len(token_ids) + new, kept), positions)
         config = replace(config, max_context=asked or needed)
         # Only now, since loading torch takes longer than all of the above.
         from triforce_core.cli.run import Run
 
         return Run(args, bars, stop, plan).texts(model, tasks, params, config)
-
-
-def saved_tokens(path: str) -> int:
-    """Tokens of a saved context, by its header: without torch. 0 if it cannot be told, as whoever
-    loads it will.
-    """
-    try:
-        with open(path, "rb") as file:
-            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 1 << 24)))
-        return int(header["tokens"]["shape"][0])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return 0
 
 
 def _say_that_it_ends() -> None:

@@ -17,6 +17,7 @@ from offload.units import parse_bandwidth, parse_bytes
 from triforce_core.cli.output import say
 from triforce_core.cli.plan_arguments import DEFAULT_CONTEXT
 from triforce_core.cli.plan_report import print_plan, print_sweep
+from triforce_core.cli.plot import check as check_plot
 from triforce_core.cli.plot import plot
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.shapes import read_model, read_shape
@@ -48,6 +49,8 @@ def plan(args: argparse.Namespace) -> int:
     given = {"plot": args.plot, "trace": args.trace, "plan": args.save}
     read = [path for path in (args.stats, args.model, args.draft) if path and Path(path).exists()]
     check_outputs((Output(path, what) for what, path in given.items() if path), read)
+    if args.plot:
+        check_plot()
     case = _case(args)
     if args.sweep or args.plot:
         return _sweep(args, case)

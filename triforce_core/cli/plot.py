@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def check() -> None:
+    """Raises UsageError where nothing can be drawn."""
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib")
+
+
 def plot(rows: list[dict[str, Any]], kind: str, model: str, path: Path) -> None:
     """Seconds per token, a line for each number of GPUs. Raises UsageError or OutputError."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
+    check()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

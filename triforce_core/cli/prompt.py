@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 from functools import partial
-from pathlib import Path
 
 from offload.errors import UsageError
 from triforce_core.cli.prompts_file import Task, check_messages, read_tasks
+from triforce_core.cli.reading import read_text
 from triforce_core.model.tokenizer import Tokenizer, check_text
 
 
@@ -40,7 +40,7 @@ def _system(args: argparse.Namespace) -> list[dict[str, str]]:
 def read_messages(path: str) -> list[dict[str, str]]:
     """A conversation from a JSON file. Raises UsageError."""
     try:
-        return check_messages(json.loads(Path(path).read_text(encoding="utf-8-sig")))
+        return check_messages(json.loads(read_text(path)))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
     except (OSError, ValueError, RecursionError) as error:
@@ -56,7 +56,7 @@ def read_prompt(args: argparse.Namespace) -> str:
         prompt = args.prompt
     elif args.prompt_file not in (None, "-"):
         try:
-            prompt = Path(args.prompt_file).read_text(encoding="utf-8-sig").removesuffix("\n")
+            prompt = read_text(args.prompt_file).removesuffix("\n")
         except UnicodeDecodeError as error:
             where = f"{args.prompt_file} is not UTF-8 text (byte {error.start})"
             raise UsageError(f"the prompt of {where}") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload.errors import OutputError, UsageError
+from triforce_core.cli.reading import read_text
 from triforce_core.model.tokenizer import Tokenizer, check_text
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def read_tasks(
     Raises UsageError, naming the line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+        lines = read_text(path).split("\n")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not UTF-8 text (byte {error.start})") from error
     except (OSError, ValueError) as error:
@@ -116,6 +117,8 @@ class Answers:
         """
         self._path = Path(path)
         self.done: set[int] = set()
+        if self._path.exists() and not self._path.is_file():
+            raise UsageError(f"cannot write the answers to {path}: it is no file")
         try:
             held = self._path.read_bytes() if self._path.exists() else b""
         except OSError as error:

@@ -62,11 +62,9 @@ def print_run(stats: dict[str, Any]) -> None:
         held += f", {in_files} of them read from disk in each pass"
     add("weights", held)
     blocks, resident = placement["kv_blocks"], placement["resident_kv_blocks"]
-    add(
-        "KV cache",
-        f"{resident} of {blocks} blocks resident, {blocks - resident} streamed "
-        f"({placement['block_tokens']} tokens each; newer tokens on the device)",
-    )
+    held = f"{resident} of {blocks} blocks resident, {blocks - resident} streamed "
+    held += f"({placement['block_tokens']} tokens each; newer tokens on the device)"
+    add("KV cache", held if blocks else "all of it on the device")
     add(
         "memory",
         f"device {format_bytes(memory['device_peak_bytes'])} at most, of "

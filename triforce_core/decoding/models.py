@@ -12,7 +12,7 @@ from offload.runtime import Runtime
 from offload.substitutes import Substitutes
 from offload.weights import WeightStore
 from triforce_core.model.llama import Model
-from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, STORED, MethodSettings
+from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, PLANES, STORED, MethodSettings
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,8 @@ class Models:
             return "there is no room for it"
         if self.method.draft_weights == EXACT:
             return "weights stream"
+        if self.method.draft_weights == PLANES:
+            return "the upper planes of some layers stream"
         if self.weights == STORED:
             return "quantised weights stream, which nothing stands in for yet"
         return "weights stream and no copies of them in 4 bits are on the device"

@@ -104,15 +104,15 @@ class Layouts:
         parts = (part for layout in self._all() for part in layout.decoded())
         return max((part.rows * part.columns for part in parts), default=0)
 
-    @property
+    @cached_property
     def in_planes(self) -> bool:
         """Whether some matrices are."""
         return any(isinstance(part, Nested) for layout in self._all() for part in layout.decoded())
 
-    @property
-    def block_types(self) -> set[BlockType]:
+    @cached_property
+    def block_types(self) -> frozenset[BlockType]:
         """That matrices are kept in."""
-        return {part.kind for layout in self._all() for part in layout.blocks()}
+        return frozenset(part.kind for layout in self._all() for part in layout.blocks())
 
     def _all(self) -> Iterator[FlatLayout]:
         yield from filter(None, (*self.layers, self.head, self.embedding))

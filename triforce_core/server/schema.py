@@ -98,6 +98,13 @@ class _Request(_Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
 
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _none(cls, tools: object) -> object:
+        if tools:
+            raise ValueError("tools are not supported")
+        return tools
+
     @field_validator("stop")
     @classmethod
     def _not_empty(cls, stop: str | list[str] | None) -> str | list[str] | None:

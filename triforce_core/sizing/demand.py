@@ -18,7 +18,7 @@ from triforce_core.model.tensors import (
     matrices,
     substitute_layout,
 )
-from triforce_core.settings import EXACT, INT4, MethodSettings
+from triforce_core.settings import EXACT, INT4, PLANES, MethodSettings
 from triforce_core.sizing.drafting import (
     LONGEST_RECORDED,
     fitting_budget,
@@ -97,7 +97,7 @@ class Wanted:
         Raises UsageError if it has to and none can be made.
         """
         asked = self.method.draft_weights
-        if asked == EXACT or self.method.method != "triforce":
+        if asked in (EXACT, PLANES) or self.method.method != "triforce":
             return None
         if self.weights.block_types:
             if asked == INT4:

@@ -103,8 +103,8 @@ def _fit(
 def needs_weights(budget: int, streamed: int) -> UsageError:
     """The refusal of a retrieval cache where so many layers stream that nothing stands in for."""
     return UsageError(
-        f"a retrieval budget of {budget} tokens needs all weights on the device, themselves or in "
-        f"4 bits, and the placement streams {streamed} layers"
+        f"a retrieval budget of {budget} tokens needs all weights on the device, themselves, their "
+        f"upper planes or in 4 bits, and the placement streams {streamed} layers"
     )
 
 

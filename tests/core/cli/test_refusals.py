@@ -53,12 +53,34 @@ def test_a_model_is_not_written_over(speaking, tmp_path, capsys, option: str) ->
         (("generate", "{model}", "-p", "x", "--threads", "99999999999"), "on this machine, got"),
         (("generate", "{model}", "-p", "x", "--draft", "ngrm"), "no file or directory ngrm"),
         (("generate", "{model}", "-p", "x", "-c", "100000"), "--ctx-size 100000 is more than"),
+        (
+            ("generate", "{model}", "--prompt-file", "/dev/zero"),
+            "from /dev/zero: it is larger than",
+        ),
+        (("generate", "{model}", "--messages", "/dev/zero"), "from /dev/zero: it is larger than"),
+        (
+            ("generate", "{model}", "--prompts-file", "/dev/zero", "--output", "/dev/null"),
+            "prompts from /dev/zero: it is larger than",
+        ),
+        (
+            ("generate", "{model}", "--prompts-file", "{lines}", "--output", "/dev/full"),
+            "cannot write the answers to /dev/full: it is no file",
+        ),
+        (("generate", "{model}", "-p", "x", "--load-context", "/none"), "/none: No such file"),
+        (("generate", "{model}", "-p", "x", "--load-context", "{lines}"), "holds no context"),
+        (("chat", "{model}", "--load", "/none"), "cannot read a context from /none: No such file"),
         (("plan", "llama2-7b", "--gpu", "rtx4090", "--context", "0"), "2 tokens or more, got 0"),
         (("plan", "llama2-7b", "--gpu", "rtx4090", "--context", "-5"), "2 tokens or more, got -5"),
     ],
 )
-def test_what_cannot_be_is_refused_early(speaking, capsys, arguments, said: str) -> None:
-    code, out, err = run(capsys, *(str(speaking) if a == "{model}" else a for a in arguments))
+def test_what_cannot_be_is_refused_early(
+    speaking, tmp_path, monkeypatch, capsys, arguments, said: str
+) -> None:
+    # A device that never ends is read so far.
+    monkeypatch.setattr("triforce_core.cli.reading.MOST_BYTES", 1 << 20)
+    (tmp_path / "lines").write_text("One\nTwo\n")
+    names = {"{model}": str(speaking), "{lines}": str(tmp_path / "lines")}
+    code, out, err = run(capsys, *(names.get(a, a) for a in arguments))
     assert (code, out) == (2, "")
     assert said in err
     assert len(err.strip().splitlines()) == 1

@@ -19,6 +19,7 @@ from offload.formats import DTYPES, Dense
 from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
+from triforce_core.decoding.models import Models
 from triforce_core.model.checkpoint import open_checkpoint
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.share import Share
@@ -124,12 +125,16 @@ def test_what_drafts_by_upper_planes_leaves_the_text_as_it_is(
         return upper_matmul(x, weight)
 
     monkeypatch.setattr("triforce_kernels.linear.upper_matmul", counted)
-    for draft_weights in ("exact", "planes") if placement.startswith("kv") else ("planes",):
+    copies = not placement.startswith("kv")
+    for draft_weights in ("auto",) if copies else ("exact", "planes"):
         options |= {"draft": "none", "draft_weights": draft_weights}
+        if copies:
+            # As on a GPU, without being asked for.
+            monkeypatch.setattr(Models, "reads_upper", True)
         with engine(path, "planes", **options) as running:
             result = running.generate(prompt, params)
         assert result.token_ids == expected
-        reads = draft_weights == "planes"
+        reads = draft_weights != "exact"
         assert result.stats["retrieval"]["reads_upper_planes"] == reads
         assert bool(products) == reads
 
@@ -249,8 +254,19 @@ def test_what_has_no_planes_is_refused_in_a_sentence(tiny, tmp_path) -> None:
     path, _ = tiny("llama")
     with pytest.raises(UsageError, match="bfloat16 or float16, and weights are in float32"):
         engine(path, "planes", dtype="float32")
-    with pytest.raises(UsageError, match="planes to draft with are those of weights that are kept"):
+    with pytest.raises(UsageError, match="weights that are kept in planes: give weights planes"):
         engine(path, "dense", draft_weights="planes")
+
+
+def test_planes_that_were_asked_for_to_draft_with_are_not_replaced_by_copies(tiny) -> None:
+    path, _ = tiny("llama")
+    options = {"draft_weights": "planes", "placement": PLACEMENTS["weights-one-slot"]}
+    with engine(path, "planes", **options) as ours:
+        assert "retrieval" not in ours.models.levels
+        assert "the upper planes of some layers stream" in ours.plan_line
+    copies = options | {"placement": PLACEMENTS["substituted-in-part"], "budget": 32}
+    with pytest.raises(UsageError, match="themselves, their upper planes or in 4 bits"):
+        engine(path, "planes", **copies)
 
 
 @pytest.mark.parametrize("placement", ["resident", "halved", "weights-one-slot"])

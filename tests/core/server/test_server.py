@@ -41,7 +41,7 @@ CHAT = "/v1/chat/completions"
         ({"logit_bias": {"100000": 1}}, "logit_bias"),
         ({"stop": ""}, "stop"),
         ({"seed": 1 << 64}, "seed"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools are not supported"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "UTF-8"),
     ],
 )

@@ -1,0 +1,36 @@
+"""What commands read before anything is loaded: texts, and the headers of saved contexts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from offload.errors import UsageError
+
+# More than any context holds, or any list of prompts: a device that never ends is no text.
+MOST_BYTES = 1 << 30
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file or a pipe, without a byte order mark, its lines ended by newlines.
+
+    Raises OSError, UnicodeDecodeError with the byte that is no UTF-8, or ValueError.
+    """
+    with open(path, "rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"it is larger than {MOST_BYTES >> 30} GiB")
+    text = data.decode("utf-8-sig")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def saved_tokens(path: str) -> int:
+    """Tokens of a saved context, by its header alone: without torch. Raises UsageError."""
+    try:
+        with open(Path(path).expanduser(), "rb") as file:
+            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 1 << 24)))
+        return int(header["tokens"]["shape"][0])
+    except OSError as error:
+        raise UsageError(f"cannot read a context from {path}: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, RecursionError, RuntimeError) as error:
+        raise UsageError(f"{path} holds no context") from error
