@@ -70,7 +70,9 @@ MATRICES = {
 }
 
 
-@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(it, marks=[pytest.mark.slow] * ("other" in it)) for it in MATRICES]
+)
 def test_every_matrix_comes_back_to_the_last_bit(backend, name: str) -> None:
     if backend == "triton" and name.startswith("more"):
         pytest.skip("slow in the interpreter")

@@ -131,7 +131,7 @@ class Leader:
         self._failed = threading.Event()
         self._last_resort: threading.Timer | None = None
         self._waiting = self._computing = False
-        self._closed = False
+        self._closed = threading.Event()
         self._door = door
 
     def meet(self, device: torch.device, *, own_device: bool) -> None:
@@ -188,7 +188,7 @@ class Leader:
 
     def close(self) -> None:
         """Ranks.close."""
-        if self._closed:
+        if self._closed.is_set():
             return
         if not self._failed.is_set() and self._wires:
             try:
@@ -196,12 +196,14 @@ class Leader:
             except RankError:
                 self.abandon()
                 return
-        self._closed = True
-        if self._last_resort is not None:
-            self._last_resort.cancel()
+        self._closed.set()
         self._door.close()
         for pulse in self._pulses.values():
             pulse.close()
+        # Pulses that have ended start no other.
+        if self._last_resort is not None:
+            self._last_resort.cancel()
+            self._last_resort.join()
         for wire in self._wires.values():
             wire.close()
         if self._collectives is not None:
@@ -261,16 +263,17 @@ class Leader:
         self._failures.append((rank, failure))
         if not failure.first_hand:
             # Somebody else's failure, most likely; that one will say so.
-            time.sleep(_EXPLAIN_SECONDS)
-        if self._failed.is_set() or self._closed:
+            self._closed.wait(_EXPLAIN_SECONDS)
+        if self._failed.is_set() or self._closed.is_set():
             return
         self._failed.set()
         self._kill()
         for wire in self._wires.values():
             wire.cut()
-        self._last_resort = threading.Timer(_HUNG_SECONDS, self._leave_if_hung)
-        self._last_resort.daemon = True
-        self._last_resort.start()
+        last_resort = threading.Timer(_HUNG_SECONDS, self._leave_if_hung)
+        last_resort.daemon = True
+        last_resort.start()
+        self._last_resort = last_resort
         if self._collectives is not None:
             self._collectives.abort()
 
@@ -297,7 +300,7 @@ class Leader:
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Turns what the loss of a rank does to a call into what that rank died of."""
-        if self._failed.is_set() or self._closed:
+        if self._failed.is_set() or self._closed.is_set():
             raise self._error()
         self._waiting = True
         try:

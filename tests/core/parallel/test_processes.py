@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from oracle import assert_equal_but_for_ties, greedy
 
 from offload.errors import RankError, UsageError
 from triforce_core import Engine, SamplingParams
+from triforce_core.parallel.leader import Leader
 
 PROMPT = "Hello there, this is a text of some length. " * 8
 # A pass of two ranks takes half a second over such links.
@@ -55,6 +57,13 @@ def followers(process: subprocess.Popen) -> list[psutil.Process]:
     found = psutil.Process(process.pid).children(recursive=True)
     ranks = [it for it in found if "triforce_core.parallel" in " ".join(it.cmdline())]
     return sorted(ranks, key=lambda it: int(it.environ()["RANK"]))
+
+
+def kill_followers() -> None:
+    """Those of engines in this process."""
+    for child in psutil.Process().children(recursive=True):
+        if "triforce_core.parallel" in " ".join(child.cmdline()):
+            child.kill()
 
 
 @pytest.fixture(autouse=True)
@@ -270,15 +279,31 @@ def test_an_engine_that_lost_a_rank_says_so_and_another_can_be_made(tiny) -> Non
     params = SamplingParams(40, temperature=0)
     with Engine.from_pretrained(path, **options) as engine:
         expected = engine.generate(random_ids(60), params).token_ids
-        for child in psutil.Process().children(recursive=True):
-            if "triforce_core.parallel" in " ".join(child.cmdline()):
-                child.kill()
+        kill_followers()
         with pytest.raises(RankError, match=r"rank 1: was ended by SIGKILL"):
             engine.generate(random_ids(60), params)
         with pytest.raises(RankError):
             engine.generate(random_ids(60), params)
     with Engine.from_pretrained(path, **options) as engine:
         assert engine.generate(random_ids(60), params).token_ids == expected
+
+
+def test_an_engine_closed_while_it_notices_a_loss_leaves_no_thread(tiny, monkeypatch) -> None:
+    path, _ = tiny("llama")
+    kill, threads = Leader._kill, threading.active_count()
+
+    def kill_slowly(leader: Leader) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            # Whoever waits for the loss to be noticed goes on, and closes the engine.
+            time.sleep(0.5)
+        kill(leader)
+
+    monkeypatch.setattr(Leader, "_kill", kill_slowly)
+    with Engine.from_pretrained(path, device="cpu", max_context=120, gpus=2) as engine:
+        kill_followers()
+        with pytest.raises(RankError):
+            engine.generate(random_ids(60), SamplingParams(40, temperature=0))
+    assert threading.active_count() <= threads
 
 
 @pytest.mark.slow
