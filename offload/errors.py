@@ -80,7 +80,11 @@ class LinkError(TriforceError):
     """A transfer between host and device failed or did not finish in time."""
 
 
-class DeviceHungError(LinkError):
+class DeviceFailedError(LinkError):
+    """A device that computes nothing more in this process."""
+
+
+class DeviceHungError(DeviceFailedError):
     """A device that does not answer. Nothing that waits for it can be ended: leave the process by
     `os._exit`, as the command line does.
     """

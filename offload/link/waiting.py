@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from offload.errors import DeviceHungError, LinkError
+from offload.errors import DeviceFailedError, DeviceHungError
 
 # Longer than anything that is waited for: the reading of the longest prompt by the slowest card.
 LONGEST_WAIT_SECONDS = 1800.0
@@ -37,7 +37,7 @@ class Patience:
 
     def wait(self, event: Queried) -> None:
         """Blocks the host until an event has come. Raises DeviceHungError if it does not, or
-        LinkError if what came before it failed.
+        DeviceFailedError if what came before it failed.
         """
         try:
             if event.query():
@@ -55,7 +55,7 @@ class Patience:
                 if now - began > _SPIN:
                     time.sleep(min(_SHARE * (now - began), _LONGEST_PAUSE))
         except RuntimeError as error:
-            raise LinkError(f"a transfer failed: {error}") from error
+            raise DeviceFailedError(f"a transfer failed: {error}") from error
 
 
 # Of each device, whoever waits for it: who found that it hangs keeps the others from trying.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from offload.errors import DeviceHungError, LinkError
+from offload.errors import DeviceFailedError, DeviceHungError
 from offload.link import cuda, waiting
 from offload.link.cuda import CudaLink
 from offload.link.waiting import Patience, come, hangs
@@ -75,12 +75,12 @@ def test_what_never_comes_is_an_error_at_the_limit_and_then_at_once(
 ) -> None:
     monkeypatch.setattr(Event, "answers", staticmethod(lambda asked: False))
     began = time.monotonic()
-    with pytest.raises(LinkError, match=r"did not finish a copy.* within 0\.1 seconds"):
+    with pytest.raises(DeviceHungError, match=r"did not finish a copy.* within 0\.1 seconds"):
         WAITS[name](link)
     assert time.monotonic() - began >= 0.1
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it is waited for again"))
     for again in WAITS.values():
-        with pytest.raises(LinkError, match="did not finish"):
+        with pytest.raises(DeviceHungError, match="did not finish"):
             again(link)
     # Nothing waits there: whoever ends the run has said why.
     link.close()
@@ -117,7 +117,7 @@ def test_a_device_that_failed_is_an_error_at_once(link, monkeypatch, name: str) 
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(Event, "answers", staticmethod(fail))
-    with pytest.raises(LinkError, match="illegal memory access"):
+    with pytest.raises(DeviceFailedError, match="illegal memory access"):
         WAITS[name](link)
 
 

@@ -16,6 +16,7 @@ from triforce_core.cli.line import Lines
 from triforce_core.cli.options import engine_config, sampling_params
 from triforce_core.cli.output import TextOutput, say
 from triforce_core.cli.progress import ProgressBars
+from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.reading import saved_tokens
 from triforce_core.cli.report import colored, takes_colors
 from triforce_core.cli.signals import Stop, ending, exit_code
@@ -40,9 +41,13 @@ HELP = """\
 
 def chat(args: argparse.Namespace) -> int:
     """Reads turns until they end. Returns the exit code."""
+    if (code := followed(quiet=args.quiet)) is not None:
+        return code
     params = sampling_params(args, max_new_tokens=DEFAULT_NEW_TOKENS)
-    config = engine_config(args, None)
+    config = of_world(engine_config(args, None))
     if args.load:
+        if config.machine.gpus > 1:
+            raise UsageError("contexts of a model that several GPUs share cannot be loaded yet")
         saved_tokens(args.load)
     with ExitStack() as stack:
         bars = ProgressBars(show=not args.quiet)

@@ -14,11 +14,11 @@ from triforce_core.cli.options import engine_config, given, sampling_params
 from triforce_core.cli.output import WARNING, say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.prompt import read_prompt, tasks_of
+from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.reading import saved_tokens
 from triforce_core.cli.signals import Stop
 from triforce_core.model.checkpoint import resolve
 from triforce_core.opening import OpenModel
-from triforce_core.parallel.world import World, heed_the_leader
 from triforce_core.params import check_context
 from triforce_core.planner.plan import Plan
 from triforce_core.settings import EngineConfig, MethodSettings
@@ -29,20 +29,11 @@ def generate(args: argparse.Namespace) -> int:
 
     What can be refused by a prompt and a header is refused here.
     """
-    world = World.of_environment()
-    if world is not None and world.rank:
-        # Torchrun started this one beside the rank that leads.
-        heed_the_leader()
-        if not args.quiet:
-            say(f"triforce: rank {world.rank} of {world.ranks}")
-        from triforce_core.parallel.follower import main
-
-        return main()
+    if (code := followed(quiet=args.quiet)) is not None:
+        return code
     params = sampling_params(args)
     plan = _planned(args)
-    config = engine_config(args, plan and plan.config(EngineConfig()))
-    if world is not None and config.machine.gpus == 1:
-        config = config.changed(gpus=world.ranks)
+    config = of_world(engine_config(args, plan and plan.config(EngineConfig())))
     if plan is not None:
         plan.check_gpus(config.machine.gpus)
     _check_outputs(args, config)

@@ -47,6 +47,14 @@ def add_machine_and_method(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
     )
+    add_option(
+        parser,
+        MachineSettings,
+        "gpus",
+        "that share the model, each with a link of its own; on cpu, as many emulated devices",
+        type=int,
+        metavar="N",
+    )
 
 
 def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,14 +97,6 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add_decoding_arguments(parser)
     add("--plan", metavar="FILE", help="what `triforce plan --save` wrote; flags change it")
     add("--resident-kv-blocks", type=int, metavar="N", help="on the device, instead of the plan's")
-    add_option(
-        parser,
-        MachineSettings,
-        "gpus",
-        "that share the model, each with a link of its own; on cpu, as many emulated devices",
-        type=int,
-        metavar="N",
-    )
     add_option(
         parser,
         EngineConfig,

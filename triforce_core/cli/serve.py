@@ -16,13 +16,19 @@ from triforce_core.cli.chat import DEFAULT_CONTEXT
 from triforce_core.cli.leaving import leave
 from triforce_core.cli.options import engine_config, given
 from triforce_core.cli.output import JSON_LOGGING, logs_json, say
+from triforce_core.cli.ranks import followed, of_world
 from triforce_core.opening import OpenModel
 
 KEY_VARIABLE = "TRIFORCE_API_KEY"
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serves until a signal ends it. Returns the exit code."""
+    """Serves until a signal ends it. Returns the exit code.
+
+    Raises what the engine does not outlive.
+    """
+    if (code := followed(quiet=args.quiet)) is not None:
+        return code
     try:
         import uvicorn
 
@@ -41,7 +47,7 @@ def serve(args: argparse.Namespace) -> int:
     named = {"name": args.name or Path(str(args.model).rstrip("/")).name}
     key = args.api_key or os.environ.get(KEY_VARIABLE)
     settings = ServerSettings(**{**given(args, ServerSettings), **named, "api_key": key})
-    config = engine_config(args, None)
+    config = of_world(engine_config(args, None))
     if config.max_context is None:
         positions = model.checkpoint.config.positions
         config = replace(config, max_context=min(positions, DEFAULT_CONTEXT))

@@ -160,8 +160,7 @@ def _add_errors(app: FastAPI, settings: ServerSettings) -> None:
 
 
 def _check(worker: Worker, settings: ServerSettings, model: str) -> None:
-    if worker.state != "ready":
-        raise NotReadyError(f"the model is {worker.state}")
+    worker.check_ready()
     if model != settings.name:
         raise UnknownModelError(_other_model(model, settings))
 

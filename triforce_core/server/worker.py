@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from offload.errors import DeviceFailedError, RankError
 from triforce_core.batch import Member, Receiver
 from triforce_core.conversation import Conversations, Turn
 from triforce_core.engine import Engine
@@ -18,6 +19,9 @@ from triforce_core.params import SamplingParams
 from triforce_core.server.contexts import KeptContexts
 from triforce_core.server.errors import NotReadyError, QueueFullError
 from triforce_core.stream import Completion, Piece
+
+# What an engine does not outlive.
+_LAST = (DeviceFailedError, RankError)
 
 
 class Asked(NamedTuple):
@@ -57,7 +61,7 @@ class Job:
 
 
 class Worker:
-    """Loads an engine and serves jobs until it is closed.
+    """Loads an engine and serves jobs until it is closed, or the engine can do nothing more.
 
     state: "loading", "ready", "failed" or "closed"; error: why it failed
     """
@@ -77,7 +81,7 @@ class Worker:
         self.engine: Engine | None = None
         self.conversations: Conversations | None = None
         self.running: list[Job] = []
-        # Called if loading fails.
+        # Called when it has failed.
         self.failed: Callable[[], None] = lambda: None
         self._progress = (0, 1)
         self._served = served
@@ -113,10 +117,16 @@ class Worker:
             self._jobs.append(job)
             self._wakes.put(None)
 
-    def check_room(self) -> None:
-        """Raises what `submit` would now."""
+    def check_ready(self) -> None:
+        """Raises NotReadyError."""
+        if self.error is not None:
+            raise NotReadyError(_ends(self.error))
         if self.state != "ready":
             raise NotReadyError(f"the model is {self.state}")
+
+    def check_room(self) -> None:
+        """Raises what `submit` would now."""
+        self.check_ready()
         # What the engine is about to take does not wait.
         free = self.engine.runtime.demand.sequences - len(self.running)
         if self.waiting >= self._most + free:
@@ -133,31 +143,44 @@ class Worker:
         self.state = "closed"
         for job in tuple(self.running):
             job.cancel()
-        while self._jobs:
-            self._jobs.popleft().receive(NotReadyError("the server is closing"))
+        self._refuse_waiting("the server is closing")
         self._wakes.put(None)
 
     def _run(self) -> None:
         try:
             self.engine = self._load(self._report)
+            with self.engine as engine:
+                self._serve(engine)
         except BaseException as error:
+            self._fail(error)
+            for job in self.running:
+                job.receive(NotReadyError(_ends(error)))
+
+    def _serve(self, engine: Engine) -> None:
+        self.conversations = Conversations(engine.tokenizer)
+        kept = KeptContexts(engine, self._contexts)
+        if self.state == "loading":
+            self.state = "ready"
+        while self.state == "ready" or self.running:
+            if not self.running:
+                self._wakes.get()
+            self._admit(engine, kept)
+            engine.step()
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing is served any more."""
+        if self.error is None:
             self.state, self.error = "failed", error
+            self._refuse_waiting(_ends(error))
             self.failed()
-            return
-        with self.engine as engine:
-            self.conversations = Conversations(engine.tokenizer)
-            kept = KeptContexts(engine, self._contexts)
-            if self.state == "loading":
-                self.state = "ready"
-            while self.state != "closed" or self.running:
-                if not self.running:
-                    self._wakes.get()
-                self._admit(engine, kept)
-                engine.step()
+
+    def _refuse_waiting(self, why: str) -> None:
+        while self._jobs:
+            self._jobs.popleft().receive(NotReadyError(why))
 
     def _admit(self, engine: Engine, kept: KeptContexts) -> None:
         """Begins jobs that wait, as long as there is room."""
-        while self.state != "closed" and self._jobs and engine.has_room:
+        while self.state == "ready" and self._jobs and engine.has_room:
             try:
                 job = self._jobs.popleft()
             except IndexError:
@@ -195,6 +218,12 @@ class Worker:
             result = NotReadyError("the server is closing")
         self._served(job, result)
         job.receive(result)
+        if isinstance(result, _LAST):
+            self._fail(result)
 
     def _report(self, what: str, done: int, total: int) -> None:
         self._progress = (done, total)
+
+
+def _ends(error: BaseException) -> str:
+    return f"the server ends: {error or type(error).__name__}"

@@ -4,9 +4,11 @@ ends soon, says what it was, and leaves nobody behind.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -304,6 +306,32 @@ def test_an_engine_closed_while_it_notices_a_loss_leaves_no_thread(tiny, monkeyp
         with pytest.raises(RankError):
             engine.generate(random_ids(60), SamplingParams(40, temperature=0))
     assert threading.active_count() <= threads
+
+
+def test_a_server_that_lost_a_rank_answers_so_and_ends(speaking) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ("--gpus", 2, "--device", "cpu", "--port", port)
+    process = run("triforce_core", "serve", speaking, "--name", "m", *options)
+    try:
+        while "ready:" not in (line := process.stderr.readline()):
+            assert line, "it ended by itself"
+        followers(process)[0].kill()
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ENDS_WITHIN)
+        asked = json.dumps({"model": "m", "prompt": "Hello", "max_tokens": 5})
+        connection.request("POST", "/v1/completions", asked, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 500
+        assert "was ended by SIGKILL" in json.load(answer)["error"]["message"]
+        connection.close()
+        _, err = process.communicate(timeout=ENDS_WITHIN)
+        assert (process.returncode, err.strip().splitlines()[-1]) == (
+            1,
+            "triforce: rank 1: was ended by SIGKILL",
+        )
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.slow
