@@ -44,6 +44,15 @@ class Ranks(Protocol):
     def ask(self, question: str) -> list[Any]:
         """What each of the others answers, in their order. Raises RankError."""
 
+    def send(self, rank: int, tensor: torch.Tensor | None) -> None:
+        """To the rank that leads, or from it: a tensor of the host, or word that there is none.
+
+        Raises RankError.
+        """
+
+    def receive(self, rank: int) -> torch.Tensor | None:
+        """What another rank sends to this one. Raises RankError."""
+
     def check(self) -> None:
         """Asked when the device has computed what was told, and before that is used.
 
@@ -76,6 +85,12 @@ class Silent:
     def ask(self, question: str) -> list[Any]:
         """Ranks.ask."""
         return []
+
+    def send(self, rank: int, tensor: torch.Tensor | None) -> None:
+        """Ranks.send."""
+
+    def receive(self, rank: int) -> torch.Tensor | None:
+        """Ranks.receive."""
 
     def check(self) -> None:
         """Ranks.check."""

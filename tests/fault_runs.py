@@ -135,8 +135,7 @@ class Runs:
     def _request(self, engine: Engine) -> list[int]:
         result = engine.generate(PROMPT, GREEDY)
         Output(self._folder / "stats", "stats").write(json.dumps(result.stats))
-        if self._options.get("gpus", 1) == 1:
-            engine.save_context(self._folder / "context")
+        engine.save_context(self._folder / "context")
         return result.token_ids
 
     @contextmanager

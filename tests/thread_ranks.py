@@ -5,15 +5,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from helpers import BLOCK, placed
 
 from offload.errors import CheckpointError
 from offload.ranks import Silent
+from triforce_core import Engine
 from triforce_core.loading import load
 from triforce_core.model.checkpoint import open_checkpoint
 from triforce_core.parallel.message import Call, packed, unpacked
@@ -31,6 +34,10 @@ class _Meeting:
         self._parts: list[list[Any]] = [[None] * count, [None] * count]
         self._brought = [0] * count
         self._aborted = False
+        self._mail: defaultdict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+
+    def mail(self, of: int, to: int) -> queue.Queue[Any]:
+        return self._mail[of, to]
 
     def exchange(self, index: int, part: Any) -> list[Any]:
         number = self._brought[index]
@@ -71,6 +78,12 @@ class _Rank(Silent):
 
     def least(self, number: int) -> int:
         return min(self._meeting.exchange(self.index, number))
+
+    def send(self, rank: int, tensor: torch.Tensor | None) -> None:
+        self._meeting.mail(self.index, rank).put(tensor if tensor is None else tensor.clone())
+
+    def receive(self, rank: int) -> torch.Tensor | None:
+        return self._meeting.mail(rank, self.index).get(timeout=PATIENCE)
 
 
 class _Follower(_Rank):
@@ -143,3 +156,18 @@ class ThreadLeader(_Rank):
 
     def abandon(self) -> None:
         self._meeting.abort()
+
+
+def engine(path: Path, gpus: int, placement: str = "resident", **options: object) -> Engine:
+    """With the ranks that a test has, threads or processes."""
+    return Engine.from_pretrained(
+        path,
+        **{
+            "device": "cpu",
+            "max_context": 200,
+            "block_tokens": BLOCK,
+            "dtype": "float32",
+            "gpus": gpus,
+            **placed(placement, options),
+        },
+    )

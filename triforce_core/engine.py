@@ -253,7 +253,7 @@ class Engine:
 
         about: texts that are kept with it. Raises UsageError if there is none, or OutputError.
         """
-        shape, digest = self.runtime.demand.kv, self._loaded.digest
+        shape, digest = self.models.whole_kv, self._loaded.digest
         with self.runtime.memory.typed_errors(), self.runtime.memory.current():
             return write(path, self.snapshot(), shape, digest, about or {})
 
@@ -264,8 +264,8 @@ class Engine:
         Raises UsageError if it is another model's, or damaged, DoesNotFitError or LinkError.
         """
         self._check_free()
-        demand = self.runtime.demand
-        own = (demand.kv, self._loaded.digest, self.config.vocab, demand.context_tokens)
+        most, digest = self.runtime.demand.context_tokens, self._loaded.digest
+        own = (self.models.whole_kv, digest, self.config.vocab, most)
         with reading(path, *own) as saved:
             self.restore(saved)
             return LoadedContext(len(saved.tokens), saved.about)
@@ -289,7 +289,7 @@ class Engine:
     def restore(self, saved: Snapshot) -> None:
         """Takes over what a snapshot has, in place of the context at hand.
 
-        Raises UsageError, DoesNotFitError or LinkError.
+        Raises UsageError, DoesNotFitError, LinkError or RankError.
         """
         self._check_free()
         context, sound = self._contexts.take(saved.tokens), False

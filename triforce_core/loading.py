@@ -39,6 +39,7 @@ from offload.ranks import Alone, Ranks
 from offload.runtime import Runtime
 from offload.substitutes import RECIPE, Substitutes
 from offload.weights import WeightStore
+from triforce_core.decoding.kv_parts import KVParts
 from triforce_core.decoding.models import Models, SmallModel
 from triforce_core.devices import choose_dtype, open_link, rank_device, set_threads
 from triforce_core.layer_source import LayerSource, Readable
@@ -245,11 +246,11 @@ def _load(
             runtime,
             replace(config.method, draft_kv=INT8) if wanted.rounds_kv else config.method,
             fitted.budget,
+            KVParts(ranks, share.kv_heads if share else [range(checkpoint.config.kv_heads)]),
             small,
             substitutes,
             recorder,
             stack.pop_all(),
-            ranks=ranks,
             weights=STORED if layouts.block_types else PLANES if layouts.in_planes else DENSE,
         )
 

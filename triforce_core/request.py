@@ -13,9 +13,10 @@ import torch
 from offload.errors import TriforceError
 from offload.memory.device import OUT_OF_MEMORY
 from triforce_core.decoding.acceptance import make_rule
-from triforce_core.decoding.context import Context, Interrupted
+from triforce_core.decoding.context import Context
 from triforce_core.decoding.decoder import Ask, Decoder, Prompt, Step, advance
 from triforce_core.decoding.drafting import Drafting
+from triforce_core.decoding.kv_parts import Interrupted
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.decoding.models import Models
 from triforce_core.decoding.shrinking import shrinking

@@ -190,6 +190,11 @@ class MethodSettings:
         return self.draft_kv == INT8 or (on_gpu and self.draft_kv == AUTO)
 
     @property
+    def scored_by(self) -> str:
+        """What scores of chunks mean, and how large these are."""
+        return f"{self.retrieval} {self.chunk_size}"
+
+    @property
     def drafts(self) -> bool:
         return self.method != "autoregressive"
 

@@ -46,8 +46,6 @@ def chat(args: argparse.Namespace) -> int:
     params = sampling_params(args, max_new_tokens=DEFAULT_NEW_TOKENS)
     config = of_world(engine_config(args, None))
     if args.load:
-        if config.machine.gpus > 1:
-            raise UsageError("contexts of a model that several GPUs share cannot be loaded yet")
         saved_tokens(args.load)
     with ExitStack() as stack:
         bars = ProgressBars(show=not args.quiet)

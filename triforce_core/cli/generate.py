@@ -81,8 +81,6 @@ def _check_outputs(args: argparse.Namespace, config: EngineConfig) -> None:
     """Raises UsageError, before anything is loaded, for what could not be written."""
     if args.save_context is not None:
         Output(args.save_context, "context").check_file()
-        if config.machine.gpus > 1:
-            raise UsageError("contexts of a model that several GPUs share cannot be saved yet")
     if (args.prompts_file is None) != (args.output is None):
         raise UsageError("--prompts-file and --output go together")
     if args.prompts_file is None and config.sequences > 1:

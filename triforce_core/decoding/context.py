@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 
 import torch
 
-from offload.errors import RankError, UsageError
+from offload.errors import RankError
 from offload.feed import Feed
 from offload.kv.sizes import SCORED_TOKENS
 from offload.link.link import LinkCounters
@@ -16,16 +16,13 @@ from offload.passes import PassCounters
 from triforce_core.decoding.below import make_drafter, retrieval_level
 from triforce_core.decoding.checksum import Checksum
 from triforce_core.decoding.decoder import Ask, Prompt
+from triforce_core.decoding.kv_parts import Interrupted
 from triforce_core.decoding.levels import Nothing, Text
 from triforce_core.decoding.models import Models
 from triforce_core.decoding.resident import ResidentModel
 from triforce_core.decoding.retrieval import RetrievalCache
 from triforce_core.decoding.snapshot import Snapshot
 from triforce_core.sizing.demand import PREFILL_CHUNK
-
-
-class Interrupted(Exception):
-    """Raised between two layers to end the reading of a prompt."""
 
 
 class Context:
@@ -140,46 +137,58 @@ class Context:
         self.text.seen = None
 
     def snapshot(self) -> Snapshot:
-        """What was computed so far, to be read layer by layer before anything else is done here.
-
-        Raises UsageError where ranks share the model.
+        """What was computed so far, to be read layer by layer before anything else is done here;
+        of all heads, whatever ranks share them. Raises RankError.
         """
-        self._refuse_ranks()
-        kv, tokens = self.passes.kv, self.text.tokens[: self.passes.length]
-        scores = None
-        if self.retrieval:
-            chunks = len(tokens) // self._models.method.chunk_size
-            scores = self._scores.sums[..., :chunks].to("cpu", copy=True)
-        return Snapshot(tokens, kv.shape.layers, kv.on_host, scores, self._scored_by)
+        tokens, layers = self.text.tokens[: self.passes.length], self.passes.kv.shape.layers
+        scores = self.known_scores() if self.retrieval else None
+        return Snapshot(tokens, layers, self.layer_kv, scores, self._models.method.scored_by)
+
+    def layer_kv(self, layer: int) -> torch.Tensor:
+        """Snapshot.layer_kv. Raises LinkError or RankError."""
+        self._tell("layer_kv", layer)
+        return self._models.kv_parts.gathered(self.passes.kv.on_host(layer))
+
+    def known_scores(self) -> torch.Tensor:
+        """Snapshot.scores. Raises RankError."""
+        self._tell("known_scores")
+        chunks = self.passes.length // self._models.method.chunk_size
+        own = self._scores.sums[..., :chunks].to("cpu", copy=True)
+        return self._models.kv_parts.gathered(own)
 
     @torch.inference_mode()
     def restore(self, saved: Snapshot) -> None:
         """Makes the text what it was. Of a drafter nothing is kept: it reads anew what it needs.
 
-        Raises UsageError, DoesNotFitError or LinkError; of the last two the context is of no use.
+        Raises DoesNotFitError, LinkError or RankError; the context is of no use then.
         """
-        self._refuse_ranks()
+        method = self._models.method
+        scored = bool(self.retrieval) and saved.has_scores(method.scored_by, method.chunk_size)
+        self._tell("restore_from", saved.tokens, scored)
+        try:
+            self.restore_from(saved.tokens, scored, saved)
+        except BaseException:
+            self._models.kv_parts.give_up()
+            raise
+
+    def restore_from(self, tokens: Sequence[int], scored: bool, saved: Snapshot | None) -> None:
+        """Makes `tokens` the text. scored: whether scores of its chunks are restored too. saved:
+        their KV, None on a rank that does not lead. See `restore`, which tells others.
+        """
+        parts = self._models.kv_parts
         self.roll_back(0)
-        self._reads_alike = self.model.rope.reads_alike(len(saved.tokens))
-        self.passes.kv.expect(len(saved.tokens))
+        self._reads_alike = self.model.rope.reads_alike(len(tokens))
+        self.passes.kv.expect(len(tokens))
         if self.retrieval:
             self.retrieval.begin()
-        self.passes.restore(len(saved.tokens), saved.layer_kv)
-        chunks = len(saved.tokens) // self._models.method.chunk_size
-        known = saved.scores is not None and saved.scores.shape[2] == chunks
-        if self.retrieval and known and saved.scored_by == self._scored_by:
-            sums = self._scores.sums
-            sums[..., :chunks] = saved.scores.to(sums.device)
-        self.text = Text(list(saved.tokens))
-
-    @property
-    def _scored_by(self) -> str:
-        method = self._models.method
-        return f"{method.retrieval} {method.chunk_size}"
-
-    def _refuse_ranks(self) -> None:
-        if self._models.ranks.count > 1:
-            raise UsageError("contexts of a model that several GPUs share cannot be saved yet")
+        self.passes.restore(
+            len(tokens), lambda layer: parts.scattered(saved and saved.layer_kv(layer))
+        )
+        if scored:
+            sums, own = self._scores.sums, parts.scattered(saved and saved.scores)
+            sums[..., : own.shape[2]] = own.to(sums.device)
+        parts.agree()
+        self.text = Text(list(tokens))
 
     @torch.inference_mode()
     def begin(self, scored: int) -> None:

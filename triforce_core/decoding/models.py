@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from offload.graphs import Recorder
 from offload.kv.shape import KVShape
-from offload.ranks import Alone, Ranks
+from offload.ranks import Ranks
 from offload.runtime import Runtime
 from offload.substitutes import Substitutes
 from offload.weights import WeightStore
+from triforce_core.decoding.kv_parts import KVParts
 from triforce_core.model.llama import Model
 from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, PLANES, STORED, MethodSettings
 
@@ -63,7 +64,7 @@ class Models:
     recorder: records forwards of what drafts as graphs, if given
     resources: closes all of it
     dropped: what drafted once, in the order in which it was dropped
-    ranks: that share the target
+    kv_parts: the key-value heads of each of the ranks that share the target
     freed_bytes: of device memory that dropped levels gave back
     weights: how the target's are kept, as EngineConfig has it
     """
@@ -72,14 +73,24 @@ class Models:
     runtime: Runtime
     method: MethodSettings
     budget: int
+    kv_parts: KVParts
     small: SmallModel | None = None
     substitutes: Substitutes | None = None
     recorder: Recorder | None = None
     resources: ExitStack = field(default_factory=ExitStack)
     dropped: list[Dropped] = field(default_factory=list)
-    ranks: Ranks = field(default_factory=Alone)
     freed_bytes: int = 0
     weights: str = DENSE
+
+    @property
+    def ranks(self) -> Ranks:
+        """That share the target."""
+        return self.kv_parts.ranks
+
+    @property
+    def whole_kv(self) -> KVShape:
+        """Of all heads, whatever ranks share them."""
+        return replace(self.runtime.demand.kv, kv_heads=self.kv_parts.heads[-1].stop)
 
     @property
     def reads_upper(self) -> bool:

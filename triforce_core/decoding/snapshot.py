@@ -23,3 +23,9 @@ class Snapshot:
     scores: torch.Tensor | None = None
     scored_by: str = ""
     about: Mapping[str, str] = field(default_factory=dict)
+
+    def has_scores(self, by: str, chunk_size: int) -> bool:
+        """Whether they are of all chunks of so many tokens. by: see scored_by."""
+        if self.scores is None or self.scored_by != by:
+            return False
+        return self.scores.shape[2] == len(self.tokens) // chunk_size

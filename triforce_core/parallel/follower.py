@@ -134,6 +134,14 @@ class Follower(Silent):
         self._commands.send(number)
         return self._commands.receive()
 
+    def send(self, rank: int, tensor: torch.Tensor | None) -> None:
+        """Ranks.send."""
+        self._commands.send_tensor(tensor)
+
+    def receive(self, rank: int) -> torch.Tensor | None:
+        """Ranks.receive."""
+        return self._commands.receive_tensor()
+
     def hear(self) -> Call:
         """What the first rank is about to do. Raises RankError or Gone."""
         call = self._commands.receive()

@@ -186,6 +186,16 @@ class Leader:
         with self._guarded():
             return [wire.receive() for wire in self._wires.values()]
 
+    def send(self, rank: int, tensor: torch.Tensor | None) -> None:
+        """Ranks.send."""
+        with self._guarded():
+            self._wires[rank].send_tensor(tensor)
+
+    def receive(self, rank: int) -> torch.Tensor | None:
+        """Ranks.receive."""
+        with self._guarded():
+            return self._wires[rank].receive_tensor()
+
     def close(self) -> None:
         """Ranks.close."""
         if self._closed.is_set():

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from offload.link.waiting import come
-from triforce_core.decoding.context import Context, Interrupted
+from triforce_core.decoding.context import Context
+from triforce_core.decoding.kv_parts import Interrupted
 from triforce_core.decoding.models import Models
 from triforce_core.parallel.message import Call
 from triforce_core.stats import rank_stats
@@ -40,6 +41,8 @@ def serve(models: Models, hear: Hear, answer: Callable[[Any], None]) -> None:
                 context.check(checksum)
                 if call.name == "read":
                     _read(context, hear, *arguments)
+                elif call.name == "restore_from":
+                    _restore(context, *arguments)
                 else:
                     getattr(context, call.name)(*arguments)
                 if call.name == "close":
@@ -59,6 +62,14 @@ def _read(context: Context, hear: Hear, tokens: list[int], kept: int, new_tokens
     except Interrupted:
         # What was kept before is kept, here as there.
         return
+
+
+def _restore(context: Context, tokens: list[int], scored: bool) -> None:
+    try:
+        context.restore_from(tokens, scored, None)
+    except Interrupted:
+        # Nothing is kept, here as there.
+        context.roll_back(0)
 
 
 class FollowedContext(Context):

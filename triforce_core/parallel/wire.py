@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from offload.errors import RankError
 
 _KEY_BYTES = 32
@@ -42,6 +44,27 @@ class Wire:
         with _noticing():
             return self._connection.recv()
 
+    def send_tensor(self, tensor: torch.Tensor | None) -> None:
+        """One of the host, or None. Raises Gone."""
+        if tensor is None:
+            self.send(None)
+            return
+        tensor = tensor.contiguous()
+        self.send((tensor.shape, tensor.dtype))
+        with _noticing():
+            self._connection.send_bytes(_bytes(tensor))
+
+    def receive_tensor(self) -> torch.Tensor | None:
+        """What `send_tensor` sent. Raises Gone."""
+        about = self.receive()
+        if about is None:
+            return None
+        shape, dtype = about
+        tensor = torch.empty(shape, dtype=dtype)
+        with _noticing():
+            self._connection.recv_bytes_into(_bytes(tensor))
+        return tensor
+
     def waits(self, seconds: float) -> bool:
         """Whether there is something to receive within so long, the other's end included.
 
@@ -59,6 +82,10 @@ class Wire:
         self.cut()
         self._socket.close()
         self._connection.close()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).flatten().numpy())
 
 
 @contextmanager

@@ -20,10 +20,8 @@ class KeptContexts:
     def __init__(self, engine: Engine, most: int) -> None:
         """most: how many are kept."""
         self._engine = engine
-        # Those of ranks that share a model cannot be taken out of it, and of several sequences each
-        # has a context of its own.
-        alone = engine.models.ranks.count == 1 and engine.runtime.demand.sequences == 1
-        self._most = most if alone else 0
+        # Of several sequences each has a context of its own.
+        self._most = most if engine.runtime.demand.sequences == 1 else 0
         self._kept: list[Snapshot] = []
 
     def __len__(self) -> int:
@@ -55,7 +53,7 @@ class KeptContexts:
         """Copies the context at hand, unless the host has no room for it. One that it goes on from
         is not needed besides.
         """
-        shape = self._engine.runtime.demand.kv
+        shape = self._engine.models.whole_kv
         self._kept = [
             each for each in self._kept if _shared(each.tokens, tokens) < len(each.tokens) / 2
         ]

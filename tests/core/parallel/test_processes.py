@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from helpers import placed, random_ids
+from helpers import PLACEMENTS, placed, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 
 from offload.errors import RankError, UsageError
@@ -288,6 +289,47 @@ def test_an_engine_that_lost_a_rank_says_so_and_another_can_be_made(tiny) -> Non
             engine.generate(random_ids(60), params)
     with Engine.from_pretrained(path, **options) as engine:
         assert engine.generate(random_ids(60), params).token_ids == expected
+
+
+def test_contexts_are_saved_and_loaded_by_processes(tiny, tmp_path) -> None:
+    path, _ = tiny("llama")
+    options = {"device": "cpu", "dtype": "float32", "max_context": 120}
+    options |= {"method": "triforce", "budget": 32, "draft": "none", "placement": PLACEMENTS["kv"]}
+    params = SamplingParams(20, temperature=0)
+    # Of the second no chunk is whole.
+    for prompt in (random_ids(60), random_ids(5)):
+        with Engine.from_pretrained(path, gpus=2, **options) as engine:
+            expected = engine.generate([*prompt, 7], params, reuse=False).token_ids
+            engine.generate(prompt, SamplingParams(1, temperature=0), reuse=False)
+            engine.save_context(tmp_path / "context")
+            engine.forget()
+            engine.load_context(tmp_path / "context")
+            result = engine.generate([*prompt, 7], params)
+        with Engine.from_pretrained(path, **options) as engine:
+            engine.load_context(tmp_path / "context")
+            alone = engine.generate([*prompt, 7], params)
+        assert result.token_ids == alone.token_ids == expected
+        assert result.stats["reused_tokens"] == alone.stats["reused_tokens"] == len(prompt)
+
+
+def test_a_rank_that_is_lost_while_a_context_is_loaded_is_named(tiny, tmp_path) -> None:
+    path, _ = tiny("llama")
+    with Engine.from_pretrained(path, device="cpu", max_context=120, gpus=2) as engine:
+        engine.generate(random_ids(60), SamplingParams(1))
+        saved = engine.snapshot()
+        layers = [saved.layer_kv(layer) for layer in range(saved.layers)]
+
+        def layer_kv(layer: int) -> torch.Tensor:
+            if layer == 1:
+                kill_followers()
+                until = time.monotonic() + 2 * ENDS_WITHIN
+                while not engine.models.ranks._failed.is_set():
+                    assert time.monotonic() < until
+                    time.sleep(0.01)
+            return layers[layer]
+
+        with pytest.raises(RankError, match=r"rank 1: was ended by SIGKILL"):
+            engine.restore(replace(saved, layer_kv=layer_kv))
 
 
 def test_an_engine_closed_while_it_notices_a_loss_leaves_no_thread(tiny, monkeypatch) -> None:

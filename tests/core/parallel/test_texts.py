@@ -4,22 +4,19 @@ process (`thread_ranks`); `test_processes` has what only processes can show.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import gguf
 import pytest
 import torch
 from fp8_files import FP8_SIZES, quantise
 from gguf_files import write_gguf
-from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
+from helpers import PLACEMENTS, make_model, random_ids
 from oracle import assert_equal_but_for_ties, greedy
-from thread_ranks import ThreadLeader
+from thread_ranks import engine
 
 from offload.errors import RankError
-from triforce_core import Engine, SamplingParams
+from triforce_core import SamplingParams
 from triforce_core.model.checkpoint import open_checkpoint
 from triforce_core.parallel.message import Call
 
@@ -29,37 +26,6 @@ METHODS = {
     "speculative": {"method": "speculative"},
     "triforce": {"method": "triforce", "budget": 32, "draft_tokens": 6},
 }
-
-
-@pytest.fixture
-def leaders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ThreadLeader]]:
-    """Those of engines that are made, in order."""
-    made: list[ThreadLeader] = []
-
-    def lead(count: int) -> ThreadLeader:
-        made.append(ThreadLeader(count))
-        return made[-1]
-
-    monkeypatch.setattr("triforce_core.parallel.leader.lead", lead)
-    # They wait for each other all the time.
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield made
-    sys.setswitchinterval(before)
-
-
-def engine(path: Path, gpus: int, placement: str = "resident", **options: object) -> Engine:
-    return Engine.from_pretrained(
-        path,
-        **{
-            "device": "cpu",
-            "max_context": 200,
-            "block_tokens": BLOCK,
-            "dtype": "float32",
-            "gpus": gpus,
-            **placed(placement, options),
-        },
-    )
 
 
 def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:

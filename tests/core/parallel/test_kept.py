@@ -1,0 +1,127 @@
+"""Contexts of several ranks: saved whole, they go on on any number of GPUs (C2); a file that is
+damaged, or a fault of any rank, leaves an engine that answers or says so.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import BLOCK, make_model, random_ids
+from thread_ranks import engine
+
+from offload.errors import LinkError, UsageError
+from triforce_core import Engine, SamplingParams
+from triforce_core.server.contexts import KeptContexts
+
+PROMPT = random_ids(5 * BLOCK + 3)
+NEXT = [*PROMPT, 5, 6, 7]
+PARAMS = SamplingParams(20, temperature=0)
+DRAFTS = {"method": "triforce", "budget": 32, "draft_tokens": 4, "draft": "none"}
+
+
+def kept(ours: Engine, path: Path) -> list[int]:
+    """A context that an engine writes, and the text that it goes on with."""
+    ours.generate(PROMPT, SamplingParams(1, temperature=0))
+    assert ours.save_context(path) == len(PROMPT)
+    return ours.generate(NEXT, PARAMS).token_ids
+
+
+def goes_on(ours: Engine, path: Path) -> list[int]:
+    assert ours.load_context(path).tokens == len(PROMPT)
+    result = ours.generate(NEXT, PARAMS)
+    assert result.stats["reused_tokens"] == len(PROMPT)
+    return result.token_ids
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("family", "saves", "loads"),
+    [("llama", 2, 1), ("llama", 1, 2), ("llama-mha", 4, 2), ("llama-mqa", 2, 4)],
+)
+@pytest.mark.parametrize("placement", ["resident", "kv-in-part"])
+def test_a_context_goes_on_with_any_number_of_ranks(
+    tiny, tmp_path, leaders, family: str, saves: int, loads: int, placement: str
+) -> None:
+    path, file = tiny(family)[0], tmp_path / "context"
+    with engine(path, saves, placement, **DRAFTS) as first:
+        expected = kept(first, file)
+    with engine(path, loads, placement, **DRAFTS) as other:
+        assert goes_on(other, file) == expected
+
+
+def test_its_numbers_are_those_of_one_rank(tmp_path, leaders) -> None:
+    """Of heads that are spread unevenly, and of the scores of their chunks."""
+    make_model(
+        "llama",
+        tmp_path / "model",
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        hidden_size=96,
+        max_position_embeddings=300,
+    )
+    snapshots = []
+    for ranks in (1, 2):
+        with engine(tmp_path / "model", ranks, "kv-in-part", **DRAFTS) as ours:
+            ours.generate(PROMPT, SamplingParams(1, temperature=0))
+            saved = ours.snapshot()
+            layers = [saved.layer_kv(layer) for layer in range(saved.layers)]
+            snapshots.append((torch.stack(layers), saved.scores))
+    for alone, together in zip(*snapshots, strict=True):
+        torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_a_damaged_file_leaves_all_ranks_as_they_can_be_used(
+    tiny, tmp_path, leaders, fails: int
+) -> None:
+    path, file = tiny("llama")[0], tmp_path / "context"
+    with engine(path, 2, "kv", **DRAFTS) as ours:
+        expected = kept(ours, file)
+        whole = file.read_bytes()
+        # In the first layer, in one of the middle, in the last: others were handed over before.
+        at = len(whole) * (2 + 3 * fails) // 10
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(UsageError, match="is damaged"):
+            ours.load_context(file)
+        assert ours.generate(NEXT, PARAMS).token_ids == expected
+        file.write_bytes(whole)
+        assert goes_on(ours, file) == expected
+
+
+def test_a_rank_that_leads_and_fails_while_it_restores_can_go_on(
+    tiny, tmp_path, leaders, monkeypatch
+) -> None:
+    path, file = tiny("llama")[0], tmp_path / "context"
+    with engine(path, 2, "kv", **DRAFTS) as ours:
+        expected = kept(ours, file)
+        kv = type(ours._contexts.latest.passes.kv)
+        original, calls = kv.fill, []
+
+        def fill(self, layer: int, *arguments, **options) -> None:
+            if self is ours._contexts.latest.passes.kv:
+                calls.append(layer)
+                if layer == 1:
+                    raise LinkError("planted")
+            original(self, layer, *arguments, **options)
+
+        monkeypatch.setattr(kv, "fill", fill)
+        with pytest.raises(LinkError, match="planted"):
+            ours.load_context(file)
+        assert calls == [0, 1]
+        monkeypatch.undo()
+        assert goes_on(ours, file) == expected
+
+
+def test_conversations_of_a_server_wait_in_host_memory(tiny, leaders) -> None:
+    path, one, two = tiny("llama")[0], random_ids(300, 1), random_ids(280, 2)
+    with engine(path, 2, "kv", max_context=400, **DRAFTS) as ours:
+        contexts = KeptContexts(ours, 2)
+        texts = []
+        for prompt in (one, two, one, two):
+            contexts.prepare(prompt)
+            result = ours.generate(prompt, PARAMS)
+            texts.append((result.token_ids, result.stats["reused_tokens"]))
+    assert [text for text, _ in texts[:2]] == [text for text, _ in texts[2:]]
+    assert [reused for _, reused in texts] == [0, 0, 299, 279]
