@@ -61,3 +61,7 @@ class Conversations:
     def know(self, turn: Turn) -> None:
         """Takes note of a text and its tokens."""
         self._known.append(turn)
+
+    def knows(self, turn: Turn) -> bool:
+        """Whether conversations that begin with the text have its tokens."""
+        return turn in self._known

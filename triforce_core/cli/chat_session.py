@@ -113,7 +113,11 @@ class ChatSession:
         Raises UsageError or OutputError.
         """
         known = self._after
-        about = {"messages": self.messages, "known": list(known) if known else None}
+        about = {
+            "messages": self.messages,
+            "known": list(known) if known else None,
+            "begins_others": known is not None and self._known.knows(known),
+        }
         return self.engine.save_context(path, {_CONVERSATION: json.dumps(about)})
 
     def load(self, path: str) -> int:
@@ -137,7 +141,8 @@ class ChatSession:
         self.clear()
         self.messages, self._after = messages, after
         if after is not None:
-            self._known.know(after)
+            if about.get("begins_others"):
+                self._known.know(after)
             self.context_tokens = len(after.tokens)
         return loaded.tokens
 

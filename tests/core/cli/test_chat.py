@@ -78,11 +78,18 @@ def test_what_a_stop_ended_does_not_go_on(speaking, capsys, monkeypatch) -> None
     assert "there is no answer that could go on" in err
 
 
-def test_a_conversation_is_saved_and_goes_on(speaking, capsys, monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "said",
+    # The model's answer to the second has a token without a text.
+    ["Hello", "Hello there"],
+)
+def test_a_conversation_is_saved_and_goes_on(
+    speaking, capsys, monkeypatch, tmp_path, said: str
+) -> None:
     file = tmp_path / "talk"
-    code, whole, _ = talk(capsys, monkeypatch, speaking, "Hello", "And you?")
+    code, whole, _ = talk(capsys, monkeypatch, speaking, said, "And you?")
     assert code == 0
-    code, first, err = talk(capsys, monkeypatch, speaking, "Hello", f"/save {file}")
+    code, first, err = talk(capsys, monkeypatch, speaking, said, f"/save {file}")
     assert code == 0
     assert "tokens of context saved" in err
     lines = (f"/load {file}", "And you?", "/stats")
