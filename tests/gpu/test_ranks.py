@@ -42,6 +42,24 @@ def test_two_ranks_say_what_one_says(tiny, family: str, placement: str, device: 
     assert max(peaks) <= budget
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("saves", "loads"), [(2, 1), (1, 2)])
+def test_a_context_goes_on_with_another_number(
+    tiny, tmp_path, device: str, saves: int, loads: int
+) -> None:
+    path, _ = tiny("llama")
+    options = placed("kv", OPTIONS | {"budget": 32, "draft_tokens": 6}) | {"device": device}
+    prompt = random_ids(75)
+    with Engine.from_pretrained(path, gpus=saves, **options) as engine:
+        engine.generate(prompt, SamplingParams(1))
+        engine.save_context(tmp_path / "context")
+        expected = engine.generate([*prompt, 5], GREEDY).token_ids
+    with Engine.from_pretrained(path, gpus=loads, **options) as engine:
+        assert engine.load_context(tmp_path / "context").tokens == len(prompt)
+        result = engine.generate([*prompt, 5], GREEDY)
+    assert (result.token_ids, result.stats["reused_tokens"]) == (expected, len(prompt))
+
+
 def test_ranks_that_share_a_gpu_need_a_budget(tiny) -> None:
     path, _ = tiny("llama")
     options = {name: value for name, value in OPTIONS.items() if name != "device_memory"}
