@@ -1,4 +1,4 @@
-"""Small runs, load to saved context, of which one place fails: what must hold then."""
+"""Small runs, load to a context that goes on, of which one place fails: what must hold then."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from triforce_core import Engine, SamplingParams
 
 # Two blocks and a tail that becomes the third while text is generated.
 PROMPT = random_ids(3 * BLOCK - 4)
-GREEDY = SamplingParams(7, temperature=0)
+GREEDY, FURTHER = SamplingParams(7, temperature=0), SamplingParams(2, temperature=0)
 _DRAFTS = {"draft": "none", "draft_tokens": 3, "budget": 16}
 _PLANES = {"dtype": "bfloat16", "kv": "planes", "method": "speculative", "draft_tokens": 3}
 CASES: dict[str, dict[str, Any]] = {
@@ -135,8 +135,11 @@ class Runs:
     def _request(self, engine: Engine) -> list[int]:
         result = engine.generate(PROMPT, GREEDY)
         Output(self._folder / "stats", "stats").write(json.dumps(result.stats))
-        engine.save_context(self._folder / "context")
-        return result.token_ids
+        context = self._folder / "context"
+        engine.save_context(context)
+        engine.load_context(context)
+        further = engine.generate([*PROMPT, *result.token_ids, 5], FURTHER)
+        return result.token_ids + further.token_ids
 
     @contextmanager
     def _watched(self, kind: str) -> Iterator[None]:
