@@ -44,14 +44,21 @@ class Ranks(Protocol):
     def ask(self, question: str) -> list[Any]:
         """What each of the others answers, in their order. Raises RankError."""
 
-    def send(self, rank: int, tensor: torch.Tensor | None) -> None:
-        """To the rank that leads, or from it: a tensor of the host, or word that there is none.
-
-        Raises RankError.
+    def collect(self, call: str, *arguments: Any) -> list[torch.Tensor]:
+        """Tells the others to do what each gives a tensor of the host by (`give`). Returns these,
+        in their order. An interrupt waits until all have come. Raises RankError.
         """
 
-    def receive(self, rank: int) -> torch.Tensor | None:
-        """What another rank sends to this one. Raises RankError."""
+    def give(self, tensor: torch.Tensor) -> None:
+        """To the rank that leads, which collects it."""
+
+    def hand(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        """Sends each of the others a tensor of the host; None: that none will come. An interrupt
+        waits until all are sent. Raises RankError.
+        """
+
+    def handed(self) -> torch.Tensor | None:
+        """What the rank that leads hands to this one, None if none will come."""
 
     def check(self) -> None:
         """Asked when the device has computed what was told, and before that is used.
@@ -86,11 +93,18 @@ class Silent:
         """Ranks.ask."""
         return []
 
-    def send(self, rank: int, tensor: torch.Tensor | None) -> None:
-        """Ranks.send."""
+    def collect(self, call: str, *arguments: Any) -> list[torch.Tensor]:
+        """Ranks.collect."""
+        return []
 
-    def receive(self, rank: int) -> torch.Tensor | None:
-        """Ranks.receive."""
+    def give(self, tensor: torch.Tensor) -> None:
+        """Ranks.give."""
+
+    def hand(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        """Ranks.hand."""
+
+    def handed(self) -> torch.Tensor | None:
+        """Ranks.handed."""
 
     def check(self) -> None:
         """Ranks.check."""

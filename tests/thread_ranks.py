@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ class _Meeting:
         self._parts: list[list[Any]] = [[None] * count, [None] * count]
         self._brought = [0] * count
         self._aborted = False
-        self._mail: defaultdict[tuple[int, int], queue.Queue[Any]] = defaultdict(queue.Queue)
+        # What one of two ranks sent to the other.
+        self._mail = {pair: queue.Queue() for pair in product(range(count), repeat=2)}
 
     def mail(self, of: int, to: int) -> queue.Queue[Any]:
         return self._mail[of, to]
@@ -79,11 +80,8 @@ class _Rank(Silent):
     def least(self, number: int) -> int:
         return min(self._meeting.exchange(self.index, number))
 
-    def send(self, rank: int, tensor: torch.Tensor | None) -> None:
-        self._meeting.mail(self.index, rank).put(tensor if tensor is None else tensor.clone())
-
-    def receive(self, rank: int) -> torch.Tensor | None:
-        return self._meeting.mail(rank, self.index).get(timeout=PATIENCE)
+    def mail(self, of: int, to: int) -> queue.Queue[Any]:
+        return self._meeting.mail(of, to)
 
 
 class _Follower(_Rank):
@@ -95,6 +93,12 @@ class _Follower(_Rank):
 
     def hear(self) -> Call:
         return unpacked(self.heard.get(timeout=PATIENCE), torch.device("cpu"), lambda it: it)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        self.mail(self.index, 0).put(tensor.clone())
+
+    def handed(self) -> torch.Tensor | None:
+        return self.mail(0, self.index).get(timeout=PATIENCE)
 
     def answer(self) -> Any:
         while self.error is None:
@@ -145,6 +149,16 @@ class ThreadLeader(_Rank):
     def ask(self, question: str) -> list[Any]:
         self.tell(question)
         return [it.answer() for it in self.followers]
+
+    def collect(self, call: str, *arguments: Any) -> list[torch.Tensor]:
+        self.tell(call, *arguments)
+        return [self.mail(it.index, 0).get(timeout=PATIENCE) for it in self.followers]
+
+    def hand(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        for follower, tensor in zip(
+            self.followers, tensors or [None] * len(self.followers), strict=True
+        ):
+            self.mail(0, follower.index).put(None if tensor is None else tensor.clone())
 
     def close(self) -> None:
         self.tell("finish")

@@ -386,7 +386,7 @@ class Engine:
                 self._contexts.give_back(context, sound=sound)
 
     def _new_context(self) -> Context:
-        with self.runtime.memory.current():
+        with self.runtime.memory.typed_errors(), self.runtime.memory.current():
             return Context(self.models)
 
     def _request(

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from offload.errors import DoesNotFitError, LinkError, OutOfDeviceMemoryError, UsageError
+from offload.errors import (
+    DeviceFailedError,
+    DoesNotFitError,
+    OutOfDeviceMemoryError,
+    UsageError,
+)
 from offload.link.waiting import hangs
 from offload.machine.profiles import EMULATED
 from offload.memory.available import LIBRARY_BYTES, available_host_bytes, lendable_bytes
@@ -132,7 +137,8 @@ class DeviceMemory:
         except torch.OutOfMemoryError as error:
             raise OutOfDeviceMemoryError(str(error).splitlines()[0]) from error
         except torch.AcceleratorError as error:
-            raise LinkError(f"{self.device} failed: {str(error).splitlines()[0]}") from error
+            why = str(error).splitlines()[0]
+            raise DeviceFailedError(f"{self.device} failed: {why}") from error
 
     def close(self) -> None:
         """Gives the allocator's cache back to the device and lifts the cap."""

@@ -21,7 +21,7 @@ ERRORS = {
     "temporary": "OutOfDeviceMemoryError",
     "host memory": "DoesNotFitError",
     "mapping": "DoesNotFitError",
-    "copy asked": "LinkError",
+    "copy asked": "DeviceFailedError",
     "copy": "LinkError",
     "wait": "LinkError",
     "write": "OutputError",

@@ -50,6 +50,7 @@ class Context:
         self.retrieval: RetrievalCache | None = None
         self.level: ResidentModel | None = None
         self._models = models
+        self._parts = models.kv_parts
         self._checksum = Checksum()
         self._reads_alike = True
         self._lent_bytes = 0
@@ -141,20 +142,20 @@ class Context:
         of all heads, whatever ranks share them. Raises RankError.
         """
         tokens, layers = self.text.tokens[: self.passes.length], self.passes.kv.shape.layers
-        scores = self.known_scores() if self.retrieval else None
+        # Of a head that several ranks have, each knows what its own query heads attend to.
+        scores = self.known_scores() if self.retrieval and self._parts.are_apart else None
         return Snapshot(tokens, layers, self.layer_kv, scores, self._models.method.scored_by)
 
     def layer_kv(self, layer: int) -> torch.Tensor:
         """Snapshot.layer_kv. Raises LinkError or RankError."""
-        self._tell("layer_kv", layer)
-        return self._models.kv_parts.gathered(self.passes.kv.on_host(layer))
+        own = self.passes.kv.on_host(layer)
+        return self._parts.gathered(own, "layer_kv", self.checksum, layer)
 
     def known_scores(self) -> torch.Tensor:
         """Snapshot.scores. Raises RankError."""
-        self._tell("known_scores")
         chunks = self.passes.length // self._models.method.chunk_size
         own = self._scores.sums[..., :chunks].to("cpu", copy=True)
-        return self._models.kv_parts.gathered(own)
+        return self._parts.gathered(own, "known_scores", self.checksum)
 
     @torch.inference_mode()
     def restore(self, saved: Snapshot) -> None:
@@ -164,30 +165,29 @@ class Context:
         """
         method = self._models.method
         scored = bool(self.retrieval) and saved.has_scores(method.scored_by, method.chunk_size)
-        self._tell("restore_from", saved.tokens, scored)
         try:
+            self._tell("restore_from", saved.tokens, scored)
             self.restore_from(saved.tokens, scored, saved)
         except BaseException:
-            self._models.kv_parts.give_up()
+            self._parts.give_up()
             raise
 
     def restore_from(self, tokens: Sequence[int], scored: bool, saved: Snapshot | None) -> None:
         """Makes `tokens` the text. scored: whether scores of its chunks are restored too. saved:
         their KV, None on a rank that does not lead. See `restore`, which tells others.
         """
-        parts = self._models.kv_parts
         self.roll_back(0)
         self._reads_alike = self.model.rope.reads_alike(len(tokens))
         self.passes.kv.expect(len(tokens))
         if self.retrieval:
             self.retrieval.begin()
         self.passes.restore(
-            len(tokens), lambda layer: parts.scattered(saved and saved.layer_kv(layer))
+            len(tokens), lambda layer: self._parts.scattered(saved and saved.layer_kv(layer))
         )
         if scored:
-            sums, own = self._scores.sums, parts.scattered(saved and saved.scores)
+            sums, own = self._scores.sums, self._parts.scattered(saved and saved.scores)
             sums[..., : own.shape[2]] = own.to(sums.device)
-        parts.agree()
+        self._parts.agree()
         self.text = Text(list(tokens))
 
     @torch.inference_mode()

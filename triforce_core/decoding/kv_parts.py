@@ -26,19 +26,31 @@ class KVParts:
     ranks: Ranks
     heads: Sequence[range]
 
-    def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """Of all heads, on the rank that leads. On the others what they have, which they send.
+    @property
+    def count(self) -> int:
+        """Of heads, on all ranks."""
+        return self.heads[-1].stop
 
-        own: [any, heads of this rank, ...] on the host. Raises RankError.
+    @property
+    def are_apart(self) -> bool:
+        """Whether no head is on two ranks."""
+        return sum(map(len, self.heads)) == self.count
+
+    def gathered(self, own: torch.Tensor, call: str, *arguments: object) -> torch.Tensor:
+        """Of all heads, on the rank that leads. On the others what they have, which they give.
+
+        own: [any, heads of this rank, ...] on the host. call: what the others are told, by which
+        they come here too. Raises RankError.
         """
         if self.ranks.count == 1:
             return own
         if self.ranks.index:
-            self.ranks.send(0, own)
+            self.ranks.give(own)
             return own
-        whole = own.new_empty((own.shape[0], self.heads[-1].stop, *own.shape[2:]))
-        for rank, heads in enumerate(self.heads):
-            part = self.ranks.receive(rank) if rank else own
+        # What the host has no room for is known before anybody is told.
+        whole = own.new_empty((own.shape[0], self.count, *own.shape[2:]))
+        parts = [own, *self.ranks.collect(call, *arguments)]
+        for heads, part in zip(self.heads, parts, strict=True):
             whole[:, heads.start : heads.stop] = part
         return whole
 
@@ -49,28 +61,26 @@ class KVParts:
         Raises RankError, or Interrupted where the rank that leads has called `give_up`.
         """
         if self.ranks.index:
-            part = self.ranks.receive(0)
+            part = self.ranks.handed()
             if part is None:
                 raise Interrupted
             return part
-        for rank, heads in enumerate(self.heads):
-            if rank:
-                self.ranks.send(rank, whole[:, heads.start : heads.stop])
-        own = self.heads[0]
-        return whole[:, own.start : own.stop]
+        own, *others = (whole[:, heads.start : heads.stop] for heads in self.heads)
+        if others:
+            self.ranks.hand([part.contiguous() for part in others])
+        return own
 
     def agree(self) -> None:
         """The others wait until the rank that leads has come as far as here.
 
         Raises what `scattered` does.
         """
-        self.scattered(torch.empty(1, self.heads[-1].stop) if not self.ranks.index else None)
+        self.scattered(None if self.ranks.index else torch.empty(1, self.count))
 
     def give_up(self) -> None:
-        """On the rank that leads: tells the others, which wait for something, that it will not
+        """On the rank that leads: tells the others, which may wait for something, that it will not
         come.
         """
         # Those that are gone wait for nothing.
         with suppress(RankError):
-            for rank in range(1, self.ranks.count):
-                self.ranks.send(rank, None)
+            self.ranks.hand(None)

@@ -90,7 +90,7 @@ class Models:
     @property
     def whole_kv(self) -> KVShape:
         """Of all heads, whatever ranks share them."""
-        return replace(self.runtime.demand.kv, kv_heads=self.kv_parts.heads[-1].stop)
+        return replace(self.runtime.demand.kv, kv_heads=self.kv_parts.count)
 
     @property
     def reads_upper(self) -> bool:

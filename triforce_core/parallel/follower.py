@@ -134,17 +134,19 @@ class Follower(Silent):
         self._commands.send(number)
         return self._commands.receive()
 
-    def send(self, rank: int, tensor: torch.Tensor | None) -> None:
-        """Ranks.send."""
+    def give(self, tensor: torch.Tensor) -> None:
+        """Ranks.give."""
         self._commands.send_tensor(tensor)
 
-    def receive(self, rank: int) -> torch.Tensor | None:
-        """Ranks.receive."""
+    def handed(self) -> torch.Tensor | None:
+        """Ranks.handed."""
         return self._commands.receive_tensor()
 
     def hear(self) -> Call:
         """What the first rank is about to do. Raises RankError or Gone."""
-        call = self._commands.receive()
+        # Word that nothing will be handed over may come when nothing is waited for any more.
+        while (call := self._commands.receive()) is None:
+            pass
         with _noticed():
             return unpacked(call, self._device, self._spread)
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from offload.errors import RankError, TriforceError, UsageError
 from triforce_core.parallel.collectives import Collectives, is_own
+from triforce_core.parallel.exchanges import Exchanges
 from triforce_core.parallel.message import packed
 from triforce_core.parallel.pulse import Failure, Pulse
 from triforce_core.parallel.wire import Door, Gone, Wire
@@ -132,6 +133,7 @@ class Leader:
         self._last_resort: threading.Timer | None = None
         self._waiting = self._computing = False
         self._closed = threading.Event()
+        self._exchanges = Exchanges()
         self._door = door
 
     def meet(self, device: torch.device, *, own_device: bool) -> None:
@@ -186,15 +188,26 @@ class Leader:
         with self._guarded():
             return [wire.receive() for wire in self._wires.values()]
 
-    def send(self, rank: int, tensor: torch.Tensor | None) -> None:
-        """Ranks.send."""
-        with self._guarded():
-            self._wires[rank].send_tensor(tensor)
+    def collect(self, call: str, *arguments: Any) -> list[torch.Tensor]:
+        """Ranks.collect."""
 
-    def receive(self, rank: int) -> torch.Tensor | None:
-        """Ranks.receive."""
-        with self._guarded():
-            return self._wires[rank].receive_tensor()
+        def collect() -> list[torch.Tensor]:
+            self.tell(call, *arguments)
+            with self._guarded():
+                return [wire.receive_tensor() for wire in self._wires.values()]
+
+        return self._exchange(collect)
+
+    def hand(self, tensors: Sequence[torch.Tensor] | None) -> None:
+        """Ranks.hand."""
+        given = tensors or [None] * len(self._wires)
+
+        def hand() -> None:
+            with self._guarded():
+                for wire, tensor in zip(self._wires.values(), given, strict=True):
+                    wire.send_tensor(tensor)
+
+        self._exchange(hand)
 
     def close(self) -> None:
         """Ranks.close."""
@@ -216,6 +229,7 @@ class Leader:
             self._last_resort.join()
         for wire in self._wires.values():
             wire.close()
+        self._exchanges.close()
         if self._collectives is not None:
             if self._failed.is_set():
                 self._collectives.abort()
@@ -239,6 +253,12 @@ class Leader:
         self._failed.set()
         self._kill()
         self.close()
+
+    def _exchange(self, call: Callable[[], Any]) -> Any:
+        """Calls what an interrupt must not leave half done. Raises RankError."""
+        if self._failed.is_set() or self._closed.is_set():
+            raise self._error()
+        return self._exchanges.run(call)
 
     def _let_in(self) -> None:
         """Waits until every rank has opened its wires."""
@@ -322,8 +342,13 @@ class Leader:
                 raise
             self._failed.wait(2 * _EXPLAIN_SECONDS)
             if not self._failures:
+                self.abandon()
                 raise RankError(f"ranks lost each other: {error}") from error
             raise self._error() from error
+        except BaseException:
+            # An interrupt: what was sent or received is not whole.
+            self.abandon()
+            raise
         finally:
             self._waiting = False
 

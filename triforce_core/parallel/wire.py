@@ -62,7 +62,9 @@ class Wire:
         shape, dtype = about
         tensor = torch.empty(shape, dtype=dtype)
         with _noticing():
-            self._connection.recv_bytes_into(_bytes(tensor))
+            got = self._connection.recv_bytes_into(_bytes(tensor))
+        if got != tensor.nbytes:
+            raise LostError(f"{got} bytes came of a tensor of {tensor.nbytes}")
         return tensor
 
     def waits(self, seconds: float) -> bool:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -116,13 +117,14 @@ class Worker:
         for job in jobs:
             self._jobs.append(job)
             self._wakes.put(None)
+        if self.state != "ready":
+            # Since it was asked for room.
+            self._refuse_waiting()
 
     def check_ready(self) -> None:
         """Raises NotReadyError."""
-        if self.error is not None:
-            raise NotReadyError(_ends(self.error))
         if self.state != "ready":
-            raise NotReadyError(f"the model is {self.state}")
+            raise self._not_ready()
 
     def check_room(self) -> None:
         """Raises what `submit` would now."""
@@ -143,18 +145,22 @@ class Worker:
         self.state = "closed"
         for job in tuple(self.running):
             job.cancel()
-        self._refuse_waiting("the server is closing")
+        self._refuse_waiting()
         self._wakes.put(None)
 
     def _run(self) -> None:
         try:
             self.engine = self._load(self._report)
             with self.engine as engine:
-                self._serve(engine)
+                try:
+                    self._serve(engine)
+                except BaseException as error:
+                    # Before the engine closes: what that cuts is not given as if it were whole.
+                    self._fail(error)
         except BaseException as error:
             self._fail(error)
-            for job in self.running:
-                job.receive(NotReadyError(_ends(error)))
+        for job in self.running:
+            job.receive(self._not_ready())
 
     def _serve(self, engine: Engine) -> None:
         self.conversations = Conversations(engine.tokenizer)
@@ -170,13 +176,22 @@ class Worker:
     def _fail(self, error: BaseException) -> None:
         """Nothing is served any more."""
         if self.error is None:
-            self.state, self.error = "failed", error
-            self._refuse_waiting(_ends(error))
+            self.error, self.state = error, "failed"
+            self._refuse_waiting()
             self.failed()
 
-    def _refuse_waiting(self, why: str) -> None:
-        while self._jobs:
-            self._jobs.popleft().receive(NotReadyError(why))
+    def _not_ready(self) -> NotReadyError:
+        if self.error is not None:
+            return NotReadyError(f"the server ends: {self.error or type(self.error).__name__}")
+        if self.state == "loading":
+            return NotReadyError("the model is loading")
+        return NotReadyError("the server is closing")
+
+    def _refuse_waiting(self) -> None:
+        # Until there is none: several threads may come here.
+        with suppress(IndexError):
+            while True:
+                self._jobs.popleft().receive(self._not_ready())
 
     def _admit(self, engine: Engine, kept: KeptContexts) -> None:
         """Begins jobs that wait, as long as there is room."""
@@ -190,9 +205,11 @@ class Worker:
                 continue
             self.running.append(job)
             self._progress = (0, 1)
+            memory = engine.runtime.memory
             try:
-                kept.prepare(job.asked_for.turn.tokens)
-                job.begin(engine, partial(self._received, job))
+                with memory.typed_errors(), memory.current():
+                    kept.prepare(job.asked_for.turn.tokens)
+                    job.begin(engine, partial(self._received, job))
             except BaseException as error:
                 self._ended(job, error)
             if self.state == "closed":
@@ -213,17 +230,26 @@ class Worker:
         except BaseException as error:
             result = error
         cut = isinstance(result, Completion) and result.finish_reason == "interrupted"
-        if self.state == "closed" and cut:
+        if self.state != "ready" and cut:
             # What was cut is not given as if it were whole.
-            result = NotReadyError("the server is closing")
-        self._served(job, result)
-        job.receive(result)
-        if isinstance(result, _LAST):
+            result = self._not_ready()
+        try:
+            self._served(job, result)
+        finally:
+            job.receive(result)
+        if isinstance(result, BaseException) and self._is_last(result):
             self._fail(result)
+
+    def _is_last(self, error: BaseException) -> bool:
+        """Whether the engine does not outlive it."""
+        if isinstance(error, _LAST):
+            return True
+        try:
+            # Whatever goes wrong in the middle of a pass ends the other ranks.
+            self.engine.models.ranks.check()
+        except RankError:
+            return True
+        return False
 
     def _report(self, what: str, done: int, total: int) -> None:
         self._progress = (done, total)
-
-
-def _ends(error: BaseException) -> str:
-    return f"the server ends: {error or type(error).__name__}"

@@ -16,22 +16,24 @@ from triforce_core import Engine, SamplingParams
 from triforce_core.server.contexts import KeptContexts
 
 PROMPT = random_ids(5 * BLOCK + 3)
-NEXT = [*PROMPT, 5, 6, 7]
 PARAMS = SamplingParams(20, temperature=0)
 DRAFTS = {"method": "triforce", "budget": 32, "draft_tokens": 4, "draft": "none"}
 
 
-def kept(ours: Engine, path: Path) -> list[int]:
-    """A context that an engine writes, and the text that it goes on with."""
-    ours.generate(PROMPT, SamplingParams(1, temperature=0))
-    assert ours.save_context(path) == len(PROMPT)
-    return ours.generate(NEXT, PARAMS).token_ids
+def kept(ours: Engine, path: Path) -> tuple[list[int], list[int]]:
+    """Of a context that an engine writes: a prompt that begins with it, and what follows that."""
+    # Passes of the target have scored its chunks.
+    begun = ours.generate(PROMPT, PARAMS).token_ids
+    assert ours.save_context(path) == len(PROMPT) + len(begun) - 1
+    prompt = [*PROMPT, *begun, 5, 6, 7]
+    return prompt, ours.generate(prompt, PARAMS).token_ids
 
 
-def goes_on(ours: Engine, path: Path) -> list[int]:
-    assert ours.load_context(path).tokens == len(PROMPT)
-    result = ours.generate(NEXT, PARAMS)
-    assert result.stats["reused_tokens"] == len(PROMPT)
+def goes_on(ours: Engine, path: Path, prompt: list[int]) -> list[int]:
+    tokens = ours.load_context(path).tokens
+    assert tokens == len(prompt) - 4
+    result = ours.generate(prompt, PARAMS)
+    assert result.stats["reused_tokens"] == tokens
     return result.token_ids
 
 
@@ -46,9 +48,9 @@ def test_a_context_goes_on_with_any_number_of_ranks(
 ) -> None:
     path, file = tiny(family)[0], tmp_path / "context"
     with engine(path, saves, placement, **DRAFTS) as first:
-        expected = kept(first, file)
+        prompt, expected = kept(first, file)
     with engine(path, loads, placement, **DRAFTS) as other:
-        assert goes_on(other, file) == expected
+        assert goes_on(other, file, prompt) == expected
 
 
 def test_its_numbers_are_those_of_one_rank(tmp_path, leaders) -> None:
@@ -64,12 +66,22 @@ def test_its_numbers_are_those_of_one_rank(tmp_path, leaders) -> None:
     snapshots = []
     for ranks in (1, 2):
         with engine(tmp_path / "model", ranks, "kv-in-part", **DRAFTS) as ours:
-            ours.generate(PROMPT, SamplingParams(1, temperature=0))
+            ours.generate(PROMPT, PARAMS)
             saved = ours.snapshot()
             layers = [saved.layer_kv(layer) for layer in range(saved.layers)]
             snapshots.append((torch.stack(layers), saved.scores))
     for alone, together in zip(*snapshots, strict=True):
+        assert together.count_nonzero() > together.numel() / 2
         torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-4)
+
+
+def test_scores_of_heads_that_several_ranks_have_are_not_kept(tiny, tmp_path, leaders) -> None:
+    """Each of these knows what its own query heads attend to."""
+    path, file = tiny("llama-mqa")[0], tmp_path / "context"
+    with engine(path, 2, "kv", **DRAFTS) as ours:
+        prompt, expected = kept(ours, file)
+        assert ours.snapshot().scores is None
+        assert goes_on(ours, file, prompt) == expected
 
 
 @pytest.mark.parametrize("fails", [0, 1, 2])
@@ -78,16 +90,16 @@ def test_a_damaged_file_leaves_all_ranks_as_they_can_be_used(
 ) -> None:
     path, file = tiny("llama")[0], tmp_path / "context"
     with engine(path, 2, "kv", **DRAFTS) as ours:
-        expected = kept(ours, file)
+        prompt, expected = kept(ours, file)
         whole = file.read_bytes()
         # In the first layer, in one of the middle, in the last: others were handed over before.
         at = len(whole) * (2 + 3 * fails) // 10
         file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(UsageError, match="is damaged"):
             ours.load_context(file)
-        assert ours.generate(NEXT, PARAMS).token_ids == expected
+        assert ours.generate(prompt, PARAMS).token_ids == expected
         file.write_bytes(whole)
-        assert goes_on(ours, file) == expected
+        assert goes_on(ours, file, prompt) == expected
 
 
 def test_a_rank_that_leads_and_fails_while_it_restores_can_go_on(
@@ -95,7 +107,7 @@ def test_a_rank_that_leads_and_fails_while_it_restores_can_go_on(
 ) -> None:
     path, file = tiny("llama")[0], tmp_path / "context"
     with engine(path, 2, "kv", **DRAFTS) as ours:
-        expected = kept(ours, file)
+        prompt, expected = kept(ours, file)
         kv = type(ours._contexts.latest.passes.kv)
         original, calls = kv.fill, []
 
@@ -111,7 +123,7 @@ def test_a_rank_that_leads_and_fails_while_it_restores_can_go_on(
             ours.load_context(file)
         assert calls == [0, 1]
         monkeypatch.undo()
-        assert goes_on(ours, file) == expected
+        assert goes_on(ours, file, prompt) == expected
 
 
 def test_conversations_of_a_server_wait_in_host_memory(tiny, leaders) -> None:

@@ -13,15 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from helpers import PLACEMENTS, placed, random_ids
+from helpers import placed, random_ids
 from oracle import assert_equal_but_for_ties, greedy
+from processes import ENDS_WITHIN, followers, kill_followers, run
 
 from offload.errors import RankError, UsageError
 from triforce_core import Engine, SamplingParams
@@ -30,21 +29,6 @@ from triforce_core.parallel.leader import Leader
 PROMPT = "Hello there, this is a text of some length. " * 8
 # A pass of two ranks takes half a second over such links.
 SLOW = ("--device", "cpu", "--device-memory", "1100KiB", "--link-bandwidth", "600KB/s")
-ENDS_WITHIN = 10.0
-
-
-def run(*arguments: object, **options: object) -> subprocess.Popen:
-    """A command, in a group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        **options,
-    )
 
 
 def generate(path: Path, *arguments: object, gpus: int = 2, **options: object) -> subprocess.Popen:
@@ -53,39 +37,6 @@ def generate(path: Path, *arguments: object, gpus: int = 2, **options: object) -
         *("--max-new-tokens", 60, "--gpus", gpus, *arguments),
         **options,
     )
-
-
-def followers(process: subprocess.Popen) -> list[psutil.Process]:
-    """In the order of their ranks."""
-    found = psutil.Process(process.pid).children(recursive=True)
-    ranks = [it for it in found if "triforce_core.parallel" in " ".join(it.cmdline())]
-    return sorted(ranks, key=lambda it: int(it.environ()["RANK"]))
-
-
-def kill_followers() -> None:
-    """Those of engines in this process."""
-    for child in psutil.Process().children(recursive=True):
-        if "triforce_core.parallel" in " ".join(child.cmdline()):
-            child.kill()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    """No process that is a rank, nothing in shared memory."""
-    before = set(os.listdir("/dev/shm"))
-    yield
-    until = time.monotonic() + ENDS_WITHIN
-
-    def left() -> list[str]:
-        lines = [" ".join(it.info["cmdline"] or ()) for it in psutil.process_iter(["cmdline"])]
-        mine = [line for line in lines if "triforce_core.parallel" in line]
-        # Other tests run beside this one.
-        return mine if "PYTEST_XDIST_WORKER" not in os.environ else []
-
-    while left() and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not left()
-    assert set(os.listdir("/dev/shm")) <= before
 
 
 @pytest.mark.one_in(4)
@@ -289,47 +240,6 @@ def test_an_engine_that_lost_a_rank_says_so_and_another_can_be_made(tiny) -> Non
             engine.generate(random_ids(60), params)
     with Engine.from_pretrained(path, **options) as engine:
         assert engine.generate(random_ids(60), params).token_ids == expected
-
-
-def test_contexts_are_saved_and_loaded_by_processes(tiny, tmp_path) -> None:
-    path, _ = tiny("llama")
-    options = {"device": "cpu", "dtype": "float32", "max_context": 120}
-    options |= {"method": "triforce", "budget": 32, "draft": "none", "placement": PLACEMENTS["kv"]}
-    params = SamplingParams(20, temperature=0)
-    # Of the second no chunk is whole.
-    for prompt in (random_ids(60), random_ids(5)):
-        with Engine.from_pretrained(path, gpus=2, **options) as engine:
-            expected = engine.generate([*prompt, 7], params, reuse=False).token_ids
-            engine.generate(prompt, SamplingParams(1, temperature=0), reuse=False)
-            engine.save_context(tmp_path / "context")
-            engine.forget()
-            engine.load_context(tmp_path / "context")
-            result = engine.generate([*prompt, 7], params)
-        with Engine.from_pretrained(path, **options) as engine:
-            engine.load_context(tmp_path / "context")
-            alone = engine.generate([*prompt, 7], params)
-        assert result.token_ids == alone.token_ids == expected
-        assert result.stats["reused_tokens"] == alone.stats["reused_tokens"] == len(prompt)
-
-
-def test_a_rank_that_is_lost_while_a_context_is_loaded_is_named(tiny, tmp_path) -> None:
-    path, _ = tiny("llama")
-    with Engine.from_pretrained(path, device="cpu", max_context=120, gpus=2) as engine:
-        engine.generate(random_ids(60), SamplingParams(1))
-        saved = engine.snapshot()
-        layers = [saved.layer_kv(layer) for layer in range(saved.layers)]
-
-        def layer_kv(layer: int) -> torch.Tensor:
-            if layer == 1:
-                kill_followers()
-                until = time.monotonic() + 2 * ENDS_WITHIN
-                while not engine.models.ranks._failed.is_set():
-                    assert time.monotonic() < until
-                    time.sleep(0.01)
-            return layers[layer]
-
-        with pytest.raises(RankError, match=r"rank 1: was ended by SIGKILL"):
-            engine.restore(replace(saved, layer_kv=layer_kv))
 
 
 def test_an_engine_closed_while_it_notices_a_loss_leaves_no_thread(tiny, monkeypatch) -> None:

@@ -8,12 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import uvicorn
+from helpers import PLACEMENTS
 
 from triforce_core import Engine
 from triforce_core.server.app import make_app
@@ -101,3 +102,14 @@ def serving(
         yield running
     finally:
         running.stop()
+
+
+def slow(model: Path, queue: int = 1) -> AbstractContextManager[Running]:
+    """A server whose passes take a tenth of a second or so."""
+    return serving(
+        model,
+        ServerSettings(name="tiny", queue=queue),
+        method="autoregressive",
+        placement=PLACEMENTS["weights"],
+        link_bandwidth="4MB/s",
+    )

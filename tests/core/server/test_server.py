@@ -9,17 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from command import heed_signals, run
 from helpers import PLACEMENTS
-from running import CONTEXT, HELLO, Running, serving, until
+from running import CONTEXT, HELLO, Running, serving, slow, until
 
-from offload.errors import DeviceHungError, RankError, UsageError
-from triforce_core.batch import Batch
+from offload.errors import UsageError
 from triforce_core.server.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
@@ -122,17 +119,6 @@ def test_a_key_is_asked_for_and_loading_says_so(speaking) -> None:
         running.stop()
 
 
-def slow(speaking: Path, queue: int = 1) -> AbstractContextManager[Running]:
-    """A server whose passes take a tenth of a second or so."""
-    return serving(
-        speaking,
-        ServerSettings(name="tiny", queue=queue),
-        method="autoregressive",
-        placement=PLACEMENTS["weights"],
-        link_bandwidth="4MB/s",
-    )
-
-
 def test_a_full_queue_says_when_to_come_back(speaking) -> None:
     with slow(speaking) as running:
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 200}
@@ -233,47 +219,6 @@ def test_what_a_closing_server_cuts_is_no_answer(speaking) -> None:
         thread.join(30)
         assert answers[0][0] == 503
         assert json.loads(answers[0][2])["error"]["code"] == "not_ready"
-
-
-@pytest.mark.parametrize(
-    ("planted", "status"),
-    [
-        (DeviceHungError("it does not answer"), 500),
-        (RankError("rank 1: is gone"), 500),
-        # Of a fault in this code nobody is told by the engine.
-        (KeyError("odd"), 503),
-    ],
-    ids=["hung", "rank", "fault"],
-)
-def test_what_an_engine_does_not_outlive_ends_the_server(
-    speaking, monkeypatch, planted: Exception, status: int
-) -> None:
-    with slow(speaking) as running:
-        ended = threading.Event()
-        monkeypatch.setattr(running.worker, "failed", ended.set)
-        body = {"model": "tiny", "messages": HELLO, "max_tokens": 200}
-        answers: list[tuple] = []
-        asking = [
-            threading.Thread(target=lambda: answers.append(running.ask("POST", CHAT, body)))
-            for _ in "ab"
-        ]
-        for thread in asking:
-            thread.start()
-        until(lambda: running.worker.running and running.worker.waiting == 1)
-
-        def fail(*_: object) -> None:
-            raise planted
-
-        monkeypatch.setattr(Batch, "_pass" if status == 500 else "step", fail)
-        for thread in asking:
-            thread.join(30)
-            assert not thread.is_alive()
-        assert sorted(answer[0] for answer in answers) == [status, 503]
-        assert all(str(planted) in str(json.loads(answer[2])["error"]) for answer in answers)
-        assert ended.wait(10)
-        assert running.worker.error is planted
-        assert running.ask("GET", "/health")[0] == 503
-        assert running.ask("POST", CHAT, body)[0] == 503
 
 
 def test_a_port_in_use_is_told_before_anything_is_loaded(speaking, server, capsys) -> None:
