@@ -6,7 +6,8 @@ process; of a checkpoint none may take 2 s of processor time, or 200 MB and thre
 
     python scripts/fuzz.py [--count 100000] [--of-checkpoints N] [--only NAME ...]
 
-Writes benchmarks/results/fuzz.json and exits with 1 if anything was found.
+Writes benchmarks/results/fuzz.json, of some names fuzz_NAME_NAME.json, and exits with 1 if anything
+was found.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def main() -> int:
             faults += found.pop("faults")
             figures[name] = found
             print(f"{name}: {found}", flush=True)
-    path = write_result("fuzz", {"files": figures, "faults": faults})
+    some = [] if set(args.only) == set(names) else args.only
+    path = write_result("_".join(["fuzz", *some]), {"files": figures, "faults": faults})
     print("\n".join([*faults, f"{len(faults)} faults; written to {os.path.relpath(path)}"]))
     return 1 if faults else 0
 

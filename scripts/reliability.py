@@ -36,7 +36,9 @@ CHECKS = (
     Check(("L1", "L2", "L3", "P2"), "long_laws", ("L1", "L1, trees", "L2", "L3")),
     Check(("F1",), "long_checks", ("F1",)),
     Check(("F6",), "long_faults", ("cases",)),
-    Check(("Z1", "C2"), "fuzz", ("files",)),
+    Check(("Z1",), "fuzz", ("files",)),
+    # Since contexts have checksums.
+    Check(("Z1", "C2"), "fuzz_context", ("files",)),
     Check(("K1",), "long_interrupts", ("runs", "codes")),
     Check(("K2",), "long_kills", ("runs", "killed")),
     Check(("K4",), "soak", ("minutes", "requests", "resident_bytes_an_hour", "same_tokens")),
