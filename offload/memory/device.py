@@ -9,12 +9,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from offload.errors import (
-    DeviceFailedError,
-    DoesNotFitError,
-    OutOfDeviceMemoryError,
-    UsageError,
-)
+from offload.errors import DeviceFailedError, DoesNotFitError, OutOfDeviceMemoryError, UsageError
 from offload.link.waiting import hangs
 from offload.machine.profiles import EMULATED
 from offload.memory.available import LIBRARY_BYTES, available_host_bytes, lendable_bytes

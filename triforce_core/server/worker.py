@@ -182,7 +182,8 @@ class Worker:
 
     def _not_ready(self) -> NotReadyError:
         if self.error is not None:
-            return NotReadyError(f"the server ends: {self.error or type(self.error).__name__}")
+            why = str(self.error) or type(self.error).__name__
+            return NotReadyError(f"the server ends: {why}")
         if self.state == "loading":
             return NotReadyError("the model is loading")
         return NotReadyError("the server is closing")
