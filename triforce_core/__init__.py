@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from offload.errors import (
         CheckpointError,
+        DeviceFailedError,
         DoesNotFitError,
         LinkError,
         OutputError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "Completion",
+    "DeviceFailedError",
     "DoesNotFitError",
     "Engine",
     "EngineConfig",
