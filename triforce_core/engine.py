@@ -266,7 +266,7 @@ class Engine:
         self._check_free()
         most, digest = self.runtime.demand.context_tokens, self._loaded.digest
         own = (self.models.whole_kv, digest, self.config.vocab, most)
-        with reading(path, *own) as saved:
+        with self.runtime.memory.typed_errors(), reading(path, *own) as saved:
             self.restore(saved)
             return LoadedContext(len(saved.tokens), saved.about)
 
