@@ -40,7 +40,7 @@ def test_contexts_are_saved_and_loaded_by_processes(tiny, tmp_path) -> None:
         assert result.stats["reused_tokens"] == alone.stats["reused_tokens"] == len(prompt)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "owner", "where", "at"),
     [
