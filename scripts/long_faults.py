@@ -8,7 +8,8 @@ with `--whole`.
 
     python scripts/long_faults.py [--each 500] [--collectives 20] [--whole]
 
-Writes benchmarks/results/long_faults.json and exits with 1 if anything was found.
+Writes benchmarks/results/long_faults.json, or long_faults_sample.json without `--whole`, and exits
+with 1 if anything was found.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def main() -> int:
             every = args.whole and not number
             figures[case] = try_all(runs, case, runs.counts if every else most, faults)
             print(f"{case}: {figures[case]}", flush=True)
-    path = write_result("long_faults", {"cases": figures, "faults": faults})
+    name = "long_faults" if args.whole else "long_faults_sample"
+    path = write_result(name, {"cases": figures, "faults": faults})
     print(f"{len(faults)} faults; written to {os.path.relpath(path)}")
     return 1 if faults else 0
 
