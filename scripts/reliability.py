@@ -36,8 +36,6 @@ CHECKS = (
     Check(("L1", "L2", "L3", "P2"), "long_laws", ("L1", "L1, trees", "L2", "L3")),
     Check(("F1",), "long_checks", ("F1",)),
     Check(("F6",), "long_faults", ("cases",)),
-    # Since its runs load what they saved, too.
-    Check(("F6",), "long_faults_sample", ("cases",)),
     Check(("Z1",), "fuzz", ("files",)),
     # Since contexts have checksums.
     Check(("Z1", "C2"), "fuzz_context", ("files",)),
