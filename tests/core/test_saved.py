@@ -187,7 +187,7 @@ def test_damaged_files_are_refused_in_a_sentence(tiny, tmp_path) -> None:
                 content["checksums"] = torch.zeros(len(content), dtype=torch.int64)
                 save_file(content, damaged, metadata=about)
                 damaged.write_bytes(with_sums(damaged.read_bytes()))
-            with pytest.raises(UsageError) as refused:
+            with pytest.raises(UsageError, match="damaged") as refused:
                 running.load_context(damaged)
             # Of the case itself, and not of its checksums.
             assert "checksum" not in str(refused.value)

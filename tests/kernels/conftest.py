@@ -9,10 +9,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from exactness import DEVICE
 from triforce_kernels.dispatch import REFERENCE, TRITON, VARIABLE
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 
 @pytest.fixture(
@@ -46,13 +44,3 @@ def draw():
         return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
     return make
-
-
-def assert_near(ours: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
-    """Relative to the greatest magnitude; what is infinite must be so in both."""
-    finite = exact.isfinite()
-    assert torch.equal(ours.isfinite(), finite)
-    assert torch.equal(ours[~finite].double(), exact[~finite].double())
-    if finite.any():
-        gap = (ours.double() - exact.double())[finite].abs().max()
-        assert gap <= tolerance * exact[finite].abs().max().clamp_min(1e-30), float(gap)

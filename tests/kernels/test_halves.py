@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DEVICE, assert_near
+from exactness import DEVICE, assert_near
 from triforce_kernels.halves import HalfWeight, join, join_rows, split_into
 from triforce_kernels.linear import dense_rows, linear, lookup, rows_of
 from triforce_kernels.upper import UpperWeight, upper_matmul

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import TOLERANCE, assert_near
+from exactness import TOLERANCE, assert_near
 from triforce_kernels.int4 import GROUPS, dequantise, int4_matmul, quantise
 
 

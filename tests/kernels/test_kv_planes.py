@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DEVICE
+from exactness import DEVICE
 from triforce_kernels.dispatch import REFERENCE
 from triforce_kernels.gather_planes import PlaneChunkSource, gather_plane_chunks
 from triforce_kernels.kv_planes import KVPlanes, decode_block, decode_chunks, encode_block

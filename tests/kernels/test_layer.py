@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DEVICE, TOLERANCE, assert_near
+from exactness import DEVICE, TOLERANCE, assert_near
 from triforce_kernels.layer import rms_norm, rope_into, swiglu
 from triforce_kernels.rounding import rounded
 

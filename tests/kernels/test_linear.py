@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, TOLERANCE, assert_near
+from exactness import DEVICE, TOLERANCE, assert_near
 from gguf.quants import dequantize
 from gguf_files import in_blocks
 from torch.profiler import ProfilerActivity, profile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DEVICE, TOLERANCE
+from exactness import DEVICE, TOLERANCE
 from triforce_kernels.rounding import round_chunks, rounded, scale_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DEVICE, assert_near
+from exactness import DEVICE, assert_near
 from triforce_kernels.scoring import group_scores
 
 

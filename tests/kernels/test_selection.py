@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DEVICE
+from exactness import DEVICE
 from triforce_kernels.selection import choose_chunks
 
 

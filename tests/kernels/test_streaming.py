@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import DEVICE, TOLERANCE, assert_near
+from exactness import DEVICE, TOLERANCE, assert_near
 from triforce_kernels.scoring import LARGEST, ScoreBuffer
 from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
 

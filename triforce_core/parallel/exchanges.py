@@ -16,7 +16,8 @@ _LOOK_SECONDS = 0.2
 
 class Exchanges:
     """A thread that calls one thing after another, each to its end. An interrupt comes to the main
-    thread, which waits for that end before it goes on.
+    thread, which waits for that end before it goes on. An executor of the standard library starts
+    its thread as it is first asked: one that is interrupted there does not know what it has begun.
     """
 
     def __init__(self) -> None:

@@ -140,8 +140,14 @@ def test_sizes_come_from_a_config_and_from_a_gguf_header(capsys, tiny, tmp_path)
     assert by_config["memory"] == by_header["memory"]
 
 
-@pytest.mark.one_in(1000)
-@pytest.mark.parametrize("kind", ["gpus", "context", "link"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gpus",
+        pytest.param("context", marks=pytest.mark.slow),
+        pytest.param("link", marks=pytest.mark.slow),
+    ],
+)
 def test_sweeps(capsys, tmp_path, kind: str) -> None:
     picture = tmp_path / "sweep.png"
     options = ("--gpu", "rtx4090", "--sweep", kind, "--plot", picture)
