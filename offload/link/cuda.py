@@ -198,6 +198,8 @@ class CudaLink:
         """
         with memory.arena(_PROBE_BYTES, pin=True) as arena:
             target = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
+            # The allocator may hand out memory that kernels of its own stream still read.
+            self._in.wait_event(self.record())
 
             def rate(size: int) -> float:
                 best = float("inf")

@@ -1,4 +1,4 @@
-"""The same laws on a real device and a real link. Skips itself without a GPU."""
+"""The same laws on a real device and a real link. Simulated without a GPU."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from helpers import BLOCK, PLACEMENTS, random_ids
 from offload.memory.host import CudaDriver
 from triforce_core import Engine, SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(max_new_tokens=45, temperature=0)
 DEVICE = torch.device("cuda:0")
 
@@ -183,7 +180,7 @@ def test_a_context_that_grows_and_is_cut_gives_the_text_of_a_fresh_one(
             assert result.token_ids == engine.generate(prompt, GREEDY, reuse=False).token_ids
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.gpus(2)
 @pytest.mark.parametrize("graphs", [False, True])
 def test_an_engine_serves_threads_whose_current_device_is_another(tiny, graphs: bool) -> None:
     from concurrent.futures import ThreadPoolExecutor

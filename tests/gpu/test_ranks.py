@@ -9,18 +9,13 @@ from helpers import BLOCK, placed, random_ids
 from offload.errors import UsageError
 from triforce_core import Engine, SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(max_new_tokens=45, temperature=0)
 OPTIONS = {"max_context": 200, "block_tokens": BLOCK, "dtype": "float32", "device_memory": "2GiB"}
 # One GPU that both share, through host memory; or one each, over NCCL, as graphs where that is on.
 DEVICES = [
     "cuda:0",
-    pytest.param(
-        "cuda", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-    ),
+    pytest.param("cuda", marks=pytest.mark.gpus(2)),
 ]
 
 
