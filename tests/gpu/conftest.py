@@ -7,11 +7,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 from simulated_gpu import REAL, Adversary, simulated
+from triforce_kernels.dispatch import REFERENCE, VARIABLE
 
 
 @pytest.fixture(autouse=True)
-def device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A GPU, or as many as the marker `gpus` says: real ones if they are there."""
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU, or as many as the marker `gpus` says: real ones if they are there.
+
+    On a simulated one kernels are their references, but for tests with the marker `interpreted`:
+    Triton's interpreter takes twenty times as long.
+    """
     marker = request.node.get_closest_marker("gpus")
     gpus = marker.args[0] if marker else 1
     if REAL:
@@ -21,9 +26,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     if why := request.node.get_closest_marker("not_simulated"):
         pytest.skip(why.args[0])
+    if not request.node.get_closest_marker("interpreted"):
+        monkeypatch.setenv(VARIABLE, REFERENCE)
     from offload.graphs import _recording_stream
 
-    with simulated(Adversary.LATE, gpus=gpus) as machine:
+    with simulated(Adversary.LATE, gpus=gpus, multiprocessors=2) as machine:
         yield
         # Streams of a machine that is gone.
         _recording_stream.cache_clear()

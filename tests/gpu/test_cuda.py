@@ -8,12 +8,13 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
+from simulated_gpu import TOKENS
 
 from offload.memory.host import CudaDriver
 from triforce_core import Engine, SamplingParams
 
 pytestmark = pytest.mark.gpu
-GREEDY = SamplingParams(max_new_tokens=45, temperature=0)
+GREEDY = SamplingParams(max_new_tokens=TOKENS, temperature=0)
 DEVICE = torch.device("cuda:0")
 
 
@@ -220,7 +221,7 @@ def test_coupled_noise_is_that_of_the_cpu_and_text_depends_on_the_seed_alone(tin
     noise = [exponential_noise(5, places.to(d), 1000).cpu() for d in ("cpu", "cuda")]
     torch.testing.assert_close(*noise, rtol=1e-14, atol=0)
     path, _ = tiny("llama")
-    params = SamplingParams(45, temperature=0.8, seed=3)
+    params = SamplingParams(TOKENS, temperature=0.8, seed=3)
     options = {"max_context": 200, "block_tokens": BLOCK, "dtype": "float32", "accept": "coupled"}
     texts = set()
     for drafts in (

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from simulated_gpu import REAL
 from triforce_kernels.attention import partial_attention, reference_attention
-from triforce_kernels.dispatch import REFERENCE, VARIABLE
 
 from offload.graphs import CudaRecorder
 from offload.link.cuda import CudaLink
@@ -101,11 +99,8 @@ def test_staged_copies_bring_the_same_bytes(pin: bool) -> None:
     link.close()
 
 
-def test_accepting_keeps_the_distribution_on_the_device(monkeypatch) -> None:
+def test_accepting_keeps_the_distribution_on_the_device() -> None:
     """L1 on the device, with its own generator."""
-    if not REAL:
-        # The interpreter would take an hour for so many rows.
-        monkeypatch.setenv(VARIABLE, REFERENCE)
     from law_tests import LEAST_P, configuration, p_value
 
     from triforce_core.decoding.acceptance import accept

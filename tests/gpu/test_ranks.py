@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import BLOCK, placed, random_ids
+from simulated_gpu import TOKENS
 
 from offload.errors import UsageError
 from triforce_core import Engine, SamplingParams
 
 pytestmark = pytest.mark.gpu
-GREEDY = SamplingParams(max_new_tokens=45, temperature=0)
+GREEDY = SamplingParams(max_new_tokens=TOKENS, temperature=0)
 OPTIONS = {"max_context": 200, "block_tokens": BLOCK, "dtype": "float32", "device_memory": "2GiB"}
 # One GPU that both share, through host memory; or one each, over NCCL, as graphs where that is on.
 DEVICES = [

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from exactness import DEVICE
+from quick_interpreter import quicken
 from triforce_kernels.dispatch import REFERENCE, TRITON, VARIABLE
 
 
@@ -25,6 +26,11 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Both implementations of every kernel."""
     monkeypatch.setenv(VARIABLE, request.param)
     return request.param
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick() -> None:
+    quicken()
 
 
 @pytest.fixture(autouse=True)

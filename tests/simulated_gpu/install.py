@@ -18,10 +18,11 @@ from simulated_gpu.capture import Capture, Graph
 from simulated_gpu.driver import CudaRuntime, library
 from simulated_gpu.factories import Generator, moved, on_device, pinned
 from simulated_gpu.interpreter import interpreted
-from simulated_gpu.machine import Machine
+from simulated_gpu.machine import Machine, rtx_4090
 from simulated_gpu.order import LOCK, Adversary, Event, Stream, UsedStream
 
 _MEMORY_BYTES = 24 << 30
+_MULTIPROCESSORS = 128
 
 
 @contextmanager
@@ -31,12 +32,15 @@ def simulated(
     gpus: int = 1,
     seed: int = 0,
     memory_bytes: int = _MEMORY_BYTES,
+    multiprocessors: int = _MULTIPROCESSORS,
 ) -> Iterator[Machine]:
     """Inside, `torch.cuda` finds GPUs. Gives the machine, whose `faults` should be none after.
 
     adversary: when copies are made; seed: of its coin
+    multiprocessors: of a card; kernels divide their work by them, which takes the interpreter time
     """
-    machine = Machine(gpus, adversary, seed, memory_bytes)
+    card = rtx_4090(memory_bytes, multiprocessors)
+    machine = Machine(card, gpus, adversary, seed)
     with ExitStack() as stack:
         stack.enter_context(machine)
         stack.enter_context(interpreted())
@@ -108,7 +112,9 @@ def _cuda(machine: Machine) -> dict[str, Any]:
         "CUDAGraph": Graph,
         "Event": Event,
         "Stream": Stream,
-        "_is_compiled": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
         "_lazy_init": lambda: None,
         "cudart": lambda: CudaRuntime(machine),
         "current_device": lambda: machine.thread.device,

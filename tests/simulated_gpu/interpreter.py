@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from quick_interpreter import quicken
 
 from simulated_gpu.machine import Machine, machine, span_of
 from simulated_gpu.operators import tensors_in
@@ -77,6 +78,7 @@ def interpreted() -> Iterator[None]:
     except ImportError:
         yield
         return
+    quicken()
     launch = interpreter.GridExecutor.__call__
     native = interpreter._interpreter
 

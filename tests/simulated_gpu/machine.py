@@ -37,8 +37,12 @@ class Machine:
     host_clock: what the host has seen done, stream by stream; one for all threads
     """
 
-    def __init__(self, gpus: int, adversary: Adversary, seed: int, memory_bytes: int) -> None:
-        self.devices = [Device(i, _rtx_4090(memory_bytes, i)) for i in range(gpus)]
+    def __init__(
+        self, card: SimpleNamespace, gpus: int, adversary: Adversary, seed: int
+    ) -> None:
+        self.devices = [
+            Device(i, SimpleNamespace(**(vars(card) | {"pci_bus_id": i + 1}))) for i in range(gpus)
+        ]
         self.pinned = PinnedMemory()
         self.host_clock: dict[int, int] = {}
         self.faults: list[str] = []
@@ -145,13 +149,14 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + reach * tensor.element_size()
 
 
-def _rtx_4090(memory_bytes: int, index: int) -> SimpleNamespace:
+def rtx_4090(memory_bytes: int, multiprocessors: int) -> SimpleNamespace:
+    """Properties of a card, as torch names them."""
     return SimpleNamespace(
         name="NVIDIA GeForce RTX 4090 (simulated)",
         major=8,
         minor=9,
         total_memory=memory_bytes,
-        multi_processor_count=128,
+        multi_processor_count=multiprocessors,
         L2_cache_size=72 << 20,
         shared_memory_per_block=48 << 10,
         shared_memory_per_multiprocessor=100 << 10,
@@ -160,7 +165,6 @@ def _rtx_4090(memory_bytes: int, index: int) -> SimpleNamespace:
         warp_size=32,
         is_integrated=0,
         pci_domain_id=0,
-        pci_bus_id=index + 1,
+        pci_bus_id=1,
         pci_device_id=0,
-        uuid=f"simulated-{index}",
     )

@@ -21,11 +21,19 @@ _PAGE = 4096
 class Allocation:
     """Memory of a device; it is given back when the last tensor of it goes.
 
+    stream: on which it was asked for, and will be handed out again
     graph: that holds its bytes for its replays, None for memory of the allocator
     """
 
-    def __init__(self, device: Device, storage: torch.UntypedStorage, graph: object | None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        storage: torch.UntypedStorage,
+        stream: Stream,
+        graph: object | None,
+    ) -> None:
         self.device = device
+        self.stream = stream.index
         self.start = storage.data_ptr()
         self.nbytes = storage.nbytes()
         self.size = -(-self.nbytes // _ROUNDING) * _ROUNDING
@@ -52,8 +60,8 @@ class Device:
         self._allocations: weakref.WeakValueDictionary[int, Allocation] = (
             weakref.WeakValueDictionary()
         )
-        # Uses by other streams of memory that was given back.
-        self._unfinished: list[Access] = []
+        # Uses of memory that was given back, by the stream that it will be handed out to again.
+        self._unfinished: dict[int, list[Access]] = {}
 
     @property
     def free_bytes(self) -> int:
@@ -88,27 +96,29 @@ class Device:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def check_reuse(self, stream: Stream) -> None:
-        """An allocation may get any memory that was given back: its uses must be over.
+        """An allocation may get any memory that the same stream gave back: others must have
+        finished with it.
 
         Raises RaceError.
         """
-        left = []
-        for access in self._unfinished:
-            if stream.clock.get(access.stream, 0) >= access.tick:
-                continue
-            left.append(access)
-        self._unfinished = left
+        left = [
+            access
+            for access in self._unfinished.pop(stream.index, ())
+            if stream.clock.get(access.stream, 0) < access.tick
+        ]
         if left:
             raise RaceError(
                 f"memory that {left[0].what} on stream {left[0].stream} may still use was given "
-                "back to the allocator, which hands it out again"
+                f"back, and stream {stream.index} gets it again"
             )
 
     def give_back(self, allocation: Allocation) -> None:
         with LOCK:
             self.used_bytes -= allocation.size
             newest = allocation.log.last_of_each_stream()
-            self._unfinished.extend(newest.values())
+            newest.pop(allocation.stream, None)
+            if newest and allocation.graph is None:
+                self._unfinished.setdefault(allocation.stream, []).extend(newest.values())
 
     def trim(self) -> None:
         self.reserved_bytes = self.used_bytes

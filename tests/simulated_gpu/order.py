@@ -9,6 +9,8 @@ from collections.abc import Callable
 from enum import Enum
 from random import Random
 
+import torch
+
 # Every operation of the simulation, of whatever thread, runs under this lock.
 LOCK = threading.RLock()
 
@@ -177,8 +179,10 @@ class Stream:
         self.run_until(lambda: False)
 
     def run_until(self, enough: Callable[[], bool]) -> None:
-        while self._queue and not enough():
-            self._queue.popleft()()
+        # Whoever forces a copy, its memory may have been made in inference mode.
+        with torch.inference_mode():
+            while self._queue and not enough():
+                self._queue.popleft()()
 
     @property
     def is_default(self) -> bool:

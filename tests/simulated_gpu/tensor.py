@@ -16,6 +16,7 @@ from simulated_gpu.machine import machine
 from simulated_gpu.memory import Allocation
 from simulated_gpu.operators import Operations
 from simulated_gpu.order import LOCK
+from simulated_gpu.races import RaceError
 
 # Calls that may take a tensor of the host beside one of the device: indices, and copies.
 _MAY_MIX = {"__getitem__", "__setitem__", "copy_", "type_as", "copy_to_host"}
@@ -143,11 +144,12 @@ def allocation(inner: torch.Tensor, index: int) -> Allocation | None:
     if found is None:
         stream = here.current_stream(index)
         device.check_room(inner.untyped_storage().nbytes())
-        try:
-            device.check_reuse(stream)
-        except AssertionError as error:
-            raise here.fault(error) from None
-        found = Allocation(device, inner.untyped_storage(), here.capturing)
+        if here.capturing is None:
+            try:
+                device.check_reuse(stream)
+            except RaceError as error:
+                raise here.fault(error) from None
+        found = Allocation(device, inner.untyped_storage(), stream, here.capturing)
         if stream.clock[stream.index]:
             here.use(found.log, inner, stream, writes=True, what="making it")
     return found
