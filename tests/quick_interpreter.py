@@ -31,7 +31,7 @@ class _Patches:
         self._changes: list[tuple[Any, str, Any]] = []
 
     def __call__(self, function: Callable) -> Any:
-        """function: a kernel, or what it calls, which is in the library of the language or uses it."""
+        """function: a kernel, or what it calls"""
         if self._inside:
             return self._scope()
         if not self._changes:

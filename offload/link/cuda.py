@@ -56,9 +56,11 @@ class CudaLink:
     - Buffers on both sides (arenas, slots, gather buffers) are handed back to the caching allocator
       only when the link has been synchronised, so no `record_stream` is needed.
     - Timing events are taken from a deque in order and only queried: no call here blocks the host,
-      except `synchronize`, `wait_on_host`, `counters` (a few times a request), `span`, the probe.
+      except for pageable memory, `synchronize`, `wait_on_host`, `counters` (a few times a request), `span`, the probe.
       All but the probe wait with a limit: they ask the event again and again, since no wait of the
       driver's can be ended.
+    - The caller waits for a copy of pageable memory, without a limit: the driver cannot make it
+      later. `StagedLink` asks for those in a thread, and only where nothing can be registered.
     - A copy may not cross from one registered piece of host memory to the next, so larger ones are
       cut where pieces end.
 
@@ -80,6 +82,7 @@ class CudaLink:
         own = timeout_seconds is not None
         self._patience = Patience(timeout_seconds) if own else patience(device)
         self._device = device
+        self._memory = memory
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
         # A thread that stages pageable memory asks for copies too.
@@ -101,7 +104,7 @@ class CudaLink:
         after: Sequence[_Copy | torch.cuda.Event],
         what: Hashable = None,
     ) -> _Copy:
-        copy = self._copy(self._in, device, host, after)
+        copy = self._copy(self._in, device, host, after, direct=self._memory.is_direct(host))
         with self._lock:
             self._bytes_to_device += host.numel()
             self._running.append(copy)
@@ -115,7 +118,7 @@ class CudaLink:
         after: Sequence[_Copy | torch.cuda.Event],
         what: Hashable = None,
     ) -> _Copy:
-        copy = self._copy(self._out, host, device, after)
+        copy = self._copy(self._out, host, device, after, direct=self._memory.is_direct(host))
         with self._lock:
             self._bytes_to_host += host.numel()
         return copy
@@ -172,6 +175,8 @@ class CudaLink:
         target: torch.Tensor,
         source: torch.Tensor,
         after: Sequence[_Copy | torch.cuda.Event],
+        *,
+        direct: bool,
     ) -> _Copy:
         copy = _Copy(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         with torch.cuda.stream(stream):
@@ -179,11 +184,11 @@ class CudaLink:
                 stream.wait_event(_end(event))
             copy.started.record(stream)
             if target.numel() <= PIECE_BYTES:
-                target.copy_(source, non_blocking=True)
+                target.copy_(source, non_blocking=direct)
             else:
                 pairs = zip(target.split(PIECE_BYTES), source.split(PIECE_BYTES), strict=True)
                 for target_piece, source_piece in pairs:
-                    target_piece.copy_(source_piece, non_blocking=True)
+                    target_piece.copy_(source_piece, non_blocking=direct)
             copy.ended.record(stream)
         return copy
 

@@ -7,11 +7,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 from simulated_gpu import REAL, Adversary, simulated
+from simulated_gpu.processes import environment
 from triforce_kernels.dispatch import REFERENCE, VARIABLE
+
+# Kernels divide their work by these, and the interpreter does it part by part.
+_MULTIPROCESSORS = 2
 
 
 @pytest.fixture(autouse=True)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A GPU, or as many as the marker `gpus` says: real ones if they are there.
 
     On a simulated one kernels are their references, but for tests with the marker `interpreted`:
@@ -30,7 +34,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setenv(VARIABLE, REFERENCE)
     from offload.graphs import _recording_stream
 
-    with simulated(Adversary.LATE, gpus=gpus, multiprocessors=2) as machine:
+    for name, value in environment(gpus, _MULTIPROCESSORS).items():
+        monkeypatch.setenv(name, value)
+    with simulated(Adversary.LATE, gpus=gpus, multiprocessors=_MULTIPROCESSORS) as machine:
         yield
         # Streams of a machine that is gone.
         _recording_stream.cache_clear()

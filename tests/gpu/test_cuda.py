@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import BLOCK, PLACEMENTS, random_ids
+from helpers import BLOCK, PLACEMENTS, placed, random_ids
 from simulated_gpu import TOKENS
 
 from offload.memory.host import CudaDriver
@@ -150,9 +150,8 @@ def test_drafts_change_no_greedy_text(tiny, draft: str, retrieval: str, method: 
     if method == "trees":
         options |= {"method": "speculative", "tree": 12}
     for placement in ("resident", "kv", "kv-in-part", "both"):
-        with Engine.from_pretrained(
-            path, budget=32, draft_tokens=6, placement=PLACEMENTS[placement], **options
-        ) as engine:
+        drafts = placed(placement, {"budget": 32, "draft_tokens": 6, **options})
+        with Engine.from_pretrained(path, **drafts) as engine:
             assert engine.generate(prompt, GREEDY).token_ids == expected, placement
 
 
@@ -168,10 +167,8 @@ def test_a_context_that_grows_and_is_cut_gives_the_text_of_a_fresh_one(
     with Engine.from_pretrained(
         path,
         device="cuda:0",
-        budget=48,
         draft=draft.format(model=path),
-        placement=PLACEMENTS[placement],
-        **options,
+        **placed(placement, options | {"budget": 48}),
     ) as engine:
         for prompt in (long[:75], [*long[:75], 9, 8], long, long[:50], [*long[:60], *long]):
             for params in (GREEDY, SamplingParams(20, temperature=0.8, seed=2)):
@@ -201,6 +198,7 @@ def test_an_engine_serves_threads_whose_current_device_is_another(tiny, graphs: 
     assert torch.cuda.current_device() == 0
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("pin", [True, False])
 def test_chunks_are_read_in_host_memory_itself_where_it_is_registered(tiny, pin: bool) -> None:
     from offload.link.cuda import reads_host_memory

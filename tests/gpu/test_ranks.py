@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from helpers import BLOCK, placed, random_ids
 from simulated_gpu import TOKENS
 

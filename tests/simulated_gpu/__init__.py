@@ -23,7 +23,7 @@ from simulated_gpu.races import RaceError
 # Whether there is a GPU that need not be simulated.
 REAL = torch.cuda.is_available()
 
-# Tokens of a text that tests generate: a simulated GPU takes seconds for what a real one does at once.
+# Tokens of a text that tests generate: a simulated GPU takes a second for three of them.
 TOKENS = 45 if REAL else 12
 
 __all__ = ["REAL", "TOKENS", "Adversary", "RaceError", "simulated"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from simulated_gpu.machine import Machine
@@ -44,5 +45,3 @@ def library(original: Callable) -> Callable:
         return original(name, *args, **kwargs)
 
     return load
-
-

@@ -28,6 +28,7 @@ def on_device(function: Callable) -> Callable:
             if name == "as_tensor" or name == "asarray":
                 return to(torch.Tensor.to, args[0], **kwargs)
             return function(*args, **kwargs)
+        # By the example of a tensor of the host: that of a device decides for itself.
         device = kwargs.get("device")
         if isinstance(device, int):
             device = torch.device("cuda", device)

@@ -15,6 +15,7 @@ from torch.utils._device import _device_constructors
 # These register what calls on a device's tensors do.
 from simulated_gpu import attention, transfers  # noqa: F401
 from simulated_gpu.capture import Capture, Graph
+from simulated_gpu.collectives import collected
 from simulated_gpu.driver import CudaRuntime, library
 from simulated_gpu.factories import Generator, moved, on_device, pinned
 from simulated_gpu.interpreter import interpreted
@@ -23,6 +24,9 @@ from simulated_gpu.order import LOCK, Adversary, Event, Stream, UsedStream
 
 _MEMORY_BYTES = 24 << 30
 _MULTIPROCESSORS = 128
+# What makes tensors by the example of one, besides factories.
+_LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like")
+_NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 @contextmanager
@@ -44,12 +48,17 @@ def simulated(
     with ExitStack() as stack:
         stack.enter_context(machine)
         stack.enter_context(interpreted())
+        stack.enter_context(collected())
         for name, value in _cuda(machine).items():
             stack.enter_context(patch.object(torch.cuda, name, value, create=True))
         for function in _device_constructors():
             if getattr(torch, function.__name__, None) is function:
                 made = on_device(function)
                 stack.enter_context(patch.object(torch, function.__name__, made))
+        for home, names in ((torch, _LIKE), (torch.Tensor, _NEW)):
+            for name in names:
+                made = on_device(getattr(home, name))
+                stack.enter_context(patch.object(home, name, made))
         tensor = torch.Tensor
         stack.enter_context(patch.object(torch, "Generator", Generator))
         stack.enter_context(patch.object(tensor, "to", moved(tensor.to)))

@@ -37,9 +37,7 @@ class Machine:
     host_clock: what the host has seen done, stream by stream; one for all threads
     """
 
-    def __init__(
-        self, card: SimpleNamespace, gpus: int, adversary: Adversary, seed: int
-    ) -> None:
+    def __init__(self, card: SimpleNamespace, gpus: int, adversary: Adversary, seed: int) -> None:
         self.devices = [
             Device(i, SimpleNamespace(**(vars(card) | {"pci_bus_id": i + 1}))) for i in range(gpus)
         ]

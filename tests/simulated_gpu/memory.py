@@ -148,7 +148,7 @@ class PinnedMemory:
             return 0
 
     def unregister(self, address: int, seen: Mapping[int, int]) -> int:
-        """seen: what the host has seen done. Raises RaceError if a copy may still use the memory."""
+        """Raises RaceError if a copy may still use the memory. seen: what the host has seen done"""
         with LOCK:
             if address not in self._regions:
                 return 713

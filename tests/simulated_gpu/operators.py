@@ -1,4 +1,4 @@
-"""Every operation on memory of a device: what it reads and writes, and whether a graph records it."""
+"""Every operation on memory of a device: what it reads and writes, and whether it is recorded."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _is_made_of_others(func: Any) -> bool:
     """Whether an operation has no kernel of its own: its schema may call a copy a view."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return func.has_kernel_for_dispatch_key(
-        composite
-    ) and not func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CPU)
+    return func.has_kernel_for_dispatch_key(composite) and not func.has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CPU
+    )
 
 
 @cache
@@ -129,11 +129,7 @@ def _kind(func: Any) -> _Kind:
         if argument.alias_info is not None and argument.alias_info.is_write:
             written += [place, argument.name]
     results = schema.returns
-    view = (
-        not written
-        and bool(results)
-        and all(each.alias_info is not None for each in results)
-    )
+    view = not written and bool(results) and all(each.alias_info is not None for each in results)
     return _Kind(tuple(written), view, schema.name in _WAITED_FOR)
 
 

@@ -32,9 +32,7 @@ class GpuTensor(torch.Tensor):
     memory: Allocation | None
 
     @staticmethod
-    def __new__(
-        cls, inner: torch.Tensor, index: int, memory: Allocation | None
-    ) -> GpuTensor:
+    def __new__(cls, inner: torch.Tensor, index: int, memory: Allocation | None) -> GpuTensor:
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
@@ -81,7 +79,7 @@ class GpuTensor(torch.Tensor):
         raise RuntimeError(f"the simulated GPU does not know {func}")
 
 
-# By name: calls that move data, wait, or ask where a tensor is. `transfers` and `attention` fill it.
+# By name: calls that move data, wait, or ask where a tensor is; `transfers` and others fill it.
 SPECIAL: dict[str, Callable] = {}
 
 
