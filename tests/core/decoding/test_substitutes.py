@@ -16,10 +16,15 @@ import pytest
 import torch
 from helpers import BLOCK, FAMILIES, PLACEMENTS, make_model, random_ids
 from safetensors import safe_open
+from triforce_kernels.int4 import quantise
 
 from offload.checkpoint.layer_cache import LayerCache
 from offload.errors import UsageError
 from offload.files import cache_directory
+from offload.formats import Dense, Groups
+from offload.layouts import FlatLayout
+from offload.memory.device import DeviceMemory
+from offload.substitutes import Substitutes
 from triforce_core import Engine, SamplingParams
 
 PROMPT, NEW = random_ids(75), 40
@@ -113,6 +118,22 @@ def test_less_memory_than_the_weights_take_still_drafts_from_the_device(tmp_path
     assert all(drafts for _, drafts in streaming), "once they fit they stay"
     counts = [streamed for streamed, _ in streaming]
     assert counts == sorted(counts, reverse=True)
+
+
+def test_every_slice_of_a_copy_is_made_of_its_own_rows(monkeypatch) -> None:
+    """A matrix is quantised some rows at a time: here 3 of 10."""
+    monkeypatch.setattr("triforce_kernels.limits.DECODED_AT_ONCE", 3 * 128)
+    exact = torch.randn(10, 128, generator=torch.Generator().manual_seed(1))
+    layout = FlatLayout.of(
+        {"matrix": Groups(10, 128, 64, torch.float32), "norm": Dense((10,), torch.float32)}
+    )
+    copies = Substitutes(layout, [2], DeviceMemory(torch.device("cpu"), None))
+    copies.make(2, {"matrix": exact, "norm": exact[:, 0]})
+    found, expected = copies.views[2]["matrix"], quantise(exact, 64)
+    assert torch.equal(found.packed, expected.packed)
+    assert torch.equal(found.scale, expected.scale)
+    assert torch.equal(found.offset, expected.offset)
+    assert torch.equal(copies.views[2]["norm"], exact[:, 0])
 
 
 def test_exact_weights_alone_may_be_asked_for(tiny) -> None:

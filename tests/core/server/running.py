@@ -44,8 +44,8 @@ class Running:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        app = make_app(self.worker, settings, metrics)
-        config = uvicorn.Config(app, "127.0.0.1", self.port, log_level="error")
+        self.app = make_app(self.worker, settings, metrics)
+        config = uvicorn.Config(self.app, "127.0.0.1", self.port, log_level="error")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 

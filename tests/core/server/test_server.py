@@ -119,6 +119,28 @@ def test_a_key_is_asked_for_and_loading_says_so(speaking) -> None:
         running.stop()
 
 
+def test_every_route_but_health_and_the_page_asks_for_the_key(speaking) -> None:
+    with serving(speaking, ServerSettings(name="tiny", api_key="secret")) as running:
+        routes = [
+            (method, route.path.replace("{name:path}", "tiny"))
+            for route in running.app.routes
+            for method in route.methods - {"HEAD"}
+        ]
+        asking = [each for each in routes if each[1] not in ("/", "/health")]
+        assert {("POST", CHAT), ("POST", "/v1/completions")} < set(asking)
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
+        wrong = ("Bearer wrong", "Bearer ", "Bearer secrets", "Basic secret", "secret")
+        for method, path in asking:
+            sent = body if method == "POST" else None
+            for headers in ({}, *({"Authorization": given} for given in wrong)):
+                status, _, answer = running.ask(method, path, sent, headers)
+                assert (status, b"API key" in answer) == (401, True), (method, path, headers)
+        key = {"Authorization": "Bearer secret"}
+        assert running.ask("POST", CHAT, body, key)[0] == 200
+        body = {"model": "tiny", "prompt": "Hi", "max_tokens": 2}
+        assert running.ask("POST", "/v1/completions", body, key)[0] == 200
+
+
 def test_a_full_queue_says_when_to_come_back(speaking) -> None:
     with slow(speaking) as running:
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 200}
