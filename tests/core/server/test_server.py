@@ -26,10 +26,9 @@ CHAT = "/v1/chat/completions"
     ("change", "said"),
     [
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 1000}, f"more than the {CONTEXT}"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"n": 17}, "n: "),
+        ({"n": 17}, "n must be 16 or less"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 400}]}, f"has room for {CONTEXT}"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages.0.role"),
