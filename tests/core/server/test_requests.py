@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from helpers import add_tokenizer, make_model
+from helpers import add_tokenizer, make_model, write_tokens_of_bytes
 from running import CONTEXT, HELLO, Running, serving
 
 from triforce_core import Engine, SamplingParams
@@ -175,3 +175,24 @@ def test_a_request_does_not_change_how_the_template_is_called(thinking, name: st
     create = thinking.client.chat.completions.create
     with pytest.raises(openai.BadRequestError, match=f"template's {name} cannot be set"):
         create(model="tiny", messages=HELLO, extra_body={"chat_template_kwargs": {name: "x"}})
+
+
+@pytest.fixture(scope="module")
+def of_bytes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose model's tokens are bytes, so that any JSON has tokens."""
+    pytest.importorskip("llguidance")
+    directory = tmp_path_factory.mktemp("bytes")
+    write_tokens_of_bytes(directory)
+    with serving(directory) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_exhausts_the_grammars_limits_is_an_error(of_bytes, stream: bool) -> None:
+    schema = {"type": "integer", "multipleOf": 999999937, "minimum": 1e15}
+    asked = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 4, "response_format": asked}
+    status, _, answer = of_bytes.ask("POST", COMPLETE, body | {"stream": stream})
+    assert b"the json_schema exceeds the limits of llguidance" in answer
+    assert b'"stop"' not in answer
+    assert stream or status == 400
