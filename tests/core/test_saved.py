@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import stat
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,22 @@ def test_another_prompt_keeps_what_it_shares(tiny, tmp_path) -> None:
         found = other.generate(prompt, SamplingParams(8, temperature=0))
     assert found.stats["reused_tokens"] == 40
     assert found.token_ids == fresh.token_ids
+
+
+def test_a_new_context_is_its_owners_alone_to_read(tiny, tmp_path) -> None:
+    """It holds a conversation. One that is replaced keeps the mode that somebody gave it."""
+    path, _ = tiny("llama")
+    saved, before = tmp_path / "context", os.umask(0o022)
+    try:
+        with engine(path) as first:
+            first.generate(PROMPT, SamplingParams(1))
+            first.save_context(saved)
+            assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+            saved.chmod(0o640)
+            first.save_context(saved)
+            assert stat.S_IMODE(saved.stat().st_mode) == 0o640
+    finally:
+        os.umask(before)
 
 
 def test_a_context_of_another_model_or_kind_is_refused(tiny, tmp_path) -> None:

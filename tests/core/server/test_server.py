@@ -84,6 +84,10 @@ def test_pages_elsewhere_cannot_use_a_browser_to_get_here(server) -> None:
         status, _, answer = server.ask("GET", path, headers={"Host": "evil.example:80"})
         assert status == 403
         assert "evil.example" in json.loads(answer)["error"]["message"]
+    for name in ("testserver", "localhost.evil.example", ""):
+        assert server.ask("GET", "/health", headers={"Host": name})[0] == 403
+    for name in ("localhost", "127.0.0.1:8080", "[::1]"):
+        assert server.ask("GET", "/health", headers={"Host": name})[0] == 200
     status, headers, _ = server.ask("OPTIONS", CHAT, headers={"Origin": "x"})
     assert status == 405
     assert "access-control-allow-origin" not in headers
