@@ -67,7 +67,7 @@ def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> Fast
         turn = await _prepared(
             worker, lambda: worker.conversations.turn(messages, body.template_variables)
         )
-        return await _answer(request, body, [Asked(turn, conversation=True)], body.params)
+        return await _answer(request, body, [Asked(turn, True, body.owner)], body.params)
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
@@ -81,7 +81,7 @@ def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> Fast
             else:
                 _check_length(worker, [], len(prompt))
         ids = await _prepared(worker, lambda: list(map(worker.engine.token_ids, prompts)))
-        asked = [Asked(Turn("", tokens), conversation=False) for tokens in ids]
+        asked = [Asked(Turn("", tokens), False, body.owner) for tokens in ids]
         return await _answer(request, body, asked, body.params)
 
     async def _answer(

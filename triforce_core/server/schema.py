@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -18,6 +19,7 @@ from pydantic import (
 
 from triforce_core.params import MOST_LOGPROBS, SamplingParams
 
+_Name = Annotated[str, Field(max_length=512)]
 _Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 MOST_CHOICES = 16
 _MOST_STOPS = 16
@@ -131,7 +133,10 @@ class _Request(_Strict):
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    # Who asks: what was computed is reused for the same alone.
+    user: _Name | None = None
+    safety_identifier: _Name | None = None
+    prompt_cache_key: _Name | None = None
     # Without effect on a text.
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -161,6 +166,12 @@ class _Request(_Strict):
         if stop is not None and "" in ([stop] if isinstance(stop, str) else stop):
             raise ValueError("a stop must not be empty")
         return stop
+
+    @property
+    def owner(self) -> str:
+        """Of what is computed; empty of a client that says nothing."""
+        names = (self.user, self.safety_identifier, self.prompt_cache_key)
+        return json.dumps(names) if any(names) else ""
 
     @property
     def choices(self) -> int:

@@ -29,10 +29,13 @@ _PREPARERS = 2
 
 
 class Asked(NamedTuple):
-    """What is to be answered. conversation: whether it may go on from the answer."""
+    """What is to be answered. conversation: whether it may go on from the answer. owner: who asks,
+    as far as a client says so
+    """
 
     turn: Turn
     conversation: bool
+    owner: str = ""
 
 
 @dataclass(eq=False)
@@ -59,7 +62,10 @@ class Job:
     def begin(self, engine: Engine, receive: Receiver) -> None:
         """In the engine's thread. Raises UsageError or DoesNotFitError."""
         self.began = time.monotonic()
-        self._member = engine.add_request(self.asked_for.turn.tokens, self.params, receive)
+        asked = self.asked_for
+        self._member = engine.add_request(
+            asked.turn.tokens, self.params, receive, owner=asked.owner
+        )
         if self.cancelled:
             self._member.interrupt()
 
@@ -235,7 +241,7 @@ class Worker:
             memory = engine.runtime.memory
             try:
                 with memory.typed_errors(), memory.current():
-                    kept.prepare(job.asked_for.turn.tokens)
+                    kept.prepare(job.asked_for.turn.tokens, job.asked_for.owner)
                     job.begin(engine, partial(self._received, job))
             except BaseException as error:
                 self._ended(job, error)

@@ -112,7 +112,9 @@ def test_a_rank_that_leads_and_fails_while_it_restores_can_go_on(
         original, calls = kv.fill, []
 
         def fill(self, layer: int, *arguments, **options) -> None:
-            if self is ours._contexts.latest.passes.kv:
+            latest = ours._contexts.latest
+            # None once it has failed here, which others may notice before they fill theirs.
+            if latest is not None and self is latest.passes.kv:
                 calls.append(layer)
                 if layer == 1:
                     raise LinkError("planted")
