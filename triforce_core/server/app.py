@@ -168,7 +168,10 @@ def _add_errors(app: FastAPI, settings: ServerSettings) -> None:
         # A body that grew too large while it was read is told as one that is no JSON.
         if isinstance(error.__cause__, BodyTooLargeError):
             return too_large(settings)
-        content = refusal(str(error.detail), "invalid_request_error")
+        # So is one that is no UTF-8, or nested too deeply.
+        unreadable = error.status_code == 400 and error.__cause__ is not None
+        message = "the body cannot be read as JSON in UTF-8" if unreadable else str(error.detail)
+        content = refusal(message, "invalid_request_error")
         return JSONResponse(content, error.status_code, headers=error.headers)
 
     @app.exception_handler(TriforceError)

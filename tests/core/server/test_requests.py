@@ -94,6 +94,9 @@ def test_a_body_that_is_no_json_is_told_where(server, path: str) -> None:
     needed = "the body must be a JSON object, sent with the header Content-Type: application/json"
     for body in ("[]", '"text"', "7"):
         assert refusal(server, path, body)["message"] == needed
+    for body in (b'{"a": "\xff"}', "[" * 100_000, '{"model": ' + "1" * 5000 + "}"):
+        message = refusal(server, path, body)["message"]
+        assert message == "the body cannot be read as JSON in UTF-8"
     # Pages elsewhere may send other types without being asked: they are never taken for JSON.
     whole = json.dumps({"model": "tiny", "messages": HELLO})
     for kind in ("", "text/plain", "application/x-www-form-urlencoded"):
