@@ -199,8 +199,10 @@ def test_nobody_learns_what_anothers_prompt_began_with(
         assert cached(text + "y", "two") == 0
         assert cached(text + "z", None) == 0
         assert cached(text + "z", "three") == 0
-        # To the same one it is known, if there is a place for it.
+        # To the same one it is known, if there is a place for it: it gets the context of its own.
         assert cached(text + "w", "three") >= len(text)
+        assert cached(text + "t", "four") == 0
+        assert cached(text + "s", "four") >= len(text)
         if sequences == 1:
-            assert cached(text + "v", "two") >= len(text)
+            assert cached(text + "v", "three") >= len(text)
             assert cached(text + "u", None) >= len(text)
