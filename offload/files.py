@@ -91,9 +91,10 @@ class Output:
             raise OutputError(f"cannot write the {self.what} to {self.path}: {reason}") from error
 
     @contextmanager
-    def writing(self) -> Iterator[BinaryIO]:
+    def writing(self, *, private: bool = False) -> Iterator[BinaryIO]:
         """A file to write to piece by piece, which takes its place when the block ends; what was
-        there stays if it fails. For regular files alone. Raises OutputError.
+        there stays if it fails. For regular files alone. private: whether a new file can be read
+        by its owner alone. Raises OutputError.
         """
         partial: str | None = None
         try:
@@ -102,7 +103,9 @@ class Output:
             made, partial = _part(target)
             with open(made, "wb") as file:
                 yield file
-                os.fchmod(file.fileno(), _mode(status))
+                # A new one was made for its owner alone.
+                if status is not None or not private:
+                    os.fchmod(file.fileno(), _mode(status))
             _put_in_place(partial, target)
             partial = None
         except UsageError as error:

@@ -15,7 +15,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -185,14 +184,15 @@ def planted(faults: Faults, held: Held) -> Iterator[None]:
             (files, "tempfile", made),
             (files, "os", os_),
             (layer_cache, "os", os_),
-            (Path, "write_bytes", before("write", Path.write_bytes)),
+            (layer_cache, "tempfile", made),
             (emulated._Direction, "_copy", before("copy", emulated._Direction._copy)),
             (Collectives, "sum", before("collective", Collectives.sum)),
             (Collectives, "gather", before("collective", Collectives.gather)),
             (Collectives, "spread", before("collective", Collectives.spread)),
         ):
             stack.enter_context(patch.object(owner, name, new))
-        stack.enter_context(patch.object(files, "open", opened, create=True))
+        for module in (files, layer_cache):
+            stack.enter_context(patch.object(module, "open", opened, create=True))
         yield
 
 

@@ -136,3 +136,17 @@ def add_tokenizer(directory: Path, *, chat: bool = True) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
     fast.chat_template = CHAT_TEMPLATE if chat else None
     fast.save_pretrained(directory)
+
+
+def write_tokens_of_bytes(directory: Path) -> None:
+    """A tiny model whose tokens are bytes, and one that ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.save_pretrained(directory)
+    make_model("llama", directory, vocab_size=len(fast), eos_token_id=fast.eos_token_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from triforce_core.model.tokenizer import Tokenizer
 from triforce_core.stream import Completion
@@ -32,9 +32,12 @@ class Conversations:
         self._tokenizer = tokenizer
         self._known: deque[Turn] = deque(maxlen=_KNOWN)
 
-    def turn(self, messages: str | Messages) -> Turn:
-        """Messages, ready for the model's answer. Raises UsageError."""
-        text = self._tokenizer.render(messages)
+    def turn(self, messages: str | Messages, variables: Mapping[str, Any] | None = None) -> Turn:
+        """Messages, ready for the model's answer. variables: see `Tokenizer.render`
+
+        Raises UsageError.
+        """
+        text = self._tokenizer.render(messages, variables)
         begun = [known for known in tuple(self._known) if text.startswith(known.text)]
         known = max(begun, key=lambda each: len(each.text), default=Turn("", []))
         rest = text[len(known.text) :]

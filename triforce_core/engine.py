@@ -82,8 +82,7 @@ class Engine:
         another of several ranks meets an error.
         """
         progress = progress or (lambda *_: None)
-        loaded = start(model, settled(config, plan, fields), tokenizer, progress)
-        return cls(loaded, progress)
+        return cls(start(model, settled(config, plan, fields), tokenizer, progress), progress)
 
     @property
     def model(self) -> Model:
@@ -108,11 +107,8 @@ class Engine:
         demand, models = self.runtime.demand, self.models
         line = self.plan.line(demand.layers, demand.kv_blocks)
         if models.method.method == "triforce" and not models.budget:
-            why = models.why_no_retrieval
-            line += f"; no retrieval model, since {why}"
-        if demand.sequences > 1:
-            line += f"; {demand.sequences} texts at once"
-        return line
+            line += f"; no retrieval model, since {models.why_no_retrieval}"
+        return line + (f"; {demand.sequences} texts at once" if demand.sequences > 1 else "")
 
     def generate(
         self,
@@ -210,10 +206,12 @@ class Engine:
         receive: Receiver,
         *,
         reuse: bool = True,
+        owner: str = "",
     ) -> Member:
         """Takes a request in beside those under way; `step` runs them.
 
         receive: called from there with each Piece, then with the Completion or the error
+        owner: whose request it is: it reuses what was computed for the same owner alone
 
         Raises UsageError if the prompt cannot be taken or there is no room, or DoesNotFitError.
         """
@@ -222,11 +220,11 @@ class Engine:
         if not self.has_room:
             raise UsageError("the engine has as many requests under way as it has sequences")
         params, token_ids, guide = self._checked(prompt, params)
-        context = self._contexts.take(token_ids)
+        context, known = self._contexts.take(token_ids, owner)
         request, text = self._request(context, params, guide)
         if trace := self._loaded.trace:
             receive = traced(receive, self.models, trace, afresh=not self._batch.members)
-        member = Member(request, context, token_ids, text, receive, reuse)
+        member = Member(request, context, token_ids, text, receive, reuse and known)
         self._batch.add(member)
         return member
 
@@ -276,6 +274,11 @@ class Engine:
         context = self._contexts.latest
         return context.text.tokens[: context.passes.length] if context else []
 
+    @property
+    def context_owner(self) -> str:
+        """Whose these are, see `add_request`."""
+        return self._contexts.latest_owner
+
     def snapshot(self) -> Snapshot:
         """What was computed for the text at hand, to be read before the next request.
 
@@ -286,13 +289,13 @@ class Engine:
             raise UsageError("there is no context to save: nothing was read yet")
         return self._contexts.latest.snapshot()
 
-    def restore(self, saved: Snapshot) -> None:
-        """Takes over what a snapshot has, in place of the context at hand.
+    def restore(self, saved: Snapshot, owner: str = "") -> None:
+        """Takes over what a snapshot of an owner has, in place of the context at hand.
 
         Raises UsageError, DoesNotFitError, LinkError or RankError.
         """
         self._check_free()
-        context, sound = self._contexts.take(saved.tokens), False
+        (context, _), sound = self._contexts.take(saved.tokens, owner), False
         try:
             with self.runtime.memory.typed_errors(), self.runtime.memory.current():
                 context.restore(saved)
@@ -333,12 +336,8 @@ class Engine:
         params = checked(params, self.config.vocab)
         token_ids = self.token_ids(prompt)
         limit = self.runtime.demand.context_tokens
-        check_context(
-            len(token_ids),
-            params.max_new_tokens,
-            limit,
-            "the model has" if limit == self.config.positions else "the engine was made for",
-        )
+        whose = "the model has" if limit == self.config.positions else "the engine was made for"
+        check_context(len(token_ids), params.max_new_tokens, limit, whose)
         return params, token_ids, guide_of(params, self.tokenizer, self.config)
 
     def _freed(self, context: Context, sound: bool) -> None:
@@ -367,9 +366,10 @@ class Engine:
             with self.runtime.memory.typed_errors():
                 if self._loaded.trace:
                     clear_timeline(self.models)
-                context = self._contexts.take(tokens)
+                context, known = self._contexts.take(tokens)
                 request, text = self._request(context, params, guide)
-                request.read(tokens, text, self._report_layer, interrupted, reuse=reuse)
+                mine = reuse and known
+                request.read(tokens, text, self._report_layer, interrupted, reuse=mine)
                 for piece in request.run():
                     sound = isinstance(piece, Completion) and piece.finish_reason != "error"
                     yield piece

@@ -11,6 +11,17 @@ from triforce_core.model.tokenizer import Tokenizer
 from triforce_core.params import SamplingParams
 
 
+class GrammarLimitError(UsageError):
+    """A grammar or a JSON schema takes more than the package that checks texts by it allows."""
+
+
+def check_limits(matcher: object, what: str) -> None:
+    """Raises GrammarLimitError for a matcher that has given up: it would say that the text ends."""
+    if matcher.is_error():
+        reason = (matcher.get_error().strip() or "it has given up").splitlines()[0]
+        raise GrammarLimitError(f"the {what} exceeds the limits of llguidance: {reason}")
+
+
 class Guide:
     """What a grammar lets follow the text of a request.
 
@@ -27,10 +38,9 @@ class Guide:
         self._taken = 0
 
     def take(self, generated: list[int]) -> None:
-        """What was committed since: all tokens behind the prompt."""
+        """What was committed since: all tokens behind the prompt. Raises GrammarLimitError."""
         for token in generated[self._taken :]:
-            if not self._matcher.is_stopped():
-                self._matcher.consume_token(token)
+            self._step(self._matcher, token)
         self._taken = len(generated)
 
     def masks(self, proposed: list[int], rows: int) -> torch.Tensor:
@@ -38,6 +48,8 @@ class Guide:
 
         proposed: tokens behind those that were taken. The last row follows all of them, the one
             before it all but the last, and so on. Behind a token that may not be anything may.
+
+        Raises GrammarLimitError.
         """
         matcher = self._matcher.deep_copy()
         common, sound = len(proposed) - (rows - 1), True
@@ -51,7 +63,7 @@ class Guide:
 
     def ended_by(self, tokens: list[int]) -> int | None:
         """How many of some tokens, which follow what was taken, the text has when the grammar has
-        ended; None if it has not.
+        ended; None if it has not. Raises GrammarLimitError.
         """
         matcher = self._matcher.deep_copy()
         for count, token in enumerate(tokens, start=1):
@@ -61,14 +73,21 @@ class Guide:
 
     @staticmethod
     def _step(matcher: object, token: int) -> bool:
-        return not matcher.is_stopped() and matcher.consume_token(token)
+        """Goes on by a token, and says whether it may follow."""
+        if matcher.is_stopped():
+            return False
+        # Unlike `consume_token`, this is no error for a token that may not follow.
+        follows = matcher.try_consume_tokens([token]) == 1
+        check_limits(matcher, "grammar or JSON schema")
+        return follows
 
     def _mask(self, matcher: object) -> torch.Tensor:
         mask = torch.zeros(self._vocab, dtype=torch.bool)
         if not matcher.is_stopped():
-            bits = np.unpackbits(
-                np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little"
-            )[: self._vocab]
+            found = matcher.compute_bitmask()
+            check_limits(matcher, "grammar or JSON schema")
+            bits = np.unpackbits(np.frombuffer(found, dtype=np.uint8), bitorder="little")
+            bits = bits[: self._vocab]
             mask[: len(bits)] = torch.from_numpy(bits.astype(bool))
         if matcher.is_stopped() or matcher.is_accepting():
             mask[self._stops] = True
@@ -109,4 +128,6 @@ def guide_of(
         wrong = str(error)
     if wrong:
         raise UsageError(f"the {what} cannot be used: {wrong.strip().splitlines()[0]}")
-    return Guide(LLMatcher(tokens, grammar, log_level=0), vocab, stops)
+    matcher = LLMatcher(tokens, grammar, log_level=0)
+    check_limits(matcher, what)
+    return Guide(matcher, vocab, stops)

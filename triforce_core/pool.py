@@ -17,6 +17,7 @@ class Contexts:
         self._make = make
         self._most = most
         self._all: list[Context] = []
+        self._owners: dict[Context, str] = {}
         self._taken: list[Context] = []
 
     @property
@@ -25,31 +26,44 @@ class Contexts:
         return self._all[-1] if self._all else None
 
     @property
+    def latest_owner(self) -> str:
+        """Whose the latest is."""
+        return self._owners[self._all[-1]] if self._all else ""
+
+    @property
     def have_room(self) -> bool:
         """Whether another could be taken."""
         return len(self._taken) < self._most
 
-    def take(self, tokens: Sequence[int]) -> Context:
+    def take(self, tokens: Sequence[int], owner: str = "") -> tuple[Context, bool]:
         """The free one that shares most with some tokens; or a new one, as long as there may be
-        more, rather than one with which too little would be kept. Raises DoesNotFitError.
+        more, rather than one with which too little would be kept. And whether what it holds may be
+        reused: not if it is another owner's. Raises DoesNotFitError.
         """
+
+        def shared(context: Context) -> int:
+            return context.shared(tokens) if self._owners[context] == owner else 0
+
         free = [each for each in self._all if each not in self._taken]
-        best = max(free, key=lambda each: each.shared(tokens), default=None)
+        best = max(free, key=shared, default=None)
         makes = len(self._all) < self._most
-        if best is None or (makes and 2 * best.shared(tokens) < best.passes.length):
+        if best is None or (makes and 2 * shared(best) < best.passes.length):
             best = self._make()
-        elif 2 * best.shared(tokens) < best.passes.length:
+        elif 2 * shared(best) < best.passes.length:
             # The one that was in use longest ago.
             best = free[0]
         self._all = [each for each in self._all if each is not best] + [best]
         self._taken.append(best)
-        return best
+        known = self._owners.get(best, owner) == owner
+        self._owners[best] = owner
+        return best, known
 
     def give_back(self, context: Context, sound: bool) -> None:
         """A context is free; it is closed if it is of no use any more."""
         self._taken.remove(context)
         if not sound:
             self._all.remove(context)
+            del self._owners[context]
             context.close()
 
     def close(self) -> None:
@@ -57,3 +71,4 @@ class Contexts:
         while self._all:
             self._all.pop().close()
         self._taken.clear()
+        self._owners.clear()

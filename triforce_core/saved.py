@@ -71,7 +71,8 @@ def write(
         header[name] = {"dtype": _NAMES[dtype], "shape": list(sizes), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with Output(path, "context").writing() as file:
+    # It holds a conversation.
+    with Output(path, "context").writing(private=True) as file:
         file.write(len(text).to_bytes(8, "little"))
         sums = []
         for data in _data(text, tokens, saved):

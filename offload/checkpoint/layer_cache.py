@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterable
@@ -45,7 +46,7 @@ class LayerCache:
                 if other != self._directory:
                     shutil.rmtree(other, ignore_errors=True)
             for partial in self._directory.glob(f"*{_PARTIAL}"):
-                if not is_alive(partial.name.split(".")[-2]):
+                if not is_alive(partial.name.split(".")[-3]):
                     partial.unlink()
 
     def read(self, layer: int, into: torch.Tensor) -> bool:
@@ -64,15 +65,20 @@ class LayerCache:
         """Keeps a buffer. If that fails one warning says so, and nothing more is tried."""
         if self._off:
             return
-        target = self._file(layer)
-        partial = target.with_name(f"{target.name}.{os.getpid()}{_PARTIAL}")
+        target, partial = self._file(layer), None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(save({_NAME: buffer.cpu()}))
+            # A name that nobody could have put a link under.
+            descriptor, partial = tempfile.mkstemp(
+                prefix=f"{target.name}.{os.getpid()}.", suffix=_PARTIAL, dir=self._directory
+            )
+            with open(descriptor, "wb") as file:
+                file.write(save({_NAME: buffer.cpu()}))
             os.replace(partial, target)
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink()
+            if partial is not None:
+                with suppress(OSError):
+                    os.unlink(partial)
             with self._lock:
                 if not self._off:
                     self._off = True

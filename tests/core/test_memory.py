@@ -10,6 +10,7 @@ from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
 
 from offload.errors import DoesNotFitError
+from offload.kv.sizes import rounding_bytes
 from triforce_core import Engine, SamplingParams
 
 
@@ -157,6 +158,25 @@ def test_accounted_bytes_cover_what_planes_of_kv_take(
 
     peak = allocated_peak(run, (tmp_path / "model.safetensors").stat().st_size)
     assert peak <= stats["memory"]["device_peak_bytes"]
+
+
+def test_accounted_bytes_cover_what_rounding_takes(tmp_path, two_threads) -> None:
+    """So large a retrieval cache that filling it in 8 bits takes more than anything else."""
+    make_model("llama", tmp_path, max_position_embeddings=2048, num_key_value_heads=4)
+    options = {"draft": "none", "budget": 1504, "draft_kv": "int8"}
+    stats = {}
+
+    def run() -> None:
+        with Engine.from_pretrained(
+            tmp_path, device="cpu", max_context=1520, block_tokens=128, **placed("kv", options)
+        ) as engine:
+            demand = engine.runtime.demand
+            assert demand.pass_bytes >= rounding_bytes(demand.kv, 1504) > demand.reading_bytes
+            stats.update(engine.generate(random_ids(1500), SamplingParams(20)).stats)
+
+    peak = allocated_peak(run, (tmp_path / "model.safetensors").stat().st_size)
+    assert stats["retrieval"]["in_8_bits"]
+    assert peak <= stats["memory"]["device_peak_bytes"] <= 1.35 * peak
 
 
 @pytest.mark.parametrize("memory_bytes", [None, 2_600_000])

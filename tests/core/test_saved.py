@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import stat
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,46 @@ def test_scores_of_other_chunks_are_not_taken_over(tiny, tmp_path) -> None:
             assert result.stats["reused_tokens"] == len(PROMPT)
 
 
+@pytest.mark.parametrize("placement", ["resident", "kv"])
+def test_scores_of_chunks_go_on_from_what_was_saved(tiny, tmp_path, placement: str) -> None:
+    """Without them a loaded context drafts by the last pass alone, until mass has added up."""
+    path, _ = tiny("llama")
+    saved = tmp_path / "context"
+    with engine(path, placement, chunk_size=8) as first:
+        first.generate(PROMPT, SamplingParams(FIRST, temperature=0.8, seed=3))
+        kept = first.save_context(saved)
+        chunks = kept // 8
+        expected = first._contexts.latest._scores.sums[..., :chunks].clone()
+    assert expected.count_nonzero() == expected.numel()
+    with engine(path, placement, chunk_size=8) as other:
+        other.load_context(saved)
+        sums = other._contexts.latest._scores.sums
+        assert torch.equal(sums[..., :chunks], expected)
+        assert sums[..., chunks:].count_nonzero() == 0
+
+
+def test_dynamic_rope_reuses_nothing_of_a_saved_context_of_another_length(tiny, tmp_path) -> None:
+    """Beyond the trained positions the keys of a text depend on its length."""
+    path, _ = tiny("dynamic-rope")
+    saved, params = tmp_path / "context", SamplingParams(8, temperature=0)
+    with engine(path) as first:
+        first.generate(PROMPT, SamplingParams(1))
+        first.save_context(saved)
+    prompt = [*PROMPT[:40], 3]
+    with engine(path) as other:
+        fresh = other.generate(prompt, params, reuse=False)
+        other.load_context(saved)
+        found = other.generate(prompt, params)
+        assert found.stats["reused_tokens"] == 0
+        assert found.token_ids == fresh.token_ids
+        # One that all of it would rotate alike is reused.
+        first_part = tmp_path / "short"
+        other.generate(PROMPT[:50], SamplingParams(1))
+        other.save_context(first_part)
+        other.load_context(first_part)
+        assert other.generate(prompt, params).stats["reused_tokens"] == 40
+
+
 def test_another_prompt_keeps_what_it_shares(tiny, tmp_path) -> None:
     path, _ = tiny("qwen3")
     with engine(path) as first:
@@ -97,6 +138,22 @@ def test_another_prompt_keeps_what_it_shares(tiny, tmp_path) -> None:
         found = other.generate(prompt, SamplingParams(8, temperature=0))
     assert found.stats["reused_tokens"] == 40
     assert found.token_ids == fresh.token_ids
+
+
+def test_a_new_context_is_its_owners_alone_to_read(tiny, tmp_path) -> None:
+    """It holds a conversation. One that is replaced keeps the mode that somebody gave it."""
+    path, _ = tiny("llama")
+    saved, before = tmp_path / "context", os.umask(0o022)
+    try:
+        with engine(path) as first:
+            first.generate(PROMPT, SamplingParams(1))
+            first.save_context(saved)
+            assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+            saved.chmod(0o640)
+            first.save_context(saved)
+            assert stat.S_IMODE(saved.stat().st_mode) == 0o640
+    finally:
+        os.umask(before)
 
 
 def test_a_context_of_another_model_or_kind_is_refused(tiny, tmp_path) -> None:

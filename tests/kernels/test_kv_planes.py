@@ -123,6 +123,17 @@ def test_a_block_with_more_exceptions_than_room_is_refused(backend, more: int) -
         assert same(found, block)
 
 
+def test_exceptions_of_every_slice_are_put_where_they_belong(monkeypatch) -> None:
+    """Two heads are coded at a time: the second slice has exceptions of its own."""
+    monkeypatch.setattr("triforce_kernels.limits.KV_CODED_AT_ONCE", 2 * TOKENS * HEAD_DIM)
+    block = of_each_kind()
+    coded = planes()
+    assert encode_block(block, coded)
+    found = torch.empty_like(block)
+    decode_block(coded, found)
+    assert same(found, block)
+
+
 def test_chunks_are_the_numbers_but_for_exceptions() -> None:
     block = of_each_kind()
     coded = planes()

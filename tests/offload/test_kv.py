@@ -70,6 +70,7 @@ def test_random_passes_leave_exactly_what_was_kept(resident, staging, shape) -> 
         slots = choose.randint(1, 3)
         store, conveyor = make_store(resident, staging=staging, slots=slots, shape=shape)
         kept: list[int] = []
+        addresses_at: dict[int, torch.Tensor] = {}
         fresh = 100
 
         def anew(count: int) -> list[int]:
@@ -101,9 +102,13 @@ def test_random_passes_leave_exactly_what_was_kept(resident, staging, shape) -> 
                 store.lend((choose.randint(0, 3), choose.randint(0, 3)))
             else:
                 store.reclaim()
+            # Who has read the addresses reads them again only when the version is another.
+            addresses = store.addresses()
+            assert torch.equal(addresses_at.setdefault(store.version, addresses), addresses)
             assert store.length == len(kept)
             assert 0 <= store.tail_length < SHAPE.block_tokens
             check(store, conveyor, kept)
+            addresses_at.setdefault(store.version, store.addresses())
         store.close()
 
 

@@ -33,6 +33,7 @@ def serve(args: argparse.Namespace) -> int:
         import uvicorn
 
         from triforce_core.server.app import make_app
+        from triforce_core.server.connections import uvicorn_config
         from triforce_core.server.metrics import Metrics
         from triforce_core.server.settings import ServerSettings
         from triforce_core.server.worker import Worker
@@ -76,7 +77,7 @@ def serve(args: argparse.Namespace) -> int:
             super().handle_exit(number, frame)
 
     server = Server(
-        uvicorn.Config(
+        uvicorn_config(
             make_app(worker, settings, metrics),
             settings.host,
             settings.port,

@@ -89,7 +89,9 @@ class ByteLevelTokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text. special: with what the model wants before and behind it."""
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        # A batch is encoded without the interpreter's lock, so that other threads go on meanwhile.
+        (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        token_ids = found.ids
         return [*self._before, *token_ids, *self._after] if special else token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

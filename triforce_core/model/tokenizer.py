@@ -6,6 +6,7 @@ import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -79,20 +80,28 @@ class Tokenizer:
         check_text(text)
         return self._backend.encode(text, special=False)
 
-    def render(self, messages: str | Sequence[Mapping[str, str]]) -> str:
+    def render(
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Messages in the chat template, ready for the model's answer, as text.
 
         messages: each with a "role" and its "content", or what the user says first
+        variables: of the template, besides the messages, such as "enable_thinking"
         Raises UsageError if there is no template, or it does not take them.
         """
+        variables = variables or {}
         if not self._backend.chat_template:
             raise UsageError("the model has no chat template: give it plain text")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        render = self._in_transformers.apply_chat_template
+        # Arguments of the call, the template itself among them, are not the client's to set.
+        if taken := sorted({"messages", *signature(render).parameters} & variables.keys()):
+            raise UsageError(f"the chat template's {taken[0]} cannot be set by a request")
         try:
-            return self._in_transformers.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
+            return render(list(messages), tokenize=False, add_generation_prompt=True, **variables)
         except Exception as error:
             reason = str(error) or type(error).__name__
             raise UsageError(f"the chat template does not take these messages: {reason}") from error

@@ -20,8 +20,8 @@ from triforce_core.decoding.models import Models
 from triforce_core.loading import load
 from triforce_core.model.checkpoint import open_checkpoint
 from triforce_core.parallel.collectives import Collectives, is_own
-from triforce_core.parallel.message import Call, unpacked
-from triforce_core.parallel.pulse import Failure, Pulse
+from triforce_core.parallel.message import Call, DamagedMessageError, Failure, unpacked
+from triforce_core.parallel.pulse import Pulse
 from triforce_core.parallel.serving import serve
 from triforce_core.parallel.wire import Gone, LostError, Wire, knock
 from triforce_core.parallel.world import (
@@ -147,6 +147,8 @@ class Follower(Silent):
         # Word that nothing will be handed over may come when nothing is waited for any more.
         while (call := self._commands.receive()) is None:
             pass
+        if not isinstance(call, Call):
+            raise DamagedMessageError(f"a {type(call).__name__} came where a call was expected")
         with _noticed():
             return unpacked(call, self._device, self._spread)
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from offload.errors import RankError, TriforceError, UsageError
 from triforce_core.parallel.collectives import Collectives, is_own
 from triforce_core.parallel.exchanges import Exchanges
-from triforce_core.parallel.message import packed
-from triforce_core.parallel.pulse import Failure, Pulse
+from triforce_core.parallel.message import DamagedMessageError, Failure, packed
+from triforce_core.parallel.pulse import Pulse
 from triforce_core.parallel.wire import Door, Gone, Wire
 from triforce_core.parallel.world import (
     LEADER,
@@ -27,7 +27,9 @@ from triforce_core.parallel.world import (
     LEADER_PROCESS,
     PULSE,
     START_SECONDS,
+    THIS_MACHINE,
     World,
+    store_on_this_machine,
 )
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -74,8 +76,8 @@ def _find(world: World, count: int) -> Leader:
 
 
 def _start_all(count: int) -> Leader:
-    store = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
-    world = World(0, count, count, 0, "127.0.0.1", store.port)
+    store = store_on_this_machine(count)
+    world = World(0, count, count, 0, THIS_MACHINE, store.port)
     door = Door(world.host)
     processes: list[subprocess.Popen] = []
     try:
@@ -274,7 +276,9 @@ class Leader:
                 raise RankError(f"not all {self.count} ranks came within {START_SECONDS} s")
             if visitor := self._door.open(_EXPLAIN_SECONDS):
                 rank, purpose, wire = visitor
-                if purpose == PULSE:
+                if not 0 < rank < self.count:
+                    wire.close()
+                elif purpose == PULSE:
                     # At once: it waits for the first beat.
                     self._pulses[rank] = Pulse(wire, self._watch(rank))
                 else:
@@ -335,6 +339,10 @@ class Leader:
         self._waiting = True
         try:
             yield
+        except DamagedMessageError:
+            # What comes behind it may be anything.
+            self.abandon()
+            raise
         except TriforceError:
             raise
         except (RuntimeError, Gone) as error:

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
 
+from triforce_core.parallel.message import DamagedMessageError, Failure
 from triforce_core.parallel.wire import Gone, Wire
 
 BEAT_SECONDS = 0.5
@@ -15,14 +15,6 @@ BEAT_SECONDS = 0.5
 # process that was stopped for a while, as Ctrl-Z does to all of them, has missed none.
 MOST_SILENT_BEATS = 10
 _BEAT, _BYE = "beat", "bye"
-
-
-class Failure(NamedTuple):
-    """What is said of a rank's end. first_hand: whether that is not the end of another one."""
-
-    message: str
-    exit_code: int
-    first_hand: bool
 
 
 # Of the other rank: why it is lost, None if it simply was gone.
@@ -74,6 +66,9 @@ class Pulse:
                 silent, message = 0, self._wire.receive()
             except Gone:
                 self._end(None)
+                return
+            except DamagedMessageError as error:
+                self._end(Failure(str(error), error.exit_code, True))
                 return
             if message == _BYE:
                 self._ended.set()

@@ -12,10 +12,15 @@ from offload.link.waiting import come
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.kv_parts import Interrupted
 from triforce_core.decoding.models import Models
-from triforce_core.parallel.message import Call
+from triforce_core.parallel.message import Call, DamagedMessageError
 from triforce_core.stats import rank_stats
 
 Hear = Callable[[], Call]
+# What a context is told to do by its methods' names. Nothing else is called.
+_CALLS = (
+    *("begin", "verify", "keep", "feed_one", "draft", "keep_drafted", "end", "layer_kv"),
+    *("known_scores", "drop_retrieval", "lend", "close"),
+)
 
 
 @torch.inference_mode()
@@ -45,6 +50,8 @@ def serve(models: Models, hear: Hear, answer: Callable[[Any], None]) -> None:
                     _read(context, hear, *arguments)
                 elif call.name == "restore_from":
                     _restore(context, *arguments)
+                elif call.name not in _CALLS:
+                    raise DamagedMessageError(f"there is no call {call.name!r}")
                 else:
                     getattr(context, call.name)(*arguments)
                 if call.name == "close":

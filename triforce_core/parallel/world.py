@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 # Seconds that ranks have to import what they need and to find each other.
 START_SECONDS = 120
 _LOOK_SECONDS = 0.5
+THIS_MACHINE = "127.0.0.1"
 # What a rank's wires are for.
 COMMANDS, PULSE = "commands", "pulse"
 # In the store: where the rank that leads listens.
@@ -94,6 +96,24 @@ class World:
             # It would log pages about every connection that ends.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
         }
+
+
+def store_on_this_machine(ranks: int) -> dist.TCPStore:
+    """A store that nobody reaches from another machine: by itself it would listen on all addresses,
+    and it asks for no key. Raises OSError or RuntimeError.
+    """
+    import torch.distributed as dist
+
+    door = socket.create_server((THIS_MACHINE, 0))
+    return dist.TCPStore(
+        THIS_MACHINE,
+        door.getsockname()[1],
+        ranks,
+        is_master=True,
+        wait_for_workers=False,
+        # It closes it itself.
+        master_listen_fd=door.detach(),
+    )
 
 
 def heed_the_leader() -> None:

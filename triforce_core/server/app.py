@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -27,11 +28,16 @@ from triforce_core.server.errors import (
 from triforce_core.server.guard import BodyTooLargeError, Guard, too_large
 from triforce_core.server.metrics import Metrics
 from triforce_core.server.schema import MOST_CHOICES, ChatRequest, CompletionRequest
+from triforce_core.server.sentences import sentence
 from triforce_core.server.settings import ServerSettings
 from triforce_core.server.wording import Wording, refusal
 from triforce_core.server.worker import Asked, Worker
 
 _RETRY_SECONDS = "5"
+# Text of more characters for each token of the context is refused unseen: tokenising it would take
+# minutes and gigabytes. Languages have 1 to 6 on average.
+MOST_CHARACTERS_OF_A_TOKEN = 16
+_Made = TypeVar("_Made")
 # The page needs nothing but itself and this server.
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
@@ -57,8 +63,11 @@ def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> Fast
     async def chat(body: ChatRequest, request: Request) -> Response:
         _check(worker, settings, body.model)
         messages = [message.as_dict() for message in body.messages]
-        turn = await asyncio.to_thread(worker.conversations.turn, messages)
-        return await _answer(request, body, [Asked(turn, conversation=True)], body.params)
+        _check_length(worker, [message["content"] for message in messages], len(messages))
+        turn = await _prepared(
+            worker, lambda: worker.conversations.turn(messages, body.template_variables)
+        )
+        return await _answer(request, body, [Asked(turn, True, body.owner)], body.params)
 
     @app.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
@@ -66,8 +75,13 @@ def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> Fast
         prompts = body.prompts
         if not 1 <= len(prompts) * body.choices <= MOST_CHOICES:
             raise UsageError(f"a request has 1 to {MOST_CHOICES} texts, got {len(prompts)} prompts")
-        ids = await asyncio.to_thread(lambda: list(map(worker.engine.token_ids, prompts)))
-        asked = [Asked(Turn("", tokens), conversation=False) for tokens in ids]
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                _check_length(worker, [prompt], 0)
+            else:
+                _check_length(worker, [], len(prompt))
+        ids = await _prepared(worker, lambda: list(map(worker.engine.token_ids, prompts)))
+        asked = [Asked(Turn("", tokens), False, body.owner) for tokens in ids]
         return await _answer(request, body, asked, body.params)
 
     async def _answer(
@@ -94,6 +108,8 @@ def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> Fast
 
 
 def _add_health(app: FastAPI, worker: Worker, settings: ServerSettings, metrics: Metrics) -> None:
+    created = int(time.time())
+
     @app.get("/", response_class=HTMLResponse)
     async def page() -> HTMLResponse:
         text = files("triforce_core.server").joinpath("page.html").read_text("utf-8")
@@ -121,19 +137,22 @@ def _add_health(app: FastAPI, worker: Worker, settings: ServerSettings, metrics:
         return _model()
 
     def _model() -> dict[str, Any]:
-        about = {"id": settings.name, "object": "model", "created": 0, "owned_by": "triforce"}
+        about = {
+            "id": settings.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "triforce",
+        }
         if worker.state == "ready":
-            about["context_length"] = worker.engine.runtime.demand.context_tokens
+            about["context_length"] = worker.context_tokens
         return about
 
 
 def _add_errors(app: FastAPI, settings: ServerSettings) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = f"{where}: {first['msg']}" if where else str(first["msg"])
-        return JSONResponse(refusal(message, "invalid_request_error", None, where or None), 400)
+        message, where = sentence(error.errors()[0])
+        return JSONResponse(refusal(message, "invalid_request_error", None, where), 400)
 
     @app.exception_handler(BodyTooLargeError)
     async def large(request: Request, error: BodyTooLargeError) -> JSONResponse:
@@ -149,7 +168,10 @@ def _add_errors(app: FastAPI, settings: ServerSettings) -> None:
         # A body that grew too large while it was read is told as one that is no JSON.
         if isinstance(error.__cause__, BodyTooLargeError):
             return too_large(settings)
-        content = refusal(str(error.detail), "invalid_request_error")
+        # So is one that is no UTF-8, or nested too deeply.
+        unreadable = error.status_code == 400 and error.__cause__ is not None
+        message = "the body cannot be read as JSON in UTF-8" if unreadable else str(error.detail)
+        content = refusal(message, "invalid_request_error")
         return JSONResponse(content, error.status_code, headers=error.headers)
 
     @app.exception_handler(TriforceError)
@@ -172,16 +194,38 @@ def _other_model(name: str, settings: ServerSettings) -> str:
 def _fitting(
     worker: Worker, asked: Asked, params_of: Callable[[int], SamplingParams]
 ) -> SamplingParams:
-    """The parameters of a text that the context has room for. Raises ContextLengthError."""
-    most, prompt = worker.engine.runtime.demand.context_tokens, len(asked.turn.tokens)
+    """The parameters of a text, which ends where the context does. Raises ContextLengthError if
+    the prompt leaves no room for it.
+    """
+    most, prompt = worker.context_tokens, len(asked.turn.tokens)
     if prompt >= most:
         raise ContextLengthError(
             f"the prompt has {prompt} tokens, and the context has room for {most}"
         )
-    params = checked(params_of(most - prompt), worker.engine.config.vocab)
-    if prompt + params.max_new_tokens > most:
+    return checked(params_of(most - prompt), worker.engine.config.vocab)
+
+
+def _check_length(worker: Worker, texts: Sequence[str], least_tokens: int) -> None:
+    """Refuses, before any work is done, a prompt that the context cannot have room for.
+
+    least_tokens: that it has besides what its texts give. Raises ContextLengthError.
+    """
+    most, characters = worker.context_tokens, sum(map(len, texts))
+    if least_tokens >= most:
         raise ContextLengthError(
-            f"{prompt} prompt tokens and {params.max_new_tokens} new ones are more than the "
-            f"{most} that the context has room for"
+            f"the prompt has {least_tokens} tokens or more, and the context has room for {most}"
         )
-    return params
+    if characters > most * MOST_CHARACTERS_OF_A_TOKEN:
+        raise ContextLengthError(
+            f"the prompt has {characters} characters, and the context has room for {most} tokens: "
+            f"more than {MOST_CHARACTERS_OF_A_TOKEN} characters for each are not processed"
+        )
+
+
+async def _prepared(worker: Worker, make: Callable[[], _Made]) -> _Made:
+    """What is made of a request's text, in another thread. It has a place in the queue meanwhile.
+
+    Raises QueueFullError or NotReadyError, and what making it does.
+    """
+    with worker.preparing():
+        return await asyncio.get_running_loop().run_in_executor(worker.preparers, make)

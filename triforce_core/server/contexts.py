@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from offload.errors import DoesNotFitError
 from offload.memory.host import check_available
@@ -14,6 +15,17 @@ from triforce_core.engine import Engine
 _WORTH_KEEPING = 256
 
 
+class Kept(NamedTuple):
+    """What was computed for somebody's text."""
+
+    snapshot: Snapshot
+    owner: str
+
+    def shared(self, tokens: Sequence[int], owner: str) -> int:
+        """How many tokens of an owner's text it has from the beginning."""
+        return _shared(self.snapshot.tokens, tokens) if self.owner == owner else 0
+
+
 class KeptContexts:
     """Contexts besides the engine's own, the latest last."""
 
@@ -22,21 +34,23 @@ class KeptContexts:
         self._engine = engine
         # Of several sequences each has a context of its own.
         self._most = most if engine.runtime.demand.sequences == 1 else 0
-        self._kept: list[Snapshot] = []
+        self._kept: list[Kept] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def prepare(self, tokens: Sequence[int]) -> None:
-        """Before a request over `tokens`: brings back the context that shares most with it, and
-        keeps the one at hand if that would be lost. Raises LinkError or DoesNotFitError.
+    def prepare(self, tokens: Sequence[int], owner: str = "") -> None:
+        """Before a request of an owner over `tokens`: brings back the context of the same owner
+        that shares most with it, and keeps the one at hand if that would be lost.
+
+        Raises LinkError or DoesNotFitError.
         """
         if not self._most:
             return
         at_hand = self._engine.context_tokens
-        here = _shared(at_hand, tokens)
-        best = max(self._kept, key=lambda each: _shared(each.tokens, tokens), default=None)
-        found = _shared(best.tokens, tokens) if best else 0
+        here = _shared(at_hand, tokens) if self._engine.context_owner == owner else 0
+        best = max(self._kept, key=lambda each: each.shared(tokens, owner), default=None)
+        found = best.shared(tokens, owner) if best else 0
         # Of one that begins with all of the prompt, as when an answer is given anew, nothing is
         # lost that could be asked for; of one that it mostly begins with, little.
         brings = best is not None and found >= here + _WORTH_KEEPING
@@ -47,15 +61,17 @@ class KeptContexts:
         if len(at_hand) >= _WORTH_KEEPING and lost:
             self._keep(at_hand)
         if brings:
-            self._engine.restore(best)
+            self._engine.restore(*best)
 
     def _keep(self, tokens: Sequence[int]) -> None:
         """Copies the context at hand, unless the host has no room for it. One that it goes on from
         is not needed besides.
         """
-        shape = self._engine.models.whole_kv
+        shape, owner = self._engine.models.whole_kv, self._engine.context_owner
         self._kept = [
-            each for each in self._kept if _shared(each.tokens, tokens) < len(each.tokens) / 2
+            each
+            for each in self._kept
+            if 2 * each.shared(tokens, owner) < len(each.snapshot.tokens)
         ]
         try:
             check_available(len(tokens) * shape.token_bytes * shape.layers, "a conversation's KV")
@@ -63,7 +79,7 @@ class KeptContexts:
             return
         saved = self._engine.snapshot()
         layers = [saved.layer_kv(layer) for layer in range(saved.layers)]
-        self._kept.append(replace(saved, layer_kv=layers.__getitem__))
+        self._kept.append(Kept(replace(saved, layer_kv=layers.__getitem__), owner))
         del self._kept[: -self._most]
 
 

@@ -13,7 +13,7 @@ from triforce_core.server.wording import refusal
 
 # Open to anybody: whether the server is there, and a page that asks for the key.
 _OPEN = ("/", "/health")
-_LOCAL = ("localhost", "127.0.0.1", "[::1]", "testserver")
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 class BodyTooLargeError(Exception):

@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from triforce_core.params import MOST_LOGPROBS, SamplingParams
 
+_Name = Annotated[str, Field(max_length=512)]
 _Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 MOST_CHOICES = 16
+_MOST_STOPS = 16
+# Of a chat, whatever the context has room for; and token ids of a prompt.
+MOST_MESSAGES = 16_384
+_MOST_IDS = 1 << 23
+_Ids = Annotated[list[int], Field(fail_fast=True, max_length=_MOST_IDS)]
+
+
+def _or_says(words: str) -> WrapValidator:
+    """Says in a sentence what is taken, instead of what each of several kinds lacks."""
+
+    def validated(given: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(given)
+        except ValidationError as error:
+            raise ValueError(words) from error
+
+    return WrapValidator(validated)
+
+
+def _of_text_alone(content: object) -> object:
+    """Names parts of a message that are no text. Raises ValueError."""
+    for part in content if isinstance(content, list) else []:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            named = f"of type {kind!r}" if isinstance(kind, str) else "without a type"
+            raise ValueError(f"parts {named} are not supported: the model takes text alone")
+    return content
 
 
 class _Strict(BaseModel):
@@ -29,9 +68,20 @@ class TextPart(_Strict):
     text: str
 
 
+_Content = Annotated[
+    str | Annotated[list[TextPart], Field(fail_fast=True)],
+    _or_says("the content of a message is text, or a list of parts with a type and a text"),
+    BeforeValidator(_of_text_alone),
+]
+_Stop = Annotated[
+    str | Annotated[list[str], Field(max_length=_MOST_STOPS)],
+    _or_says(f"stop is a text or a list of up to {_MOST_STOPS} texts"),
+]
+
+
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: _Content = ""
     name: str | None = None
     # An answer of this server may be sent back as it came.
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -79,11 +129,14 @@ class _Request(_Strict):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     seed: _Seed | None = None
-    stop: str | Annotated[list[str], Field(max_length=16)] | None = None
+    stop: _Stop | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    # Who asks: what was computed is reused for the same alone.
+    user: _Name | None = None
+    safety_identifier: _Name | None = None
+    prompt_cache_key: _Name | None = None
     # Without effect on a text.
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -93,7 +146,9 @@ class _Request(_Strict):
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    # vLLM's name and llama.cpp's for one thing.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -113,17 +168,25 @@ class _Request(_Strict):
         return stop
 
     @property
+    def owner(self) -> str:
+        """Of what is computed; empty of a client that says nothing."""
+        names = (self.user, self.safety_identifier, self.prompt_cache_key)
+        return json.dumps(names) if any(names) else ""
+
+    @property
     def choices(self) -> int:
         return self.n or 1
 
     def _sampling(self, room: int, asked: int | None, logprobs: int | None) -> SamplingParams:
-        """room: tokens that fit behind the prompt; asked: that may be generated."""
+        """room: tokens that fit behind the prompt, which are the most; asked: that may be
+        generated.
+        """
         given: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k and max(0, self.top_k),
             "min_p": self.min_p,
-            "repeat_penalty": self.repetition_penalty,
+            "repeat_penalty": self.repeat_penalty or self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "logit_bias": self.logit_bias,
@@ -133,15 +196,29 @@ class _Request(_Strict):
         }
         given = {name: value for name, value in given.items() if value is not None}
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return SamplingParams(room if asked is None else asked, stop=tuple(stops), **given)
+        return SamplingParams(
+            room if asked is None else min(asked, room), stop=tuple(stops), **given
+        )
 
 
 class ChatRequest(_Request):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[
+        list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
+    ]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    # Variables of the chat template, which does with them what its author meant.
+    reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """For the chat template, besides the messages."""
+        given = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return given | (self.chat_template_kwargs or {})
 
     def params(self, room: int) -> SamplingParams:
         asked = self.max_completion_tokens or self.max_tokens
@@ -149,11 +226,34 @@ class ChatRequest(_Request):
 
 
 class CompletionRequest(_Request):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[
+        str
+        | _Ids
+        | Annotated[list[str], Field(fail_fast=True, max_length=MOST_CHOICES)]
+        | Annotated[list[_Ids], Field(fail_fast=True, max_length=MOST_CHOICES)],
+        _or_says(
+            f"a prompt is text, a list of token ids, or a list of up to {MOST_CHOICES} of these"
+        ),
+    ]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    # Taken where they ask for nothing.
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
+
+    @field_validator("echo", mode="before")
+    @classmethod
+    def _without_echo(cls, echo: object) -> object:
+        if echo is not False:
+            raise ValueError("echo is not supported: an answer is what follows the prompt")
+        return echo
+
+    @field_validator("best_of", mode="before")
+    @classmethod
+    def _without_others(cls, best_of: object) -> object:
+        if best_of != 1:
+            raise ValueError("best_of is not supported: ask for n texts")
+        return best_of
 
     def params(self, room: int) -> SamplingParams:
         return self._sampling(room, self.max_tokens, self.logprobs)

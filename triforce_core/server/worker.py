@@ -6,8 +6,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -23,13 +24,18 @@ from triforce_core.stream import Completion, Piece
 
 # What an engine does not outlive.
 _LAST = (DeviceFailedError, RankError)
+# Texts that are tokenised at once.
+_PREPARERS = 2
 
 
 class Asked(NamedTuple):
-    """What is to be answered. conversation: whether it may go on from the answer."""
+    """What is to be answered. conversation: whether it may go on from the answer. owner: who asks,
+    as far as a client says so
+    """
 
     turn: Turn
     conversation: bool
+    owner: str = ""
 
 
 @dataclass(eq=False)
@@ -56,7 +62,10 @@ class Job:
     def begin(self, engine: Engine, receive: Receiver) -> None:
         """In the engine's thread. Raises UsageError or DoesNotFitError."""
         self.began = time.monotonic()
-        self._member = engine.add_request(self.asked_for.turn.tokens, self.params, receive)
+        asked = self.asked_for
+        self._member = engine.add_request(
+            asked.turn.tokens, self.params, receive, owner=asked.owner
+        )
         if self.cancelled:
             self._member.interrupt()
 
@@ -65,6 +74,7 @@ class Worker:
     """Loads an engine and serves jobs until it is closed, or the engine can do nothing more.
 
     state: "loading", "ready", "failed" or "closed"; error: why it failed
+    preparers: threads that tokenise
     """
 
     def __init__(
@@ -91,6 +101,9 @@ class Worker:
         self._most = waiting
         # A deque and a queue that may be used in a signal's handler, which takes no lock.
         self._jobs: deque[Job] = deque()
+        self._prepared = 0
+        # Few, since each takes many times the memory of its text.
+        self.preparers = ThreadPoolExecutor(_PREPARERS, "tokenise")
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -98,9 +111,27 @@ class Worker:
         self._thread.start()
 
     @property
+    def context_tokens(self) -> int:
+        """Tokens that a text has room for, once the engine is there."""
+        return self.engine.runtime.demand.context_tokens
+
+    @property
     def waiting(self) -> int:
-        """Requests that wait, without those whose clients have left."""
-        return len({id(job.request) for job in tuple(self._jobs) if not job.cancelled})
+        """Requests that wait, or whose text is tokenised, without those whose clients have left."""
+        jobs = tuple(self._jobs)
+        return self._prepared + len({id(job.request) for job in jobs if not job.cancelled})
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Takes a place in the queue for a request whose text is to be tokenised. In the event
+        loop's thread alone. Raises QueueFullError or NotReadyError.
+        """
+        self.check_room()
+        self._prepared += 1
+        try:
+            yield
+        finally:
+            self._prepared -= 1
 
     @property
     def progress(self) -> float:
@@ -137,6 +168,7 @@ class Worker:
     def close(self) -> None:
         """Ends the jobs under way and the thread; those that wait are told."""
         self.stop()
+        self.preparers.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive():
             self._thread.join()
 
@@ -209,7 +241,7 @@ class Worker:
             memory = engine.runtime.memory
             try:
                 with memory.typed_errors(), memory.current():
-                    kept.prepare(job.asked_for.turn.tokens)
+                    kept.prepare(job.asked_for.turn.tokens, job.asked_for.owner)
                     job.begin(engine, partial(self._received, job))
             except BaseException as error:
                 self._ended(job, error)

@@ -108,6 +108,37 @@ def test_first_children_of_another_law_are_found_out(rule: type[Optimal]) -> Non
     assert p < LEAST_P
 
 
+class Rarest(Optimal):
+    """Draws the least likely token that a law has, and remembers what it drew."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.Generator().manual_seed(3))
+        self.drawn: list[int] = []
+
+    def draw(self, laws: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
+        rarest = laws.masked_fill(laws == 0, 2.0).argmin(-1)
+        self.drawn += rarest.tolist()
+        return rarest
+
+
+def test_every_first_child_that_was_drawn_is_in_the_tree_however_unlikely() -> None:
+    """Leaving it out would change the distribution: the decision would depend on the draw."""
+    params = SamplingParams(temperature=1.0, top_p=1.0)
+    # One token of each row has all but a millionth of the probability.
+    logits = 16.0 * torch.eye(VOCAB).roll(1, 0)
+    for start in range(VOCAB):
+        rule = Rarest()
+        draft = _SmallModelProposer(Drafter(logits), params, rule).branch(
+            Text([start]), asked(), 9, 3
+        )
+        tokens, branches = draft.tokens.tolist(), draft.branches
+        assert rule.drawn
+        assert [tokens[index] for index in branches.drawn] == rule.drawn
+        # Each is the first child of its row.
+        for index in branches.drawn:
+            assert branches.children[branches.parents[index]][0] == index + 1
+
+
 def no_residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return p
 

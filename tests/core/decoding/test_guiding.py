@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import BLOCK, make_model, placed
+from helpers import BLOCK, placed, write_tokens_of_bytes
 
 from offload.errors import UsageError
 from triforce_core import Engine, SamplingParams
-from triforce_core.guiding import Guide, guide_of
+from triforce_core.guiding import GrammarLimitError, Guide, guide_of
 from triforce_core.opening import OpenModel
 
 pytest.importorskip("llguidance")
@@ -35,17 +35,8 @@ WAYS = {
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model whose tokens are bytes, and one that ends a text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     directory = tmp_path_factory.mktemp("bytes")
-    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
-    fast.save_pretrained(directory)
-    make_model("llama", directory, vocab_size=len(fast), eos_token_id=fast.eos_token_id)
+    write_tokens_of_bytes(directory)
     return directory
 
 
@@ -111,6 +102,46 @@ def test_each_row_has_a_prefix_of_its_own(speaking) -> None:
     assert wrong[1:].all()
     assert guide.ended_by(tokenizer.encode("3-abcc!")) == 7
     assert guide.ended_by(tokenizer.encode("3-abcc")) is None
+
+
+TOO_MUCH = {"type": "integer", "multipleOf": 999999937, "minimum": 1e15}
+
+
+@pytest.mark.parametrize("way", ["plain", "both"])
+def test_a_schema_beyond_the_packages_limits_is_refused(speaking, way: str) -> None:
+    """It is none that is wrong: an empty text would look like an answer."""
+    with engine(speaking, way) as running:
+        for schema in (TOO_MUCH, {"type": "object", "properties": {"a": TOO_MUCH}}):
+            with pytest.raises(GrammarLimitError, match="the json_schema exceeds the limits of"):
+                running.generate(PROMPT, SamplingParams(9, json_schema=schema))
+        assert running.generate(PROMPT, SamplingParams(2)).stats["new_tokens"] == 2
+
+
+def test_limits_that_are_met_in_the_middle_of_a_text_are_an_error(speaking) -> None:
+    from llguidance import LLMatcher, LLParserLimits
+
+    with OpenModel.at(speaking) as model:
+        tokenizer, config = model.tokenizer, model.checkpoint.config
+    stops = frozenset(config.eos_token_ids)
+    tokens = tokenizer.for_grammars(config.vocab, min(stops))
+    grammar = LLMatcher.grammar_from_lark('start: "x" /(a|b)*a(a|b){30}/')
+
+    def made() -> Guide:
+        limits = LLParserLimits(max_lexer_states=60)
+        return Guide(LLMatcher(tokens, grammar, limits=limits, log_level=0), config.vocab, stops)
+
+    text = tokenizer.encode("x" + "aab" * 40)
+
+    def take_all(guide: Guide) -> None:
+        for count in range(len(text)):
+            guide.take(text[:count])
+            guide.masks([], 1)
+
+    for meet in (take_all, lambda guide: guide.masks(text, len(text) + 1)):
+        guide = made()
+        assert not guide.masks([], 1).all(), "it begins within them"
+        with pytest.raises(GrammarLimitError, match="grammar or JSON schema exceeds the limits"):
+            meet(guide)
 
 
 def test_what_is_no_grammar_is_refused(speaking, tiny) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from helpers import BLOCK, FAMILIES, PLACEMENTS, random_ids
+import torch
+from helpers import BLOCK, FAMILIES, LAYERS, PLACEMENTS, random_ids
 
 from offload.errors import UsageError
+from offload.kv.rounded import RoundedKV
 from triforce_core import Engine, SamplingParams
 
 PROMPT = random_ids(75)
@@ -63,6 +66,34 @@ def test_most_of_what_it_drafts_holds(tiny) -> None:
         for prompt in (PROMPT, random_ids(3), PROMPT[:20]):
             # Scales of another text, or of its first tokens, would not do.
             assert drafting.generate(prompt, sampled).stats["acceptance"]["target"] > 0.85
+
+
+def test_scales_are_measured_again_whenever_the_text_has_doubled(tiny, monkeypatch) -> None:
+    """Each time by all chunks that are there, and not by the few of a short prompt."""
+    path, _ = tiny("llama")
+    lengths: list[int] = []
+    measure_again = RoundedKV.measure_again
+
+    def recorded(kv: RoundedKV, tokens: int) -> None:
+        lengths.append(tokens)
+        measure_again(kv, tokens)
+
+    monkeypatch.setattr(RoundedKV, "measure_again", recorded)
+    with engine(path, budget=200, chunk_size=8, **ROUNDED) as drafting:
+        drafting.generate(PROMPT[:20], SamplingParams(120, temperature=1.0, seed=1))
+        context = drafting._contexts.latest
+        measured = lengths[lengths.index(20) :]
+        assert len(measured) >= 3
+        for before, after in pairwise([*measured, 2 * context.passes.length]):
+            assert 2 * before <= after
+        for before, after in pairwise(measured):
+            # No pass keeps more than a draft of 5 and the token behind it.
+            assert after < 2 * before + 6
+        whole = measured[-1] // 8 * 8
+        reach = 1.2 + measured[-1] ** -0.5
+        for layer in range(LAYERS):
+            peak = context.passes.kv.on_host(layer)[:, :, :whole].abs().amax(2)
+            torch.testing.assert_close(context.retrieval.kv.scale[layer], peak * reach / 127)
 
 
 def test_a_cache_takes_a_quarter_of_float32s_bytes(tiny) -> None:

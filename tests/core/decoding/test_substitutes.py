@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from contextlib import suppress
@@ -16,10 +19,16 @@ import pytest
 import torch
 from helpers import BLOCK, FAMILIES, PLACEMENTS, make_model, random_ids
 from safetensors import safe_open
+from triforce_kernels.int4 import quantise
 
+from offload.checkpoint import layer_cache
 from offload.checkpoint.layer_cache import LayerCache
 from offload.errors import UsageError
 from offload.files import cache_directory
+from offload.formats import Dense, Groups
+from offload.layouts import FlatLayout
+from offload.memory.device import DeviceMemory
+from offload.substitutes import Substitutes
 from triforce_core import Engine, SamplingParams
 
 PROMPT, NEW = random_ids(75), 40
@@ -115,6 +124,22 @@ def test_less_memory_than_the_weights_take_still_drafts_from_the_device(tmp_path
     assert counts == sorted(counts, reverse=True)
 
 
+def test_every_slice_of_a_copy_is_made_of_its_own_rows(monkeypatch) -> None:
+    """A matrix is quantised some rows at a time: here 3 of 10."""
+    monkeypatch.setattr("triforce_kernels.limits.DECODED_AT_ONCE", 3 * 128)
+    exact = torch.randn(10, 128, generator=torch.Generator().manual_seed(1))
+    layout = FlatLayout.of(
+        {"matrix": Groups(10, 128, 64, torch.float32), "norm": Dense((10,), torch.float32)}
+    )
+    copies = Substitutes(layout, [2], DeviceMemory(torch.device("cpu"), None))
+    copies.make(2, {"matrix": exact, "norm": exact[:, 0]})
+    found, expected = copies.views[2]["matrix"], quantise(exact, 64)
+    assert torch.equal(found.packed, expected.packed)
+    assert torch.equal(found.scale, expected.scale)
+    assert torch.equal(found.offset, expected.offset)
+    assert torch.equal(copies.views[2]["norm"], exact[:, 0])
+
+
 def test_exact_weights_alone_may_be_asked_for(tiny) -> None:
     path, _ = tiny("llama")
     options = {"placement": PLACEMENTS["substituted"], "draft_weights": "exact"}
@@ -203,12 +228,12 @@ def test_a_cache_that_cannot_be_written_warns_once(tmp_path, kept, monkeypatch, 
         expected = plain.generate(PROMPT, GREEDY).token_ids
     if fault == "full":
 
-        def full(path: Path, data: bytes) -> None:
-            with open(path, "wb") as file:
-                file.write(data[: len(data) // 2])
-            raise OSError(28, "No space left on device")
+        class Full(io.FileIO):
+            def write(self, data: bytes) -> int:
+                super().write(data[: len(data) // 2])
+                raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(Path, "write_bytes", full)
+        monkeypatch.setattr(layer_cache, "open", Full, raising=False)
     else:
         kept.parent.parent.mkdir()
         kept.parent.touch()
@@ -265,11 +290,45 @@ def test_parts_that_another_process_is_writing_are_left_alone(tmp_path) -> None:
     cache = LayerCache(tmp_path, "test", [source])
     cache.write(0, torch.zeros(8, dtype=torch.uint8))
     (directory,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    living = directory / f"001.safetensors.{os.getpid()}.partial"
+    living, dead = (
+        directory / f"001.safetensors.{process}.x.partial" for process in (os.getpid(), 2**22 + 5)
+    )
     living.touch()
+    dead.touch()
     LayerCache(tmp_path, "test", [source])
     assert living.exists()
+    assert not dead.exists()
     with safe_open(directory / "000.safetensors", framework="pt") as file:
         assert file.get_tensor("layer").numel() == 8
     with suppress(OSError):
         living.unlink()
+
+
+def test_no_link_leads_what_is_written_elsewhere(tmp_path, monkeypatch) -> None:
+    """Names of parts are not to be guessed, and are made anew."""
+    source, victim = tmp_path / "weights", tmp_path / "victim"
+    source.write_bytes(b"weights")
+    victim.write_bytes(b"precious")
+    root = tmp_path / "kept"
+    cache = LayerCache(root, "test", [source])
+    cache.write(0, torch.zeros(8, dtype=torch.uint8))
+    (directory,) = root.iterdir()
+    (directory / f"001.safetensors.{os.getpid()}.partial").symlink_to(victim)
+    names, mkstemp = [], tempfile.mkstemp
+
+    def recorded(**options: str) -> tuple[int, str]:
+        made = mkstemp(**options)
+        status = os.lstat(made[1])
+        assert stat.S_ISREG(status.st_mode)
+        assert stat.S_IMODE(status.st_mode) == 0o600
+        names.append(made[1])
+        return made
+
+    monkeypatch.setattr(tempfile, "mkstemp", recorded)
+    into = torch.empty(8, dtype=torch.uint8)
+    for value in (1, 2):
+        cache.write(1, torch.full((8,), value, dtype=torch.uint8))
+        assert cache.read(1, into)
+        assert (into == value).all()
+    assert victim.read_bytes() == b"precious"
+    assert len(set(names)) == 2

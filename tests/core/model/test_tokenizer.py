@@ -118,3 +118,18 @@ def test_metadata_that_is_no_tokenizer_is_a_checkpoint_error(
     write_gguf(twin, tmp_path / "m.gguf", describe=describe)
     with pytest.raises(CheckpointError, match="cannot read the tokenizer"):
         load_tokenizer(tmp_path / "m.gguf")
+
+
+def test_a_text_is_encoded_as_a_batch_which_lets_other_threads_run(tiny, tmp_path) -> None:
+    """One text alone is encoded under the interpreter's lock, and nothing else runs meanwhile."""
+    tokenizer = load_tokenizer(write_byte_level(tiny, tmp_path / "m.gguf", "llama-bpe"))
+    backend = tokenizer._backend
+    whole, expected = backend.tokenizer, tokenizer.encode("of the 17 people")
+
+    class Batches:
+        def encode_batch_fast(self, texts: list[str], **options: bool) -> list:
+            return whole.encode_batch_fast(texts, **options)
+
+    backend.tokenizer = Batches()
+    assert tokenizer.encode("of the 17 people") == expected
+    assert len(expected) > 3

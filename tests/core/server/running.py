@@ -18,6 +18,7 @@ from helpers import PLACEMENTS
 
 from triforce_core import Engine
 from triforce_core.server.app import make_app
+from triforce_core.server.connections import uvicorn_config
 from triforce_core.server.metrics import Metrics
 from triforce_core.server.settings import ServerSettings
 from triforce_core.server.worker import Worker
@@ -44,8 +45,8 @@ class Running:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        app = make_app(self.worker, settings, metrics)
-        config = uvicorn.Config(app, "127.0.0.1", self.port, log_level="error")
+        self.app = make_app(self.worker, settings, metrics)
+        config = uvicorn_config(self.app, "127.0.0.1", self.port, log_level="error")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 

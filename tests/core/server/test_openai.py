@@ -177,3 +177,32 @@ def test_prompts_are_counted_each_and_logprobs_are_of_the_text(server) -> None:
         told = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
         tokens = [token for each in told for token in each.tokens]
         assert "".join(tokens) == whole[: whole.index(whole[4:6])]
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("field", ["user", "safety_identifier", "prompt_cache_key"])
+def test_nobody_learns_what_anothers_prompt_began_with(
+    speaking, field: str, sequences: int
+) -> None:
+    """Also when its KV waits in host memory, and comes back."""
+    text = "my secret begins so, " * 14
+    with serving(speaking, max_context=500, sequences=sequences) as running:
+        create = running.client.completions.create
+        base = {"model": "tiny", "max_tokens": 2, "temperature": 0}
+
+        def cached(prompt: str, name: str | None) -> int:
+            extra = {field: name} if name else {}
+            used = create(prompt=prompt, extra_body=extra, **base).usage
+            return used.prompt_tokens_details.cached_tokens
+
+        assert cached(text + "x", "one") == 0
+        assert cached(text + "y", "two") == 0
+        assert cached(text + "z", None) == 0
+        assert cached(text + "z", "three") == 0
+        # To the same one it is known, if there is a place for it: it gets the context of its own.
+        assert cached(text + "w", "three") >= len(text)
+        assert cached(text + "t", "four") == 0
+        assert cached(text + "s", "four") >= len(text)
+        if sequences == 1:
+            assert cached(text + "v", "three") >= len(text)
+            assert cached(text + "u", None) >= len(text)

@@ -26,10 +26,9 @@ CHAT = "/v1/chat/completions"
     ("change", "said"),
     [
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 1000}, f"more than the {CONTEXT}"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
-        ({"n": 17}, "n: "),
+        ({"n": 17}, "n must be 16 or less"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 400}]}, f"has room for {CONTEXT}"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages.0.role"),
@@ -85,6 +84,10 @@ def test_pages_elsewhere_cannot_use_a_browser_to_get_here(server) -> None:
         status, _, answer = server.ask("GET", path, headers={"Host": "evil.example:80"})
         assert status == 403
         assert "evil.example" in json.loads(answer)["error"]["message"]
+    for name in ("testserver", "localhost.evil.example", ""):
+        assert server.ask("GET", "/health", headers={"Host": name})[0] == 403
+    for name in ("localhost", "127.0.0.1:8080", "[::1]"):
+        assert server.ask("GET", "/health", headers={"Host": name})[0] == 200
     status, headers, _ = server.ask("OPTIONS", CHAT, headers={"Origin": "x"})
     assert status == 405
     assert "access-control-allow-origin" not in headers
@@ -117,6 +120,28 @@ def test_a_key_is_asked_for_and_loading_says_so(speaking) -> None:
         assert status == 413
     finally:
         running.stop()
+
+
+def test_every_route_but_health_and_the_page_asks_for_the_key(speaking) -> None:
+    with serving(speaking, ServerSettings(name="tiny", api_key="secret")) as running:
+        routes = [
+            (method, route.path.replace("{name:path}", "tiny"))
+            for route in running.app.routes
+            for method in route.methods - {"HEAD"}
+        ]
+        asking = [each for each in routes if each[1] not in ("/", "/health")]
+        assert {("POST", CHAT), ("POST", "/v1/completions")} < set(asking)
+        body = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
+        wrong = ("Bearer wrong", "Bearer ", "Bearer secrets", "Basic secret", "secret")
+        for method, path in asking:
+            sent = body if method == "POST" else None
+            for headers in ({}, *({"Authorization": given} for given in wrong)):
+                status, _, answer = running.ask(method, path, sent, headers)
+                assert (status, b"API key" in answer) == (401, True), (method, path, headers)
+        key = {"Authorization": "Bearer secret"}
+        assert running.ask("POST", CHAT, body, key)[0] == 200
+        body = {"model": "tiny", "prompt": "Hi", "max_tokens": 2}
+        assert running.ask("POST", "/v1/completions", body, key)[0] == 200
 
 
 def test_a_full_queue_says_when_to_come_back(speaking) -> None:

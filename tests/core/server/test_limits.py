@@ -1,0 +1,195 @@
+"""What may be sent costs little before it is served: long texts, many of them, slow and idle
+connections.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+from running import CONTEXT, HELLO, Running, serving, slow, until
+
+from triforce_core.conversation import Conversations
+from triforce_core.model.tokenizer import Tokenizer
+from triforce_core.server import app, connections
+from triforce_core.server.settings import ServerSettings
+
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+MOST = CONTEXT * app.MOST_CHARACTERS_OF_A_TOKEN
+
+
+@pytest.fixture
+def never_tokenised(monkeypatch) -> None:
+    def called(*_: object) -> None:
+        raise AssertionError("it was tokenised")
+
+    monkeypatch.setattr(Tokenizer, "render", called)
+    monkeypatch.setattr(Tokenizer, "encode", called)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "said"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "x" * (MOST + 1)}]}, "characters"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * MOST}, *HELLO]}, "characters"),
+        (CHAT, {"messages": HELLO * CONTEXT}, f"has room for {CONTEXT}"),
+        (CHAT, {"messages": [{"role": "user", "content": ""}] * 20_000}, "messages"),
+        (COMPLETE, {"prompt": "x" * (MOST + 1)}, "characters"),
+        (COMPLETE, {"prompt": ["x", "x" * (MOST + 1)]}, "characters"),
+        (COMPLETE, {"prompt": [1] * CONTEXT}, f"has room for {CONTEXT}"),
+        (COMPLETE, {"prompt": ["x"] * 17}, "16"),
+        (COMPLETE, {"prompt": ["x"] * 9, "n": 2}, "16"),
+    ],
+)
+def test_more_than_there_can_be_room_for_is_refused_unseen(
+    server, never_tokenised, path: str, asked: dict, said: str
+) -> None:
+    status, _, answer = server.ask("POST", path, {"model": "tiny"} | asked)
+    assert status == 400
+    assert said in json.loads(answer)["error"]["message"]
+
+
+def test_a_text_that_is_tokenised_has_a_place_in_the_queue(speaking, monkeypatch) -> None:
+    """And the server answers others meanwhile."""
+    turn, let_go = Conversations.turn, threading.Event()
+    begun: list[threading.Thread] = []
+
+    def waiting(*arguments: object) -> object:
+        begun.append(threading.current_thread())
+        assert let_go.wait(60)
+        return turn(*arguments)
+
+    monkeypatch.setattr(Conversations, "turn", waiting)
+    with serving(speaking, ServerSettings(name="tiny", queue=1)) as running:
+        body, answers = {"model": "tiny", "messages": HELLO, "max_tokens": 2}, []
+        asking = [
+            threading.Thread(target=lambda: answers.append(running.ask("POST", CHAT, body)))
+            for _ in "ab"
+        ]
+        for thread in asking:
+            thread.start()
+        # One that the idle engine takes next, and one that waits.
+        until(lambda: len(begun) == 2)
+        assert threading.main_thread() not in begun
+        assert running.worker.waiting == 2
+        assert running.ask("GET", "/health")[0] == 200
+        status, _, answer = running.ask("POST", CHAT, body)
+        assert (status, json.loads(answer)["error"]["code"]) == (429, "queue_full")
+        let_go.set()
+        for thread in asking:
+            thread.join(60)
+        assert [answer[0] for answer in answers] == [200, 200]
+        until(lambda: running.worker.waiting == 0)
+
+
+def test_what_cannot_be_tokenised_gives_its_place_back(server) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]}
+    for _ in range(40):
+        assert server.ask("POST", CHAT, body)[0] == 400
+    assert server.worker.waiting == 0
+
+
+BODY = json.dumps({"model": "tiny", "messages": HELLO, "max_tokens": 2}).encode()
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n" % len(BODY)
+)
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@contextmanager
+def connected(server: Running) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as made:
+        yield made
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Waits until the other end has closed it; what it answers is not looked at."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def answer(connection: socket.socket) -> bytes:
+    """The first part of what is answered."""
+    return connection.recv(1 << 16)
+
+
+@pytest.mark.parametrize(
+    ("deadline", "sent"),
+    [
+        ("HEAD_SECONDS", b""),
+        ("HEAD_SECONDS", HEAD[:1]),
+        ("HEAD_SECONDS", HEAD[:-2]),
+        ("BODY_SECONDS", HEAD),
+        ("BODY_SECONDS", HEAD + BODY[:-1]),
+        # Answered before its body is there, which does not come.
+        ("BODY_SECONDS", HEAD.replace(b"/v1/chat", b"/v2/chat")),
+        ("BODY_SECONDS", HEAD.replace(b"Host: localhost", b"Host: elsewhere")),
+    ],
+)
+def test_who_does_not_say_what_it_wants_is_cut(
+    server, monkeypatch, deadline: str, sent: bytes
+) -> None:
+    monkeypatch.setattr(connections, deadline, 0.2)
+    with connected(server) as connection:
+        connection.sendall(sent)
+        assert is_closed(connection)
+    assert server.ask("GET", "/health")[0] == 200
+
+
+def test_a_second_request_that_is_half_sent_is_cut(server, monkeypatch) -> None:
+    with connected(server) as connection:
+        connection.sendall(GET)
+        assert b"200 OK" in answer(connection)
+        monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+        connection.sendall(GET[:-2])
+        assert is_closed(connection)
+
+
+def test_who_drips_is_cut_too(server, monkeypatch) -> None:
+    """A deadline is of the whole head, and not of the time between two bytes."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
+    with connected(server) as connection:
+        cut = threading.Event()
+        threading.Thread(target=lambda: is_closed(connection) and cut.set(), daemon=True).start()
+        dripped = 0
+        while not cut.wait(0.05):
+            with suppress(ConnectionError):
+                connection.sendall(b"X")
+            dripped += 1
+            assert dripped < 1000
+
+
+def test_who_waits_for_an_answer_is_not_cut(speaking, monkeypatch) -> None:
+    """Whole requests, one after another on a connection, whose answers take longer than both."""
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "BODY_SECONDS", 0.2)
+    with slow(speaking) as running, connected(running) as connection:
+        body = json.dumps({"model": "tiny", "messages": HELLO, "max_tokens": 8}).encode()
+        head = HEAD.replace(b": %d\r\n" % len(BODY), b": %d\r\n" % len(body))
+        for _ in range(2):
+            connection.sendall(head + body)
+            assert b"200 OK" in answer(connection)
+
+
+def test_connections_beyond_the_most_are_closed_as_they_come(server, monkeypatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 60.0)
+    here = server._server.server_state.connections
+    until(lambda: not here)
+    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 3)
+    with connected(server), connected(server), connected(server) as last:
+        until(lambda: len(here) == 3)
+        with connected(server) as another:
+            assert is_closed(another)
+        last.sendall(GET)
+        assert b"200 OK" in answer(last)
+    until(lambda: not here)
+    assert server.ask("GET", "/health")[0] == 200
