@@ -56,7 +56,8 @@ class CudaLink:
     - Buffers on both sides (arenas, slots, gather buffers) are handed back to the caching allocator
       only when the link has been synchronised, so no `record_stream` is needed.
     - Timing events are taken from a deque in order and only queried: no call here blocks the host,
-      except for pageable memory, `synchronize`, `wait_on_host`, `counters` (a few times a request), `span`, the probe.
+      except for pageable memory, and `synchronize`, `wait_on_host`, `counters` (a few times a
+      request), `span`, the probe.
       All but the probe wait with a limit: they ask the event again and again, since no wait of the
       driver's can be ended.
     - The caller waits for a copy of pageable memory, without a limit: the driver cannot make it
