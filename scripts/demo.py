@@ -40,7 +40,9 @@ def main() -> int:
                 *("generate", str(model_file()), "--prompt-file", file.name, "--chat"),
                 *device_options(stream_weights=args.weights),
                 *(["--color-levels"] if sys.stdout.isatty() else []),
-                *("--max-new-tokens", "160", "--seed", "2", *options),
+                # The same text at each run: draft lengths depend on times, and `coupled` text
+                # does not depend on them.
+                *("--max-new-tokens", "160", "--seed", "2", "--accept", "coupled", *options),
             ]
         )
 
