@@ -68,7 +68,7 @@ def compare_resident(args: argparse.Namespace) -> tuple[dict[str, Any], list[int
 
     path = model_file()
     theirs = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
+        path.parent, trust_remote_code=False, gguf_file=path.name, dtype=torch.float32
     ).eval()
     seconds: dict[str, dict[str, list[float]]] = {
         side: {"prefill": [], "per_token": []} for side in ("ours", "transformers")

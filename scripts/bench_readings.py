@@ -88,7 +88,7 @@ def main() -> None:
     args = parser.parse_args()
     file, tokenizer = model_file(), load_tokenizer(model_file())
     model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
+        file.parent, trust_remote_code=False, gguf_file=file.name, dtype=torch.float32
     )
     for weight in model.parameters():
         weight.data = weight.data.bfloat16().float()

@@ -207,9 +207,21 @@ def _from_transformers(directory: Path, **options: str) -> TransformersTokenizer
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
+        # Without `trust_remote_code` transformers would ask on standard input, which may be a
+        # prompt, whether to run the directory's code.
         return TransformersTokenizer(
-            AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
+            AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False, **options
+            )
         )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise CheckpointError(
+            f"the tokenizer of {directory} needs code that comes with the model (auto_map in its "
+            "tokenizer_config.json), and such code is never run; use a model whose tokenizer is a "
+            "tokenizer.json"
+        ) from error
     finally:
         logging.set_verbosity(before)
         logging.enable_progress_bar()
