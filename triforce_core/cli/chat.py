@@ -14,7 +14,7 @@ from triforce_core.cli.chat_session import ChatSession
 from triforce_core.cli.codes import INTERRUPTED
 from triforce_core.cli.line import Lines
 from triforce_core.cli.options import engine_config, sampling_params
-from triforce_core.cli.output import TextOutput, say
+from triforce_core.cli.output import WARNING, TextOutput, say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.reading import saved_tokens
@@ -73,17 +73,20 @@ def chat(args: argparse.Namespace) -> int:
         session = ChatSession(engine, params, messages)
         if args.load:
             say(f"{session.load(args.load)} tokens of context loaded")
-        return Chat(session, Lines(), args.quiet, args.color_levels).run()
+        return Chat(session, Lines(), args).run()
 
 
 class Chat:
     """What a person sees of a conversation."""
 
-    def __init__(self, session: ChatSession, lines: Lines, quiet: bool, colors: bool) -> None:
+    def __init__(self, session: ChatSession, lines: Lines, args: argparse.Namespace) -> None:
         self._session = session
         self._lines = lines
-        self._quiet = quiet
-        self._colors = colors and takes_colors(sys.stdout)
+        self._quiet = args.quiet
+        self._colors = args.color_levels and takes_colors(sys.stdout)
+        # What comes over a pipe may be somebody else's text, and commands read and write files.
+        self._takes_commands = lines.terminal or args.commands
+        self._said_that_commands_are_text = False
         self._output = TextOutput()
         self._last: Completion | None = None
         self._code = 0
@@ -110,7 +113,7 @@ class Chat:
             if line is None:
                 break
             text = line.strip()
-            if text in ("/exit", "/quit"):
+            if self._takes_commands and text in ("/exit", "/quit"):
                 break
             if not text:
                 continue
@@ -130,7 +133,10 @@ class Chat:
         return self._code or self._output.code
 
     def _turn(self, text: str) -> None:
-        if not text.startswith("/"):
+        is_command = text.startswith("/")
+        if not (is_command and self._takes_commands):
+            if is_command:
+                self._say_that_commands_are_text()
             self._show(self._session.say(text))
             return
         name, _, rest = text[1:].partition(" ")
@@ -138,6 +144,15 @@ class Chat:
             raise UsageError(f"there is no command /{name}; /help lists them")
         with ending():
             self._commands[name](rest.strip())
+
+    def _say_that_commands_are_text(self) -> None:
+        if not self._said_that_commands_are_text:
+            self._said_that_commands_are_text = True
+            say(
+                "triforce: over a pipe a line that begins with / is text for the model; "
+                "--commands makes it a command",
+                WARNING,
+            )
 
     def _show(self, stream: Stream) -> None:
         """Writes an answer as it comes. An interrupt ends it; what there is of it is kept."""
