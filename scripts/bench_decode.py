@@ -37,7 +37,7 @@ STREAMED = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=6000, help="prompt length")
     parser.add_argument("--new-tokens", type=int, default=32, help="generated when resident")
     parser.add_argument("--passes", type=int, default=10, help="measured when streamed")

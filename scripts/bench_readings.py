@@ -81,7 +81,7 @@ READINGS: dict[str, tuple[float, Reading | None, Reading | None, Reading | None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2000, 6000])
     parser.add_argument("--stretches", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=192)

@@ -44,7 +44,7 @@ class Run:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--runs", type=int, default=5, help="runs beside each load")
     args = parser.parse_args()
     loads_before = os.getloadavg()

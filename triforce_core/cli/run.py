@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 
 from offload.files import Output
@@ -79,7 +80,8 @@ class Run:
     def _text(self, engine: Engine, task: Task, params: SamplingParams) -> int:
         """Writes the text of a prompt as it comes. Returns the exit code."""
         args, bars, stop = self._args, self._bars, self._stop
-        stream, output = engine.stream(task.token_ids, params), TextOutput()
+        stream = engine.stream(task.token_ids, _with_room(params, task, engine))
+        output = TextOutput()
         stop.end = stream.interrupt
         colors = args.color_levels and takes_colors(sys.stdout)
         try:
@@ -128,7 +130,10 @@ class Run:
         left = [task for task in tasks if task.index not in answers.done]
         run_all(
             engine,
-            [(task.token_ids, params, partial(receive, task)) for task in left],
+            [
+                (task.token_ids, _with_room(params, task, engine), partial(receive, task))
+                for task in left
+            ],
             lambda: stop.number is None and not errors,
         )
         stop.ended()
@@ -176,3 +181,9 @@ class Run:
                 "forgets them",
                 WARNING,
             )
+
+
+def _with_room(params: SamplingParams, task: Task, engine: Engine) -> SamplingParams:
+    """With at most as many new tokens as the context has room for."""
+    room = engine.runtime.demand.context_tokens - len(task.token_ids)
+    return replace(params, max_new_tokens=min(params.max_new_tokens, room))
