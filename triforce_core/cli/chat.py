@@ -18,7 +18,7 @@ from triforce_core.cli.output import WARNING, TextOutput, say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.reading import saved_tokens
-from triforce_core.cli.report import colored, takes_colors
+from triforce_core.cli.report import accepted_drafts, colored, takes_colors
 from triforce_core.cli.signals import Stop, ending, exit_code
 from triforce_core.opening import OpenModel
 from triforce_core.stream import Completion, Stream
@@ -191,8 +191,8 @@ class Chat:
         parts = [f"{stats['new_tokens']} tokens"]
         if seconds := stats["seconds_per_token"]:
             parts.append(f"{1 / seconds:.1f} tokens/s")
-        if (accepted := stats["acceptance"]["target"]) is not None:
-            parts.append(f"{accepted:.0%} of drafts accepted")
+        if accepted := accepted_drafts(stats):
+            parts.append(f"{accepted} accepted")
         if stats["finish_reason"] != "stop":
             parts.append(f"{stats['finish_reason']}: /continue goes on")
         return ", ".join((*parts, used))
