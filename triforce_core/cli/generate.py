@@ -14,6 +14,7 @@ from triforce_core.cli.options import UNTIL_FULL, engine_config, given, sampling
 from triforce_core.cli.output import WARNING, say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.prompt import read_prompt, tasks_of
+from triforce_core.cli.prompts_file import Answers
 from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.reading import saved_tokens
 from triforce_core.cli.signals import Stop
@@ -71,10 +72,18 @@ def generate(args: argparse.Namespace) -> int:
         if until_full:
             needed = positions
         config = replace(config, max_context=asked or needed)
+        answers = None
+        if args.output is not None:
+            answers = Answers(args.output, tasks)
+            stack.callback(answers.close)
+            if len(answers.done) == len(tasks):
+                if not args.quiet:
+                    say(f"all {len(tasks)} prompts are answered already")
+                return 0
         # Only now, since loading torch takes longer than all of the above.
         from triforce_core.cli.run import Run
 
-        return Run(args, bars, stop, plan).texts(model, tasks, params, config)
+        return Run(args, bars, stop, plan).texts(model, tasks, params, config, answers)
 
 
 def _say_that_it_ends() -> None:

@@ -44,7 +44,7 @@ def add_option(
         none are given. options: of `add_argument`
     """
     (default,) = (field.default for field in fields(settings) if field.name == name)
-    if default not in (None, MISSING) and not isinstance(default, bool):
+    if default not in (None, MISSING, ()) and not isinstance(default, bool):
         text += f" (default: {default})"
     flags = flags or (f"--{name.replace('_', '-')}",)
     parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **options)

@@ -15,6 +15,7 @@ from triforce_core.batch import run_all
 from triforce_core.cli.leaving import exit_code
 from triforce_core.cli.output import ERROR, WARNING, TextOutput, say
 from triforce_core.cli.progress import ProgressBars
+from triforce_core.cli.prompt import in_template
 from triforce_core.cli.prompts_file import Answers, Task
 from triforce_core.cli.report import LEVEL_LEGEND, colored, print_run, takes_colors
 from triforce_core.cli.signals import Stop, ending
@@ -43,9 +44,17 @@ class Run:
         self._plan = plan
 
     def texts(
-        self, model: OpenModel, tasks: list[Task], params: SamplingParams, config: EngineConfig
+        self,
+        model: OpenModel,
+        tasks: list[Task],
+        params: SamplingParams,
+        config: EngineConfig,
+        answers: Answers | None,
     ) -> int:
-        """Generates what follows one prompt, or each of a file's. Returns the exit code."""
+        """Generates what follows one prompt, or each of a file's. Returns the exit code.
+
+        answers: the file that those of many prompts go to
+        """
         args = self._args
         if self._plan is not None:
             device = device_name(open_device(config.machine.device))
@@ -53,16 +62,13 @@ class Run:
         if args.color_levels and not args.quiet and takes_colors(sys.stderr):
             say(LEVEL_LEGEND)
         with ExitStack() as stack:
-            answers = None
-            if args.output is not None:
-                answers = Answers(args.output, tasks)
-                stack.callback(answers.close)
             engine = stack.enter_context(
                 Engine.from_pretrained(model, config, progress=self._bars.update)
             )
             model.close()
             if not args.quiet:
                 say(f"plan: {engine.plan_line}")
+                self._say_if_continued(engine)
             if args.load_context:
                 loaded = engine.load_context(args.load_context)
                 if not args.quiet:
@@ -76,6 +82,16 @@ class Run:
                 with ending():
                     engine.save_context(args.save_context)
         return code
+
+    def _say_if_continued(self, engine: Engine) -> None:
+        """An instruct model that continues a bare prompt looks broken."""
+        args = self._args
+        bare = not in_template(args) and args.messages is None and args.prompts_file is None
+        if bare and engine.tokenizer.has_chat_template:
+            say(
+                "triforce: the model has a chat template, and a bare prompt is continued as plain "
+                "text; --chat asks for an answer"
+            )
 
     def _text(self, engine: Engine, task: Task, params: SamplingParams) -> int:
         """Writes the text of a prompt as it comes. Returns the exit code."""

@@ -63,6 +63,10 @@ class Tokenizer:
         self._backend = backend
         self._for_grammars: dict[tuple[int, int | None], Any] = {}
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._backend.chat_template)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises UsageError for what is no Unicode text."""
         check_text(text)
@@ -85,7 +89,7 @@ class Tokenizer:
         messages: each with a "role" and its "content", or what the user says first
         Raises UsageError if there is no template, or it does not take them.
         """
-        if not self._backend.chat_template:
+        if not self.has_chat_template:
             raise UsageError("the model has no chat template: give it plain text")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]

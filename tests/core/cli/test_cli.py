@@ -16,7 +16,6 @@ import pytest
 from command import GREEDY, run
 from helpers import add_tokenizer, make_model
 
-from triforce_core.cli.main import _parser
 from triforce_core.cli.report import takes_colors
 from triforce_core.settings import METHODS
 
@@ -30,7 +29,6 @@ def test_stdout_is_the_text_and_stats_are_whole(speaking, capsys, tmp_path) -> N
     assert code == 0
     assert out == stats["text"] + ("" if stats["text"].endswith("\n") else "\n")
     assert stats["new_tokens"] == 20
-    assert "EMULATED" in err
     assert "tokens/s" in err
     assert not list(tmp_path.glob("*.partial"))
 
@@ -119,7 +117,7 @@ def test_a_model_that_streams_gives_the_same_text(speaking, capsys, tmp_path) ->
         (("generate", "{model}", "--prompt", "x", "--device", "cuda:77"), 2, "cuda:77"),
         (("generate", "{model}", "--prompt", "x", "--device-memory", "1XB"), 2, "1XB"),
         (("generate", "{model}", "--prompt", "x" * 600), 2, "600 prompt tokens and 256 new ones"),
-        (("generate", "{model}", "--prompt", "x", "--device-memory", "90KiB"), 3, "GiB"),
+        (("generate", "{model}", "--prompt", "x", "--device-memory", "90KiB"), 3, "16 tokens need"),
         (("generate", "{model}", "--prompt", "x", "--draft-tokens", "0"), 2, "1 to 256, got 0"),
         (("generate", "{model}", "--prompt", "x", "--draft-tokens", "few"), 2, "'few' is neither"),
         (("generate", "{model}", "--prompt", "x", "--chunk-size", "0"), 2, "power of two, got 0"),
@@ -342,50 +340,3 @@ def test_the_package_runs_as_a_module_too() -> None:
     command = [sys.executable, "-P", "-m", "triforce_core", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("triforce ")
-
-
-@pytest.mark.parametrize("flag", ["-c", "--ctx-size", "--context"])
-def test_a_context_has_the_same_names_in_every_command(flag: str) -> None:
-    commands = _parser()[1]
-    for name in ("generate", "chat", "serve", "plan", "bench"):
-        # A bench has no model, a plan calls it so.
-        model = [] if name == "bench" else ["x"]
-        known = vars(commands[name].parse_args([*model, flag, "300"]))
-        assert known.get("max_context", known.get("context")) == 300, name
-
-
-def test_new_tokens_of_minus_one_fill_the_context(speaking, capsys, tmp_path) -> None:
-    file = tmp_path / "stats.json"
-    options = ("-p", "Hello", *GREEDY, "-n", "-1", "-c", "40", "--stats", file)
-    assert run(capsys, "generate", speaking, *options)[0] == 0
-    stats = json.loads(file.read_text())
-    assert stats["prompt_tokens"] + stats["new_tokens"] == 40
-    assert stats["finish_reason"] == "length"
-    # Without --ctx-size the context is what the model has.
-    options = ("-p", "Hello" * 99, *GREEDY, "-n", "-1", "--stats", file)
-    assert run(capsys, "generate", speaking, *options)[0] == 0
-    stats = json.loads(file.read_text())
-    assert stats["prompt_tokens"] + stats["new_tokens"] == 512
-    code, _, err = run(capsys, "generate", speaking, "-p", "Hello", *GREEDY, "-n", "-2")
-    assert (code, "1 or more, got -2" in err) == (2, True)
-
-
-def test_every_prompt_of_a_file_fills_its_own_context(speaking, capsys, tmp_path) -> None:
-    prompts, output = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
-    prompts.write_text("Hello\nHello there\n")
-    options = ("--prompts-file", prompts, "--output", output, *GREEDY, "-n", "-1", "-c", "40")
-    assert run(capsys, "generate", speaking, *options)[0] == 0
-    answers = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [each["prompt_tokens"] + each["new_tokens"] for each in answers] == [40, 40]
-    assert answers[0]["prompt_tokens"] < answers[1]["prompt_tokens"]
-
-
-def test_a_seed_of_minus_one_is_drawn(speaking, capsys, tmp_path) -> None:
-    seeds = set()
-    for number in range(2):
-        file = tmp_path / f"{number}.json"
-        options = ("-p", "Hello", "-n", "2", "-s", "-1", "--device", "cpu", "--stats", file)
-        assert run(capsys, "generate", speaking, *options)[0] == 0
-        seeds.add(json.loads(file.read_text())["seed"])
-    assert len(seeds) == 2
-    assert min(seeds) >= 0
