@@ -20,8 +20,9 @@ from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.reading import saved_tokens
 from triforce_core.cli.report import accepted_drafts, colored, takes_colors
 from triforce_core.cli.signals import Stop, ending, exit_code
+from triforce_core.cli.wrapping import WordWrap, columns_of
 from triforce_core.opening import OpenModel
-from triforce_core.stream import Completion, Stream
+from triforce_core.stream import Completion, Piece, Stream
 
 # Tokens of a context that nobody asked for, at most.
 DEFAULT_CONTEXT = 32768
@@ -159,16 +160,26 @@ class Chat:
         bars = ProgressBars(show=self._lines.terminal and not self._quiet, opening=False)
         engine, before = self._session.engine, self._session.engine.progress
         engine.progress = bars.update
-        stop = Stop(bars.give_back)
+
+        def give_back() -> None:
+            bars.give_back()
+            self._lines.give_back()
+
+        stop = Stop(give_back)
         stop.end = stream.interrupt
+        columns = columns_of(sys.stdout)
+        wrap = WordWrap(self._output.write, self._shown, columns) if columns else None
         try:
-            with stop.listening(), bars:
+            with stop.listening(), self._lines.held(), bars:
                 for piece in stream.pieces():
                     with suppress(OSError):
                         bars.stop()
-                    if not self._output.write(colored(piece) if self._colors else piece.text):
+                    wrote = wrap.take(piece) if wrap else self._output.write(self._shown(piece))
+                    if not wrote:
                         stream.interrupt()
         finally:
+            if wrap:
+                wrap.end()
             engine.progress = before
             stop.ended()
             if stream.ended:
@@ -180,6 +191,9 @@ class Chat:
             self._code = exit_code(stop.number)
         if not self._quiet:
             say(self._status())
+
+    def _shown(self, piece: Piece) -> str:
+        return colored(piece) if self._colors else piece.text
 
     def _status(self) -> str:
         """What the last answer took, on one line."""

@@ -74,4 +74,5 @@ def test_a_bare_prompt_of_a_model_with_a_chat_template_is_said_to_be_continued(
 
 def test_help_shows_no_default_that_is_empty(capsys) -> None:
     for name, command in _parser()[1].items():
-        assert "(default: ())" not in command.format_help(), name
+        # Lines may end within it.
+        assert "(default: ())" not in " ".join(command.format_help().split()), name
