@@ -23,17 +23,21 @@ class DoesNotFitError(TriforceError):
     exit_code = 3
 
     def __init__(self, what: str, needed_bytes: int, available_bytes: int, remedy: str) -> None:
+        self.what = what
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         super().__init__(
-            f"{what} needs {in_gib(needed_bytes)} and {in_gib(max(0, available_bytes))} is "
+            f"{what} needs {in_units(needed_bytes)} and {in_units(max(0, available_bytes))} is "
             f"available; {remedy}"
         )
 
 
-def in_gib(size: int) -> str:
-    """Bytes in GiB, or as they are if they are few."""
-    return f"{size / (1 << 30):.4g} GiB" if size >= 1 << 16 else f"{size} bytes"
+def in_units(size: int) -> str:
+    """Four digits and the largest binary unit of which there is at least one."""
+    for exponent, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size >= 1 << 10 * exponent:
+            return f"{size / (1 << 10 * exponent):.4g} {unit}"
+    return f"{size} bytes"
 
 
 class OutOfDeviceMemoryError(DoesNotFitError):

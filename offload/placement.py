@@ -189,7 +189,7 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
                 "streamed",
                 least_bytes(demand, streamed_layers=demand.layers),
                 limit_bytes,
-                "use a shorter context or more device memory",
+                "give more device memory",
             )
         # So many more do not suffice: none gives more than the largest, but which ones stream
         # changes too.
@@ -366,7 +366,7 @@ def check_host(demand: Demand, placement: Placement, limit_bytes: int) -> None:
             f"host memory for {demand.context_tokens} tokens of context",
             needed,
             limit_bytes,
-            "use a shorter context or a smaller model",
+            "give more host memory, or more device memory",
         )
 
 

@@ -37,7 +37,7 @@ ONE = SamplingParams(1, temperature=0)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--kept", type=int, default=6000, help="tokens of the context at hand")
     parser.add_argument("--new", type=int, default=1000, help="tokens that are appended to it")
     parser.add_argument("--repeats", type=int, default=5, help="of each, in turns")

@@ -38,7 +38,7 @@ METHODS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=512, help="of each prompt")
     parser.add_argument("--new-tokens", type=int, default=40)
     parser.add_argument("--sequences", type=int, default=8)

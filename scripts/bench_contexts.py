@@ -25,7 +25,7 @@ from triforce_core import Engine, SamplingParams
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=6000)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()

@@ -37,7 +37,7 @@ STREAMED = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=6000, help="prompt length")
     parser.add_argument("--new-tokens", type=int, default=32, help="generated when resident")
     parser.add_argument("--passes", type=int, default=10, help="measured when streamed")
@@ -68,7 +68,7 @@ def compare_resident(args: argparse.Namespace) -> tuple[dict[str, Any], list[int
 
     path = model_file()
     theirs = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
+        path.parent, trust_remote_code=False, gguf_file=path.name, dtype=torch.float32
     ).eval()
     seconds: dict[str, dict[str, list[float]]] = {
         side: {"prefill": [], "per_token": []} for side in ("ours", "transformers")

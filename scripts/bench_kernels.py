@@ -30,7 +30,7 @@ from triforce_core.model.shapes import SHAPES, read_shape
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     cuda = torch.cuda.is_available()
     parser.add_argument("--shape", default="llama2-7b-128k" if cuda else "smollm2-135m",
                         choices=SHAPES)  # fmt: skip

@@ -37,7 +37,7 @@ PLAIN_TOKENS = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=6000, help="prompt length")
     parser.add_argument("--new-tokens", type=int, default=384)
     parser.add_argument("--prompts", type=int, default=6)

@@ -26,7 +26,7 @@ from triforce_core.model.shapes import SHAPES
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--shape", default="llama2-7b", choices=SHAPES)
     # Its copies are rounded up to powers of two: one token over 131,072 takes twice the memory.
     parser.add_argument("--context", type=int, default=131064)

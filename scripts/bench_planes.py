@@ -73,7 +73,7 @@ READINGS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=6000, help="prompt length")
     parser.add_argument("--new-tokens", type=int, default=160, help="generated from each stretch")
     parser.add_argument("--stretches", type=int, default=3)

@@ -64,7 +64,7 @@ PICTURE = Path(__file__).parent.parent / "docs" / "trace_ranks.png"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=4000, help="prompt length")
     parser.add_argument("--link", type=parse_bandwidth, default=parse_bandwidth("100MB/s"))
     parser.add_argument("--passes", type=int, default=4)

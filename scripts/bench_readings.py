@@ -81,14 +81,14 @@ READINGS: dict[str, tuple[float, Reading | None, Reading | None, Reading | None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2000, 6000])
     parser.add_argument("--stretches", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=192)
     args = parser.parse_args()
     file, tokenizer = model_file(), load_tokenizer(model_file())
     model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
+        file.parent, trust_remote_code=False, gguf_file=file.name, dtype=torch.float32
     )
     for weight in model.parameters():
         weight.data = weight.data.bfloat16().float()

@@ -45,7 +45,7 @@ ACCEPTANCE_TOKENS = 193
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=1500, help="prompt length")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--budget", type=int, default=512, help="of the retrieval cache")

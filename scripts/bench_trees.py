@@ -34,7 +34,7 @@ TREE, CHAIN = "tree", "chain"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--layers", type=int, default=24, help="of the drafter")
     parser.add_argument("--nodes", type=int, default=24, help="of each draft")
     parser.add_argument("--tokens", type=int, default=800, help="of each prompt")

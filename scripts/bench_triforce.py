@@ -49,7 +49,7 @@ LENGTHS = ("auto", 24, 32, 48, 64)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--tokens", type=int, default=6000, help="prompt length")
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--budget", type=int, default=1024, help="of the retrieval cache")

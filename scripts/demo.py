@@ -23,7 +23,7 @@ MANUAL_CHARACTERS = 24_500
 def main() -> int:
     from triforce_core.cli.main import main as triforce
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--weights", action="store_true", help="stream the weights as well")
     parser.add_argument("--chat", action="store_true", help="talk to the model")
     parser.add_argument("--serve", action="store_true", help="serve it on this machine")
@@ -40,7 +40,9 @@ def main() -> int:
                 *("generate", str(model_file()), "--prompt-file", file.name, "--chat"),
                 *device_options(stream_weights=args.weights),
                 *(["--color-levels"] if sys.stdout.isatty() else []),
-                *("--max-new-tokens", "160", "--seed", "2", *options),
+                # The same text at each run: draft lengths depend on times, and `coupled` text
+                # does not depend on them.
+                *("--max-new-tokens", "160", "--seed", "2", "--accept", "coupled", *options),
             ]
         )
 

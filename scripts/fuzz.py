@@ -37,7 +37,7 @@ def main() -> int:
     import mutants
 
     names = [*mutants.TARGETS, *kept_files.KEPT]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--count", type=int, default=100_000, help="mutants of each file")
     parser.add_argument("--of-checkpoints", type=int, help="of each file of one (default: as many)")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")

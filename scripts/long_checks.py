@@ -22,7 +22,7 @@ TESTS = Path(__file__).parent.parent / "tests"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--schedules", type=int, default=100_000)
     args = parser.parse_args()
     sys.path[:0] = [str(TESTS), str(TESTS / "offload")]

@@ -31,7 +31,7 @@ TESTS = Path(__file__).parent.parent / "tests"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--each", type=int, default=500, help="places of a kind that are tried, of thousands"
     )

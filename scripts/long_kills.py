@@ -30,7 +30,7 @@ _SECONDS = 0.4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--count", type=int, default=200)
     args = parser.parse_args()
     sys.path.append(str(TESTS))

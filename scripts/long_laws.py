@@ -28,7 +28,7 @@ TESTS = Path(__file__).parent.parent / "tests"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--draws", type=int, default=200_000)
     parser.add_argument("--tokens", type=int, default=120_000)
     parser.add_argument("--samples", type=int, default=200_000)

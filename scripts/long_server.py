@@ -39,7 +39,7 @@ PATIENCE = 180
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--sequences", type=int, default=4)

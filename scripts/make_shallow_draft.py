@@ -42,7 +42,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("directory", metavar="DIRECTORY", type=Path)
     parser.add_argument("--layers", type=int, help="this many, untried")

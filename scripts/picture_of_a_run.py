@@ -35,7 +35,7 @@ _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--output", type=Path, default=Path("docs/run.svg"))
     args, options = parser.parse_known_args()
     model = model_file()

@@ -40,7 +40,7 @@ _COLORS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("trace", type=Path)
     parser.add_argument("picture", type=Path)
     parser.add_argument("--begin", type=float, default=0.0, help="seconds")

@@ -18,7 +18,11 @@ def write_result(name: str, figures: dict[str, Any]) -> Path:
     """Writes benchmarks/results/NAME.json: date, command, hardware, versions and the figures."""
     path = DIRECTORY / f"{name.removesuffix('.json')}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    arguments = [f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    script = Path(sys.argv[0]).resolve()
+    # By its path in the repository, folders included.
+    folder = Path(__file__).resolve().parent
+    name = script.relative_to(folder) if script.is_relative_to(folder) else script.name
+    arguments = [f"scripts/{name}", *sys.argv[1:]]
     record = {
         **provenance(shlex.join(["python", *arguments])),
         **figures,

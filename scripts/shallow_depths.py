@@ -66,10 +66,12 @@ def measure(path: Path, tokens: Sequence[int], depths: Sequence[int]) -> list[De
     from transformers import AutoModelForCausalLM
 
     if path.is_dir():
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, trust_remote_code=False, dtype=torch.float32
+        )
     else:
         model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32
+            path.parent, trust_remote_code=False, gguf_file=path.name, dtype=torch.float32
         )
     ends = _parameters(model.lm_head)
     layer = _parameters(model.model.layers[0])

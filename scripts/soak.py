@@ -34,7 +34,7 @@ CONTEXT = 1200
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=60)
     args = parser.parse_args()
     choose, process = random.Random(0), psutil.Process()

@@ -163,3 +163,17 @@ def test_a_plan_needs_no_torch_and_help_neither() -> None:
         + "\nfrom triforce_core.cli.main import main"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
+
+
+def test_no_code_of_a_model_is_run() -> None:
+    """Without `trust_remote_code` transformers asks on standard input, which may be a prompt."""
+    loaded = 0
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and re.match(
+                r"Auto\w+\.from_pretrained$", ast.unparse(node.func)
+            ):
+                given = {each.arg: ast.unparse(each.value) for each in node.keywords}
+                assert given.get("trust_remote_code") == "False", f"{path}:{node.lineno}"
+                loaded += 1
+    assert loaded

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
+# Before torch: it limits how long idle threads busy-wait.
+import offload  # noqa: F401
+
 # As type checkers know it: `typing` takes as long to load as all that comes before signals are
 # heeded.
 TYPE_CHECKING = False

@@ -11,6 +11,7 @@ from offload.errors import UsageError
 from offload.link.cuda import CudaLink
 from offload.link.emulated import EmulatedLink
 from offload.link.link import Link
+from offload.machine.openmp import limit_busy_waiting
 from offload.memory.host import CudaDriver, HostMemory
 from offload.memory.numa import cpus_near
 from offload.ranks import Ranks
@@ -92,6 +93,7 @@ def set_threads(machine: MachineSettings, device: torch.device, ranks: Ranks) ->
     elif ranks.count > 1 and device.type == "cpu":
         # Those of one rank would wait for processors that another one's have.
         torch.set_num_threads(max(1, _threads() // ranks.here))
+    limit_busy_waiting()
 
 
 @cache

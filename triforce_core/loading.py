@@ -50,7 +50,7 @@ from triforce_core.model.tensors import Layouts, dense_layouts
 from triforce_core.settings import DENSE, INT8, PLANES, STORED, EngineConfig
 from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.drafting import small_model_shape, window_tokens
-from triforce_core.sizing.fitting import Fitted, fit
+from triforce_core.sizing.fitting import Fitted, fit, with_what_fits
 from triforce_core.storage import asks_for_kv_planes, choose_layouts, with_planes_unasked
 
 # Called with what is under way, how much of it is done, and how much there is; by one thread at a
@@ -161,7 +161,7 @@ def _load(
         graphs = wanted.graphs and fused
         wanted = replace(wanted, graphs=graphs)
 
-        def fitting(most: int | None) -> tuple[Fitted, Placement]:
+        def fits(wanted: Wanted, most: int | None) -> tuple[Fitted, Placement]:
             fitted = fit(wanted, memory.available_bytes, config.placement, most)
             check_placement(fitted.demand, fitted.placement, memory.available_bytes)
             placement = _placed_on_host(
@@ -173,6 +173,24 @@ def _load(
                 on_gpu,
             )
             return fitted, placement
+
+        def refusal(context: int) -> DoesNotFitError | None:
+            shorter = replace(
+                wanted, max_context=context, method=replace(wanted.method, budget=None)
+            )
+            try:
+                fits(shorter, None)
+            except DoesNotFitError as error:
+                return error
+            return None
+
+        def fitting(most: int | None) -> tuple[Fitted, Placement]:
+            try:
+                return fits(wanted, most)
+            except DoesNotFitError as error:
+                if config.placement is not None:
+                    raise
+                raise with_what_fits(error, max_context, refusal, config.method.budget) from error
 
         fitted, placement = fitting(None)
         if placement.file_layers and wanted.layouts is not asked:

@@ -20,6 +20,9 @@ from triforce_core.decoding.models import Models
 from triforce_core.decoding.retrieval import RetrievalCache
 from triforce_core.model.tensors import layer_shapes
 
+# Draft tokens of which a share says something. Fewer are counted.
+LEAST_EXAMINED = 20
+
 
 class Clock:
     """Seconds of a request's phases, and what crossed the link in them. The first phase, prefill,
@@ -221,6 +224,8 @@ def drafting_stats(
         "draft_tokens": {
             "mean": outer.drafted / outer.rounds if outer.rounds else None,
             "inner_mean": inner.drafted / inner.rounds if inner.rounds else None,
+            "examined": outer.examined,
+            "inner_examined": inner.examined,
             "trees": outer.trees,
         },
         "retrieval": {

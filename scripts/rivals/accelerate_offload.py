@@ -28,7 +28,9 @@ def run(job: Job) -> Outcome:
             if device != "cpu":
                 memory["cpu"] = 1 << 40
             placing = {"device_map": "auto", "max_memory": memory, "offload_folder": folder}
-        model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype(job), **placing).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            job.model, trust_remote_code=False, dtype=dtype(job), **placing
+        ).eval()
         if how == "cpu_offload":
             cpu_offload(model, execution_device=job.device)
         elif how == "disk_offload":

@@ -33,11 +33,13 @@ def run(job: Job) -> Outcome:
     from transformers.integrations import HfDeepSpeedConfig
 
     prepare(job)
-    hidden = AutoConfig.from_pretrained(job.model).hidden_size
+    hidden = AutoConfig.from_pretrained(job.model, trust_remote_code=False).hidden_size
     settings = zero_settings(hidden, job)
     # Before the model is made: its parameters are then made where they stay.
     _kept = HfDeepSpeedConfig(settings)
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype(job))
+    model = AutoModelForCausalLM.from_pretrained(
+        job.model, trust_remote_code=False, dtype=dtype(job)
+    )
     # Whether to offload is said there; parameters without it stay on the device.
     engine = deepspeed.initialize(model=model, config_params=settings)[0]
     arguments = {}

@@ -86,7 +86,7 @@ def _dense(gguf: Path, folder: Path) -> dict[str, Any]:
 
     utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        gguf.parent, trust_remote_code=False, gguf_file=gguf.name, dtype=torch.float32
     )
     tensors = {name: each.contiguous() for name, each in model.state_dict().items()}
     if model.config.tie_word_embeddings:

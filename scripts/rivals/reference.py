@@ -14,7 +14,11 @@ from rivals.models import dtype, prepare
 def run(job: Job) -> Outcome:
     """options: `path`: of a file that gets tokens [n] and the logits before each, [n, vocab]."""
     prepare(job)
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype(job)).to(job.device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(job.model, trust_remote_code=False, dtype=dtype(job))
+        .to(job.device)
+        .eval()
+    )
     prompt = torch.tensor([job.prompt], device=job.device)
     with torch.inference_mode():
         output = model.generate(

@@ -18,8 +18,14 @@ def run(job: Job) -> Outcome:
         need_cuda(job)
     assistant = options.pop("assistant", None)
     prepare(job)
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype(job)).to(job.device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(job.model, trust_remote_code=False, dtype=dtype(job))
+        .to(job.device)
+        .eval()
+    )
     if assistant:
-        small = AutoModelForCausalLM.from_pretrained(assistant, dtype=dtype(job))
+        small = AutoModelForCausalLM.from_pretrained(
+            assistant, trust_remote_code=False, dtype=dtype(job)
+        )
         options["assistant_model"] = small.to(job.device).eval()
     return generate(model, job, **options)

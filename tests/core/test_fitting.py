@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,6 +12,8 @@ from offload.errors import DoesNotFitError
 from offload.formats import DTYPES
 from offload.machine.profiles import named
 from offload.placement import Placement, crossing_bytes, device_bytes, place, streams
+from offload.units import parse_bytes
+from triforce_core.engine import Engine
 from triforce_core.model.shapes import read_shape
 from triforce_core.planner.candidates import evaluate
 from triforce_core.planner.case import Case
@@ -139,3 +142,51 @@ def test_one_block_is_made_only_where_it_fits() -> None:
             assert fitted.demand.kv_blocks > 0
     assert resident == sorted(resident)
     assert resident[-1]
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(1_000_000, {}), (1_000_000, {"budget": 64}), (2_400_000, {"host_memory": 300_000})],
+)
+def test_a_refusal_says_which_context_would_fit(speaking, size: int, options: dict) -> None:
+    """The context that it names is loaded, and one token more is refused again."""
+
+    def load(context: int, **changed: object) -> None:
+        settings = {"device": "cpu", "device_memory": size, **options, **changed}
+        with Engine.from_pretrained(speaking, max_context=context, **settings):
+            pass
+
+    with pytest.raises(DoesNotFitError, match=r"up to \d+ tokens of context fit") as refused:
+        load(512)
+    context = int(re.search(r"up to (\d+) tokens", str(refused.value))[1])
+    assert ("without the budget of 64 tokens" in str(refused.value)) == ("budget" in options)
+    load(context, budget=None)
+    with pytest.raises(DoesNotFitError):
+        load(context + 1, budget=None)
+
+
+def test_a_refusal_says_so_where_no_context_would_fit(speaking) -> None:
+    with pytest.raises(DoesNotFitError) as refused:
+        Engine.from_pretrained(speaking, device="cpu", device_memory=1000, max_context=200)
+    said = re.search(
+        r"is available; no context fits: 16 tokens need ([\d.]+ KiB) of device memory$",
+        str(refused.value),
+    )
+    assert said, str(refused.value)
+    needed = parse_bytes(said[1])
+    # Four digits are said, and so much is enough.
+    with Engine.from_pretrained(
+        speaking, device="cpu", device_memory=needed + needed // 1000, max_context=16
+    ):
+        pass
+    with pytest.raises(DoesNotFitError):
+        Engine.from_pretrained(
+            speaking, device="cpu", device_memory=needed - needed // 1000, max_context=16
+        )
+
+
+def test_a_budget_that_does_not_fit_is_said_where_the_rest_does(speaking) -> None:
+    with pytest.raises(DoesNotFitError, match="it fits without the budget of 400 tokens"):
+        Engine.from_pretrained(
+            speaking, device="cpu", device_memory=2_400_000, max_context=400, budget=400
+        )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.errors import UsageError
+from offload.errors import DoesNotFitError, UsageError
 from offload.memory.available import lendable_bytes
 from offload.units import format_bytes, parse_bandwidth, parse_bytes
 
@@ -54,3 +54,19 @@ def test_format() -> None:
     assert format_bytes(512) == "512 B"
     assert format_bytes(3 << 29) == "1.50 GiB"
     assert format_bytes(5 << 40) == "5.00 TiB"
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1 << 20, "1 MiB"),
+        (186_000_000, "177.4 MiB"),
+        (30 << 30, "30 GiB"),
+        (9 << 50, "9216 TiB"),
+    ],
+)
+def test_sizes_of_a_refusal_have_few_digits(size: int, said: str) -> None:
+    error = DoesNotFitError("it", size, 1 << 20, "nothing helps")
+    assert str(error) == f"it needs {said} and 1 MiB is available; nothing helps"

@@ -20,6 +20,7 @@ from triforce_core.cli.output import say
 from triforce_core.cli.signals import raising
 from triforce_core.model.shapes import for_timing, read_shape
 from triforce_core.settings import NO_DRAFTER, EngineConfig, MachineSettings
+from triforce_core.stats import bits_per_number
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -30,10 +31,11 @@ def bench(args: argparse.Namespace) -> int:
     config = for_timing(read_shape(settings.shape))
     draft = None if settings.draft_shape == NO_DRAFTER else read_shape(settings.draft_shape)
     machine = MachineSettings(**given(args, MachineSettings))
-    dtype = given(args, EngineConfig).get("dtype", EngineConfig.dtype)
+    # Dtype and the formats of weights and KV.
+    engine = EngineConfig(machine, **given(args, EngineConfig))
     rows: list[Row] = []
     with ExitStack() as stack:
-        running = Bench(settings, config, draft, EngineConfig(machine, dtype=dtype), stack)
+        running = Bench(settings, config, draft, engine, stack)
         about = describe(running)
         try:
             with raising(), running.runtime.memory.typed_errors():
@@ -68,6 +70,7 @@ def describe(running: Bench) -> dict[str, Any]:
         "shape": settings.shape,
         "weights": "random",
         "dtype": str(running.dtype).removeprefix("torch."),
+        "bits_per_number": bits_per_number(running.models),
         "context": settings.context,
         "link": {
             "emulated": link.emulated,

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from triforce_core.bench.settings import TESTS, BenchSettings
-from triforce_core.cli.options import add_machine_options, add_option
+from triforce_core.cli.options import CONTEXT_FLAGS, add_machine_options, add_option
 from triforce_core.model.shapes import SHAPES
 from triforce_core.settings import DEFAULT_BUDGET
 
@@ -17,7 +17,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
     add("shape", f"{', '.join(SHAPES)}, or a config.json", metavar="SHAPE|FILE")
     add("draft_shape", "of the drafter", metavar="SHAPE|FILE|none")
-    add("context", "tokens in the KV cache", type=int, metavar="N")
+    add("context", "tokens in the KV cache", flags=CONTEXT_FLAGS, type=int, metavar="N")
     parser.add_argument("--tests", default="all", metavar="NAME,...", help=f"of {', '.join(TESTS)}")
     add("repeats", "runs of each, of which the median", type=int, metavar="N")
     add("draft_tokens", "verified by a pass", type=int, metavar="N")

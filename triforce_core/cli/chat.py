@@ -14,14 +14,15 @@ from triforce_core.cli.chat_session import ChatSession
 from triforce_core.cli.codes import INTERRUPTED
 from triforce_core.cli.line import Lines
 from triforce_core.cli.options import engine_config, sampling_params
-from triforce_core.cli.output import TextOutput, say
+from triforce_core.cli.output import WARNING, TextOutput, say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.reading import saved_tokens
-from triforce_core.cli.report import colored, takes_colors
+from triforce_core.cli.report import accepted_drafts, colored, takes_colors
 from triforce_core.cli.signals import Stop, ending, exit_code
+from triforce_core.cli.wrapping import WordWrap, columns_of
 from triforce_core.opening import OpenModel
-from triforce_core.stream import Completion, Stream
+from triforce_core.stream import Completion, Piece, Stream
 
 # Tokens of a context that nobody asked for, at most.
 DEFAULT_CONTEXT = 32768
@@ -73,17 +74,20 @@ def chat(args: argparse.Namespace) -> int:
         session = ChatSession(engine, params, messages)
         if args.load:
             say(f"{session.load(args.load)} tokens of context loaded")
-        return Chat(session, Lines(), args.quiet, args.color_levels).run()
+        return Chat(session, Lines(), args).run()
 
 
 class Chat:
     """What a person sees of a conversation."""
 
-    def __init__(self, session: ChatSession, lines: Lines, quiet: bool, colors: bool) -> None:
+    def __init__(self, session: ChatSession, lines: Lines, args: argparse.Namespace) -> None:
         self._session = session
         self._lines = lines
-        self._quiet = quiet
-        self._colors = colors and takes_colors(sys.stdout)
+        self._quiet = args.quiet
+        self._colors = args.color_levels and takes_colors(sys.stdout)
+        # What comes over a pipe may be somebody else's text, and commands read and write files.
+        self._takes_commands = lines.terminal or args.commands
+        self._said_that_commands_are_text = False
         self._output = TextOutput()
         self._last: Completion | None = None
         self._code = 0
@@ -110,7 +114,7 @@ class Chat:
             if line is None:
                 break
             text = line.strip()
-            if text in ("/exit", "/quit"):
+            if self._takes_commands and text in ("/exit", "/quit"):
                 break
             if not text:
                 continue
@@ -130,7 +134,10 @@ class Chat:
         return self._code or self._output.code
 
     def _turn(self, text: str) -> None:
-        if not text.startswith("/"):
+        is_command = text.startswith("/")
+        if not (is_command and self._takes_commands):
+            if is_command:
+                self._say_that_commands_are_text()
             self._show(self._session.say(text))
             return
         name, _, rest = text[1:].partition(" ")
@@ -139,21 +146,40 @@ class Chat:
         with ending():
             self._commands[name](rest.strip())
 
+    def _say_that_commands_are_text(self) -> None:
+        if not self._said_that_commands_are_text:
+            self._said_that_commands_are_text = True
+            say(
+                "triforce: over a pipe a line that begins with / is text for the model; "
+                "--commands makes it a command",
+                WARNING,
+            )
+
     def _show(self, stream: Stream) -> None:
         """Writes an answer as it comes. An interrupt ends it; what there is of it is kept."""
         bars = ProgressBars(show=self._lines.terminal and not self._quiet, opening=False)
         engine, before = self._session.engine, self._session.engine.progress
         engine.progress = bars.update
-        stop = Stop(bars.give_back)
+
+        def give_back() -> None:
+            bars.give_back()
+            self._lines.give_back()
+
+        stop = Stop(give_back)
         stop.end = stream.interrupt
+        columns = columns_of(sys.stdout)
+        wrap = WordWrap(self._output.write, self._shown, columns) if columns else None
         try:
-            with stop.listening(), bars:
+            with stop.listening(), self._lines.held(), bars:
                 for piece in stream.pieces():
                     with suppress(OSError):
                         bars.stop()
-                    if not self._output.write(colored(piece) if self._colors else piece.text):
+                    wrote = wrap.take(piece) if wrap else self._output.write(self._shown(piece))
+                    if not wrote:
                         stream.interrupt()
         finally:
+            if wrap:
+                wrap.end()
             engine.progress = before
             stop.ended()
             if stream.ended:
@@ -166,6 +192,9 @@ class Chat:
         if not self._quiet:
             say(self._status())
 
+    def _shown(self, piece: Piece) -> str:
+        return colored(piece) if self._colors else piece.text
+
     def _status(self) -> str:
         """What the last answer took, on one line."""
         session = self._session
@@ -176,8 +205,8 @@ class Chat:
         parts = [f"{stats['new_tokens']} tokens"]
         if seconds := stats["seconds_per_token"]:
             parts.append(f"{1 / seconds:.1f} tokens/s")
-        if (accepted := stats["acceptance"]["target"]) is not None:
-            parts.append(f"{accepted:.0%} of drafts accepted")
+        if accepted := accepted_drafts(stats):
+            parts.append(f"{accepted} accepted")
         if stats["finish_reason"] != "stop":
             parts.append(f"{stats['finish_reason']}: /continue goes on")
         return ", ".join((*parts, used))

@@ -12,6 +12,12 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     add("--system", metavar="TEXT", help="system prompt")
     add("--load", metavar="FILE", help="a conversation that /save wrote")
+    add(
+        "--commands",
+        action="store_true",
+        help="over a pipe too, a line that begins with / is a command, which may read and write "
+        "files (default: in a terminal alone)",
+    )
     add_decoding_arguments(parser)
     add("--quiet", action="store_true", help="no progress and no figures")
     add(

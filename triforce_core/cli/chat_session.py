@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from offload.errors import UsageError
+from triforce_core.cli.reading import read_text
 from triforce_core.conversation import Conversations, Turn
 from triforce_core.engine import Engine
 from triforce_core.params import SamplingParams
@@ -43,7 +44,7 @@ class ChatSession:
     def attach(self, path: str) -> int:
         """Puts a file's text before what is said next. Returns its tokens. Raises UsageError."""
         try:
-            text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+            text = read_text(Path(path).expanduser())
         except UnicodeDecodeError as error:
             raise UsageError(f"{path} is not UTF-8 text (byte {error.start})") from error
         except (OSError, ValueError, RuntimeError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 from triforce_core.cli.leaving import leave_at_once, leave_with
@@ -11,9 +10,6 @@ from triforce_core.cli.leaving import leave_at_once, leave_with
 def main() -> int:
     """Runs the command line, and returns its exit code."""
     leave_at_once()
-    # Threads that wait for work spin for a moment and then sleep: two processes on one machine do
-    # not wait for each other's. Read when torch is loaded.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     from triforce_core.cli.main import main
 
     code = 1

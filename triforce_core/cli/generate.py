@@ -10,10 +10,11 @@ from pathlib import Path
 
 from offload.errors import UsageError
 from offload.files import Output, check_outputs
-from triforce_core.cli.options import engine_config, given, sampling_params
+from triforce_core.cli.options import UNTIL_FULL, engine_config, given, sampling_params
 from triforce_core.cli.output import WARNING, say
 from triforce_core.cli.progress import ProgressBars
 from triforce_core.cli.prompt import read_prompt, tasks_of
+from triforce_core.cli.prompts_file import Answers
 from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.reading import saved_tokens
 from triforce_core.cli.signals import Stop
@@ -56,7 +57,9 @@ def generate(args: argparse.Namespace) -> int:
         tokenizer = model.tokenizer
         tasks = tasks_of(args, tokenizer, prompt)
         token_ids = max((task.token_ids for task in tasks), key=len)
-        new, positions = params.max_new_tokens, model.checkpoint.config.positions
+        positions = model.checkpoint.config.positions
+        until_full = params.max_new_tokens == UNTIL_FULL
+        new = 1 if until_full else params.max_new_tokens
         check_context(len(token_ids), new, positions, "the model has")
         asked = given(args, EngineConfig).get("max_context")
         if asked is not None:
@@ -66,11 +69,21 @@ def generate(args: argparse.Namespace) -> int:
                 )
             check_context(len(token_ids), new, asked, "--ctx-size gives")
         needed = min(max(len(token_ids) + new, kept), positions)
+        if until_full:
+            needed = positions
         config = replace(config, max_context=asked or needed)
+        answers = None
+        if args.output is not None:
+            answers = Answers(args.output, tasks)
+            stack.callback(answers.close)
+            if len(answers.done) == len(tasks):
+                if not args.quiet:
+                    say(f"all {len(tasks)} prompts are answered already")
+                return 0
         # Only now, since loading torch takes longer than all of the above.
         from triforce_core.cli.run import Run
 
-        return Run(args, bars, stop, plan).texts(model, tasks, params, config)
+        return Run(args, bars, stop, plan).texts(model, tasks, params, config, answers)
 
 
 def _say_that_it_ends() -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from triforce_core.cli.options import add_machine_options, add_option, draft_length, tree_nodes
+from triforce_core.cli.options import (
+    CONTEXT_FLAGS,
+    add_machine_options,
+    add_option,
+    draft_length,
+    new_tokens,
+    seed,
+    tree_nodes,
+)
 from triforce_core.params import SamplingParams
 from triforce_core.settings import (
     ACCEPT,
@@ -43,7 +51,7 @@ def add_machine_and_method(parser: argparse.ArgumentParser) -> None:
         "max_context",
         "tokens that device memory is divided for (default: prompt and new tokens; chat and serve: "
         "32768, or the model's positions)",
-        flags=("-c", "--ctx-size"),
+        flags=CONTEXT_FLAGS,
         type=int,
         metavar="N",
     )
@@ -139,9 +147,9 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
     add(
         "max_new_tokens",
-        "most tokens to generate; chat: 2048",
+        "most tokens to generate; -1: until the text ends or the context is full; chat: 2048",
         flags=("-n", "--max-new-tokens"),
-        type=int,
+        type=new_tokens,
         metavar="N",
     )
     add("temperature", "0 takes the likeliest token", type=float, metavar="T")
@@ -169,9 +177,9 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "seed",
-        "of the random draws (default: a new one)",
+        "of the random draws; -1 draws a new one, as by default",
         flags=("-s", "--seed"),
-        type=int,
+        type=seed,
         metavar="N",
     )
 

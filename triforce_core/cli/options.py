@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from offload.errors import UsageError
+from triforce_core.cli.parser import Explained
 from triforce_core.params import SamplingParams
 from triforce_core.settings import (
     AUTO,
@@ -20,6 +22,11 @@ from triforce_core.settings import (
     MachineSettings,
     MethodSettings,
 )
+
+# The flags of a context's length, in every command.
+CONTEXT_FLAGS = ("-c", "--ctx-size", "--context")
+# For `-n -1`: generate until the text ends or the context is full.
+UNTIL_FULL = sys.maxsize
 
 
 def add_option(
@@ -37,7 +44,7 @@ def add_option(
         none are given. options: of `add_argument`
     """
     (default,) = (field.default for field in fields(settings) if field.name == name)
-    if default not in (None, MISSING) and not isinstance(default, bool):
+    if default not in (None, MISSING, ()) and not isinstance(default, bool):
         text += f" (default: {default})"
     flags = flags or (f"--{name.replace('_', '-')}",)
     parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **options)
@@ -76,6 +83,7 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
 
     add("device", "cuda:0 or cpu (default: a GPU if there is one)", metavar="DEVICE")
     add("device_memory", "budget, e.g. 22GiB (default: what is free)", metavar="SIZE")
+    add_explained_options(parser)
     add(
         "host_memory",
         "for what streams; layers beyond it are read from disk in each pass (default: what is "
@@ -121,6 +129,31 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         flags=("--no-graphs",),
         action="store_false",
     )
+
+
+def add_explained_options(parser: argparse.ArgumentParser) -> None:
+    """Options of llama.cpp that have no counterpart, which a sentence says."""
+    parser.add_argument(
+        *("-ngl", "--gpu-layers", "--n-gpu-layers"),
+        nargs="?",
+        action=Explained,
+        const="there is no number of layers to choose, since as many stay on the device as fit; "
+        "--device-memory limits them",
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
+
+
+def new_tokens(text: str) -> int:
+    """A number of new tokens; -1 is UNTIL_FULL."""
+    number = int(text)
+    return UNTIL_FULL if number == -1 else number
+
+
+def seed(text: str) -> int | None:
+    """A seed; None, which draws one, for -1."""
+    number = int(text)
+    return None if number == -1 else number
 
 
 def draft_length(text: str) -> int | str:

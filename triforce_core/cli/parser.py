@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from triforce_core.cli.output import ERROR, say
 
@@ -14,7 +15,10 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.+)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Mistakes end with one line on stderr and exit code 2."""
+    """Mistakes end with one line on stderr and exit code 2. Abbreviated options are mistakes."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def error(self, message: str) -> NoReturn:
         say(f"{self.prog}: {message}{self._meant(message)}; see {self.prog} --help", ERROR)
@@ -35,8 +39,23 @@ class Parser(argparse.ArgumentParser):
         if unknown := _UNKNOWN.search(message):
             flag = unknown[1].split("=")[0].partition(" ")[0]
             flags = [name for name in self._option_string_actions if name.startswith("--")]
-            return _nearest(flag, flags)
+            # What an abbreviation may stand for is said, and never guessed.
+            begun = [name for name in flags if flag.startswith("--") and name.startswith(flag)]
+            return f" (did you mean {' or '.join(begun)}?)" if begun else _nearest(flag, flags)
         return ""
+
+
+class Explained(argparse.Action):
+    """An option of another program that is refused with a sentence: its `const`."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        parser.error(f"{option_string}: {self.const}")
 
 
 def _nearest(name: str, known: list[str]) -> str:

@@ -7,6 +7,7 @@ import argparse
 from offload.formats import DTYPES
 from offload.machine.profiles import RESERVED_BYTES
 from offload.units import format_bytes
+from triforce_core.cli.options import CONTEXT_FLAGS, add_explained_options
 from triforce_core.model.mixes import NAMES
 from triforce_core.model.shapes import SHAPES
 from triforce_core.params import SamplingParams
@@ -42,7 +43,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus", type=int, choices=range(1, 9), help="how many of them (default: 1, or the plan's)"
     )
     add(
-        "--context",
+        *CONTEXT_FLAGS,
+        dest="context",
         type=int,
         metavar="N",
         help=f"prompt and new tokens (default: {DEFAULT_CONTEXT} or fewer)",
@@ -143,3 +145,4 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--save", metavar="FILE", help="write the plan, for `generate --plan`")
     add("--json", action="store_true", help="all figures as JSON")
+    add_explained_options(parser)

@@ -18,14 +18,19 @@ def tasks_of(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str | None)
 
     Raises UsageError.
     """
-    in_template = args.chat or args.system is not None
     if args.prompts_file is not None:
-        to_messages = partial(as_messages, args) if in_template else None
+        to_messages = partial(as_messages, args) if in_template(args) else None
         return read_tasks(args.prompts_file, tokenizer, to_messages, _system(args))
     if args.messages is not None:
         return [Task(0, tokenizer.chat(_system(args) + read_messages(args.messages)), "")]
-    ids = tokenizer.chat(as_messages(args, prompt)) if in_template else tokenizer.encode(prompt)
-    return [Task(0, ids, "")]
+    if in_template(args):
+        return [Task(0, tokenizer.chat(as_messages(args, prompt)), "")]
+    return [Task(0, tokenizer.encode(prompt), "")]
+
+
+def in_template(args: argparse.Namespace) -> bool:
+    """Whether a prompt is put into the model's chat template."""
+    return args.chat or args.system is not None
 
 
 def as_messages(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:

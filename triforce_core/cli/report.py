@@ -11,6 +11,7 @@ from rich.table import Table
 
 from offload.units import format_bytes
 from triforce_core.cli.output import logs_json, say
+from triforce_core.stats import LEAST_EXAMINED
 from triforce_core.stream import Piece
 
 _COLORS = {"accepted": "32", "corrected": "31", "bonus": "36"}
@@ -72,8 +73,8 @@ def print_run(stats: dict[str, Any]) -> None:
     )
     add(
         "seconds",
-        f"load {seconds['load']:.2f}, prefill {seconds['prefill']:.2f} "
-        f"({stats['prompt_tokens']} tokens), decode {seconds['decode']:.2f} "
+        f"load {seconds['load']:.2f}, prefill {seconds['prefill']:.2f} ({_prefilled(stats)}), "
+        f"decode {seconds['decode']:.2f} "
         f"({stats['new_tokens']} tokens, {stats['finish_reason']})",
     )
     if per_token := stats["seconds_per_token"]:
@@ -94,7 +95,7 @@ def print_run(stats: dict[str, Any]) -> None:
             f"{kind}: {format_bytes(link['bytes_to_device'])} to the device at "
             f"{link['bandwidth_gb_per_s']:.2f} GB/s, {share:.0%} of it used while decoding",
         )
-    else:
+    elif not link["emulated"]:
         add("link", f"{kind}: nothing crossed it while decoding")
     for rank, other in enumerate(stats.get("ranks", [])):
         if rank:
@@ -107,18 +108,34 @@ def print_run(stats: dict[str, Any]) -> None:
     Console(stderr=True).print(table)
 
 
+def _prefilled(stats: dict[str, Any]) -> str:
+    """Tokens of the prompt that prefill took its time for, and those that it reused."""
+    reused = stats["reused_tokens"]
+    read = f"{stats['prompt_tokens'] - reused} tokens"
+    return f"{read}, {reused} more reused" if reused else read
+
+
+def accepted_drafts(stats: dict[str, Any], level: str = "target") -> str | None:
+    """How many draft tokens a level accepted: a share of many, a count of few, None of none."""
+    share = stats["acceptance"][level]
+    prefix = "" if level == "target" else "inner_"
+    examined = stats["draft_tokens"][f"{prefix}examined"]
+    if share is None or not examined:
+        return None
+    if examined < LEAST_EXAMINED:
+        return f"{round(share * examined)} of {examined} draft tokens"
+    return f"{share:.1%} of draft tokens"
+
+
 def _levels(stats: dict[str, Any]) -> str:
     """Who drafted for whom, how much, and how much of it held."""
-    acceptance, drafted, cache = stats["acceptance"], stats["draft_tokens"], stats["retrieval"]
+    drafted, cache = stats["draft_tokens"], stats["retrieval"]
     said = " > ".join(stats["levels"])
     if cache:
         said += f" ({cache['policy']}, {cache['budget_tokens']} tokens)"
-    for name, share, mean in (
-        ("target", acceptance["target"], drafted["mean"]),
-        ("retrieval", acceptance["retrieval"], drafted["inner_mean"]),
-    ):
-        if share is not None:
-            said += f"; {name} accepts {share:.1%} of drafts of {mean:.1f}"
+    for level, mean in (("target", drafted["mean"]), ("retrieval", drafted["inner_mean"])):
+        if accepted := accepted_drafts(stats, level):
+            said += f"; {level} accepts {accepted}, in drafts of {mean:.1f}"
     if drafted["trees"]:
         said += f"; {drafted['trees']} of them branched"
     return said

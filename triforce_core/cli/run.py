@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 
 from offload.files import Output
@@ -14,6 +15,7 @@ from triforce_core.batch import run_all
 from triforce_core.cli.leaving import exit_code
 from triforce_core.cli.output import ERROR, WARNING, TextOutput, say
 from triforce_core.cli.progress import ProgressBars
+from triforce_core.cli.prompt import in_template
 from triforce_core.cli.prompts_file import Answers, Task
 from triforce_core.cli.report import LEVEL_LEGEND, colored, print_run, takes_colors
 from triforce_core.cli.signals import Stop, ending
@@ -42,9 +44,17 @@ class Run:
         self._plan = plan
 
     def texts(
-        self, model: OpenModel, tasks: list[Task], params: SamplingParams, config: EngineConfig
+        self,
+        model: OpenModel,
+        tasks: list[Task],
+        params: SamplingParams,
+        config: EngineConfig,
+        answers: Answers | None,
     ) -> int:
-        """Generates what follows one prompt, or each of a file's. Returns the exit code."""
+        """Generates what follows one prompt, or each of a file's. Returns the exit code.
+
+        answers: the file that those of many prompts go to
+        """
         args = self._args
         if self._plan is not None:
             device = device_name(open_device(config.machine.device))
@@ -52,16 +62,13 @@ class Run:
         if args.color_levels and not args.quiet and takes_colors(sys.stderr):
             say(LEVEL_LEGEND)
         with ExitStack() as stack:
-            answers = None
-            if args.output is not None:
-                answers = Answers(args.output, tasks)
-                stack.callback(answers.close)
             engine = stack.enter_context(
                 Engine.from_pretrained(model, config, progress=self._bars.update)
             )
             model.close()
             if not args.quiet:
                 say(f"plan: {engine.plan_line}")
+                self._say_if_continued(engine)
             if args.load_context:
                 loaded = engine.load_context(args.load_context)
                 if not args.quiet:
@@ -76,10 +83,21 @@ class Run:
                     engine.save_context(args.save_context)
         return code
 
+    def _say_if_continued(self, engine: Engine) -> None:
+        """An instruct model that continues a bare prompt looks broken."""
+        args = self._args
+        bare = not in_template(args) and args.messages is None and args.prompts_file is None
+        if bare and engine.tokenizer.has_chat_template:
+            say(
+                "triforce: the model has a chat template, and a bare prompt is continued as plain "
+                "text; --chat asks for an answer"
+            )
+
     def _text(self, engine: Engine, task: Task, params: SamplingParams) -> int:
         """Writes the text of a prompt as it comes. Returns the exit code."""
         args, bars, stop = self._args, self._bars, self._stop
-        stream, output = engine.stream(task.token_ids, params), TextOutput()
+        stream = engine.stream(task.token_ids, _with_room(params, task, engine))
+        output = TextOutput()
         stop.end = stream.interrupt
         colors = args.color_levels and takes_colors(sys.stdout)
         try:
@@ -128,7 +146,10 @@ class Run:
         left = [task for task in tasks if task.index not in answers.done]
         run_all(
             engine,
-            [(task.token_ids, params, partial(receive, task)) for task in left],
+            [
+                (task.token_ids, _with_room(params, task, engine), partial(receive, task))
+                for task in left
+            ],
             lambda: stop.number is None and not errors,
         )
         stop.ended()
@@ -176,3 +197,9 @@ class Run:
                 "forgets them",
                 WARNING,
             )
+
+
+def _with_room(params: SamplingParams, task: Task, engine: Engine) -> SamplingParams:
+    """With at most as many new tokens as the context has room for."""
+    room = engine.runtime.demand.context_tokens - len(task.token_ids)
+    return replace(params, max_new_tokens=min(params.max_new_tokens, room))

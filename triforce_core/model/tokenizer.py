@@ -64,6 +64,10 @@ class Tokenizer:
         self._backend = backend
         self._for_grammars: dict[tuple[int, int | None], Any] = {}
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._backend.chat_template)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text. Raises UsageError for what is no Unicode text."""
         check_text(text)
@@ -92,7 +96,7 @@ class Tokenizer:
         Raises UsageError if there is no template, or it does not take them.
         """
         variables = variables or {}
-        if not self._backend.chat_template:
+        if not self.has_chat_template:
             raise UsageError("the model has no chat template: give it plain text")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
@@ -216,9 +220,21 @@ def _from_transformers(directory: Path, **options: str) -> TransformersTokenizer
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
+        # Without `trust_remote_code` transformers would ask on standard input, which may be a
+        # prompt, whether to run the directory's code.
         return TransformersTokenizer(
-            AutoTokenizer.from_pretrained(directory, local_files_only=True, **options)
+            AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False, **options
+            )
         )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise CheckpointError(
+            f"the tokenizer of {directory} needs code that comes with the model (auto_map in its "
+            "tokenizer_config.json), and such code is never run; use a model whose tokenizer is a "
+            "tokenizer.json"
+        ) from error
     finally:
         logging.set_verbosity(before)
         logging.enable_progress_bar()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from triforce_core.model.tokenizer import Tokenizer
+from triforce_core.stats import LEAST_EXAMINED
 from triforce_core.stream import Completion, Piece, TokenLogprob
 
 _REASONS = {"stop": "stop", "length": "length", "interrupted": "stop"}
@@ -126,11 +127,12 @@ def timings(completion: Completion) -> dict[str, Any]:
     stats = completion.stats
     seconds, link = stats["seconds_per_token"], stats["link"]
     busy = link["busy_seconds"] / stats["seconds"]["decode"] if stats["seconds"]["decode"] else 0.0
+    few = stats["draft_tokens"]["examined"] < LEAST_EXAMINED
     return {
         "tokens_per_second": 1 / seconds if seconds else None,
         "prefill_seconds": stats["seconds"]["prefill"],
         "tokens_per_pass": stats["tokens_per_pass"],
-        "acceptance": stats["acceptance"]["target"],
+        "acceptance": None if few else stats["acceptance"]["target"],
         "link_share": min(1.0, busy),
         "prompt_tokens": stats["prompt_tokens"],
         "reused_tokens": stats["reused_tokens"],

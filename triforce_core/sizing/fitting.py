@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from offload.errors import DoesNotFitError, UsageError
+from offload.errors import DoesNotFitError, UsageError, in_units
 from offload.placement import Demand, Placement, crossing_bytes, least_bytes, place, streams
 from triforce_core.settings import INT4
 from triforce_core.sizing.demand import Wanted
@@ -14,6 +15,8 @@ from triforce_core.sizing.demand import Wanted
 _LEAST_SAVING = 1.25
 # A card's memory is so many times as fast as its link: 1008 to 25 GB/s on an RTX 4090.
 _MEMORY_TO_LINK = 40
+# Tokens of the shortest context that a refusal looks at.
+_SHORTEST_CONTEXT = 16
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,35 @@ def _fit(
     return Fitted(without, placed, 0)
 
 
+def with_what_fits(
+    refused: DoesNotFitError,
+    context: int,
+    refusal: Callable[[int], DoesNotFitError | None],
+    budget: int | None,
+) -> DoesNotFitError:
+    """The refusal, with what would fit instead.
+
+    context: tokens that were refused, with `budget` for the retrieval cache if one was asked for
+    refusal: of a context of so many tokens without a budget, None if it fits
+    """
+    without = "" if budget is None else f" without the budget of {budget} tokens"
+    least = min(_SHORTEST_CONTEXT, context)
+    if budget is not None and refusal(context) is None:
+        remedy = f"it fits{without}"
+    elif (shortest := refusal(least)) is not None:
+        remedy = (
+            f"no context fits: {least} tokens{without} need {in_units(shortest.needed_bytes)} of "
+            f"{'host' if 'host memory' in shortest.what else 'device'} memory"
+        )
+    else:
+        low, high = least, context
+        while low + 1 < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if refusal(middle) else (middle, high)
+        remedy = f"up to {low} tokens of context fit{without}"
+    return DoesNotFitError(refused.what, refused.needed_bytes, refused.available_bytes, remedy)
+
+
 def needs_weights(budget: int, streamed: int) -> UsageError:
     """The refusal of a retrieval cache where so many layers stream that nothing stands in for."""
     return UsageError(
@@ -141,5 +173,5 @@ def _refused(how: str, budget: int, needed: int, available_bytes: int) -> DoesNo
         f"device memory {how} a retrieval budget of {budget} tokens",
         needed,
         available_bytes,
-        "use a smaller budget or none, a shorter context or more device memory",
+        "use a smaller budget or none, or more device memory",
     )

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from offload.errors import LinkError
+from offload.errors import LinkError, UsageError
 from triforce_core.bench.settings import TESTS
 from triforce_core.cli.main import main
 from triforce_core.model.config import from_hf
@@ -16,6 +16,7 @@ from triforce_core.model.random_checkpoint import RandomCheckpoint
 from triforce_core.model.shapes import for_timing, read_shape
 from triforce_core.model.tensors import layer_shapes
 from triforce_core.planner.costs import prefill_flops
+from triforce_core.settings import EngineConfig, MachineSettings
 
 TINY = {
     "model_type": "llama",
@@ -85,6 +86,35 @@ def test_the_floor_of_a_pass_is_its_bytes_over_the_link(capsys, tiny_shape) -> N
         assert 0 < moved <= whole
         # Nothing can be faster than its link.
         assert row["ratio_to_floor"] >= 0.99
+
+
+def test_kv_is_kept_in_the_format_that_is_asked_for(capsys, tiny_shape) -> None:
+    # Weights stream, and KV is in several blocks: one block for all of it is never in planes.
+    tiny_shape.write_text(json.dumps(TINY | {"num_hidden_layers": LAYERS}))
+    options = ("--tests", "link", "--output", "json", "--dtype", "bfloat16", "--draft-shape")
+    options += ("none", "--context", "400", "--device-memory", "2000KiB", "--kv")
+    stored = {}
+    for kv in ("dense", "planes"):
+        code, out, _ = run(capsys, tiny_shape, *options, kv)
+        assert code == 0
+        stored[kv] = json.loads(out)["bits_per_number"]["kv"]["stored"]
+    assert stored["planes"] < stored["dense"] == 16
+
+
+def test_every_option_of_the_engine_reaches_it(capsys, monkeypatch, tiny_shape) -> None:
+    configs: list[EngineConfig] = []
+
+    def refuse(settings: object, shape: object, draft: object, config: EngineConfig, _: object):
+        configs.append(config)
+        raise UsageError("planted")
+
+    monkeypatch.setattr("triforce_core.cli.bench.Bench", refuse)
+    options = ("--dtype", "bfloat16", "--weights", "planes", "--kv", "planes", "--threads", "1")
+    code, _, err = run(capsys, tiny_shape, *options)
+    assert (code, "planted" in err) == (2, True)
+    (config,) = configs
+    assert (config.dtype, config.weights, config.kv) == ("bfloat16", "planes", "planes")
+    assert config.machine == MachineSettings(device="cpu", threads=1)
 
 
 def test_a_table_is_the_default(capsys, tiny_shape) -> None:

@@ -18,6 +18,7 @@ import pytest
 from command import heed_signals, run
 
 BASE = ("--temperature", "0", "-n", "12", "--device", "cpu", "-c", "400")
+COMMANDS = ("--commands",)
 
 
 def talk(
@@ -26,10 +27,11 @@ def talk(
     model: Path,
     *lines: str,
     options: Sequence[str] = (),
+    commands: Sequence[str] = COMMANDS,
 ) -> tuple[int, list[str], str]:
     """The exit code, the answers and what was said besides."""
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(line + "\n" for line in lines)))
-    code, out, err = run(capsys, "chat", model, *BASE, *options)
+    code, out, err = run(capsys, "chat", model, *BASE, *commands, *options)
     return code, out.splitlines(), err
 
 
@@ -136,6 +138,31 @@ def test_mistakes_over_a_pipe_end_it_with_a_sentence(
     code, answers, err = talk(capsys, monkeypatch, speaking, line, "Hello")
     assert (code, answers) == (2, [])
     assert said in err
+
+
+def test_over_a_pipe_commands_are_text_unless_they_are_asked_for(
+    speaking, capsys, monkeypatch, tmp_path
+) -> None:
+    """Untrusted text reads no file and writes none."""
+    secret, target = tmp_path / "secret.txt", tmp_path / "target"
+    secret.write_text("A secret")
+    lines = ("Hello", f"/file {secret}", f"/save {target}", "/exit", "And you?")
+    code, answers, err = talk(capsys, monkeypatch, speaking, *lines, commands=())
+    assert (code, len(answers)) == (0, len(lines)), "each line is a turn"
+    assert not target.exists()
+    assert "before what you say next" not in err
+    assert err.count("--commands makes it a command") == 1
+
+
+def test_an_attached_file_has_the_size_limit_of_other_texts(
+    speaking, capsys, monkeypatch, tmp_path
+) -> None:
+    file = tmp_path / "long.txt"
+    file.write_text("x" * 101)
+    monkeypatch.setattr("triforce_core.cli.reading.MOST_BYTES", 100)
+    code, answers, err = talk(capsys, monkeypatch, speaking, f"/file {file}", "Hello")
+    assert (code, answers) == (2, [])
+    assert f"cannot read {file}: it is larger than" in err
 
 
 def test_help_and_exit(speaking, capsys, monkeypatch) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import shutil
 import subprocess
 import sys
 
@@ -133,3 +136,36 @@ def test_a_text_is_encoded_as_a_batch_which_lets_other_threads_run(tiny, tmp_pat
     backend.tokenizer = Batches()
     assert tokenizer.encode("of the 17 people") == expected
     assert len(expected) > 3
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+def test_a_models_own_code_is_never_run_nor_asked_about(
+    speaking, tmp_path, monkeypatch, file: str
+) -> None:
+    """A piped prompt may say yes."""
+    folder, ran = tmp_path / "model", tmp_path / "ran"
+    shutil.copytree(speaking, folder)
+    (folder / "own.py").write_text(
+        f"open({str(ran)!r}, 'w')\n"
+        "from transformers import PreTrainedTokenizerFast, LlamaConfig\n"
+        "class Own(PreTrainedTokenizerFast): pass\n"
+        "class OwnConfig(LlamaConfig): model_type = 'own'\n"
+    )
+    about = json.loads((folder / file).read_text())
+    if file == "config.json":
+        # A tokenizer whose class only the model's config tells.
+        about |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+        (folder / "tokenizer_config.json").unlink()
+    else:
+        about |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (folder / file).write_text(json.dumps(about))
+    typed = io.StringIO("y\n")
+    monkeypatch.setattr(sys, "stdin", typed)
+    if file == "config.json":
+        # The tokenizer itself needs no code.
+        assert load_tokenizer(folder).encode("Hello") == load_tokenizer(speaking).encode("Hello")
+    else:
+        with pytest.raises(CheckpointError, match="code that comes with the model"):
+            load_tokenizer(folder)
+    assert typed.read() == "y\n"
+    assert not ran.exists()

@@ -1,0 +1,58 @@
+"""Idle OpenMP threads sleep instead of busy-waiting, where torch was loaded before this package."""
+
+from __future__ import annotations
+
+import _thread
+import ctypes
+import os
+import threading
+from functools import cache
+from pathlib import Path
+
+import torch
+
+# Either says how long an idle thread busy-waits: the user's choice, or that of `offload`.
+_CHOSEN_BY = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+def limit_busy_waiting() -> None:
+    """Make idle OpenMP threads of this process sleep soon, unless the environment already does.
+
+    GNU's OpenMP library reads its environment only when it is loaded. It also shortens
+    busy-waiting from 300,000 rounds to 100 while the process has more OpenMP threads than there are
+    processors. A team of that size, which sleeps for the life of the process, makes it do so.
+    """
+    if torch.get_num_threads() > 1 and not any(name in os.environ for name in _CHOSEN_BY):
+        _park_teams()
+
+
+@cache
+def _park_teams() -> None:
+    """Start a team in each GNU OpenMP library of this process, once."""
+    libraries = [ctypes.CDLL(path) for path in _loaded_libraries()]
+    if not libraries:
+        return
+    size = (os.cpu_count() or 1) + 1
+    started = threading.Event()
+
+    def park() -> None:
+        for library in libraries:
+            # Each thread of the team calls a function that only returns a number.
+            library.GOMP_parallel(library.omp_get_num_threads, None, size, 0)
+        started.set()
+        # The team lives as long as the thread that made it.
+        threading.Event().wait()
+
+    # Not a `threading.Thread`: it belongs to no engine and ends with the process.
+    _thread.start_new_thread(park, ())
+    started.wait()
+
+
+def _loaded_libraries() -> list[str]:
+    """Paths of the GNU OpenMP libraries that this process has loaded."""
+    try:
+        mapped = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[5] for line in mapped.splitlines() if "libgomp" in line}
+    return sorted(path for path in paths if Path(path).name.startswith("libgomp"))

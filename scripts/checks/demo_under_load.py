@@ -1,0 +1,106 @@
+"""The demo beside processes that keep processors busy: it ends in at most three times its quiet
+time, with the same text each time.
+
+The runs take turns: quiet, beside one busy process, beside two. Nothing else should run meanwhile;
+the load average at the start is recorded.
+
+    python scripts/checks/demo_under_load.py [--runs 5]
+
+Writes benchmarks/results/demo_under_load.json. Exits with 1 if a bound does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(SCRIPTS))
+
+from results import write_result  # noqa: E402
+
+# Busy processes beside the demo.
+LOADS = (0, 1, 2)
+# A run beside busy processes takes at most this many times the median of the quiet ones.
+MOST_TIMES = 3.0
+DEMO = (sys.executable, str(SCRIPTS / "demo.py"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a command. seconds: from its start to its end."""
+
+    seconds: float
+    text: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--runs", type=int, default=5, help="runs beside each load")
+    args = parser.parse_args()
+    loads_before = os.getloadavg()
+    runs: dict[int, list[Run]] = {load: [] for load in LOADS}
+    for number in range(args.runs):
+        for load in LOADS:
+            run = timed(DEMO, load)
+            runs[load].append(run)
+            print(f"run {number + 1}, {load} busy processes: {run.seconds:.1f} s", flush=True)
+    figures = compared(runs)
+    path = write_result("demo_under_load", {"load_average_at_start": loads_before, **figures})
+    print(f"written to {os.path.relpath(path)}")
+    return 0 if figures["holds"] else 1
+
+
+def timed(command: Sequence[str], load: int) -> Run:
+    """Run a command beside `load` busy processes. Raises CalledProcessError if it fails."""
+    with busy_processes(load):
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return Run(time.perf_counter() - began, done.stdout)
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """`count` processes that each keep a processor busy."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def compared(runs: dict[int, list[Run]]) -> dict[str, Any]:
+    """Medians, and whether the bounds hold. runs: by how many busy processes were beside them."""
+    quiet = statistics.median(run.seconds for run in runs[0])
+    texts = {run.text for each in runs.values() for run in each}
+    worst = max(run.seconds for each in runs.values() for run in each) / quiet
+    return {
+        "busy_processes": {
+            str(load): {
+                "seconds": [run.seconds for run in each],
+                "median_seconds": statistics.median(run.seconds for run in each),
+                "median_times_quiet": statistics.median(run.seconds for run in each) / quiet,
+            }
+            for load, each in runs.items()
+        },
+        "worst_times_quiet": worst,
+        "most_times_quiet": MOST_TIMES,
+        "same_text": len(texts) == 1,
+        "text": sorted(texts)[0],
+        "holds": worst <= MOST_TIMES and len(texts) == 1,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

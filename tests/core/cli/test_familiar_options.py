@@ -1,0 +1,78 @@
+"""Options that people know from elsewhere mean here what they mean there, and help is plain."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from command import GREEDY, run
+from helpers import add_tokenizer, make_model
+
+from triforce_core.cli.main import _parser
+
+
+@pytest.mark.parametrize("flag", ["-c", "--ctx-size", "--context"])
+def test_a_context_has_the_same_names_in_every_command(flag: str) -> None:
+    commands = _parser()[1]
+    for name in ("generate", "chat", "serve", "plan", "bench"):
+        # A bench has no model, a plan calls it so.
+        model = [] if name == "bench" else ["x"]
+        known = vars(commands[name].parse_args([*model, flag, "300"]))
+        assert known.get("max_context", known.get("context")) == 300, name
+
+
+def test_new_tokens_of_minus_one_fill_the_context(speaking, capsys, tmp_path) -> None:
+    file = tmp_path / "stats.json"
+    options = ("-p", "Hello", *GREEDY, "-n", "-1", "-c", "40", "--stats", file)
+    assert run(capsys, "generate", speaking, *options)[0] == 0
+    stats = json.loads(file.read_text())
+    assert stats["prompt_tokens"] + stats["new_tokens"] == 40
+    assert stats["finish_reason"] == "length"
+    # Without --ctx-size the context is what the model has.
+    options = ("-p", "Hello" * 99, *GREEDY, "-n", "-1", "--stats", file)
+    assert run(capsys, "generate", speaking, *options)[0] == 0
+    stats = json.loads(file.read_text())
+    assert stats["prompt_tokens"] + stats["new_tokens"] == 512
+    code, _, err = run(capsys, "generate", speaking, "-p", "Hello", *GREEDY, "-n", "-2")
+    assert (code, "1 or more, got -2" in err) == (2, True)
+
+
+def test_every_prompt_of_a_file_fills_its_own_context(speaking, capsys, tmp_path) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    prompts.write_text("Hello\nHello there\n")
+    options = ("--prompts-file", prompts, "--output", output, *GREEDY, "-n", "-1", "-c", "40")
+    assert run(capsys, "generate", speaking, *options)[0] == 0
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [each["prompt_tokens"] + each["new_tokens"] for each in answers] == [40, 40]
+    assert answers[0]["prompt_tokens"] < answers[1]["prompt_tokens"]
+
+
+def test_a_seed_of_minus_one_is_drawn(speaking, capsys, tmp_path) -> None:
+    seeds = set()
+    for number in range(2):
+        file = tmp_path / f"{number}.json"
+        options = ("-p", "Hello", "-n", "2", "-s", "-1", "--device", "cpu", "--stats", file)
+        assert run(capsys, "generate", speaking, *options)[0] == 0
+        seeds.add(json.loads(file.read_text())["seed"])
+    assert len(seeds) == 2
+    assert min(seeds) >= 0
+
+
+def test_a_bare_prompt_of_a_model_with_a_chat_template_is_said_to_be_continued(
+    speaking, capsys, tmp_path
+) -> None:
+    hint = "--chat asks for an answer"
+    command = ("generate", speaking, "-p", "Hello", *GREEDY)
+    assert run(capsys, *command)[2].count(hint) == 1
+    for options in (("--chat",), ("--system", "Briefly"), ("--quiet",)):
+        code, _, err = run(capsys, *command, *options)
+        assert (code, hint in err) == (0, False)
+    make_model("llama", tmp_path)
+    add_tokenizer(tmp_path, chat=False)
+    assert hint not in run(capsys, "generate", tmp_path, "-p", "Hello", *GREEDY)[2]
+
+
+def test_help_shows_no_default_that_is_empty(capsys) -> None:
+    for name, command in _parser()[1].items():
+        # Lines may end within it.
+        assert "(default: ())" not in " ".join(command.format_help().split()), name

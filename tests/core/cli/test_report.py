@@ -1,0 +1,56 @@
+"""The table of a run: figures that mean what they seem to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from command import GREEDY, run
+
+from triforce_core.cli.report import accepted_drafts
+
+RESIDENT = ("--device-memory", "100MiB")
+STREAMED = ("--device-memory", "2400KiB", "-c", "500", "--link-bandwidth", "1GB/s")
+
+
+def drafted(share: float | None, examined: int) -> dict:
+    return {
+        "acceptance": {"target": share, "retrieval": None},
+        "draft_tokens": {"examined": examined, "inner_examined": 0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("share", "examined", "said"),
+    [
+        (None, 0, None),
+        (0.0, 1, "0 of 1 draft tokens"),
+        (2 / 3, 3, "2 of 3 draft tokens"),
+        (0.0, 20, "0.0% of draft tokens"),
+        (0.974, 1000, "97.4% of draft tokens"),
+    ],
+)
+def test_a_share_of_few_draft_tokens_is_a_count(share, examined, said) -> None:
+    assert accepted_drafts(drafted(share, examined)) == said
+    assert accepted_drafts(drafted(share, examined), "retrieval") is None
+
+
+@pytest.mark.parametrize(("memory", "crossed"), [(RESIDENT, False), (STREAMED, True)])
+def test_an_emulated_link_is_told_of_where_something_crossed_it(
+    speaking: Path, capsys: pytest.CaptureFixture, memory: Sequence[str], crossed: bool
+) -> None:
+    code, _, err = run(capsys, "generate", speaking, "-p", "Hello " * 40, *GREEDY, *memory)
+    assert code == 0
+    assert ("EMULATED" in err) is crossed
+    assert "nothing crossed" not in err
+
+
+def test_reused_tokens_are_not_counted_as_prefilled(speaking, capsys, tmp_path) -> None:
+    file = tmp_path / "context"
+    options = (speaking, *GREEDY, "-c", "100")
+    code, _, err = run(capsys, "generate", *options, "-p", "Hello", "--save-context", file)
+    assert (code, "(5 tokens)" in err) == (0, True), err
+    again = ("-p", "Hello there", "--load-context", file)
+    code, _, err = run(capsys, "generate", *options, *again)
+    assert (code, "(6 tokens, 5 more reused)" in err) == (0, True), err
