@@ -16,6 +16,7 @@ import shlex
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -27,7 +28,7 @@ from triforce_core.model.shapes import SHAPES
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--shape", default="llama2-7b", choices=SHAPES)
+    parser.add_argument("--shape", default="llama2-7b", help="a known model, or a config.json")
     # Its copies are rounded up to powers of two: one token over 131,072 takes twice the memory.
     parser.add_argument("--context", type=int, default=131064)
     parser.add_argument("--tokens", type=int, default=3, help="decoded after one that warms up")
@@ -60,9 +61,8 @@ def main() -> None:
 @torch.inference_mode()
 def measure(args: argparse.Namespace) -> list[float]:
     """Seconds of each token."""
-    config = AutoConfig.for_model(
-        **{**SHAPES[args.shape], "max_position_embeddings": args.context + 8}
-    )
+    fields = SHAPES.get(args.shape) or json.loads(Path(args.shape).read_text("utf-8"))
+    config = AutoConfig.for_model(**{**fields, "max_position_embeddings": args.context + 8})
     config.dtype = torch.float16
     torch.set_default_dtype(torch.float16)
     with torch.device("cuda"):

@@ -1,74 +1,101 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command of 9 and a half minutes, without a network: installs this
-# checkout over the torch and transformers that are there, runs the GPU tests, then the benchmarks, and
-# writes one JSON file. Each part has a time limit of its own; a part that fails stops no other, and the
-# file is written again after each.
+# Everything that needs a GPU, in one command of ten minutes at most, without a network: installs this
+# checkout over the torch and transformers that are there, runs the benchmarks and the GPU tests, most
+# important first, and writes one JSON file. Each part has a time limit of its own, and all together
+# have BUDGET seconds: a part that does not begin within them is named in the file. A part that fails
+# stops no other, and the file is written again after each.
 #
-#     bash scripts/gpu_check.sh [RESULT.json]       with MEMORY=24GB, PYTHON=python3
+#     bash scripts/gpu_check.sh [RESULT.json]       with MEMORY=24GB, PYTHON=python3, BUDGET=570
 #     LARGE=1 bash scripts/gpu_check.sh RESULT.json  a model larger than the GPU alone, in 70 GB of host
-#     PLANES=1 bash scripts/gpu_check.sh RESULT.json  planes beside what they take the place of, in 8 minutes
+#     PLANES=1 bash scripts/gpu_check.sh RESULT.json  planes beside what they take the place of
+#     SIMULATED_GPU=1 bash scripts/gpu_check.sh RESULT.json  every line of it on tiny shapes, without a
+#         GPU, on the test double of tests/simulated_gpu: its figures say nothing
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+SECONDS=0
 RESULT=${1:-benchmarks/results/gpu_check.json}
 MEMORY=${MEMORY:-24GB}
 PYTHON=${PYTHON:-python3}
-# Or this folder, and kernels/ in it, would come before the packages of those names.
-export PYTHONSAFEPATH=1
+BUDGET=${BUDGET:-570}
+# Or this folder, and kernels/ in it, would come before the packages of those names. What scripts
+# share with each other is found by its own name then.
+export PYTHONSAFEPATH=1 PYTHONPATH="$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}"
 PARTS=$(mktemp -d)
 trap 'rm -rf "$PARTS"' EXIT
 FAILED=0
 
 part() { # NAME SECONDS COMMAND...: its output is PARTS/NAME.out, its log goes to stderr
-    local name=$1 seconds=$2 began=$SECONDS code
+    local name=$1 seconds=$2 began=$SECONDS code left=$((BUDGET - SECONDS))
     shift 2
-    echo "== $name: $*" >&2
-    # An interrupt first: what was measured until then is still printed.
-    timeout -s INT -k 10 "$seconds" "$@" >"$PARTS/$name.out"
-    code=$?
-    echo "$code $((SECONDS - began))" >"$PARTS/$name.code"
-    tail -n 40 "$PARTS/$name.out" >&2
-    if ((code)); then
+    if ((left < 15)); then
         FAILED=1
-        echo "== $name ended with $code after $((SECONDS - began)) s" >&2
+        echo "== $name was not begun: ${BUDGET} s are over" >&2
+        echo "not begun within $BUDGET seconds" >"$PARTS/$name.out"
+        echo "124 0" >"$PARTS/$name.code"
+    else
+        echo "== $name: $*" >&2
+        # An interrupt first: what was measured until then is still printed.
+        timeout -s INT -k 10 "$((seconds < left ? seconds : left))" "$@" >"$PARTS/$name.out"
+        code=$?
+        echo "$code $((SECONDS - began))" >"$PARTS/$name.code"
+        tail -n 40 "$PARTS/$name.out" >&2
+        if ((code)); then
+            FAILED=1
+            echo "== $name ended with $code after $((SECONDS - began)) s" >&2
+        fi
     fi
     $PYTHON scripts/gather_parts.py "$PARTS" "$RESULT" "$MEMORY" >&2
 }
 
 $PYTHON -m pip install --quiet --no-deps --no-build-isolation -e . || exit 1
+LLAMA2=llama2-7b LLAMA3=llama3.1-8b QWEN=qwen2.5-32b LONG=131072 SHORT=8192
+GPU_TESTS=(tests/gpu) KERNEL_TESTS=(tests/kernels tests/core/decoding/test_kernels.py)
+if [[ ${SIMULATED_GPU:-} ]]; then
+    BUDGET=${SIMULATED_BUDGET:-3000}
+    eval "$($PYTHON tests/simulated_gpu/processes.py)"
+    # Benchmarks time the references: Triton's interpreter would take hours.
+    export TRIFORCE_KERNELS=reference
+    cp tests/simulated_gpu/tiny_shape.json "$PARTS/tiny.json"
+    LLAMA2=$PARTS/tiny.json LLAMA3=$PARTS/tiny.json QWEN=$PARTS/tiny.json LONG=512 SHORT=256 MEMORY=2GB
+    GPU_TESTS=(tests/gpu/test_device.py -k "pinned or staged")
+    KERNEL_TESTS=(tests/kernels/test_layer.py tests/kernels/test_gather.py)
+fi
 TRIFORCE=("$PYTHON" -m triforce_core.cli)
 BENCH=("${TRIFORCE[@]}" bench --device cuda:0 --dtype float16 --device-memory "$MEMORY" --output json)
-PYTEST=("$PYTHON" -m pytest -q --maxfail=30 -p no:cacheprovider --continue-on-collection-errors)
+PYTEST=("$PYTHON" -m pytest -q --maxfail=100 -p no:cacheprovider --continue-on-collection-errors)
 if [[ ${LARGE:-} ]]; then
     # Layers in 16 bits stream, and copies of them in 4 bits draft.
-    part qwen2.5-32b 500 "${BENCH[@]}" --dtype bfloat16 --shape qwen2.5-32b --context 32768 \
+    part qwen2.5-32b 500 "${BENCH[@]}" --dtype bfloat16 --shape "$QWEN" --context $((LONG / 4)) \
         --repeats 3 --tests pass,retrieval
     exit $FAILED
 fi
 if [[ ${PLANES:-} ]]; then
-    # Their kernels, then one shape with weights and KV as they are, and with either or both in planes.
-    part bench-kernels 60 "$PYTHON" scripts/bench_kernels.py --planes --json --shape llama3.1-8b
-    for how in "dense dense" "dense planes" "planes dense" "planes planes"; do
+    # One shape with weights and KV as they are, and with either or both in planes; then the kernels.
+    for how in "planes planes" "dense dense" "dense planes" "planes dense"; do
         read -r weights kv <<<"$how"
-        part "llama3.1-8b, weights $weights, KV $kv" 100 "${BENCH[@]}" --dtype bfloat16 \
-            --shape llama3.1-8b --context 131072 --repeats 3 --tests pass,retrieval \
+        part "llama3.1-8b, weights $weights, KV $kv" 110 "${BENCH[@]}" --dtype bfloat16 \
+            --shape "$LLAMA3" --context $LONG --repeats 3 --tests pass,retrieval \
             --weights "$weights" --kv "$kv"
     done
+    part bench-kernels 60 "$PYTHON" scripts/bench_kernels.py --planes --json --shape "$LLAMA3" \
+        --context $LONG
     exit $FAILED
 fi
+part env 20 "${TRIFORCE[@]}" env
+part llama2-7b 130 "${BENCH[@]}" --shape "$LLAMA2" --context $LONG --repeats 3
+# These look at the memory of the whole device: one process.
+part tests 130 "${PYTEST[@]}" -m gpu "${GPU_TESTS[@]}"
+part bench-kernels 50 "$PYTHON" scripts/bench_kernels.py --json --shape "$LLAMA2" --context $LONG
+part llama3.1-8b 40 "${BENCH[@]}" --shape "$LLAMA3" --context $LONG --repeats 3 \
+    --tests pass,retrieval
+part offloaded-cache 60 "$PYTHON" scripts/bench_offloaded_cache.py --shape "$LLAMA2" \
+    --context $((LONG - 8)) --memory "$MEMORY"
 # Kernels compile on one core each, about 170 of them: with pytest-xdist on several at once, into a
 # cache that what follows finds.
 WORKERS=()
 "$PYTHON" -c "import xdist" 2>/dev/null && WORKERS=(-n "$(($(nproc) < 8 ? $(nproc) : 8))")
-part env 20 "${TRIFORCE[@]}" env
-part kernels 90 "${PYTEST[@]}" "${WORKERS[@]}" \
-    tests/kernels tests/core/decoding/test_kernels.py -k "not compile"
-# These look at the memory of the whole device: one process.
-part tests 160 "${PYTEST[@]}" -m gpu tests/gpu
-part bench-kernels 50 "$PYTHON" scripts/bench_kernels.py --json
-part llama2-7b 130 "${BENCH[@]}" --shape llama2-7b --context 131072 --repeats 3
-part offloaded-cache 60 "$PYTHON" scripts/bench_offloaded_cache.py --shape llama2-7b --memory "$MEMORY"
-part llama3.1-8b 30 "${BENCH[@]}" --shape llama3.1-8b --context 131072 --repeats 3 \
-    --tests pass,retrieval
-part reference 20 env TRIFORCE_KERNELS=reference "${BENCH[@]}" --shape llama2-7b --context 8192 \
+part kernels 90 env TRIFORCE_KERNELS= "${PYTEST[@]}" "${WORKERS[@]}" "${KERNEL_TESTS[@]}" \
+    -k "not compile"
+part reference 20 env TRIFORCE_KERNELS=reference "${BENCH[@]}" --shape "$LLAMA2" --context $SHORT \
     --tests retrieval,drafter
 exit $FAILED

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from simulated_gpu.machine import Machine
+from simulated_gpu.races import RaceError
 
 _CAN_READ_AT_HOST_ADDRESSES = 91
 
@@ -24,7 +25,11 @@ class CudaRuntime:
         return code
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
-        return self._machine.pinned.unregister(address, self._machine.host_clock)
+        try:
+            return self._machine.pinned.unregister(address, self._machine.host_clock)
+        except RaceError as error:
+            # Memory goes with its last tensor, where an error would be lost.
+            raise self._machine.fault(error) from None
 
 
 class _Driver:

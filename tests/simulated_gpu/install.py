@@ -37,14 +37,17 @@ def simulated(
     seed: int = 0,
     memory_bytes: int = _MEMORY_BYTES,
     multiprocessors: int = _MULTIPROCESSORS,
+    strict: bool = False,
 ) -> Iterator[Machine]:
     """Inside, `torch.cuda` finds GPUs. Gives the machine, whose `faults` should be none after.
 
     adversary: when copies are made; seed: of its coin
+    strict: whether the host may read what a device computes only once an event said it is there,
+        since a read that waits by itself cannot be given a limit
     multiprocessors: of a card; kernels divide their work by them, which takes the interpreter time
     """
     card = rtx_4090(memory_bytes, multiprocessors)
-    machine = Machine(card, gpus, adversary, seed)
+    machine = Machine(card, gpus, adversary, seed, strict=strict)
     with ExitStack() as stack:
         stack.enter_context(machine)
         stack.enter_context(interpreted())

@@ -37,13 +37,16 @@ class Machine:
     host_clock: what the host has seen done, stream by stream; one for all threads
     """
 
-    def __init__(self, card: SimpleNamespace, gpus: int, adversary: Adversary, seed: int) -> None:
+    def __init__(
+        self, card: SimpleNamespace, gpus: int, adversary: Adversary, seed: int, *, strict: bool
+    ) -> None:
         self.devices = [
             Device(i, SimpleNamespace(**(vars(card) | {"pci_bus_id": i + 1}))) for i in range(gpus)
         ]
         self.pinned = PinnedMemory()
         self.host_clock: dict[int, int] = {}
         self.faults: list[str] = []
+        self._strict = strict
         self.thread = _Thread()
         # Targets of copies that were asked for and are not made yet.
         self.arriving: list[torch.Tensor] = []
@@ -109,6 +112,16 @@ class Machine:
 
     def default_stream(self, device: object = None) -> Stream:
         return self._defaults[self.index_of(device)]
+
+    def host_waits(self, stream: Stream) -> None:
+        """The host waits for a stream, without a limit, because it reads what that gives."""
+        saw = self.host_clock.get(stream.index, 0) >= stream.clock[stream.index]
+        if self._strict and not saw:
+            raise self.fault(
+                RaceError("the host reads from a device without waiting for an event first")
+            )
+        stream.run()
+        self.host_saw(stream.clock)
 
     def host_saw(self, clock: dict[int, int]) -> None:
         join(self.host_clock, clock)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import shlex
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-
-from simulated_gpu.install import simulated
-from simulated_gpu.order import Adversary
 
 _HERE = Path(__file__).parent
 # A process whose own text went well ends with this code if its streams were in no certain order.
@@ -31,8 +29,18 @@ def environment(gpus: int, multiprocessors: int) -> dict[str, str]:
     }
 
 
+def main() -> None:
+    """Print shell commands that set `environment`, for two GPUs of a few multiprocessors."""
+    for name, value in environment(2, 2).items():
+        print(f"export {name}={shlex.quote(value)}")
+
+
 def take_part() -> None:
     """Simulates the GPUs that this process's environment counts, until it ends."""
+    # A shell asks for the variables alone, without torch.
+    from simulated_gpu.install import simulated
+    from simulated_gpu.order import Adversary
+
     machine = _SIMULATION.enter_context(
         simulated(
             Adversary(os.environ.get("SIMULATED_ADVERSARY", "late")),
@@ -49,3 +57,7 @@ def take_part() -> None:
             os._exit(FAULTY)
 
     atexit.register(end)
+
+
+if __name__ == "__main__":
+    main()

@@ -231,6 +231,8 @@ def _carry(
     if target.dtype != source.dtype or target.shape != source.shape:
         source = source.to(target.dtype).expand(target.shape)
     what = "copy to the device" if inwards else "copy to the host"
+    if not (inwards or non_blocking):
+        here.host_waits(stream)
     memory = allocation(on_device.inner, index)
     stream.tick()
     if memory is not None:

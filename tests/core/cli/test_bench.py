@@ -7,8 +7,10 @@ import math
 
 import pytest
 import torch
+from triforce_kernels.linear import joined
 
 from offload.errors import LinkError, UsageError
+from offload.formats import Halves, Planes
 from triforce_core.bench.settings import TESTS
 from triforce_core.cli.main import main
 from triforce_core.model.config import from_hf
@@ -211,3 +213,22 @@ def test_flops_of_a_prompt_are_those_of_its_products() -> None:
     # An eager transformers multiplies the masked half too.
     masked = 2 * tokens * 3 * 2 * 64 * tokens / 2
     assert prefill_flops(from_hf(TINY, {}), tokens) + masked == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(torch.bfloat16, Planes(192, 64)), (torch.float16, Halves(192, 64))]
+)
+def test_random_weights_come_in_split_formats_too(
+    monkeypatch, dtype: torch.dtype, stored: Planes | Halves
+) -> None:
+    """As every bfloat16 benchmark on a GPU needs them where something streams."""
+    # Several slices, and more numbers than are drawn.
+    monkeypatch.setattr("triforce_kernels.limits.DECODED_AT_ONCE", 70 * 64)
+    monkeypatch.setattr("triforce_core.model.random_checkpoint._NOISE", 1009)
+    checkpoint = RandomCheckpoint(from_hf(TINY, {}))
+    dense = torch.empty(192, 64, dtype=dtype)
+    checkpoint.read("layers.0.gate_up", dense)
+    for _ in range(2):
+        split = stored.view(torch.full((stored.nbytes,), 255, dtype=torch.uint8))
+        checkpoint.read("layers.0.gate_up", split)
+        assert torch.equal(joined(split), dense)
