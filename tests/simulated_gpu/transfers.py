@@ -115,6 +115,9 @@ def refused(func: Callable, *args: Any, **kwargs: Any) -> Any:
 @special("__getitem__")
 def getitem(func: Callable, tensor: torch.Tensor, key: Any) -> torch.Tensor:
     if not isinstance(tensor, GpuTensor):
+        if isinstance(key, tuple) and all(_is_whole_number(it) for it in key):
+            # Single numbers of a device come to the host first.
+            return tensor[tuple(_to_host(it, non_blocking=False) for it in key)]
         raise RuntimeError(
             "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
         )
@@ -191,6 +194,10 @@ def _indices_wait(key: Any) -> None:
     keys = key if isinstance(key, tuple) else (key,)
     if any(isinstance(it, torch.Tensor) and not isinstance(it, GpuTensor) for it in keys):
         machine().refuse_capture("indices in host memory")
+
+
+def _is_whole_number(index: Any) -> bool:
+    return not isinstance(index, GpuTensor) or index.dim() == 0
 
 
 def _between_devices(target: GpuTensor, source: GpuTensor) -> None:
