@@ -48,7 +48,7 @@ part() { # NAME SECONDS COMMAND...: its output is PARTS/NAME.out, its log goes t
 }
 
 $PYTHON -m pip install --quiet --no-deps --no-build-isolation -e . || exit 1
-LLAMA2=llama2-7b LLAMA3=llama3.1-8b QWEN=qwen2.5-32b LONG=131072 SHORT=8192
+LLAMA2=llama2-7b LLAMA3=llama3.1-8b QWEN=qwen2.5-32b LONG=131072 SHORT=8192 REPEATS=3 CALLS=9
 GPU_TESTS=(tests/gpu) KERNEL_TESTS=(tests/kernels tests/core/decoding/test_kernels.py)
 if [[ ${SIMULATED_GPU:-} ]]; then
     BUDGET=${SIMULATED_BUDGET:-3000}
@@ -57,6 +57,7 @@ if [[ ${SIMULATED_GPU:-} ]]; then
     export TRIFORCE_KERNELS=reference
     cp tests/simulated_gpu/tiny_shape.json "$PARTS/tiny.json"
     LLAMA2=$PARTS/tiny.json LLAMA3=$PARTS/tiny.json QWEN=$PARTS/tiny.json LONG=512 SHORT=256 MEMORY=2GB
+    REPEATS=1 CALLS=1
     GPU_TESTS=(tests/gpu/test_device.py -k "pinned or staged")
     KERNEL_TESTS=(tests/kernels/test_layer.py tests/kernels/test_gather.py)
 fi
@@ -66,7 +67,7 @@ PYTEST=("$PYTHON" -m pytest -q --maxfail=100 -p no:cacheprovider --continue-on-c
 if [[ ${LARGE:-} ]]; then
     # Layers in 16 bits stream, and copies of them in 4 bits draft.
     part qwen2.5-32b 500 "${BENCH[@]}" --dtype bfloat16 --shape "$QWEN" --context $((LONG / 4)) \
-        --repeats 3 --tests pass,retrieval
+        --repeats $REPEATS --tests pass,retrieval
     exit $FAILED
 fi
 if [[ ${PLANES:-} ]]; then
@@ -74,19 +75,20 @@ if [[ ${PLANES:-} ]]; then
     for how in "planes planes" "dense dense" "dense planes" "planes dense"; do
         read -r weights kv <<<"$how"
         part "llama3.1-8b, weights $weights, KV $kv" 110 "${BENCH[@]}" --dtype bfloat16 \
-            --shape "$LLAMA3" --context $LONG --repeats 3 --tests pass,retrieval \
+            --shape "$LLAMA3" --context $LONG --repeats $REPEATS --tests pass,retrieval \
             --weights "$weights" --kv "$kv"
     done
     part bench-kernels 60 "$PYTHON" scripts/bench_kernels.py --planes --json --shape "$LLAMA3" \
-        --context $LONG
+        --context $LONG --repeats $CALLS
     exit $FAILED
 fi
 part env 20 "${TRIFORCE[@]}" env
-part llama2-7b 130 "${BENCH[@]}" --shape "$LLAMA2" --context $LONG --repeats 3
+part llama2-7b 130 "${BENCH[@]}" --shape "$LLAMA2" --context $LONG --repeats $REPEATS
 # These look at the memory of the whole device: one process.
 part tests 130 "${PYTEST[@]}" -m gpu "${GPU_TESTS[@]}"
-part bench-kernels 50 "$PYTHON" scripts/bench_kernels.py --json --shape "$LLAMA2" --context $LONG
-part llama3.1-8b 40 "${BENCH[@]}" --shape "$LLAMA3" --context $LONG --repeats 3 \
+part bench-kernels 50 "$PYTHON" scripts/bench_kernels.py --json --shape "$LLAMA2" --context $LONG \
+    --repeats $CALLS
+part llama3.1-8b 40 "${BENCH[@]}" --shape "$LLAMA3" --context $LONG --repeats $REPEATS \
     --tests pass,retrieval
 part offloaded-cache 60 "$PYTHON" scripts/bench_offloaded_cache.py --shape "$LLAMA2" \
     --context $((LONG - 8)) --memory "$MEMORY"

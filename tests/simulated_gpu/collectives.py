@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch.cuda import nccl
 
 from simulated_gpu.machine import machine
 from simulated_gpu.operators import use_all
@@ -27,7 +28,17 @@ def collected() -> Iterator[None]:
         for name in ("all_reduce", "broadcast", "gather"):
             on_devices = _on_devices(name, getattr(dist, name))
             stack.enter_context(patch.object(dist, name, on_devices))
+        stack.enter_context(patch.object(nccl, "all_reduce", _sum_of_devices))
         yield
+
+
+def _sum_of_devices(inputs: Sequence[GpuTensor]) -> None:
+    """torch.cuda.nccl.all_reduce: tensors of several devices of one process, in place."""
+    for tensor in inputs:
+        use_all(machine(), tensor.index_, "all_reduce", (tensor.inner,), {}, (0,))
+    whole = sum(tensor.inner for tensor in inputs)
+    for tensor in inputs:
+        tensor.inner.copy_(whole)
 
 
 def _on_devices(name: str, original: Callable) -> Callable:
