@@ -295,7 +295,9 @@ class KernelCases:
             "rope_into", f"{tokens} x {heads.shape[1]} x {head_dim}", 2 * heads.numel() * item, 0,
             lambda: rope_into(heads, cos, sin, key, value, 7),
             rival="plain operations",
-            rival_seconds=self.times([lambda: reference_rope_into(heads, cos, sin, key, value, 7, None)]),
+            rival_seconds=self.times(
+                [lambda: reference_rope_into(heads, cos, sin, key, value, 7, None)]
+            ),
         )  # fmt: skip
         gate_up = self.draw(tokens, 2 * config.mlp)
         yield self.row(

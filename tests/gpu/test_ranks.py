@@ -19,6 +19,7 @@ DEVICES = [
 ]
 
 
+@pytest.mark.one_in(24)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("placement", ["resident", "kv", "both", "substituted"])
 @pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3"])
@@ -37,6 +38,7 @@ def test_two_ranks_say_what_one_says(tiny, family: str, placement: str, device: 
     assert max(peaks) <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("saves", "loads"), [(2, 1), (1, 2)])
 def test_a_context_goes_on_with_another_number(

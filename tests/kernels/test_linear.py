@@ -84,26 +84,27 @@ def test_a_product_is_that_of_the_dense_matrix(monkeypatch, name: str, dtype: to
     # Some rows at a time, the last fewer.
     monkeypatch.setattr("triforce_kernels.limits.DECODED_AT_ONCE", 16 * COLUMNS)
     weight, numbers = blocks(name)
-    x = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(1)).to(dtype)
-    bias = torch.randn(ROWS).to(dtype)
-    dense = numbers.to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(5, COLUMNS, generator=generator).to(DEVICE, dtype)
+    bias = torch.randn(ROWS, generator=generator).to(DEVICE, dtype)
+    dense = numbers.to(DEVICE, dtype)
     share = 1e-5 if dtype == torch.float32 else 1e-2
     for added in (None, bias):
         expected = linear(x, dense, added)
         off = (linear(x, weight, added) - expected).abs().max()
         assert off <= share * expected.abs().max()
-    index = torch.tensor([3, 0, 69, 3])
+    index = torch.tensor([3, 0, 69, 3], device=DEVICE)
     assert torch.equal(lookup(weight, index, dtype), dense[index])
     assert torch.equal(lookup(dense, index, dtype), dense[index])
 
 
 def test_matrices_of_different_formats_stand_one_above_the_other() -> None:
     pairs = [blocks("Q4_K", 40), blocks("Q6_K", 7), blocks("Q8_0", 3)]
-    plain = torch.randn(5, COLUMNS)
+    plain = torch.randn(5, COLUMNS).to(DEVICE)
     stacked = StackedWeight((*(weight for weight, _ in pairs), plain))
-    whole = torch.cat([*(numbers for _, numbers in pairs), plain])
+    whole = torch.cat([*(numbers.to(DEVICE) for _, numbers in pairs), plain])
     assert stacked.shape == whole.shape
-    x = torch.randn(4, COLUMNS)
+    x = torch.randn(4, COLUMNS).to(DEVICE)
     torch.testing.assert_close(linear(x, stacked), linear(x, whole), atol=1e-4, rtol=1e-5)
 
 
@@ -111,7 +112,7 @@ def test_what_nothing_decodes_is_said(monkeypatch) -> None:
     monkeypatch.setattr("triforce_kernels.blocks._library", lambda: None)
     weight, _ = blocks("Q4_0")
     with pytest.raises(NoDecoderError, match=r"Q4_0 weights need transformers 5\.23"):
-        linear(torch.ones(1, COLUMNS), weight)
+        linear(torch.ones(1, COLUMNS, device=DEVICE), weight)
 
 
 @pytest.mark.parametrize("name", BLOCK_TYPES)
