@@ -3,7 +3,7 @@
 # whole grids too.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-use_venv "[test,docs]"
+use_venv "${EXTRAS:-[test,docs]}"
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 # Tiny models gain nothing from threads, and threads of several processes wait for one another.
