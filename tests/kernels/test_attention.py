@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from exactness import TOLERANCE, assert_near
+from float_bounds import assert_within, attention_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from triforce_kernels.attention import (
@@ -38,16 +40,12 @@ def exact(query, key, value, mask=None):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)],
-)
-def test_partial_matches_float64(shape, dtype, tolerance) -> None:
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_partial_matches_float64(shape, dtype) -> None:
     query, key, value = make(*shape, dtype=dtype)
     ours, reference = partial_attention(query, key, value), exact(query, key, value)
-    scale = reference.out.abs().max()
-    assert (ours.out.double() - reference.out).abs().max() <= tolerance * scale
-    assert (ours.lse - reference.lse).abs().max() <= tolerance * reference.lse.abs().max()
+    assert_near(ours.out, reference.out, TOLERANCE[dtype])
+    assert_near(ours.lse, reference.lse, TOLERANCE[dtype])
     assert ours.lse.dtype == torch.float32
     assert ours.out.dtype == dtype
 
@@ -61,8 +59,8 @@ def test_causal_equals_a_causal_mask(tokens: int) -> None:
         partial_attention(query, key, value, causal=True),
         partial_attention(query, key, value, mask=mask),
     ):
-        torch.testing.assert_close(ours.out.double(), reference.out, rtol=0, atol=1e-5)
-        torch.testing.assert_close(ours.lse.double(), reference.lse, rtol=0, atol=1e-5)
+        assert_near(ours.out, reference.out, TOLERANCE[torch.float32])
+        assert_near(ours.lse, reference.lse, TOLERANCE[torch.float32])
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -79,9 +77,8 @@ def test_merged_pieces_equal_the_whole(pieces, rows, head_dim, sharpness) -> Non
         partial_attention(query, k, v)
         for k, v in zip(key.split(pieces, 1), value.split(pieces, 1), strict=True)
     ]
-    torch.testing.assert_close(
-        merge(parts).double(), exact(query, key, value).out, rtol=1e-4, atol=1e-4
-    )
+    bound = attention_bound(query, key, value)
+    assert_within(merge(parts), exact(query, key, value).out, bound)
 
 
 def test_nan_in_a_key_reaches_the_output() -> None:

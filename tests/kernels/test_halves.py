@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exactness import DEVICE, assert_near
+from exactness import DEVICE, TOLERANCE, assert_near
 from triforce_kernels.halves import HalfWeight, join, join_rows, split_into
 from triforce_kernels.linear import dense_rows, linear, lookup, rows_of
 from triforce_kernels.upper import UpperWeight, upper_matmul
@@ -89,9 +89,9 @@ def test_products_with_upper_bytes_are_those_of_the_numbers_they_say(
     for rows in (1, 5, 17):
         x = draw(rows, 208, dtype=dtype)[:, :200]
         found = upper_matmul(x, weight)
-        assert_near(found, x.double() @ numbers.T, 1e-5 if dtype == torch.float32 else 1e-2)
+        assert_near(found, x.double() @ numbers.T, TOLERANCE[dtype])
         assert torch.equal(linear(x, weight), found)
     x = draw(70, 200, dtype=dtype)
-    assert_near(linear(x, weight), x.double() @ numbers.T, 1e-2)
+    assert_near(linear(x, weight), x.double() @ numbers.T, TOLERANCE[dtype])
     with pytest.raises(ValueError, match=r"upper_matmul cannot take x \(2, 64\)"):
         upper_matmul(draw(2, 64), weight)

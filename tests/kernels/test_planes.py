@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exactness import DEVICE, assert_near
+from exactness import DEVICE, TOLERANCE, assert_near
 from triforce_kernels.dispatch import REFERENCE
 from triforce_kernels.linear import dense_rows, linear, lookup, rows_of
 from triforce_kernels.planes import (
@@ -189,7 +189,7 @@ def test_products_with_few_rows_count_every_exception(backend, draw, dtype: torc
         for rows in (1, 5, 17):
             x = draw(rows, 208, dtype=dtype)[:, :200]
             found = plane_matmul(x, part)
-            assert_near(found, x.double() @ numbers.T, 1e-5 if dtype == torch.float32 else 2e-3)
+            assert_near(found, x.double() @ numbers.T, TOLERANCE[dtype])
     with pytest.raises(ValueError, match=r"plane_matmul cannot take x \(2, 64\)"):
         plane_matmul(draw(2, 64), weight)
 
@@ -228,10 +228,10 @@ def test_products_with_upper_planes_are_those_of_the_numbers_they_say(
         x = draw(rows, 208, dtype=dtype)[:, :200]
         exact = x.double() @ numbers.T
         found = upper_matmul(x, weight)
-        assert_near(found, exact, 1e-5 if dtype == torch.float32 else 1e-2)
+        assert_near(found, exact, TOLERANCE[dtype])
         assert torch.equal(linear(x, weight), found)
     # Many rows decode it first.
     x = draw(70, 200, dtype=dtype)
-    assert_near(linear(x, weight), x.double() @ numbers.T, 1e-2)
+    assert_near(linear(x, weight), x.double() @ numbers.T, TOLERANCE[dtype])
     with pytest.raises(ValueError, match=r"upper_matmul cannot take x \(2, 64\)"):
         upper_matmul(draw(2, 64), weight)

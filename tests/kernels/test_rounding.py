@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exactness import DEVICE, TOLERANCE
+from exactness import DEVICE, INTERPRETED
 from triforce_kernels.rounding import round_chunks, rounded, scale_of
 
 
@@ -27,7 +27,7 @@ def test_zeros_have_a_scale() -> None:
     assert (rounded(zeros, scale) == 0).all()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize(("chunk", "head_dim"), [(8, 64), (4, 80), (1, 128), (64, 40)])
 def test_chunks_are_rounded_where_they_are_moved_and_nowhere_else(
     backend, draw, chunk, head_dim, dtype

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from exactness import DEVICE, TOLERANCE, assert_near
+from exactness import DEVICE, INTERPRETED, TOLERANCE, assert_near
 from triforce_kernels.scoring import LARGEST, ScoreBuffer
 from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
 
@@ -104,7 +104,7 @@ def make(case: Case, draw, dtype: torch.dtype):
     return [draw(case.kv_heads, *shape, dtype=dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("case", CASES)
 def test_blocks_and_tail_equal_attention_over_all_keys(backend, draw, case: Case, dtype) -> None:
     query, keys, values = make(case, draw, dtype)
@@ -115,7 +115,7 @@ def test_blocks_and_tail_equal_attention_over_all_keys(backend, draw, case: Case
     assert_near(part.lse, lse, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("case", [c for c in CASES if c.block % SIZE == 0 and c.rows < 100])
 def test_mass_is_the_softmax_summed_over_each_chunk(backend, draw, case: Case, dtype) -> None:
     query, keys, values = make(case, draw, dtype)
@@ -123,10 +123,10 @@ def test_mass_is_the_softmax_summed_over_each_chunk(backend, draw, case: Case, d
     part, buffer = run(case, query, keys, values, mass=True)
     assert_near(part.out, out, TOLERANCE[dtype])
     expected = chunked(scores, case, float("-inf")).logsumexp(-1)
-    assert_near(buffer, expected, 1e-5)
-    mass = (buffer - part.lse.unsqueeze(-1)).exp()
-    assert (mass - chunked(scores.softmax(-1), case, 0).sum(-1)).abs().max() <= 1e-5
-    assert (mass.sum(-1) - 1).abs().max() <= 1e-5
+    assert_near(buffer, expected, TOLERANCE[torch.float32])
+    mass, near = (buffer - part.lse.unsqueeze(-1)).exp(), TOLERANCE[torch.float32]
+    assert (mass - chunked(scores.softmax(-1), case, 0).sum(-1)).abs().max() <= near
+    assert (mass.sum(-1) - 1).abs().max() <= near
 
 
 @pytest.mark.parametrize("size", [2, LARGEST])
@@ -145,7 +145,9 @@ def test_chunks_of_any_size_fit_into_any_tile(
     query, keys, values = make(case, draw, dtype)
     _, _, scores = exact(query, keys, values, case.tokens)
     _, buffer = run(case, query, keys, values, mass=True)
-    assert_near(buffer, chunked(scores, case, float("-inf")).logsumexp(-1), 1e-5)
+    assert_near(
+        buffer, chunked(scores, case, float("-inf")).logsumexp(-1), TOLERANCE[torch.float32]
+    )
 
 
 @pytest.mark.parametrize("case", CASES[:2])
@@ -153,7 +155,7 @@ def test_sums_are_of_scores_before_the_mask(backend, draw, case: Case) -> None:
     query, keys, values = make(case, draw, torch.float32)
     _, buffer = run(case, query, keys, values, mass=False)
     scores = query.double() @ keys.double().transpose(1, 2) * case.head_dim**-0.5
-    assert_near(buffer, chunked(scores, case, 0).sum(-1), 1e-5)
+    assert_near(buffer, chunked(scores, case, 0).sum(-1), TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]])
@@ -177,7 +179,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", INTERPRETED)
 def test_a_tree_of_drafts_sees_its_own_branches(backend, draw, dtype, tree: str) -> None:
     parents = TREES[tree]
     rows = len(parents)
@@ -192,7 +194,9 @@ def test_a_tree_of_drafts_sees_its_own_branches(backend, draw, dtype, tree: str)
     part, buffer = run(case, query, keys, values, mass=True, visible=visible)
     assert_near(part.out, out, TOLERANCE[dtype])
     assert_near(part.lse, lse, TOLERANCE[dtype])
-    assert_near(buffer, chunked(scores, case, float("-inf")).logsumexp(-1), 1e-5)
+    assert_near(
+        buffer, chunked(scores, case, float("-inf")).logsumexp(-1), TOLERANCE[torch.float32]
+    )
     assert_near(run(case, query, keys, values, visible=visible)[0].out, out, TOLERANCE[dtype])
 
 
@@ -218,7 +222,7 @@ def test_nothing_at_all_and_blocks_without_a_tail(backend, draw) -> None:
     attend_blocks(running, query, keys[None], values[None])
     part = attend_tail(running, query, keys[:, :0], values[:, :0], 3)
     expected = (query.double() @ keys.double().transpose(1, 2) / 8).softmax(-1) @ values.double()
-    assert_near(part.out, expected, 1e-5)
+    assert_near(part.out, expected, TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("mass", [None, True])
@@ -230,10 +234,12 @@ def test_scores_of_minus_infinity_weigh_nothing(backend, draw, mass) -> None:
     keys[:, 4 if backend == "reference" and mass is None else 0 : 20] = float("-inf")
     out, lse, scores = exact(query, keys, values, case.tokens)
     part, buffer = run(case, query, keys, values, mass=mass)
-    assert_near(part.out, out, 1e-5)
-    assert_near(part.lse, lse, 1e-5)
+    assert_near(part.out, out, TOLERANCE[torch.float32])
+    assert_near(part.lse, lse, TOLERANCE[torch.float32])
     if mass:
-        assert_near(buffer, chunked(scores, case, float("-inf")).logsumexp(-1), 1e-5)
+        assert_near(
+            buffer, chunked(scores, case, float("-inf")).logsumexp(-1), TOLERANCE[torch.float32]
+        )
 
 
 def test_values_and_scores_near_the_greatest_half(backend, draw) -> None:
@@ -246,7 +252,7 @@ def test_values_and_scores_near_the_greatest_half(backend, draw) -> None:
     out, lse, _ = exact(query, keys, values, case.tokens)
     part, _ = run(case, query, keys, values, mass=True)
     assert_near(part.out, out, TOLERANCE[torch.float16])
-    assert_near(part.lse, lse, 1e-5)
+    assert_near(part.lse, lse, TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("mass", [None, True])
@@ -260,7 +266,7 @@ def test_nan_in_a_key_reaches_the_output(backend, draw, mass) -> None:
     assert part.out[0].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize(
     ("case", "capacity", "end"),
@@ -284,7 +290,7 @@ def test_attention_over_a_cache(backend, draw, case, capacity, end, on_device, d
     assert_near(out, expected, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_attention_over_whole_numbers_is_that_over_the_same_in_any_dtype(
     backend, draw, on_device, dtype

@@ -9,6 +9,7 @@ from pathlib import Path
 import make_shallow_draft as script
 import pytest
 import torch
+from float_bounds import assert_within, forward_bound
 from gguf_files import write_gguf
 from helpers import VOCAB, add_tokenizer, random_ids
 from make_shallow_draft import make_shallow_draft
@@ -30,12 +31,13 @@ def test_a_shallow_draft_is_the_models_first_layers(tiny, tmp_path, family: str)
     with torch.no_grad():
         expected = twin(prompt).logits
         whole = AutoModelForCausalLM.from_pretrained(tmp_path / "all")(prompt).logits
-        torch.testing.assert_close(whole, expected)
+        # Whatever addresses the weights have: libraries may add in another order.
+        assert_within(whole, expected, 2 * forward_bound(twin, 30).logits)
         twin = copy.deepcopy(twin)
         del twin.model.layers[2:]
         expected = twin(prompt).logits
         shallow = AutoModelForCausalLM.from_pretrained(tmp_path / "two")(prompt).logits
-    torch.testing.assert_close(shallow, expected)
+    assert_within(shallow, expected, 2 * forward_bound(twin, 30).logits)
     with Engine.from_pretrained(path, device="cpu", draft=tmp_path / "two") as engine:
         stats = engine.generate(random_ids(30), SamplingParams(30, temperature=0)).stats
     assert stats["levels"] == ["model", "target"]
@@ -50,7 +52,7 @@ def test_a_shallow_draft_of_a_gguf_file_and_what_is_refused(tiny, tmp_path) -> N
     prompt = torch.tensor([random_ids(30)])
     with torch.no_grad():
         made = AutoModelForCausalLM.from_pretrained(tmp_path / "all")(prompt).logits
-        torch.testing.assert_close(made, twin(prompt).logits)
+        assert_within(made, twin(prompt).logits, 2 * forward_bound(twin, 30).logits)
     for layers, directory, said in (
         (4, "new", "4 layers of a model that has 3"),
         (2, "all", "all"),

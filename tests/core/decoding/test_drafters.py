@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from float_bounds import assert_within
 from helpers import VOCAB, random_ids
 
 from offload.kv.store import KVShape
@@ -74,18 +75,20 @@ def test_ngram_kept_incrementally_equals_one_made_anew() -> None:
 
 
 def test_ngram_costs_little_in_a_long_context() -> None:
-    """A lookup looks at no more in 100,000 tokens than in 100 (a generous factor for noise)."""
-    seconds = []
-    for length in (200, 100_000):
+    """A lookup looks at no more in 100,000 tokens than in 200: a factor of 20 is for noise, in the
+    least processor time of three.
+    """
+    seconds: dict[int, list[float]] = {200: [], 100_000: []}
+    for length in [*seconds] * 3:
         text = Text(random_ids(length, 1, 50))
         drafter = NGramDrafter(CPU)
         drafter.propose(text, 4)
-        began = time.perf_counter()
+        began = time.thread_time()
         for token in random_ids(300, 2, 50):
             text.commit([token])
             drafter.propose(text, 4)
-        seconds.append(time.perf_counter() - began)
-    assert seconds[1] < 20 * seconds[0]
+        seconds[length].append(time.thread_time() - began)
+    assert min(seconds[100_000]) < 20 * min(seconds[200])
 
 
 @pytest.fixture
@@ -187,5 +190,7 @@ def test_keys_turned_back_are_keys_of_the_new_positions(tiny) -> None:
         assert cache.kv.end == cache.sinks + 10
         turned = cache.kv.rows[0, 0, :, : cache.kv.end]
         expected = rotate(kept, *rope.rotation(torch.arange(cache.kv.end), kept))
-        torch.testing.assert_close(turned, expected, atol=1e-5, rtol=1e-5)
+        # Three rotations by up to 40 radians, whose angles, cosines and products are rounded.
+        near = 3 * (40 + 4) * torch.finfo(torch.float32).eps * 2**0.5 * float(raw.abs().max())
+        assert_within(turned, expected, near)
         assert torch.equal(cache.kv.rows[0, 1, :, : cache.kv.end], kept)

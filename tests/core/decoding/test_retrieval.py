@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from float_bounds import assert_within, forward_bound
 from helpers import BLOCK, PLACEMENTS, random_ids
 from triforce_kernels.rounding import rounded
 
@@ -202,6 +203,9 @@ def test_scores_are_the_mass_of_the_tokens_that_held(tiny, monkeypatch, placemen
         budget=200,
     ) as engine:
         result = engine.generate(prompt, SamplingParams(40, temperature=1.0, seed=1))
+    # Two computations of probabilities, and ours are kept in bfloat16.
+    near = 2 * forward_bound(model, 75 + 40).attention
+    rounding = torch.finfo(torch.bfloat16).eps / 2
     model.set_attn_implementation("eager")
     text = torch.tensor([prompt + result.token_ids])
     with torch.no_grad():
@@ -214,7 +218,7 @@ def test_scores_are_the_mass_of_the_tokens_that_held(tiny, monkeypatch, placemen
         mass = per_head[:, :, first : first + tokens].mean(2)
         mass = torch.nn.functional.pad(mass, (0, -mass.shape[-1] % 8))
         expected = mass.unflatten(-1, (-1, 8)).sum(-1)[..., :chunks]
-        torch.testing.assert_close(scores, expected, atol=2e-3, rtol=2e-2)
+        assert_within(scores, expected, near + rounding * (expected + near))
         first += tokens
     assert len(seen) > 4
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from float_bounds import assert_within, forward_bound
 from helpers import BLOCK, make_model, random_ids
 from thread_ranks import engine
 
@@ -55,7 +56,7 @@ def test_a_context_goes_on_with_any_number_of_ranks(
 
 def test_its_numbers_are_those_of_one_rank(tmp_path, leaders) -> None:
     """Of heads that are spread unevenly, and of the scores of their chunks."""
-    make_model(
+    twin = make_model(
         "llama",
         tmp_path / "model",
         num_attention_heads=6,
@@ -70,9 +71,14 @@ def test_its_numbers_are_those_of_one_rank(tmp_path, leaders) -> None:
             saved = ours.snapshot()
             layers = [saved.layer_kv(layer) for layer in range(saved.layers)]
             snapshots.append((torch.stack(layers), saved.scores))
-    for alone, together in zip(*snapshots, strict=True):
-        assert together.count_nonzero() > together.numel() / 2
-        torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-4)
+    bound = forward_bound(twin, len(PROMPT) + 20)
+    for each in zip(*snapshots, strict=True):
+        assert all(numbers.count_nonzero() > numbers.numel() / 2 for numbers in each)
+    (kv, scores), (kv_of_two, scores_of_two) = snapshots
+    assert_within(kv_of_two, kv, 2 * bound.keys_values)
+    # Masses are rounded to bfloat16 and added up, where they fade by a tenth in each pass.
+    rounding = torch.finfo(torch.bfloat16).eps * scores
+    assert_within(scores_of_two, scores, 2 * 10 * bound.attention + rounding)
 
 
 def test_scores_of_heads_that_several_ranks_have_are_not_kept(tiny, tmp_path, leaders) -> None:

@@ -273,7 +273,8 @@ def test_a_server_that_lost_a_rank_answers_so_and_ends(speaking) -> None:
         asked = json.dumps({"model": "m", "prompt": "Hello", "max_tokens": 5})
         connection.request("POST", "/v1/completions", asked, {"Content-Type": "application/json"})
         answer = connection.getresponse()
-        assert answer.status == 500
+        # 500 if its pass is the first to miss the rank, 503 if the server has noticed before.
+        assert answer.status in (500, 503)
         assert "was ended by SIGKILL" in json.load(answer)["error"]["message"]
         connection.close()
         _, err = process.communicate(timeout=ENDS_WITHIN)

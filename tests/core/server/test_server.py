@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from helpers import PLACEMENTS
 from running import CONTEXT, HELLO, Running, serving, slow, until
 
 from offload.errors import UsageError
+from triforce_core import Completion, Engine
 from triforce_core.server.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
@@ -163,9 +163,11 @@ def test_a_full_queue_says_when_to_come_back(speaking) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_the_engine(speaking, stream: bool) -> None:
+def test_a_client_that_leaves_frees_the_engine(speaking, monkeypatch, stream: bool) -> None:
     with slow(speaking) as running:
         body = {"model": "tiny", "messages": HELLO, "max_tokens": 250, "stream": stream}
+        results: list[Completion] = []
+        monkeypatch.setattr(running.worker, "_served", lambda job, result: results.append(result))
         connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
         connection.request("POST", CHAT, json.dumps(body), {"Content-Type": "application/json"})
         until(lambda: running.worker.running)
@@ -175,9 +177,10 @@ def test_a_client_that_leaves_frees_the_engine(speaking, stream: bool) -> None:
             assert answer.read(10)
             answer.close()
         connection.close()
-        began = time.monotonic()
-        until(lambda: not running.worker.running, 10)
-        assert time.monotonic() - began < 5, "all of its tokens would take far longer"
+        until(lambda: not running.worker.running)
+        (cut,) = results
+        assert cut.finish_reason == "interrupted"
+        assert len(cut.token_ids) < 250
         short = body | {"max_tokens": 1, "stream": False}
         assert running.ask("POST", CHAT, short)[0] == 200
 
@@ -228,7 +231,7 @@ def test_clients_that_left_leave_room(speaking) -> None:
             until(lambda: running.worker.running)
         until(lambda: running.worker.waiting == 1)
         connections[1].close()
-        until(lambda: running.worker.waiting == 0, 10)
+        until(lambda: running.worker.waiting == 0)
         connections[0].close()
         assert running.ask("POST", CHAT, body | {"max_tokens": 1})[0] == 200
 
@@ -246,12 +249,15 @@ def test_what_a_closing_server_cuts_is_no_answer(speaking) -> None:
         assert json.loads(answers[0][2])["error"]["code"] == "not_ready"
 
 
-def test_a_port_in_use_is_told_before_anything_is_loaded(speaking, server, capsys) -> None:
-    began = time.monotonic()
+def test_a_port_in_use_is_told_before_anything_is_loaded(
+    speaking, server, capsys, monkeypatch
+) -> None:
+    loaded: list[object] = []
+    monkeypatch.setattr(Engine, "from_pretrained", lambda *model, **_: loaded.append(model))
     code, _, err = run(capsys, "serve", speaking, "--port", server.port, "--device", "cpu")
     assert (code, "cannot listen on 127.0.0.1" in err) == (2, True)
     assert "ready:" not in err
-    assert time.monotonic() - began < 20
+    assert not loaded
 
 
 def test_a_signal_ends_a_server_that_loads_or_serves(speaking) -> None:
