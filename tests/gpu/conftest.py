@@ -36,7 +36,10 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
     for name, value in environment(gpus, _MULTIPROCESSORS).items():
         monkeypatch.setenv(name, value)
-    with simulated(Adversary.LATE, gpus=gpus, multiprocessors=_MULTIPROCESSORS) as machine:
+    strict = request.node.get_closest_marker("strict") is not None
+    with simulated(
+        Adversary.LATE, gpus=gpus, multiprocessors=_MULTIPROCESSORS, strict=strict
+    ) as machine:
         yield
         # Streams of a machine that is gone.
         _recording_stream.cache_clear()

@@ -110,6 +110,29 @@ def test_greedy_equals_the_cpu_at_every_placement(tiny, family: str) -> None:
         assert (result.stats["link"]["bytes_to_device"] > 0) == (name != "resident")
 
 
+@pytest.mark.strict
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"placement": "both", "draft": "none"},
+        {"placement": "kv", "draft": "{model}"},
+        {"placement": "kv", "method": "speculative", "tree": 6},
+    ],
+    ids=str,
+)
+def test_the_host_never_waits_without_a_limit(tiny, options: dict) -> None:
+    """A device that hangs is then an error after a while: see `link/waiting`."""
+    path, _ = tiny("llama")
+    asked = {"draft": "ngram", "draft_tokens": 6, "budget": 48} | options
+    asked |= {"draft": asked["draft"].format(model=path), "max_context": 200, "dtype": "float32"}
+    placement = asked.pop("placement")
+    params = SamplingParams(8, temperature=0.8, seed=1, repeat_penalty=1.1)
+    with Engine.from_pretrained(
+        path, device="cuda:0", **placed(placement, {**asked, "block_tokens": BLOCK})
+    ) as engine:
+        assert len(engine.generate(random_ids(38) * 2, params).token_ids) == 8
+
+
 # Formats of weights and KV, each by itself: `auto` would choose by what streams.
 FORMATS = [("float32", "dense"), ("bfloat16", "dense"), ("bfloat16", "planes")]
 # Placements that a format alone has: high bits of a layer on the device, its low bits elsewhere.

@@ -131,7 +131,7 @@ class SmallModelDrafter:
         first.
         """
         if self._drawn is not None:
-            self._fed += self._drawn.tolist()
+            self._fed += come(self._drawn).tolist()
             self._drawn = None
         held, limit = self._sure, min(len(self._fed), len(text.tokens) - 1)
         while held < limit and self._fed[held] == text.tokens[held]:
@@ -221,7 +221,7 @@ class _SmallModelProposer:
         # By what the drafter finds likely at temperature 1: a law may have a single token.
         best = logits.log_softmax(-1).topk(min(_WIDEST, logits.shape[-1]))
         likely = come(best.values.exp()).tolist()
-        tokens = best.indices.tolist()
+        tokens = come(best.indices).tolist()
         check_token(-1 if any(isnan(row[0]) for row in likely) else 0)
         # Who gets a first child is decided before that is drawn; no other may take its place.
         firsts = []

@@ -11,6 +11,7 @@ from triforce_kernels.linear import Weight, linear, lookup
 
 from offload.feed import Cache, Feed
 from offload.layouts import Views
+from offload.link.waiting import come
 from offload.ranks import Alone, Ranks
 from offload.weights import Weights
 from triforce_core.model.config import ModelConfig
@@ -99,7 +100,9 @@ class Model:
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden]"""
         ends = self._ends
-        rows, dtype = tokens.to(ends.embedding.device), ends.norm.dtype
+        rows, dtype = tokens, ends.norm.dtype
+        if tokens.device != ends.embedding.device:
+            rows = come(tokens).to(ends.embedding.device)
         if self._ranks.count == 1:
             return lookup(ends.embedding, rows, dtype).to(self.device)
         rows = rows - ends.first
