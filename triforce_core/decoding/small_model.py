@@ -221,7 +221,7 @@ class _SmallModelProposer:
         # By what the drafter finds likely at temperature 1: a law may have a single token.
         best = logits.log_softmax(-1).topk(min(_WIDEST, logits.shape[-1]))
         likely = come(best.values.exp()).tolist()
-        tokens = come(best.indices).tolist()
+        tokens = best.indices.tolist()
         check_token(-1 if any(isnan(row[0]) for row in likely) else 0)
         # Who gets a first child is decided before that is drawn; no other may take its place.
         firsts = []
