@@ -2,6 +2,9 @@
 
 # The attention of a pass divides its keys into so many parts on a GPU, at most.
 MOST_SPLITS = 32
+# A product with more rows than this decodes weights first, some rows at a time: so many rows a
+# program multiplies at a time at most, and more would have it decode the weights again.
+FEW_ROWS = 64
 # Numbers of a weight in blocks that are decoded at a time: no matrix exists in float32 as a whole.
 DECODED_AT_ONCE = 2 << 20
 # Device bytes for each of them while they are decoded, the result in float32 included.

@@ -49,7 +49,8 @@ LAUNCHERS = (
 
 class Compiled(NamedTuple):
     """What one kernel of one launch takes: bytes of shared memory, bytes spilt, registers of a
-    thread, and bytes of the widest read.
+    thread, bytes of the widest read, reads of a single byte, and divisions that round otherwise
+    than IEEE 754.
     """
 
     name: str
@@ -57,6 +58,8 @@ class Compiled(NamedTuple):
     spilt: int
     registers: int
     widest: int
+    byte_reads: int
+    approximate_divisions: int
 
 
 class _Device:
@@ -104,10 +107,16 @@ def _looked_at(kernel) -> Compiled:
     # What does not fit into registers lies on the stack.
     spilt = max(map(int, re.findall(r"STACK:(\d+)", usage)))
     registers = max(map(int, re.findall(r"REG:(\d+)", usage)))
-    reads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
+    ptx = kernel.asm["ptx"]
+    reads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
     # Where all that is read comes by asynchronous copies there is no such load.
     widest = max((int(count or 1) * int(bits) // 8 for count, bits in reads), default=0)
-    return Compiled(kernel.metadata.name, kernel.metadata.shared, spilt, registers, widest)
+    byte_reads = sum(not count and bits == "8" for count, bits in reads)
+    approximate = len(re.findall(r"\bdiv\.(?:full|approx)", ptx))
+    return Compiled(
+        kernel.metadata.name, kernel.metadata.shared, spilt, registers, widest, byte_reads,
+        approximate,
+    )  # fmt: skip
 
 
 class Attention(NamedTuple):
@@ -212,7 +221,7 @@ def launch_others(dtype: torch.dtype) -> None:
     addresses = torch.zeros(2, 9, dtype=torch.int64)
     slots = torch.zeros(2, 2, 4, dtype=torch.int64)
     chunks = torch.zeros(2, 2, 2, 4, 8, head_dim, dtype=torch.bfloat16)
-    gather_plane_chunks(slots, PlaneChunkSource(addresses, tokens, 100, 0, 1, 2), chunks)
+    gather_plane_chunks(slots, PlaneChunkSource(addresses, tokens, 100, 64, 8256, 12352), chunks)
     encode_block(block, coded)
     decode_block(coded, block)
     for name in FUSED:
