@@ -19,6 +19,8 @@ PLANES_BYTES = 12
 # Planes have room for one exception of so many numbers, and for some more.
 NUMBERS_OF_AN_EXCEPTION = 704
 LEAST_EXCEPTIONS = 32
+# Of a matrix in planes it is known where the exceptions of so many rows begin.
+ROWS_OF_A_START = 32
 # Numbers of keys and values that are coded or decoded at a time without a kernel, of one head at
 # the least: what that takes stays in a processor's cache. Bytes for each.
 KV_CODED_AT_ONCE = 1 << 17

@@ -159,6 +159,19 @@ def test_a_damaged_list_is_refused_and_never_written_past_its_rows(backend, dama
     assert found.shape == (21, COLUMNS)
 
 
+@pytest.mark.parametrize("starts", [[0, 7, 13], [5, 5, 5], [-9, 1 << 30, 1 << 30], [0, 0, 0]])
+def test_where_exceptions_begin_is_checked_and_never_read_past(backend, draw, starts) -> None:
+    matrix = normal(40, 64)
+    matrix[3, :6] = matrix[35, :4] = 1e-20
+    weight = encode(matrix)
+    assert weight.starts.tolist() == [0, 6, 10]
+    check(weight)
+    weight.starts.copy_(torch.tensor(starts))
+    with pytest.raises(PlanesError, match="exceptions is not that of the"):
+        check(weight)
+    assert plane_matmul(draw(2, 64), weight).isfinite().all()
+
+
 def test_products_and_lookups_are_those_of_the_dense_matrix(backend, draw) -> None:
     """To the last bit, but for products with few rows by a kernel of its own."""
     matrix = normal(40, 64)
@@ -184,7 +197,7 @@ def test_products_with_few_rows_count_every_exception(backend, draw, dtype: torc
     matrix[50] = 0
     weight = encode(matrix)
     assert len(weight.places) > 1000
-    for part in (weight, weight.rows(33, 75)):
+    for part in (weight, weight.rows(32, 64), weight.rows(33, 75), weight.rows(3, 34)):
         numbers = decode(part).to(dtype).double()
         for rows in (1, 5, 17):
             x = draw(rows, 208, dtype=dtype)[:, :200]
