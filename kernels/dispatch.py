@@ -44,7 +44,7 @@ KERNELS = {
     "upper_matmul": ("upper.reference_matmul", "upper_triton.matmul"),
     "gather_plane_chunks": ("gather_planes.reference_gather", "gather_planes_triton.gather"),
     "encode_kv_block": ("kv_planes.reference_encode", "kv_planes_triton.encode"),
-    "decode_kv_block": ("kv_planes.reference_decode", "kv_planes_triton.decode"),
+    "decode_kv_blocks": ("kv_planes.reference_decode", "kv_planes_triton.decode"),
     "int4_matmul": ("int4.reference_matmul", "int4_triton.matmul"),
 }
 

@@ -14,7 +14,7 @@ import torch
 
 from . import limits
 from .checks import require
-from .dispatch import implementation
+from .dispatch import TRITON, backend, implementation
 from .plane_codes import EXCEPTION, add_lower, base_of, lower_codes, upper_bits, upper_codes
 from .slices import sliced_product
 
@@ -53,9 +53,14 @@ class UpperPlanes:
         base = None if self.base is None else self.base[first:end]
         return replace(self, upper=self.upper[first:end], base=base)
 
+    @property
+    def decoded_at_once(self) -> int:
+        """Numbers that are decoded at a time."""
+        return limits.DECODED_AT_ONCE
+
     def slices(self) -> Iterator[tuple[int, Self]]:
         """As many rows as are decoded at a time, each time with the index of the first."""
-        step = max(1, limits.DECODED_AT_ONCE // self.shape[1])
+        step = max(1, self.decoded_at_once // self.shape[1])
         for first in range(0, self.shape[0], step):
             yield first, self.rows(first, min(first + step, self.shape[0]))
 
@@ -82,6 +87,16 @@ class PlaneWeight(UpperPlanes):
         """Some of its rows; a view."""
         part = super().rows(first, end)
         return replace(part, lower=self.lower[first:end], first=self.first + first)
+
+    @property
+    def decoded_at_once(self) -> int:
+        return joined_at_once(self.device)
+
+
+def joined_at_once(device: torch.device) -> int:
+    """Numbers of a matrix whose planes are joined at a time, before they are multiplied."""
+    by_kernel = device.type == "cuda" and backend(device) == TRITON
+    return limits.PLANES_AT_ONCE_ON_GPU if by_kernel else limits.DECODED_AT_ONCE
 
 
 class _Coded(NamedTuple):

@@ -130,6 +130,7 @@ def _load(
             widens=widens(device, dtype),
             kv_in_planes=asks_for_kv_planes(config, dtype),
             rounds_kv=config.method.rounds_kv(on_gpu=on_gpu),
+            kernels_on_gpu=on_gpu and backend(device) == TRITON,
             sequences=config.sequences,
         )
         # Of this machine's memory, before any rank takes some.

@@ -28,7 +28,7 @@ from triforce_kernels.dispatch import KERNELS
 from triforce_kernels.gather import ChunkSource, gather_chunks
 from triforce_kernels.gather_planes import PlaneChunkSource, gather_plane_chunks
 from triforce_kernels.int4 import int4_matmul, quantise
-from triforce_kernels.kv_planes import KVPlanes, decode_block, encode_block
+from triforce_kernels.kv_planes import KVPlanes, decode_blocks, encode_block
 from triforce_kernels.layer import rms_norm, rope_into, swiglu
 from triforce_kernels.planes import decode as decode_planes
 from triforce_kernels.planes import decode_rows, encode, plane_matmul
@@ -40,6 +40,8 @@ from triforce_kernels.streaming import Running, attend_blocks, attend_cache, att
 from triforce_kernels.upper import UpperWeight, upper_matmul
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
+
+from offload.kv.shape import PlaneBlockLayout
 
 LAUNCHERS = (
     "streaming", "scoring", "selection", "gather", "layer", "rounding", "sampling", "int4",
@@ -209,21 +211,18 @@ def launch_others(dtype: torch.dtype) -> None:
         plane_matmul(empty(rows, 4096), weight)
         upper_matmul(empty(rows, 4096), UpperWeight.of(weight))
         upper_matmul(empty(rows, 4096), UpperWeight(weight.upper, None))
-    heads, tokens, head_dim, room = 4, 64, 128, 32
+    heads, tokens, head_dim = 4, 64, 128
     block = torch.zeros(heads, tokens, head_dim, dtype=torch.bfloat16)
-    coded = KVPlanes(
-        torch.zeros(heads, tokens, head_dim, dtype=torch.uint8),
-        torch.zeros(heads, tokens, head_dim // 2, dtype=torch.uint8),
-        torch.zeros(heads, head_dim, dtype=torch.uint8),
-        torch.zeros(room, dtype=torch.int32),
-        torch.zeros(room, dtype=torch.int16),
-    )
+    at = PlaneBlockLayout.of(heads, tokens, head_dim)
+    coded = torch.zeros(2, at.nbytes, dtype=torch.uint8)
     addresses = torch.zeros(2, 9, dtype=torch.int64)
     slots = torch.zeros(2, 2, 4, dtype=torch.int64)
     chunks = torch.zeros(2, 2, 2, 4, 8, head_dim, dtype=torch.bfloat16)
-    gather_plane_chunks(slots, PlaneChunkSource(addresses, tokens, 100, 64, 8256, 12352), chunks)
-    encode_block(block, coded)
-    decode_block(coded, block)
+    gather_plane_chunks(
+        slots, PlaneChunkSource(addresses, tokens, 100, at.upper, at.lower, at.base), chunks
+    )
+    encode_block(block, KVPlanes.of(coded[0], at))
+    decode_blocks(coded, at, block.expand(2, *block.shape))
     for name in FUSED:
         kind = ALL_TYPES[name]
         data = torch.zeros(64, kind.row_bytes(4096), dtype=torch.uint8)

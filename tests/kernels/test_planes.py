@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from exactness import DEVICE, assert_near
-from triforce_kernels.dispatch import REFERENCE
+from triforce_kernels import dispatch
+from triforce_kernels.dispatch import REFERENCE, TRITON
 from triforce_kernels.linear import dense_rows, linear, lookup, rows_of
 from triforce_kernels.planes import (
     NOTHING,
@@ -18,6 +19,7 @@ from triforce_kernels.planes import (
     decode_rows,
     encode,
     encode_into,
+    joined_at_once,
     plane_matmul,
 )
 from triforce_kernels.upper import UpperWeight, upper_matmul
@@ -170,6 +172,19 @@ def test_where_exceptions_begin_is_checked_and_never_read_past(backend, draw, st
     with pytest.raises(PlanesError, match="exceptions is not that of the"):
         check(weight)
     assert plane_matmul(draw(2, 64), weight).isfinite().all()
+
+
+def test_a_gpu_with_kernels_decodes_larger_slices(monkeypatch) -> None:
+    gpu = torch.device("cuda", 0)
+    for computed, numbers in ((TRITON, 64 << 20), (REFERENCE, 2 << 20)):
+        monkeypatch.setattr(dispatch, "_backend", lambda device, forced, by=computed: by)
+        assert joined_at_once(gpu) == numbers
+        assert joined_at_once(torch.device("cpu")) == 2 << 20
+    # As many rows as that are a slice.
+    weight = encode(normal(5, 64))
+    for numbers, steps in ((128, [0, 2, 4]), (1 << 20, [0])):
+        monkeypatch.setattr("triforce_kernels.planes.joined_at_once", lambda _, n=numbers: n)
+        assert [first for first, _ in weight.slices()] == steps
 
 
 def test_products_and_lookups_are_those_of_the_dense_matrix(backend, draw) -> None:
