@@ -22,6 +22,9 @@ _FLASH_CAPABILITY = (8, 0)
 _CUDA_MAX_HEAD_DIM = 256
 _MASK_COLUMNS = 16
 _CPU_ROWS = 4
+# What stands in a mask for -inf, or the least that the dtype has: so far below any score that its
+# weight is exactly 0, and finite once it has been turned into powers of 2.
+_LEAST_MASK = -1e30
 
 
 class Partial(NamedTuple):
@@ -141,6 +144,18 @@ def finite(x: torch.Tensor) -> torch.Tensor:
     return x.masked_fill(x == float("-inf"), 0)
 
 
+def finite_mask(mask: torch.Tensor) -> torch.Tensor:
+    """An additive mask without -inf, by which attention is the same to the last bit where no row is
+    wholly -inf.
+
+    A kernel that goes through keys block by block subtracts the greatest score so far. While a row
+    has seen keys of -inf alone that is -inf - -inf, no number: PyTorch's memory-efficient kernel
+    has a case for it in some versions. By this mask what such a row adds up is finite, and counts
+    nothing once it is weighed against the first key that the row sees.
+    """
+    return mask.clamp(min=max(_LEAST_MASK, torch.finfo(mask.dtype).min))
+
+
 def _cpu(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -182,7 +197,7 @@ def _cuda(query, key, value, mask, causal) -> Partial:
     else:
         if mask is not None:
             # Its rows must begin at multiples of 16 bytes; what pads them is never read.
-            mask = F.pad(mask, (0, -mask.shape[1] % _MASK_COLUMNS))[:, : mask.shape[1]]
+            mask = F.pad(finite_mask(mask), (0, -mask.shape[1] % _MASK_COLUMNS))[:, : mask.shape[1]]
             mask = mask.expand(1, *query.shape[:2], mask.shape[1])
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, mask, True, 0.0, causal, scale=scale

@@ -52,7 +52,7 @@ def can_decode(kind: BlockType, device: torch.device) -> bool:
 
 def has_kernel(kind: BlockType, device: torch.device) -> bool:
     """Whether a kernel on this device decodes it, also while it multiplies."""
-    return kind.name in FUSED and backend(device.type) == TRITON
+    return kind.name in FUSED and backend(device) == TRITON
 
 
 def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:

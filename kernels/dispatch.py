@@ -44,7 +44,7 @@ KERNELS = {
     "upper_matmul": ("upper.reference_matmul", "upper_triton.matmul"),
     "gather_plane_chunks": ("gather_planes.reference_gather", "gather_planes_triton.gather"),
     "encode_kv_block": ("kv_planes.reference_encode", "kv_planes_triton.encode"),
-    "decode_kv_block": ("kv_planes.reference_decode", "kv_planes_triton.decode"),
+    "decode_kv_blocks": ("kv_planes.reference_decode", "kv_planes_triton.decode"),
     "int4_matmul": ("int4.reference_matmul", "int4_triton.matmul"),
 }
 
@@ -55,7 +55,7 @@ class KernelsError(ValueError):
 
 def implementation(kernel: str, device: torch.device) -> Callable:
     """What computes `kernel` on a device. Raises KernelsError."""
-    found = _load(KERNELS[kernel][backend(device.type) == TRITON])
+    found = _load(KERNELS[kernel][backend(device) == TRITON])
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         # Triton launches on the current device, wherever its inputs lie.
         return partial(_launch_on, device, found)
@@ -67,16 +67,20 @@ def _launch_on(device: torch.device, launch: Callable, *values: Any, **named: An
         return launch(*values, **named)
 
 
-def backend(device_type: str) -> str:
-    """REFERENCE or TRITON, for a device of that type ("cuda", "cpu"). Raises KernelsError."""
-    return _backend(device_type, os.environ.get(VARIABLE, ""))
+def backend(device: torch.device) -> str:
+    """REFERENCE or TRITON, for a device; of "cuda" without an index, the current one. Raises
+    KernelsError.
+    """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _backend(device, os.environ.get(VARIABLE, ""))
 
 
 @cache
-def _backend(device_type: str, forced: str) -> str:
+def _backend(device: torch.device, forced: str) -> str:
     if forced not in ("", REFERENCE, TRITON):
         raise KernelsError(f"{VARIABLE} is {forced!r}; use {REFERENCE} or {TRITON}, or unset it")
-    if forced == REFERENCE or (device_type != "cuda" and forced != TRITON):
+    if forced == REFERENCE or (device.type != "cuda" and forced != TRITON):
         return REFERENCE
     if find_spec("triton") is None:
         if forced:
@@ -88,7 +92,7 @@ def _backend(device_type: str, forced: str) -> str:
             stacklevel=2,
         )
         return REFERENCE
-    if device_type == "cuda" and (failure := _failure()):
+    if device.type == "cuda" and (failure := _failure(device)):
         if forced:
             raise KernelsError(f"{VARIABLE}={TRITON}, but triton launches nothing: {failure}")
         warnings.warn(
@@ -98,19 +102,22 @@ def _backend(device_type: str, forced: str) -> str:
             stacklevel=2,
         )
         return REFERENCE
-    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise KernelsError(
-            f"{VARIABLE}={TRITON} on {device_type} needs Triton's interpreter: set "
+            f"{VARIABLE}={TRITON} on {device.type} needs Triton's interpreter: set "
             "TRITON_INTERPRET=1, or use a CUDA device"
         )
     watch_compiler()
     return TRITON
 
 
-def _failure() -> str | None:
-    """Why Triton cannot launch here, if it cannot: it needs a C compiler, for one."""
+def _failure(device: torch.device) -> str | None:
+    """Why Triton cannot launch on a GPU, if it cannot: it needs a C compiler, for one. Takes memory
+    of that GPU alone, since another one may be another process's.
+    """
     try:
-        _load(KERNELS["swiglu"][True])(torch.zeros(1, 2, device="cuda"))
+        with torch.cuda.device(device):
+            _load(KERNELS["swiglu"][True])(torch.zeros(1, 2, device=device))
     except Exception as error:
         return (str(error).splitlines() or [type(error).__name__])[0]
     return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,9 @@ from .planes_triton import floor_of, number_bits
 
 # Tokens that a program has on their way at once.
 _TOKENS = 16
+# Blocks, their parts and tails begin at multiples of so many bytes, and a thread reads as many at
+# once where heads do too.
+_ALIGNED = 16
 
 
 @triton.jit(do_not_specialize=["slots", "blocks", "per_block", "tail_tokens"])
@@ -18,6 +23,7 @@ def _gather_planes_kernel(
     moves, addresses, target, t_layer, t_half, t_head,
     kv_heads, slots, blocks, per_block, block_tokens, tail_tokens, upper, lower, base,
     CHUNK: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     layer, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot = tl.program_id(2).to(tl.int64)
@@ -38,15 +44,19 @@ def _gather_planes_kernel(
                 if block == blocks:
                     at = (row * tail_tokens + start + token)[:, None] * (2 * HALF)
                     source = address.to(tl.pointer_type(tl.int16)) + at + channel[None, :]
+                    source = tl.multiple_of(source, (1, ALIGNED))
                     tl.store(there, tl.load(source, mask=real), mask=real)
                     tl.store(there + HALF, tl.load(source + HALF, mask=real), mask=real)
                 else:
                     memory = address.to(tl.pointer_type(tl.uint8))
                     at = (row * block_tokens + start + token)[:, None]
+                    # Addresses out of a table: nothing else says how they are aligned.
                     low = memory + lower + at * HALF + channel[None, :]
+                    low = tl.multiple_of(low, (1, ALIGNED))
                     low = tl.load(low, mask=real, other=0).to(tl.int32)
                     high = memory + upper + at * (2 * HALF) + channel[None, :]
-                    bases = memory + base + row * (2 * HALF) + channel
+                    high = tl.multiple_of(high, (1, ALIGNED))
+                    bases = tl.multiple_of(memory + base + row * (2 * HALF) + channel, ALIGNED)
                     floor = floor_of(tl.load(bases, mask=channel < HALF, other=0))
                     bits = tl.load(high, mask=real, other=0).to(tl.int32)
                     bits = number_bits(bits, low & 15, floor[None, :])
@@ -61,10 +71,14 @@ def gather(moves: torch.Tensor, source: PlaneChunkSource, target: torch.Tensor) 
     """`gather_planes.gather_plane_chunks`."""
     layers, _, kv_heads, slots, chunk, head_dim = target.shape
     numbers = target.view(torch.int16)
+    width = triton.next_power_of_2(head_dim // 2)
+    tokens = min(_TOKENS, triton.next_power_of_2(chunk))
     _gather_planes_kernel[(layers, kv_heads, slots)](
         moves, source.addresses, numbers, *numbers.stride()[:3],
         kv_heads, slots, source.addresses.shape[1] - 1, source.block_tokens // chunk,
         source.block_tokens, source.tail_tokens, source.upper, source.lower, source.base,
-        CHUNK=chunk, HALF=head_dim // 2, WIDTH=triton.next_power_of_2(head_dim // 2),
-        TOKENS=min(_TOKENS, triton.next_power_of_2(chunk)), num_warps=4,
+        CHUNK=chunk, HALF=head_dim // 2, WIDTH=width, TOKENS=tokens,
+        ALIGNED=math.gcd(head_dim // 2, _ALIGNED),
+        # No more threads than read whole words: what crosses the link crosses in few requests.
+        num_warps=max(1, min(4, tokens * width // (32 * _ALIGNED))),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .checks import require
-from .planes import UpperPlanes
+from .planes import UpperPlanes, joined_at_once
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class HalfWeight(UpperPlanes):
     def rows(self, first: int, end: int) -> HalfWeight:
         """Some of its rows; a view."""
         return replace(super().rows(first, end), lower=self.lower[first:end])
+
+    @property
+    def decoded_at_once(self) -> int:
+        return joined_at_once(self.device)
 
 
 def split_into(matrix: torch.Tensor, into: HalfWeight) -> None:

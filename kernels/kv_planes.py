@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -15,6 +16,35 @@ from . import limits
 from .checks import require
 from .dispatch import implementation
 from .plane_codes import add_lower, base_of, lower_codes, upper_bits, upper_codes
+
+
+class BlockParts(Protocol):
+    """Where the parts of a block in planes lie: bytes from its beginning.
+
+    rows: heads of keys and of values; room: exceptions that a block has room for
+    nbytes: of a block
+    """
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def room(self) -> int: ...
+    @property
+    def upper(self) -> int: ...
+    @property
+    def lower(self) -> int: ...
+    @property
+    def base(self) -> int: ...
+    @property
+    def places(self) -> int: ...
+    @property
+    def patterns(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -36,6 +66,19 @@ class KVPlanes:
     places: torch.Tensor
     patterns: torch.Tensor
 
+    @classmethod
+    def of(cls, block: torch.Tensor, at: BlockParts) -> KVPlanes:
+        """Views of a block's bytes, flat uint8."""
+        heads, tokens, head_dim = at.rows, at.tokens, at.head_dim
+        numbers = heads * tokens * head_dim
+        return cls(
+            block[at.upper : at.upper + numbers].view(heads, tokens, head_dim),
+            block[at.lower : at.lower + numbers // 2].view(heads, tokens, head_dim // 2),
+            block[at.base : at.base + heads * head_dim].view(heads, head_dim),
+            block[at.places : at.places + 4 * at.room].view(torch.int32),
+            block[at.patterns : at.patterns + 2 * at.room].view(torch.int16),
+        )
+
     @property
     def shape(self) -> tuple[int, int, int]:
         heads, tokens, head_dim = self.upper.shape
@@ -54,12 +97,31 @@ def encode_block(keys_values: torch.Tensor, into: KVPlanes) -> torch.Tensor:
     return implementation("encode_kv_block", keys_values.device)(keys_values, into)
 
 
-def decode_block(planes: KVPlanes, into: torch.Tensor) -> None:
-    """Writes a block's numbers, [heads, tokens, head_dim] bfloat16; the last dimension of `into` is
-    contiguous. Raises ValueError.
+def decode_blocks(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -> None:
+    """Writes the numbers of some blocks, however many, by as many launches as one takes.
+
+    blocks: [blocks, at.nbytes or more] uint8, of which rows are contiguous
+    into: [blocks, heads, tokens, head_dim] bfloat16, the last dimension contiguous
+
+    Nothing is made on the way but what computes: a pass decodes a thousand blocks. Raises
+    ValueError.
     """
-    _require("decode_block", planes, into)
-    implementation("decode_kv_block", into.device)(planes, into)
+    require(
+        "decode_blocks",
+        blocks.dim() == 2
+        and blocks.dtype == torch.uint8
+        and blocks.shape[1] >= at.nbytes
+        and blocks.stride(1) == 1
+        and into.shape == (len(blocks), at.rows, at.tokens, at.head_dim)
+        and into.dtype == torch.bfloat16
+        and into.stride(3) == 1
+        and at.head_dim % 2 == 0
+        and into.device == blocks.device,
+        blocks=blocks,
+        parts=at,
+        into=into,
+    )
+    implementation("decode_kv_blocks", into.device)(blocks, at, into)
 
 
 def decode_chunks(
@@ -108,13 +170,14 @@ def reference_encode(keys_values: torch.Tensor, into: KVPlanes) -> torch.Tensor:
     return torch.tensor(True)
 
 
-def reference_decode(planes: KVPlanes, into: torch.Tensor) -> None:
-    target = into.view(torch.int16)
-    for _, part in _slices(planes):
-        bits = upper_bits(planes.upper[part], planes.base[part].unsqueeze(1))
-        add_lower(bits, planes.lower[part])
-        target[part] = bits
-    _put_exceptions(planes, target)
+def reference_decode(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -> None:
+    for block, target in zip(blocks, into.view(torch.int16), strict=True):
+        planes = KVPlanes.of(block, at)
+        for _, part in _slices(planes):
+            bits = upper_bits(planes.upper[part], planes.base[part].unsqueeze(1))
+            add_lower(bits, planes.lower[part])
+            target[part] = bits
+        _put_exceptions(planes, target)
 
 
 def _put_exceptions(planes: KVPlanes, target: torch.Tensor) -> None:

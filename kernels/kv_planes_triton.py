@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .kv_planes import KVPlanes
+from .kv_planes import BlockParts, KVPlanes
 from .planes_triton import floor_of, number_bits
 
 _TOKENS = 64
@@ -14,10 +14,14 @@ _TOKENS = 64
 
 @triton.jit
 def _decode_kernel(
-    upper, lower, base, out, out_head, out_token, tokens, half,
-    TOKENS: tl.constexpr, HALF: tl.constexpr,
+    blocks, upper_at, lower_at, base_at, out, block_bytes, out_block, out_head, out_token, tokens,
+    half, TOKENS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(2).to(tl.int64)
+    block = blocks + index * block_bytes
+    upper, lower, base = block + upper_at, block + lower_at, block + base_at
+    out += index * out_block
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.arange(0, HALF)
     real = (token < tokens)[:, None] & (channel < half)[None, :]
@@ -36,8 +40,14 @@ def _decode_kernel(
 
 @triton.jit
 def _exceptions_kernel(
-    places, patterns, out, out_head, out_token, tokens, head_dim, room, ENTRIES: tl.constexpr
-):
+    blocks, places_at, patterns_at, out, block_bytes, out_block, out_head, out_token, tokens,
+    head_dim, room, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(1).to(tl.int64)
+    block = blocks + index * block_bytes
+    places = (block + places_at).to(tl.pointer_type(tl.int32))
+    patterns = (block + patterns_at).to(tl.pointer_type(tl.int16))
+    out += index * out_block
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     place = tl.load(places + entry, mask=entry < room, other=0).to(tl.int64)
     token = place // head_dim
@@ -130,16 +140,18 @@ def encode(keys_values: torch.Tensor, into: KVPlanes) -> torch.Tensor:
     return known[0] <= len(into.places)
 
 
-def decode(planes: KVPlanes, into: torch.Tensor) -> None:
-    """`kv_planes.decode_block`."""
-    heads, tokens, head_dim = planes.shape
+def decode(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -> None:
+    """`kv_planes.decode_blocks`."""
+    heads, tokens, head_dim, count = at.rows, at.tokens, at.head_dim, len(blocks)
+    if not count:
+        return
     out, half = into.view(torch.int16), head_dim // 2
-    _decode_kernel[(triton.cdiv(tokens, _TOKENS), heads)](
-        planes.upper, planes.lower, planes.base, out, out.stride(0), out.stride(1), tokens, half,
+    steps = blocks.stride(0), *out.stride()[:3]
+    _decode_kernel[(triton.cdiv(tokens, _TOKENS), heads, count)](
+        blocks, at.upper, at.lower, at.base, out, *steps, tokens, half,
         TOKENS=_TOKENS, HALF=triton.next_power_of_2(half),
     )  # fmt: skip
-    room, entries = len(planes.places), 256
-    _exceptions_kernel[(triton.cdiv(room, entries),)](
-        planes.places, planes.patterns, out, out.stride(0), out.stride(1), tokens, head_dim, room,
-        ENTRIES=entries,
-    )  # fmt: skip
+    room, entries = at.room, 256
+    _exceptions_kernel[(triton.cdiv(room, entries), count)](
+        blocks, at.places, at.patterns, out, *steps, tokens, head_dim, room, ENTRIES=entries
+    )

@@ -16,8 +16,6 @@ from .int4 import Int4Weight, int4_matmul
 from .planes import PlaneWeight, plane_matmul
 from .upper import UpperWeight, upper_matmul
 
-# A product with more rows than this decodes weights first, some rows at a time.
-_FEW_ROWS = 64
 # On a CPU, products of half precision with more rows than this are made in float32.
 _NARROW_ROWS = 4
 
@@ -47,7 +45,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     wide = widens(x.device, x.dtype, x.shape[0])
     if isinstance(weight, torch.Tensor) and not wide:
         return F.linear(x, weight, bias)
-    few = x.shape[0] <= _FEW_ROWS
+    few = x.shape[0] <= limits.FEW_ROWS
     if few and (matmul := _own_product(weight, x.device)):
         product = matmul(x, weight)
         return product if bias is None else product.add_(bias)
@@ -77,7 +75,7 @@ def _own_product(weight: Weight, device: torch.device) -> Callable | None:
         case UpperWeight():
             return upper_matmul
         # Without a kernel these are decoded, and multiply as the dense matrix does to the last bit.
-        case PlaneWeight() if backend(device.type) == TRITON:
+        case PlaneWeight() if backend(device) == TRITON:
             return plane_matmul
         case BlockWeight() if has_kernel(weight.kind, device):
             return block_matmul

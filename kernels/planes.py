@@ -14,7 +14,7 @@ import torch
 
 from . import limits
 from .checks import require
-from .dispatch import implementation
+from .dispatch import TRITON, backend, implementation
 from .plane_codes import EXCEPTION, add_lower, base_of, lower_codes, upper_bits, upper_codes
 from .slices import sliced_product
 
@@ -53,9 +53,14 @@ class UpperPlanes:
         base = None if self.base is None else self.base[first:end]
         return replace(self, upper=self.upper[first:end], base=base)
 
+    @property
+    def decoded_at_once(self) -> int:
+        """Numbers that are decoded at a time."""
+        return limits.DECODED_AT_ONCE
+
     def slices(self) -> Iterator[tuple[int, Self]]:
         """As many rows as are decoded at a time, each time with the index of the first."""
-        step = max(1, limits.DECODED_AT_ONCE // self.shape[1])
+        step = max(1, self.decoded_at_once // self.shape[1])
         for first in range(0, self.shape[0], step):
             yield first, self.rows(first, min(first + step, self.shape[0]))
 
@@ -67,18 +72,31 @@ class PlaneWeight(UpperPlanes):
     lower: [rows, columns / 2] uint8; the first half of a row lies in the low 4 bits
     places: [room] int32, where exceptions are in the whole matrix, ascending, NOTHING behind them
     patterns: [room] int16, their bits
+    starts: [ceil(rows of the whole matrix / 32) + 1] int32, the first exception of each 32 rows
+        (`limits.ROWS_OF_A_START`), and behind them how many there are
     first: row of the whole matrix that this part of it begins with
     """
 
     lower: torch.Tensor
     places: torch.Tensor
     patterns: torch.Tensor
+    starts: torch.Tensor
     first: int = 0
 
     def rows(self, first: int, end: int) -> PlaneWeight:
         """Some of its rows; a view."""
         part = super().rows(first, end)
         return replace(part, lower=self.lower[first:end], first=self.first + first)
+
+    @property
+    def decoded_at_once(self) -> int:
+        return joined_at_once(self.device)
+
+
+def joined_at_once(device: torch.device) -> int:
+    """Numbers of a matrix whose planes are joined at a time, before they are multiplied."""
+    by_kernel = device.type == "cuda" and backend(device) == TRITON
+    return limits.PLANES_AT_ONCE_ON_GPU if by_kernel else limits.DECODED_AT_ONCE
 
 
 class _Coded(NamedTuple):
@@ -99,12 +117,15 @@ def encode(matrix: torch.Tensor) -> PlaneWeight:
     parts = [_code(part) for part in _slices(matrix)]
     above = torch.tensor([0, *(part.upper.numel() for part in parts)]).cumsum(0).tolist()
     places = [part.places + before for part, before in zip(parts, above, strict=False)]
+    listed = torch.cat(places).int()
+    groups = -(-matrix.shape[0] // limits.ROWS_OF_A_START)
     return PlaneWeight(
         torch.cat([part.upper for part in parts]),
         torch.cat([part.base for part in parts]),
         torch.cat([part.lower for part in parts]),
-        torch.cat(places).int(),
+        listed,
         torch.cat([part.patterns for part in parts]),
+        _starts(listed, groups + 1, matrix.shape[1]),
     )
 
 
@@ -135,6 +156,7 @@ def encode_into(matrix: torch.Tensor, into: PlaneWeight) -> None:
         into.places[known:known_then] = (coded.places + place).int()
         into.patterns[known:known_then] = coded.patterns
         known, row, place = known_then, end, place + part.numel()
+    into.starts.copy_(_starts(into.places, len(into.starts), columns))
 
 
 def decode(weight: PlaneWeight) -> torch.Tensor:
@@ -170,12 +192,15 @@ def plane_matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
 
 
 def check(weight: PlaneWeight) -> None:
-    """Raises PlanesError unless the exceptions of a whole matrix are those that its codes say."""
+    """Raises PlanesError unless the exceptions of a whole matrix are those that its codes say, and
+    begin where it says so.
+    """
     coded = (weight.upper == EXCEPTION).flatten().nonzero().squeeze(1)
     places = weight.places
     if (
         not torch.equal(places[: len(coded)].long(), coded)
         or (places[len(coded) :] < NOTHING).any()
+        or not torch.equal(weight.starts, _starts(places, len(weight.starts), weight.shape[1]))
     ):
         raise PlanesError(
             f"a list of {int((places != NOTHING).sum())} exceptions is not that of the "
@@ -201,20 +226,24 @@ def reference_matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
 
 def _require(kernel: str, weight: PlaneWeight) -> None:
     rows, columns = weight.shape
-    tensors = (weight.upper, weight.lower, weight.base, weight.places, weight.patterns)
+    numbers, listed = (weight.upper, weight.lower, weight.base), (weight.places, weight.starts)
+    tensors = (*numbers, *listed, weight.patterns)
+    kinds = [torch.uint8] * 3 + [torch.int32] * 2 + [torch.int16]
     require(
         kernel,
         columns % 2 == 0
         and weight.lower.shape == (rows, columns // 2)
         and weight.base.shape == (rows,)
         and weight.places.shape == weight.patterns.shape
-        and [part.dtype for part in tensors] == [torch.uint8] * 3 + [torch.int32, torch.int16]
+        and (weight.first + rows - 1) // limits.ROWS_OF_A_START + 1 < len(weight.starts)
+        and [part.dtype for part in tensors] == kinds
         and all(part.is_contiguous() and part.device == weight.device for part in tensors),
         upper=weight.upper,
         lower=weight.lower,
         base=weight.base,
         places=weight.places,
         patterns=weight.patterns,
+        starts=weight.starts,
     )
 
 
@@ -241,6 +270,14 @@ def _code(matrix: torch.Tensor) -> _Coded:
         outside.flatten().nonzero().squeeze(1),
         bits[outside],
     )
+
+
+def _starts(places: torch.Tensor, count: int, columns: int) -> torch.Tensor:
+    """PlaneWeight.starts, `count` of them, by where exceptions are."""
+    rows = torch.arange(count, device=places.device) * limits.ROWS_OF_A_START
+    # Behind the last row all exceptions have begun.
+    wanted = (rows * columns).clamp_(max=NOTHING).int()
+    return torch.searchsorted(places, wanted, out_int32=True)
 
 
 def _put_exceptions(bits: torch.Tensor, weight: PlaneWeight, index: torch.Tensor) -> None:

@@ -6,11 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from . import limits
 from .planes import PlaneWeight
 from .slices import tile_rows
 
 _BYTES = 256
-_COLUMNS = 32
+_COLUMNS = limits.ROWS_OF_A_START
 # Exceptions that a product takes at a time.
 _LISTED = 16
 
@@ -74,9 +75,10 @@ def _exceptions_kernel(places, patterns, index, out, room, columns, first, HAS_I
         entry += 1
 
 
-@triton.jit(do_not_specialize=["rows", "room", "first"])
+@triton.jit(do_not_specialize=["rows", "room", "first", "groups"])
 def _planes_matmul_kernel(
-    x, upper, lower, base, places, patterns, out, x_row, rows, columns, depth, room, first,
+    x, upper, lower, base, places, patterns, starts, out, x_row, rows, columns, depth, room, first,
+    groups,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -105,20 +107,22 @@ def _planes_matmul_kernel(
         other = tl.load(left + begin + half, mask=some, other=0.0)
         acc = tl.dot(other, tl.trans(behind.to(item)), acc, input_precision="ieee")
     # Exceptions count as zeros above. Those of these columns follow one another in the list.
-    above = (start + first).to(tl.int64)
-    entry = _lower_bound(places, room, above * depth)
-    end = _lower_bound(places, room, (above + COLUMNS) * depth)
+    # They begin with those of whole groups of rows: a part of a matrix may begin within one.
+    above = start + first
+    behind = tl.minimum((above + COLUMNS - 1) // COLUMNS + 1, groups)
+    entry = tl.maximum(tl.load(starts + above // COLUMNS), 0)
+    end = tl.minimum(tl.load(starts + behind), room)
     while entry < end:
         which = entry + tl.arange(0, LISTED)
-        listed = which < end
-        place = tl.load(places + which, mask=listed, other=0).to(tl.int64) - above * depth
+        place = tl.load(places + which, mask=which < end, other=0).to(tl.int64)
+        place -= above.to(tl.int64) * depth
+        listed = (which < end) & (place >= 0) & (place < COLUMNS * depth)
         bits = tl.load(patterns + which, mask=listed, other=0)
         value = bits.to(tl.bfloat16, bitcast=True).to(item)
         there = (place // depth)[:, None] == tl.arange(0, COLUMNS)[None, :]
         sparse = tl.where(there & listed[:, None], value[:, None], 0.0).to(item)
-        inside = listed & (place >= 0)
         at = x + row[:, None].to(tl.int64) * x_row + (place % depth)[None, :]
-        some = tl.load(at, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+        some = tl.load(at, mask=(row < rows)[:, None] & listed[None, :], other=0.0)
         acc = tl.dot(some, sparse, acc, input_precision="ieee")
         entry += LISTED
     target = out + row[:, None].to(tl.int64) * columns + column[None, :]
@@ -131,8 +135,9 @@ def matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     tile = tile_rows(x)
     _planes_matmul_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
-        x, weight.upper, weight.lower, weight.base, weight.places, weight.patterns, out,
-        x.stride(0), rows, columns, depth, len(weight.places), weight.first,
+        x, weight.upper, weight.lower, weight.base, weight.places, weight.patterns, weight.starts,
+        out, x.stride(0), rows, columns, depth, len(weight.places), weight.first,
+        len(weight.starts) - 1,
         ROWS=tile, COLUMNS=_COLUMNS, DEPTH=128 // x.dtype.itemsize, LISTED=_LISTED,
         num_warps=4, num_stages=3,
     )  # fmt: skip

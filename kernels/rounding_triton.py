@@ -13,7 +13,8 @@ _AT_ONCE = 2048
 @triton.jit
 def whole_of(numbers, scale):
     """As `rounding.rounded` has it, of a tensor of any dtype."""
-    whole = tl.floor(numbers.to(tl.float32) / scale + 0.5)
+    # `/` would compile to a division that is off by a unit in the last place here and there.
+    whole = tl.floor(tl.div_rn(numbers.to(tl.float32), scale) + 0.5)
     return tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int8)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from .limits import FEW_ROWS
+
 
 def sliced_product(
     x: torch.Tensor, width: int, slices: Iterable[tuple[int, torch.Tensor]]
@@ -22,5 +24,5 @@ def sliced_product(
 
 def tile_rows(x: torch.Tensor) -> int:
     """Rows of x that a program multiplies at a time: what its registers hold, and a power of 2."""
-    most = 64 if x.dtype != torch.float32 else 16
+    most = FEW_ROWS if x.dtype != torch.float32 else 16
     return min(most, max(16, 1 << (x.shape[0] - 1).bit_length()))

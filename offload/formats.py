@@ -205,13 +205,14 @@ class Planes(Nested):
         import torch
         from triforce_kernels.planes import PlaneWeight
 
-        upper, base, places, patterns = self._upper_parts(buffer)
+        upper, base, places, patterns, starts = self._upper_parts(buffer)
         return PlaneWeight(
             upper.view(self.rows, -1),
             base,
             lower[: self.rows * self.columns // 2].view(self.rows, -1),
             places.view(torch.int32),
             patterns.view(torch.int16),
+            starts.view(torch.int32),
         )
 
     def upper(self, buffer: torch.Tensor) -> UpperWeight:
@@ -229,10 +230,13 @@ class Planes(Nested):
 
     @property
     def _upper_sizes(self) -> tuple[int, ...]:
-        """Bytes of upper plane, base exponents, and the exceptions' places and patterns."""
+        """Bytes of upper plane, base exponents, the exceptions' places and patterns, and where
+        those of some rows each begin.
+        """
         numbers = self.rows * self.columns
         room = -(-numbers // limits.NUMBERS_OF_AN_EXCEPTION) + limits.LEAST_EXCEPTIONS
-        return numbers, self.rows, 4 * room, 2 * room
+        starts = -(-self.rows // limits.ROWS_OF_A_START) + 1
+        return numbers, self.rows, 4 * room, 2 * room, 4 * starts
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,10 @@ def main() -> None:
         rows = list(bench.rows())
     if args.json:
         record = provenance(shlex.join(["python", "scripts/bench_kernels.py", *sys.argv[1:]]))
-        record |= {"backend": backend(device.type), "shape": args.shape, "rates": asdict(rates)}
+        record |= {"backend": backend(device), "shape": args.shape, "rates": asdict(rates)}
         print(json.dumps(record | {"rows": [asdict(row) for row in rows]}, indent=2))
         return
-    show(rows, rates, backend(device.type))
+    show(rows, rates, backend(device))
 
 
 def show(rows: list[KernelRow], rates: Rates, implementation: str) -> None:

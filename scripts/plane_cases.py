@@ -64,7 +64,7 @@ class PlaneCases(KernelCases):
                 raise RuntimeError("a block of random KV has no room for its exceptions")
         what, nbytes = f"{BLOCK_TOKENS} tokens of a layer", shape.numbers * 7 // 2
         yield self.row(
-            "decode_kv_block", what, nbytes, 0.0, [partial(coder.read, b) for b in buffers],
+            "decode_kv_blocks", what, nbytes, 0.0, [partial(coder.read, b) for b in buffers],
             rival="copy of as many numbers", rival_seconds=self.times([exact.clone]),
         )  # fmt: skip
         # Encoding waits for the device to say whether there was room: not from a graph.

@@ -55,7 +55,7 @@ def open_device(name: str | None) -> torch.device:
 
 def _check_kernels(device: torch.device) -> None:
     try:
-        backend(device.type)
+        backend(device)
     except KernelsError as error:
         raise UsageError(str(error)) from error
 

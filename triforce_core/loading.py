@@ -125,11 +125,12 @@ def _load(
             block_bytes=link.copy_bytes,
             # What goes through host memory cannot be recorded.
             graphs=machine.cuda_graphs and on_gpu and own_device,
-            splits=MOST_SPLITS if backend(device.type) == TRITON else 1,
+            splits=MOST_SPLITS if backend(device) == TRITON else 1,
             gathers_through_host=not (machine.pin and reads_in_place(device)),
             widens=widens(device, dtype),
             kv_in_planes=asks_for_kv_planes(config, dtype),
             rounds_kv=config.method.rounds_kv(on_gpu=on_gpu),
+            kernels_on_gpu=on_gpu and backend(device) == TRITON,
             sequences=config.sequences,
         )
         # Of this machine's memory, before any rank takes some.
@@ -156,7 +157,7 @@ def _load(
             alone=ranks.count == 1,
         )
         # Decoding without a kernel brings small tables from the host, which no graph can hold.
-        fused = backend(device.type) == TRITON or not wanted.weights.in_planes
+        fused = backend(device) == TRITON or not wanted.weights.in_planes
         fused = fused and all(has_kernel(kind, device) for kind in wanted.weights.block_types)
         graphs = wanted.graphs and fused
         wanted = replace(wanted, graphs=graphs)

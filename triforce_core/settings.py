@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from triforce_kernels.limits import FEW_ROWS
+
 from offload.errors import UsageError
 from offload.placement import Placement
 from offload.units import parse_bandwidth, parse_bytes
@@ -35,8 +37,8 @@ MOST_DRAFT_TOKENS = 256
 MOST_THREADS_EACH = 4
 MOST_GPUS = 64
 MOST_SEQUENCES = 16
-# The longest draft that `auto` chooses.
-AUTO_DRAFT_TOKENS = 64
+# The longest draft that `auto` chooses: a pass verifies one token more.
+AUTO_DRAFT_TOKENS = FEW_ROWS - 1
 
 
 class UnknownFieldError(UsageError, TypeError):

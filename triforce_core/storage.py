@@ -99,7 +99,7 @@ def with_planes_unasked(
     the device. alone: whether the model is one rank's; weights that several share are refused if
     planes have no room for them, and so are in planes only where that was asked for.
     """
-    kernels = device.type == "cuda" and backend(device.type) == TRITON
+    kernels = device.type == "cuda" and backend(device) == TRITON
     # A CPU takes longer to decode a block than its own link to bring a dense one.
     if not kernels or wanted.dtype != torch.bfloat16 or not _streams(config, wanted, available):
         return wanted

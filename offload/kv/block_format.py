@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-from triforce_kernels.kv_planes import KVPlanes, decode_block, decode_chunks, encode_block
+from triforce_kernels.kv_planes import KVPlanes, decode_blocks, decode_chunks, encode_block
 
 from offload.kv.shape import KVShape
 from offload.link.waiting import number
@@ -25,6 +26,12 @@ class BlockFormat(Protocol):
 
     def read(self, buffer: torch.Tensor) -> torch.Tensor:
         """[2, kv_heads, block_tokens, head_dim], valid until the next read."""
+
+    def runs(self, blocks: torch.Tensor) -> Iterator[KeysValues]:
+        """Blocks that lie side by side, [blocks, bytes of one] uint8, as many at a time as can be
+        read at once: keys and values [n, kv_heads, block_tokens, head_dim] each, valid until the
+        next.
+        """
 
     def copy(self, buffer: torch.Tensor, target: torch.Tensor) -> None:
         """Reads into [2, kv_heads, block_tokens, head_dim]."""
@@ -54,6 +61,9 @@ class DenseBlocks:
         exact = buffer[: shape.token_bytes * shape.block_tokens].view(shape.dtype)
         return exact.view(2, shape.kv_heads, shape.block_tokens, shape.head_dim)
 
+    def runs(self, blocks: torch.Tensor) -> Iterator[KeysValues]:
+        yield _as_blocks(blocks, self._shape).unbind(1)
+
     def copy(self, buffer: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(self.read(buffer))
 
@@ -67,37 +77,41 @@ class PlaneBlocks:
     """The planes of bfloat16 numbers."""
 
     def __init__(self, shape: KVShape, scratch: torch.Tensor) -> None:
-        """scratch: flat uint8, where blocks are decoded."""
+        """scratch: flat uint8, where blocks are decoded, as many at a time as it has room for."""
         self.nbytes = shape.block_bytes
         self._layout = shape.planes
-        self._decoded = DenseBlocks(shape).read(scratch)
+        room = scratch[: scratch.numel() // shape.dense_block_bytes * shape.dense_block_bytes]
+        self._decoded = _as_blocks(room.view(-1, shape.dense_block_bytes), shape)
+        self._flat = self._decoded.flatten(1, 2)
 
     def write(self, buffer: torch.Tensor, keys_values: torch.Tensor) -> bool:
-        return bool(number(encode_block(keys_values.flatten(0, 1), self._planes(buffer))))
+        planes = KVPlanes.of(buffer, self._layout)
+        return bool(number(encode_block(keys_values.flatten(0, 1), planes)))
 
     def read(self, buffer: torch.Tensor) -> torch.Tensor:
-        decode_block(self._planes(buffer), self._decoded.flatten(0, 1))
-        return self._decoded
+        decode_blocks(buffer.unsqueeze(0), self._layout, self._flat[:1])
+        return self._decoded[0]
+
+    def runs(self, blocks: torch.Tensor) -> Iterator[KeysValues]:
+        for some in blocks.split(len(self._flat)):
+            decode_blocks(some, self._layout, self._flat[: len(some)])
+            yield self._decoded[: len(some)].unbind(1)
 
     def copy(self, buffer: torch.Tensor, target: torch.Tensor) -> None:
-        decode_block(self._planes(buffer), target.flatten(0, 1))
+        decode_blocks(buffer.unsqueeze(0), self._layout, target.flatten(0, 1).unsqueeze(0))
 
     def chunks(
         self, buffer: torch.Tensor, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
     ) -> torch.Tensor:
-        return decode_chunks(self._planes(buffer), heads, chunks, tokens)
+        return decode_chunks(KVPlanes.of(buffer, self._layout), heads, chunks, tokens)
 
-    def _planes(self, buffer: torch.Tensor) -> KVPlanes:
-        at = self._layout
-        heads, tokens, head_dim = at.rows, at.tokens, at.head_dim
-        numbers = heads * tokens * head_dim
-        return KVPlanes(
-            buffer[at.upper : at.upper + numbers].view(heads, tokens, head_dim),
-            buffer[at.lower : at.lower + numbers // 2].view(heads, tokens, head_dim // 2),
-            buffer[at.base : at.base + heads * head_dim].view(heads, head_dim),
-            buffer[at.places : at.places + 4 * at.room].view(torch.int32),
-            buffer[at.patterns : at.patterns + 2 * at.room].view(torch.int16),
-        )
+
+def _as_blocks(blocks: torch.Tensor, shape: KVShape) -> torch.Tensor:
+    """Dense blocks side by side, [blocks, bytes of one] uint8, as [blocks, 2, kv_heads,
+    block_tokens, head_dim].
+    """
+    exact = blocks[:, : shape.token_bytes * shape.block_tokens].view(shape.dtype)
+    return exact.view(-1, 2, shape.kv_heads, shape.block_tokens, shape.head_dim)
 
 
 def as_chunks(keys_values: torch.Tensor, chunk_tokens: int) -> torch.Tensor:

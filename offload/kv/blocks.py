@@ -32,13 +32,8 @@ class DeviceBlocks:
         return self._bytes(layer, index, index + 1)
 
     def run(self, layer: int, count: int) -> torch.Tensor:
-        """The layer's first `count` blocks, [2, count, kv_heads, block_tokens, head_dim]."""
-        shape = self._shape
-        flat = self._bytes(layer, 0, count).view(count, shape.block_bytes)
-        exact = flat[:, : shape.token_bytes * shape.block_tokens]
-        exact = exact.view(shape.dtype) if count else exact.new_empty(0, dtype=shape.dtype)
-        size = (count, 2, shape.kv_heads, shape.block_tokens, shape.head_dim)
-        return exact.view(size).transpose(0, 1)
+        """The layer's first `count` blocks, [count, bytes of a block] uint8."""
+        return self._bytes(layer, 0, count).view(count, self._shape.block_bytes)
 
     def close(self) -> None:
         self._memory.free(self._allocation)

@@ -117,7 +117,7 @@ class DirectReader:
 
 def reads_in_place(device: torch.device) -> bool:
     """Whether a device reads chunks where they lie, as far as they lie in registered memory."""
-    return device.type == "cuda" and backend("cuda") == TRITON and reads_host_memory(device)
+    return device.type == "cuda" and backend(device) == TRITON and reads_host_memory(device)
 
 
 def reader(store: KVStore, link: Link, host: HostMemory, collected: ChunkReader) -> Reader:

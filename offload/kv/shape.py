@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from triforce_kernels.limits import LEAST_EXCEPTIONS, NUMBERS_OF_AN_EXCEPTION
+from triforce_kernels.limits import KV_BLOCKS_AT_ONCE, LEAST_EXCEPTIONS, NUMBERS_OF_AN_EXCEPTION
 
 from offload.formats import ElementType, aligned
 
@@ -50,8 +50,15 @@ class KVShape:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the place where blocks are decoded, one after another."""
-        return self.dense_block_bytes if self.in_planes else 0
+        """Bytes of the place where blocks are decoded, a few at a time."""
+        return self.decoded_at_once * self.dense_block_bytes if self.in_planes else 0
+
+    @property
+    def decoded_at_once(self) -> int:
+        """Blocks in planes that are decoded at a time: no more than a text has in a layer."""
+        if self.text_tokens is None:
+            return KV_BLOCKS_AT_ONCE
+        return max(1, min(KV_BLOCKS_AT_ONCE, self.text_tokens // self.block_tokens))
 
     @property
     def bits_per_number(self) -> float:

@@ -99,19 +99,14 @@ class KVStore:
     def runs(self, layer: int) -> Iterator[KeysValues]:
         """The layer's blocks on the device, keys and values [blocks, kv_heads, block_tokens,
         head_dim] each, in token order: those that lie side by side together, or, where they have to
-        be decoded, one by one, each valid until the next.
+        be decoded, a few at a time, valid until the next.
         """
         count = self.on_device(layer)
-        if self.shape.in_planes:
-            for home in self._homes[layer][:count]:
-                keys, values = self.read(home, home.memory)
-                yield keys.unsqueeze(0), values.unsqueeze(0)
-            return
         resident = min(count, self._resident.counts[layer])
         if resident:
-            yield tuple(self._resident.run(layer, resident))
+            yield from self._format.runs(self._resident.run(layer, resident))
         if count > resident:
-            yield tuple(self._mirror.run(layer, count - resident))
+            yield from self._format.runs(self._mirror.run(layer, count - resident))
 
     def read(self, home: Home, block: torch.Tensor) -> KeysValues:
         """Keys and values of a block, [kv_heads, block_tokens, head_dim] each, valid until the next

@@ -18,7 +18,7 @@ from typing import Any
 from offload.errors import OutputError, UsageError
 from offload.files import Output, cache_directory
 from offload.machine.gpus import measure_together
-from offload.machine.profiles import ALL_REDUCE_SECONDS, EMULATED, Hardware
+from offload.machine.profiles import ALL_REDUCE_SECONDS, EMULATED, Hardware, integer_rate
 from offload.machine.timing import seconds_of
 from offload.memory.available import available_host_bytes, lendable_bytes
 from offload.units import parse_bandwidth
@@ -336,6 +336,7 @@ def _gpu(rate: float | None) -> Hardware:
         memory_bytes=memory,
         memory_bytes_per_second=rates.memory_bytes_per_second,
         flops_per_second=rates.flops_per_second,
+        integer_ops_per_second=integer_rate(name),
         link=link,
         link_bytes_per_second=rate or rates.link_bytes_per_second or 0.0,
         launch_seconds=rates.launch_seconds,

@@ -21,6 +21,8 @@ RESERVED_BYTES = 3 << 29
 # Llama 3.1 8B decodes in 5.1 ms from a CUDA graph on an H100, .88 of 3350 GB/s. Matrices: a prompt
 # is read at 140 of the 165 TFLOP/s of an RTX 4090 (HeadInfer, arXiv 2502.12574), .85.
 RATE_SHARE = 0.85
+# `int32_tops` counts a product with a sum as two operations; a shift or a bitwise one is one.
+_OPERATIONS_COUNTED = 2
 # The host takes so long to launch one kernel from PyTorch; 4 to 6 us of it are the driver's.
 LAUNCH_SECONDS = 10e-6
 # Two kernels of a CUDA graph are so far apart: 3.4 us for kernels of 2.9 us ("Getting Started with
@@ -41,6 +43,8 @@ class Hardware:
     name: of the card or machine; source: where its figures come from
     memory_bytes: of the device that a plan may take
     memory_bytes_per_second, flops_per_second: what computing reads, and its matrix products
+    integer_ops_per_second: shifts, sums and bitwise operations on whole numbers of 32 bits; None
+        where it is not known, or measured with what needs them
     launch_seconds: of the host per kernel or operation; the device computes meanwhile if
         `asynchronous`; graph_launch_seconds: per kernel of a recorded graph
     product_seconds_per_byte: of a matrix, by the rows it is multiplied with, in rising order, where
@@ -63,6 +67,7 @@ class Hardware:
     flops_per_second: float
     link: str
     link_bytes_per_second: float
+    integer_ops_per_second: float | None = None
     product_seconds_per_byte: tuple[tuple[int, float], ...] = ()
     attend_bytes_per_second: float | None = None
     attend_flops_per_second: float | None = None
@@ -114,9 +119,20 @@ def named(name: str, itemsize: int = 2) -> Hardware:
         memory_bytes=(card["memory_mib"] << 20) - RESERVED_BYTES,
         memory_bytes_per_second=card["memory_gb_per_s"] * 1e9 * RATE_SHARE,
         flops_per_second=tflops * 1e12 * RATE_SHARE,
+        integer_ops_per_second=integer_rate(name),
         link=card["link"],
         link_bytes_per_second=link_rate(card["link"]),
     )
+
+
+def integer_rate(name: str) -> float | None:
+    """Hardware.integer_ops_per_second of a card by its name, also as its driver has it; None for
+    one that is not in the table.
+    """
+    card = next((card for card in gpu_names() if same_card(card, name)), None)
+    if card is None:
+        return None
+    return _table()[card]["int32_tops"] * 1e12 / _OPERATIONS_COUNTED * RATE_SHARE
 
 
 def plain_name(card: str) -> str:

@@ -28,7 +28,7 @@ from triforce_kernels.dispatch import KERNELS
 from triforce_kernels.gather import ChunkSource, gather_chunks
 from triforce_kernels.gather_planes import PlaneChunkSource, gather_plane_chunks
 from triforce_kernels.int4 import int4_matmul, quantise
-from triforce_kernels.kv_planes import KVPlanes, decode_block, encode_block
+from triforce_kernels.kv_planes import KVPlanes, decode_blocks, encode_block
 from triforce_kernels.layer import rms_norm, rope_into, swiglu
 from triforce_kernels.planes import decode as decode_planes
 from triforce_kernels.planes import decode_rows, encode, plane_matmul
@@ -41,6 +41,8 @@ from triforce_kernels.upper import UpperWeight, upper_matmul
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
+from offload.kv.shape import PlaneBlockLayout
+
 LAUNCHERS = (
     "streaming", "scoring", "selection", "gather", "layer", "rounding", "sampling", "int4",
     "blocks", "planes", "upper", "kv_planes", "gather_planes",
@@ -49,7 +51,8 @@ LAUNCHERS = (
 
 class Compiled(NamedTuple):
     """What one kernel of one launch takes: bytes of shared memory, bytes spilt, registers of a
-    thread, and bytes of the widest read.
+    thread, bytes of the widest read, reads of a single byte, and divisions that round otherwise
+    than IEEE 754.
     """
 
     name: str
@@ -57,6 +60,8 @@ class Compiled(NamedTuple):
     spilt: int
     registers: int
     widest: int
+    byte_reads: int
+    approximate_divisions: int
 
 
 class _Device:
@@ -104,10 +109,16 @@ def _looked_at(kernel) -> Compiled:
     # What does not fit into registers lies on the stack.
     spilt = max(map(int, re.findall(r"STACK:(\d+)", usage)))
     registers = max(map(int, re.findall(r"REG:(\d+)", usage)))
-    reads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
+    ptx = kernel.asm["ptx"]
+    reads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
     # Where all that is read comes by asynchronous copies there is no such load.
     widest = max((int(count or 1) * int(bits) // 8 for count, bits in reads), default=0)
-    return Compiled(kernel.metadata.name, kernel.metadata.shared, spilt, registers, widest)
+    byte_reads = sum(not count and bits == "8" for count, bits in reads)
+    approximate = len(re.findall(r"\bdiv\.(?:full|approx)", ptx))
+    return Compiled(
+        kernel.metadata.name, kernel.metadata.shared, spilt, registers, widest, byte_reads,
+        approximate,
+    )  # fmt: skip
 
 
 class Attention(NamedTuple):
@@ -200,21 +211,18 @@ def launch_others(dtype: torch.dtype) -> None:
         plane_matmul(empty(rows, 4096), weight)
         upper_matmul(empty(rows, 4096), UpperWeight.of(weight))
         upper_matmul(empty(rows, 4096), UpperWeight(weight.upper, None))
-    heads, tokens, head_dim, room = 4, 64, 128, 32
+    heads, tokens, head_dim = 4, 64, 128
     block = torch.zeros(heads, tokens, head_dim, dtype=torch.bfloat16)
-    coded = KVPlanes(
-        torch.zeros(heads, tokens, head_dim, dtype=torch.uint8),
-        torch.zeros(heads, tokens, head_dim // 2, dtype=torch.uint8),
-        torch.zeros(heads, head_dim, dtype=torch.uint8),
-        torch.zeros(room, dtype=torch.int32),
-        torch.zeros(room, dtype=torch.int16),
-    )
+    at = PlaneBlockLayout.of(heads, tokens, head_dim)
+    coded = torch.zeros(2, at.nbytes, dtype=torch.uint8)
     addresses = torch.zeros(2, 9, dtype=torch.int64)
     slots = torch.zeros(2, 2, 4, dtype=torch.int64)
     chunks = torch.zeros(2, 2, 2, 4, 8, head_dim, dtype=torch.bfloat16)
-    gather_plane_chunks(slots, PlaneChunkSource(addresses, tokens, 100, 0, 1, 2), chunks)
-    encode_block(block, coded)
-    decode_block(coded, block)
+    gather_plane_chunks(
+        slots, PlaneChunkSource(addresses, tokens, 100, at.upper, at.lower, at.base), chunks
+    )
+    encode_block(block, KVPlanes.of(coded[0], at))
+    decode_blocks(coded, at, block.expand(2, *block.shape))
     for name in FUSED:
         kind = ALL_TYPES[name]
         data = torch.zeros(64, kind.row_bytes(4096), dtype=torch.uint8)

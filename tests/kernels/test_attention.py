@@ -8,8 +8,10 @@ from exactness import TOLERANCE, assert_near
 from float_bounds import assert_within, attention_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triforce_kernels import attention
 from triforce_kernels.attention import (
     attention_to_blocks,
+    finite_mask,
     merge,
     partial_attention,
     reference_attention,
@@ -131,3 +133,48 @@ def test_blocks_together_are_bitwise_those_one_by_one(
         assert torch.equal(part.out, one.out)
         assert torch.equal(part.lse, one.lse)
     assert all(torch.equal(a.out, b.out) for a, b in zip(some, together, strict=False))
+
+
+def block_by_block(query, key, value, mask, size: int) -> torch.Tensor:
+    """As a kernel does it that has no case for keys of -inf alone, by powers of 2."""
+    scale = query.shape[-1] ** -0.5
+    total = torch.zeros(*query.shape[:2], 1)
+    peak = torch.full_like(total, float("-inf"))
+    out = torch.zeros(query.shape)
+    pieces = zip(key.split(size, 1), value.split(size, 1), mask.split(size, 1), strict=True)
+    for k, v, m in pieces:
+        scores = (query.float() @ k.float().mT * scale + m.float()) * 1.4426950408889634
+        highest = torch.maximum(peak, scores.amax(-1, keepdim=True))
+        weights, before = (scores - highest).exp2(), (peak - highest).exp2()
+        total = total * before + weights.sum(-1, keepdim=True)
+        out, peak = out * before + weights @ v.float(), highest
+    return out / total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_row_whose_first_keys_are_hidden_is_a_number_whatever_computes_it(
+    monkeypatch, dtype: torch.dtype
+) -> None:
+    rows, tokens = 5, 200
+    query, key, value = make(2, rows, tokens, 16, dtype)
+    mask = torch.zeros(rows, tokens, dtype=dtype)
+    mask[0, :100] = mask[1, :199] = mask[2, 70:] = mask[3, ::2] = float("-inf")
+    finite = finite_mask(mask)
+    assert finite.isfinite().all()
+    expected = reference_attention(query, key, value, mask=mask)
+    found = reference_attention(query, key, value, mask=finite)
+    assert torch.equal(expected.out, found.out)
+    assert torch.equal(expected.lse, found.lse)
+    assert block_by_block(query, key, value, mask, 64)[:, :2].isnan().all()
+    near = block_by_block(query, key, value, finite, 64)
+    torch.testing.assert_close(near, exact(query, key, value, mask).out.float())
+    # That mask is what the kernel gets.
+    given: list[torch.Tensor] = []
+
+    def efficient(q, k, v, bias, *rest, scale: float):
+        given.append(bias)
+        return q, q[..., 0].float()
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_efficient_attention", efficient)
+    attention._cuda(query, key, value, mask, causal=False)
+    assert torch.equal(given[0], finite.expand(1, 2, rows, tokens))

@@ -14,6 +14,8 @@ from triforce_kernels.dispatch import KERNELS, REFERENCE, TRITON, VARIABLE, Kern
 
 triton = pytest.importorskip("triton")
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_both_implementations_take_the_same_arguments(kernel: str) -> None:
@@ -29,7 +31,7 @@ def launches(monkeypatch):
 
     def set_to(failure: str | None) -> None:
         dispatch._backend.cache_clear()
-        monkeypatch.setattr(dispatch, "_failure", lambda: failure)
+        monkeypatch.setattr(dispatch, "_failure", lambda device: failure)
 
     yield set_to
     dispatch._backend.cache_clear()
@@ -38,29 +40,56 @@ def launches(monkeypatch):
 def test_the_device_decides_unless_the_variable_does(monkeypatch, launches) -> None:
     launches(None)
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert backend("cpu") == REFERENCE
-    assert backend("cuda") == TRITON
+    assert backend(CPU) == REFERENCE
+    assert backend(GPU) == TRITON
     monkeypatch.setenv(VARIABLE, REFERENCE)
-    assert backend("cuda") == REFERENCE
+    assert backend(GPU) == REFERENCE
     monkeypatch.setenv(VARIABLE, "cutlass")
     with pytest.raises(KernelsError, match="TRIFORCE_KERNELS is 'cutlass'; use reference or tri"):
-        backend("cpu")
+        backend(CPU)
 
 
 def test_without_triton_the_reference_takes_its_place_with_a_warning(monkeypatch) -> None:
     monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
     with pytest.warns(RuntimeWarning, match="triton is not installed"):
-        assert dispatch._backend.__wrapped__("cuda", "") == REFERENCE
+        assert dispatch._backend.__wrapped__(GPU, "") == REFERENCE
     with pytest.raises(KernelsError, match="triton is not installed"):
-        dispatch._backend.__wrapped__("cuda", TRITON)
+        dispatch._backend.__wrapped__(GPU, TRITON)
 
 
 def test_where_triton_launches_nothing_the_reference_takes_its_place(launches) -> None:
     launches("no C compiler")
     with pytest.warns(RuntimeWarning, match=r"launches nothing \(no C compiler\)"):
-        assert dispatch._backend("cuda", "") == REFERENCE
+        assert dispatch._backend(GPU, "") == REFERENCE
     with pytest.raises(KernelsError, match="launches nothing: no C compiler"):
-        dispatch._backend("cuda", TRITON)
+        dispatch._backend(GPU, TRITON)
+
+
+def test_triton_is_tried_on_the_device_of_the_inputs_alone(monkeypatch) -> None:
+    """Each rank has a GPU of its own, and makes no context on the first one."""
+    tried: list[tuple[int | None, int | None]] = []
+    current = [0]
+
+    @contextmanager
+    def enter(device: torch.device):
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.device(device))
+    launched = lambda x: tried.append((x.index, current[0]))  # noqa: E731
+    monkeypatch.setattr(dispatch, "_load", lambda path: launched)
+    dispatch._backend.cache_clear()
+    try:
+        assert backend(torch.device("cuda", 1)) == backend(torch.device("cuda", 1)) == TRITON
+        assert tried == [(1, 1)], "once, on the second GPU"
+        assert backend(torch.device("cuda")) == TRITON
+        assert tried == [(1, 1), (0, 0)], "the current one"
+    finally:
+        dispatch._backend.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -111,7 +140,7 @@ def test_a_kernel_launches_on_the_device_of_its_inputs(monkeypatch, index, enter
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", enter)
-    monkeypatch.setattr(dispatch, "backend", lambda device_type: TRITON)
+    monkeypatch.setattr(dispatch, "backend", lambda device: TRITON)
     monkeypatch.setattr(dispatch, "_load", lambda path: lambda a, *, b: (a, b, list(seen)))
     launch = dispatch.implementation("swiglu", torch.device("cuda", index))
     assert launch(3, b=4) == (3, 4, entered)

@@ -7,28 +7,27 @@ import torch
 from exactness import DEVICE
 from triforce_kernels.dispatch import REFERENCE
 from triforce_kernels.gather_planes import PlaneChunkSource, gather_plane_chunks
-from triforce_kernels.kv_planes import KVPlanes, decode_block, decode_chunks, encode_block
+from triforce_kernels.kv_planes import KVPlanes, decode_blocks, decode_chunks, encode_block
 
 from offload.kv.block_format import PlaneBlocks
-from offload.kv.shape import KVShape
+from offload.kv.shape import KVShape, PlaneBlockLayout
 
 HEADS, TOKENS, HEAD_DIM = 4, 40, 16
 ROOM = 32
 
 
+def stored(
+    heads: int = HEADS, tokens: int = TOKENS, head_dim: int = HEAD_DIM, blocks: int = 1
+) -> tuple[torch.Tensor, PlaneBlockLayout]:
+    """Blocks side by side that hold anything, flat."""
+    at = PlaneBlockLayout.of(heads, tokens, head_dim)
+    return torch.full((blocks, at.nbytes + 256), 0x5A, dtype=torch.uint8, device=DEVICE), at
+
+
 def planes(heads: int = HEADS, tokens: int = TOKENS, head_dim: int = HEAD_DIM) -> KVPlanes:
     """Of what holds anything."""
-
-    def of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.full(shape, 0x5A, device=DEVICE).to(dtype)
-
-    return KVPlanes(
-        of(torch.uint8, heads, tokens, head_dim),
-        of(torch.uint8, heads, tokens, head_dim // 2),
-        of(torch.uint8, heads, head_dim),
-        of(torch.int32, max(ROOM, heads * tokens * head_dim // 1024)),
-        of(torch.int16, max(ROOM, heads * tokens * head_dim // 1024)),
-    )
+    blocks, at = stored(heads, tokens, head_dim)
+    return KVPlanes.of(blocks[0], at)
 
 
 def normal(heads: int = HEADS, tokens: int = TOKENS, head_dim: int = HEAD_DIM) -> torch.Tensor:
@@ -82,17 +81,42 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_every_block_comes_back_to_the_last_bit(backend, name: str) -> None:
     block = BLOCKS[name]()
-    coded = planes(*block.shape)
-    assert encode_block(block, coded)
+    blocks, at = stored(*block.shape)
+    assert encode_block(block, KVPlanes.of(blocks[0], at))
     found = torch.empty_like(block)
-    decode_block(coded, found)
+    decode_blocks(blocks, at, found[None])
     assert same(found, block)
     # And to where others lie on both sides.
     around = torch.full((block.shape[0], block.shape[1] + 4, block.shape[2]), 3.0)
     around = around.bfloat16().to(DEVICE)
-    decode_block(coded, around[:, 1:-3])
+    decode_blocks(blocks, at, around[None, :, 1:-3])
     assert same(around[:, 1:-3], block)
     assert (around[:, [0, -3, -2, -1]] == 3).all()
+
+
+def test_blocks_that_lie_side_by_side_are_decoded_by_the_launches_of_one(
+    backend, monkeypatch
+) -> None:
+    kinds = [of_each_kind(), normal(), torch.zeros_like(normal()), normal().flip(1), normal() * 3]
+    shape = KVShape(1, HEADS // 2, HEAD_DIM, TOKENS, torch.bfloat16, in_planes=True)
+    scratch = torch.empty(2 * shape.dense_block_bytes + 8, dtype=torch.uint8, device=DEVICE)
+    coder = PlaneBlocks(shape, scratch)
+    blocks, at = stored(blocks=len(kinds))
+    for block, kind in zip(blocks, kinds, strict=True):
+        assert encode_block(kind, KVPlanes.of(block, at))
+    decoded: list[int] = []
+    decode = decode_blocks
+
+    def counted(some: torch.Tensor, *rest: object) -> None:
+        decoded.append(len(some))
+        decode(some, *rest)
+
+    monkeypatch.setattr("offload.kv.block_format.decode_blocks", counted)
+    found = []
+    for keys, values in coder.runs(blocks):
+        found += [torch.cat(both) for both in zip(keys, values, strict=True)]
+    assert decoded == [2, 2, 1], "as many at a time as there is room for"
+    assert all(same(*both) for both in zip(found, kinds, strict=True))
 
 
 @pytest.mark.parametrize("head", range(4))
@@ -100,10 +124,10 @@ def test_every_pattern_of_a_finite_number_comes_back(backend, head: int) -> None
     block = patterns()[head : head + 1]
     block = block.where(block.isfinite(), 1.0)
     # An exponent and a sign in each channel: all of it has codes, but for what is subnormal.
-    coded = planes(*block.shape)
-    if encode_block(block, coded):
+    blocks, at = stored(*block.shape)
+    if encode_block(block, KVPlanes.of(blocks[0], at)):
         found = torch.empty_like(block)
-        decode_block(coded, found)
+        decode_blocks(blocks, at, found[None])
         assert same(found, block)
     else:
         assert ((block != 0) & (block.abs() < 2.0**-126)).sum() > ROOM
@@ -115,11 +139,11 @@ def test_a_block_with_more_exceptions_than_room_is_refused(backend, more: int) -
     # None is small by chance.
     block[block.abs() < 0.01] = 0.01
     block.view(-1)[torch.arange(ROOM + more) * 7 + 1] *= 2.0**-40
-    coded = planes()
-    assert encode_block(block, coded) == (more == 0)
+    blocks, at = stored()
+    assert encode_block(block, KVPlanes.of(blocks[0], at)) == (more == 0)
     if not more:
         found = torch.empty_like(block)
-        decode_block(coded, found)
+        decode_blocks(blocks, at, found[None])
         assert same(found, block)
 
 
@@ -206,8 +230,12 @@ def test_a_block_takes_twelve_bits_and_a_tenth(kv_heads: int, head_dim: int, tok
 def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ValueError, match="encode_block"):
         encode_block(normal().float(), planes())
-    with pytest.raises(ValueError, match="decode_block"):
-        decode_block(planes(), normal()[:, :, ::2])
+    blocks, at = stored()
+    for into in (normal()[None, :, :, ::2], normal()[None].float(), normal()):
+        with pytest.raises(ValueError, match="decode_blocks"):
+            decode_blocks(blocks, at, into)
+    with pytest.raises(ValueError, match="decode_blocks"):
+        decode_blocks(blocks[:, : at.nbytes - 1], at, normal()[None])
     with pytest.raises(ValueError, match="encode_block"):
         encode_block(normal(HEADS, TOKENS + 1), planes())
     with pytest.raises(ValueError, match="decode_chunks"):

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from exactness import DEVICE, TOLERANCE, assert_near
-from triforce_kernels.dispatch import REFERENCE
+from triforce_kernels import dispatch
+from triforce_kernels.dispatch import REFERENCE, TRITON
 from triforce_kernels.linear import dense_rows, linear, lookup, rows_of
 from triforce_kernels.planes import (
     NOTHING,
@@ -18,6 +19,7 @@ from triforce_kernels.planes import (
     decode_rows,
     encode,
     encode_into,
+    joined_at_once,
     plane_matmul,
 )
 from triforce_kernels.upper import UpperWeight, upper_matmul
@@ -159,6 +161,32 @@ def test_a_damaged_list_is_refused_and_never_written_past_its_rows(backend, dama
     assert found.shape == (21, COLUMNS)
 
 
+@pytest.mark.parametrize("starts", [[0, 7, 13], [5, 5, 5], [-9, 1 << 30, 1 << 30], [0, 0, 0]])
+def test_where_exceptions_begin_is_checked_and_never_read_past(backend, draw, starts) -> None:
+    matrix = normal(40, 64)
+    matrix[3, :6] = matrix[35, :4] = 1e-20
+    weight = encode(matrix)
+    assert weight.starts.tolist() == [0, 6, 10]
+    check(weight)
+    weight.starts.copy_(torch.tensor(starts))
+    with pytest.raises(PlanesError, match="exceptions is not that of the"):
+        check(weight)
+    assert plane_matmul(draw(2, 64), weight).isfinite().all()
+
+
+def test_a_gpu_with_kernels_decodes_larger_slices(monkeypatch) -> None:
+    gpu = torch.device("cuda", 0)
+    for computed, numbers in ((TRITON, 64 << 20), (REFERENCE, 2 << 20)):
+        monkeypatch.setattr(dispatch, "_backend", lambda device, forced, by=computed: by)
+        assert joined_at_once(gpu) == numbers
+        assert joined_at_once(torch.device("cpu")) == 2 << 20
+    # As many rows as that are a slice.
+    weight = encode(normal(5, 64))
+    for numbers, steps in ((128, [0, 2, 4]), (1 << 20, [0])):
+        monkeypatch.setattr("triforce_kernels.planes.joined_at_once", lambda _, n=numbers: n)
+        assert [first for first, _ in weight.slices()] == steps
+
+
 def test_products_and_lookups_are_those_of_the_dense_matrix(backend, draw) -> None:
     """To the last bit, but for products with few rows by a kernel of its own."""
     matrix = normal(40, 64)
@@ -184,7 +212,7 @@ def test_products_with_few_rows_count_every_exception(backend, draw, dtype: torc
     matrix[50] = 0
     weight = encode(matrix)
     assert len(weight.places) > 1000
-    for part in (weight, weight.rows(33, 75)):
+    for part in (weight, weight.rows(32, 64), weight.rows(33, 75), weight.rows(3, 34)):
         numbers = decode(part).to(dtype).double()
         for rows in (1, 5, 17):
             x = draw(rows, 208, dtype=dtype)[:, :200]

@@ -30,7 +30,7 @@ def laws(
     """
     if params.changes_logits and text is not None:
         logits = changed(logits, params, text, drawn)
-    if backend(logits.device.type) == TRITON:
+    if backend(logits.device) == TRITON:
         return _least(sampling.law(logits, params.temperature, params.top_k, params.top_p), params)
     parts = [
         _least(sampling.law(part, params.temperature, params.top_k, params.top_p), params)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
 from triforce_kernels.block_types import BlockType
@@ -168,18 +169,34 @@ def _layouts(
     )
 
 
+class Read(Enum):
+    """How a kernel makes numbers of a matrix's bytes: none is needed, or it is not counted; by both
+    planes of bfloat16; by the upper ones alone; from the bytes of float16, which are joined first;
+    from groups of 4 bits.
+    """
+
+    AS_STORED = "as stored"
+    PLANES = "planes"
+    UPPER = "upper"
+    HALVES = "halves"
+    GROUPS = "groups"
+
+
 @dataclass(frozen=True)
 class MatrixBytes:
     """What reading the matrices of a forward takes. Bytes, of a layer on average.
 
     qkv: up to its attention; rest: from there on; head: the output matrix, once a forward
     decoded: whether all of that has to be decoded
+    layer_read, head_read: how those of a layer and the output matrix are
     """
 
     qkv: float
     rest: float
     head: float
     decoded: bool = False
+    layer_read: Read = Read.AS_STORED
+    head_read: Read = Read.AS_STORED
 
     @classmethod
     def of(cls, layouts: Layouts) -> MatrixBytes:
@@ -187,17 +204,35 @@ class MatrixBytes:
         qkv = sum(layer.formats["qkv"].nbytes for layer in layouts.layers) / count
         whole = sum(layer.nbytes for layer in layouts.layers) / count
         head = layouts.head.formats["head"].nbytes
-        return cls(qkv, whole - qkv, head, bool(layouts.decoded_numbers))
+        reads = _read(layouts.layers[0].formats["qkv"]), _read(layouts.head.formats["head"])
+        return cls(qkv, whole - qkv, head, bool(layouts.decoded_numbers), *reads)
 
     def with_layer(self, layer: FlatLayout) -> MatrixBytes:
         """With other layers, which have to be decoded, and the same head."""
         qkv = layer.formats["qkv"].nbytes
-        return MatrixBytes(qkv, layer.nbytes - qkv, self.head, decoded=True)
+        sizes = qkv, layer.nbytes - qkv, self.head
+        reads = _read(layer.formats["qkv"]), self.head_read
+        return MatrixBytes(*sizes, True, *reads)
 
     def with_upper(self, layer: FlatLayout) -> MatrixBytes:
         """With the upper planes of layers alone, and the same head."""
         sizes = {name: _upper_bytes(stored) for name, stored in layer.formats.items()}
-        return MatrixBytes(sizes["qkv"], sum(sizes.values()) - sizes["qkv"], self.head, True)
+        nbytes = sizes["qkv"], sum(sizes.values()) - sizes["qkv"], self.head
+        reads = Read.AS_STORED
+        if isinstance(layer.formats["qkv"], Nested):
+            reads = Read.UPPER
+        return MatrixBytes(*nbytes, True, reads, self.head_read)
+
+
+def _read(stored: Format) -> Read:
+    match stored:
+        case Planes():
+            return Read.PLANES
+        case Halves():
+            return Read.HALVES
+        case Groups():
+            return Read.GROUPS
+    return Read.AS_STORED
 
 
 def _upper_bytes(stored: Format) -> int:

@@ -181,6 +181,7 @@ def _fit(case: Case, method: MethodSettings) -> Fitted:
         layouts=case.layouts,
         kv_in_planes=case.kv_planes,
         rounds_kv=method.rounds_kv(on_gpu=hardware.asynchronous),
+        kernels_on_gpu=hardware.asynchronous,
     )
     available = hardware.memory_bytes - case.library_bytes
     if "resident_kv_blocks" in case.fixed:

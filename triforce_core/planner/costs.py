@@ -13,11 +13,13 @@ from functools import cached_property
 from itertools import pairwise
 from math import prod
 
+from triforce_kernels.limits import FEW_ROWS
+
 from offload.formats import ElementType
 from offload.kv.shape import KVShape
 from offload.machine.profiles import Hardware
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.tensors import MatrixBytes, dense_layouts, kv_shape, layer_shapes
+from triforce_core.model.tensors import MatrixBytes, Read, dense_layouts, kv_shape, layer_shapes
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Launches:
     attend, score: of each piece of keys, and besides if its chunks are scored; merge: of a layer
         when its keys have been seen (`attend`)
     law: from logits to laws (`sampling`)
+    small_before, small_after: of those before and after, such as compute next to nothing: all but
+        the products with weights
     """
 
     before: int
@@ -36,6 +40,8 @@ class Launches:
     merge: int
     after: int
     law: int
+    small_before: int = 0
+    small_after: int = 0
 
     @property
     def layer(self) -> int:
@@ -46,8 +52,33 @@ class Launches:
 # PyTorch's operations, views among them: what computes on a CPU.
 PLAIN = Launches(before=21, attend=12, score=8, merge=12, after=15, law=20)
 # Triton's kernels: norm, product, rotation; one for blocks, one for the tail and one for scores;
-# product, norm with residual, product, SwiGLU, product and sum.
-FUSED = Launches(before=3, attend=1, score=0, merge=2, after=6, law=1)
+# a copy that puts heads side by side, product, norm with residual, product, SwiGLU, product, sum.
+FUSED = Launches(
+    before=3, attend=1, score=0, merge=2, after=7, law=1, small_before=2, small_after=4
+)
+# On a GPU a kernel that computes next to nothing takes so long from beginning to end: 2.9 us, in
+# "Getting Started with CUDA Graphs" (NVIDIA technical blog).
+SMALL_KERNEL_SECONDS = 2.9e-6
+# The law of a row is one program on a GPU, which goes through its vocabulary in steps of so many
+# numbers: four times, and top-p through a short list once for each of 32 bits, and twice
+# (`law_triton`). A step is what waits for the one before: a read of the L2 cache, about 270 cycles
+# (Luo et al., arXiv 2402.13499), 8 numbers a thread, and a sum over 16 warps. Assumed, about 2,500
+# cycles.
+LAW_STEP_NUMBERS, LAW_PASSES, LAW_SEARCH_STEPS, LAW_STEP_SECONDS = 4096, 4, 34, 1e-6
+# Instructions of the pipe for whole numbers for each number of a matrix, by the rows it is
+# multiplied with, at most: counted in the loops that Triton 3.9 compiles for compute capabilities
+# 8.0 and 8.9. With more than 16 rows several warps of a program decode the same numbers.
+OPERATIONS = {
+    Read.PLANES: ((16, 13.0), (FEW_ROWS, 50.0)),
+    Read.UPPER: ((16, 12.0), (FEW_ROWS, 23.0)),
+    # Conversions to floats included.
+    Read.GROUPS: ((16, 4.0), (FEW_ROWS, 15.0)),
+}
+# The same of what is decoded to memory: of a matrix, before it is multiplied with more rows, and of
+# a block of KV.
+DECODE_OPERATIONS = 15.0
+# Keys of a chunk that is scored, as a rule (`settings.chunk_size`).
+SCORED_KEYS = 8
 # A law and its rule read and write so many bytes for each token of the vocabulary: about 70 the law
 # (its scores, softmax, shortlist, mask and sums), 50 the rule (the residual, and sums of it in
 # float64).
@@ -98,18 +129,22 @@ class Costs:
 
     def before(self, tokens: int, *, recorded: bool = False) -> float:
         """A layer up to its attention."""
-        config = self.config
+        config, matrices, launches = self.config, self.matrices, self.launches
         heads = (config.heads + config.kv_heads) * config.head_dim
         touched = NORM_TOUCHES * config.hidden + ROTATE_TOUCHES * heads
-        work = self._product(tokens, self._elements(*NORM_PARTS), self.matrices.qkv)
-        return self._launched(work + self._touch(tokens, touched), self.launches.before, recorded)
+        elements = self._elements(*NORM_PARTS)
+        work = self._product(tokens, elements, matrices.qkv, matrices.layer_read)
+        work += self._touch(tokens, touched, launches.small_before)
+        return self._launched(work, launches.before, recorded)
 
     def after(self, tokens: int, *, recorded: bool = False) -> float:
         """A layer from its attention on, with the sums over GPUs that it and attention end in."""
         parts = [part for part in layer_shapes(self.config) if part not in NORM_PARTS]
         touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self.config.mlp
-        work = self._product(tokens, self._elements(*parts), self.matrices.rest)
-        layer = self._launched(work + self._touch(tokens, touched), self.launches.after, recorded)
+        matrices, launches = self.matrices, self.launches
+        work = self._product(tokens, self._elements(*parts), matrices.rest, matrices.layer_read)
+        work += self._touch(tokens, touched, launches.small_after)
+        layer = self._launched(work, launches.after, recorded)
         return layer + 2 * self.all_reduce(tokens)
 
     def attend(
@@ -132,9 +167,13 @@ class Costs:
         if rounded and hardware.asynchronous:
             # One kernel multiplies what comes of it by a scale.
             nbytes = keys * shape.token_bytes / shape.dtype.itemsize
-            return self.piece(nbytes, flops, self.launches.attend + 1, recorded=recorded)
+            scaling = self.small(1, recorded=recorded)
+            return scaling + self.piece(nbytes, flops, self.launches.attend, recorded=recorded)
         nbytes = keys * shape.token_bytes
-        if scored and not hardware.asynchronous:
+        if scored and hardware.asynchronous:
+            # A score of each chunk for every row, in float32: written, and read when all are known.
+            nbytes += 2 * 4 * tokens * config.heads * keys / SCORED_KEYS
+        elif scored:
             # Scores of every row in float32: written, turned to weights, read and averaged.
             nbytes += 4 * 4 * tokens * config.heads * keys
         launches = self.launches.attend + (self.launches.score if scored else 0)
@@ -151,13 +190,22 @@ class Costs:
         """What a block of KV takes to become the numbers that are attended to."""
         if not shape.in_planes:
             return 0.0
-        decoding = shape.numbers * self.hardware.decode_seconds_per_number
+        hardware = self.hardware
+        decoding = shape.numbers * hardware.decode_seconds_per_number
+        decoding += self._integers(shape.numbers * DECODE_OPERATIONS)
         # The numbers, and their exceptions.
-        return decoding + self.piece(shape.block_bytes + shape.dense_block_bytes, 0, 2)
+        piece = self.piece(shape.block_bytes + shape.dense_block_bytes, 0, 2)
+        return max(decoding, piece) if hardware.asynchronous else decoding + piece
 
     def merge(self, tokens: int, parts: int) -> float:
         rows = tokens * self.config.heads * self.config.head_dim
-        return self.piece(3.0 * parts * rows * self.dtype.itemsize, 0, self.launches.merge)
+        merged = self.piece(3.0 * parts * rows * self.dtype.itemsize, 0, self.launches.merge)
+        return max(merged, self.small(self.launches.merge))
+
+    def small(self, kernels: int, *, recorded: bool = False) -> float:
+        """So many kernels that compute next to nothing."""
+        each = SMALL_KERNEL_SECONDS if self.hardware.asynchronous else 0.0
+        return self._launched(kernels * each, kernels, recorded)
 
     def head(self, tokens: int, *, recorded: bool = False) -> float:
         """Final norm, output matrix and laws."""
@@ -166,16 +214,27 @@ class Costs:
         laws = self.piece(
             LAW_BYTES * tokens * config.vocab, 0, self.launches.law, recorded=recorded
         )
-        work = self._product(tokens, matrix, self.matrices.head)
+        laws = max(laws, self._law_steps())
+        work = self._product(tokens, matrix, self.matrices.head, self.matrices.head_read)
         return self._launched(work, 9, recorded) + laws + self._ends(tokens)
+
+    def _law_steps(self) -> float:
+        """Seconds of the program that makes a row's law; those of other rows run beside it."""
+        if not self.hardware.asynchronous:
+            return 0.0
+        steps = LAW_PASSES * -(-self.config.vocab // LAW_STEP_NUMBERS) + LAW_SEARCH_STEPS
+        return steps * LAW_STEP_SECONDS
 
     def resident_layer(
         self, tokens: int, keys: int, *, recorded: bool = True, rounded: bool = False
     ) -> float:
         """A layer of a forward over weights and KV that are all on the device."""
+        # The parts into which attention divides the keys are merged by a kernel of its own.
+        merged = self.small(1, recorded=recorded) if self.hardware.asynchronous else 0.0
         return (
             self.before(tokens, recorded=recorded)
             + self.attend(tokens, keys, recorded=recorded, rounded=rounded)
+            + merged
             + self.after(tokens, recorded=recorded)
         )
 
@@ -193,17 +252,32 @@ class Costs:
         shapes = layer_shapes(self.config)
         return sum(prod(shapes[part]) for part in parts)
 
-    def _touch(self, tokens: int, touched: int) -> float:
-        """Seconds of what is done to each token besides: `touched` elements."""
+    def _touch(self, tokens: int, touched: int, kernels: int) -> float:
+        """Seconds of what is done to each token besides: `touched` elements, by small kernels."""
         nbytes = tokens * touched * self.dtype.itemsize
-        return nbytes / self.hardware.memory_bytes_per_second
+        work = nbytes / self.hardware.memory_bytes_per_second
+        return max(work, kernels * SMALL_KERNEL_SECONDS) if self.hardware.asynchronous else work
 
-    def _product(self, tokens: int, elements: int, nbytes: float) -> float:
+    def _integers(self, operations: float) -> float:
+        """Seconds of operations on whole numbers, where their rate is known."""
+        rate = self.hardware.integer_ops_per_second
+        return operations / rate if rate else 0.0
+
+    def _product(self, tokens: int, elements: int, nbytes: float, read: Read) -> float:
         """Seconds of a product of a matrix of so many elements and bytes with `tokens` rows."""
-        hardware = self.hardware
+        hardware, dense = self.hardware, elements * self.dtype.itemsize
+        joins = read is Read.HALVES or (read is Read.PLANES and tokens > FEW_ROWS)
+        if hardware.asynchronous and joins:
+            decoding = (nbytes + dense) / hardware.memory_bytes_per_second
+            if read is Read.PLANES:
+                decoding = max(decoding, self._integers(elements * DECODE_OPERATIONS))
+            return decoding + self._product(tokens, elements, dense, Read.AS_STORED)
+        if hardware.asynchronous and (counted := OPERATIONS.get(read)):
+            each = next((most for rows, most in counted if tokens <= rows), counted[-1][1])
+            decoding = self._integers(each * elements)
+            return max(decoding, self._product(tokens, elements, nbytes, Read.AS_STORED))
         decoding = elements * hardware.decode_seconds_per_number if self.matrices.decoded else 0.0
         if hardware.product_seconds_per_byte:
-            dense = elements * self.dtype.itemsize
             return decoding + dense * _between(hardware.product_seconds_per_byte, tokens)
         return decoding + max(
             nbytes / hardware.memory_bytes_per_second,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from triforce_kernels.limits import FEW_ROWS
+
 from offload.errors import UsageError
-from offload.formats import ElementType
+from offload.formats import ElementType, dtype_name
 from offload.kv.shape import KVShape
 from offload.kv.sizes import COPY_BYTES, coding_bytes, reader_bytes, rounding_bytes
 from offload.layouts import FlatLayout
@@ -67,6 +69,7 @@ class Wanted:
     widens: whether products of half precision are made in float32 (`kernels/linear`)
     kv_in_planes: whether blocks of KV are kept in planes
     rounds_kv: whether the retrieval cache keeps its tokens in 8 bits
+    kernels_on_gpu: whether a GPU's kernels decode weights in planes
     sequences: texts that passes are over at once
     """
 
@@ -84,6 +87,7 @@ class Wanted:
     widens: bool = False
     kv_in_planes: bool = False
     rounds_kv: bool = False
+    kernels_on_gpu: bool = False
     sequences: int = 1
 
     @property
@@ -164,8 +168,13 @@ class Wanted:
     def _product_bytes(self, tokens: int) -> int:
         """What products with weights take besides their results."""
         config = self.config
-        taken = planes_bytes if self.weights.in_planes else decode_bytes
-        total = taken(config, tokens, self.weights.decoded_numbers, self.dtype.itemsize)
+        sizes = config, tokens, self.weights.decoded_numbers, self.dtype.itemsize
+        if self.weights.in_planes:
+            # Few rows are multiplied with planes as they are; halves are always joined first.
+            joins = tokens * self.sequences > FEW_ROWS or dtype_name(self.dtype) == "float16"
+            total = planes_bytes(*sizes, by_kernel=self.kernels_on_gpu and joins)
+        else:
+            total = decode_bytes(*sizes)
         if self.widens:
             largest = max(config.vocab_rows * config.hidden, self._largest)
             total += widened_bytes(config, tokens, largest)

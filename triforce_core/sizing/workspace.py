@@ -7,7 +7,9 @@ from triforce_kernels.limits import (
     DECODED_AT_ONCE,
     GROUPS_AT_ONCE,
     GROUPS_BYTES,
+    PLANES_AT_ONCE_ON_GPU,
     PLANES_BYTES,
+    PLANES_BYTES_ON_GPU,
     WIDENED_BYTES,
 )
 
@@ -50,9 +52,14 @@ def decode_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) 
     return _sliced_bytes(config, tokens, numbers, itemsize, DECODED_AT_ONCE, DECODE_BYTES)
 
 
-def planes_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:
-    """The same of weights in planes."""
-    return _sliced_bytes(config, tokens, numbers, itemsize, DECODED_AT_ONCE, PLANES_BYTES)
+def planes_bytes(
+    config: ModelConfig, tokens: int, numbers: int, itemsize: int, *, by_kernel: bool
+) -> int:
+    """The same of weights in planes. by_kernel: whether a GPU's kernel decodes them."""
+    at_once, each = DECODED_AT_ONCE, PLANES_BYTES
+    if by_kernel:
+        at_once, each = PLANES_AT_ONCE_ON_GPU, PLANES_BYTES_ON_GPU
+    return _sliced_bytes(config, tokens, numbers, itemsize, at_once, each)
 
 
 def groups_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:

@@ -20,7 +20,7 @@ PACKED = {"int4_matmul", "decode_blocks", "block_matmul"}
 # Of bfloat16, which products in the interpreter do not know; see kernels/test_planes.py.
 PLANES = {
     *("decode_planes", "plane_matmul", "upper_matmul"),
-    *("encode_kv_block", "decode_kv_block", "gather_plane_chunks"),
+    *("encode_kv_block", "decode_kv_blocks", "gather_plane_chunks"),
 }
 NOT_USED = PACKED | PLANES | ({"gather_chunks"} if DEVICE == "cpu" else set())
 

@@ -175,13 +175,15 @@ def test_weights_that_stream_leave_no_retrieval_model() -> None:
         choose(replace(case, fixed=fixed | {"budget": 1024}))
 
 
-def test_planes_and_a_cache_in_8_bits_are_planned_as_fast_as_asked() -> None:
-    """Llama-3.1-8B in bfloat16 at 128K on one RTX 4090, in .022 s a token."""
+def test_planes_and_a_cache_in_8_bits_are_planned_with_all_that_they_take() -> None:
+    """Llama-3.1-8B in bfloat16 at 128K on one RTX 4090, in .023 s a token: .021 were planned before
+    small kernels, laws and operations on whole numbers were counted.
+    """
     fixed = {"budget": 4096, "draft_tokens": 12, "inner_draft_tokens": 3}
     bfloat16, both = DTYPES["bfloat16"], {"planes": True, "kv_planes": True}
     case = Case(read_shape("llama3.1-8b"), named("rtx4090"), 131072, dtype=bfloat16, **both)
     chosen = choose(replace(case, fixed=fixed))
-    assert chosen.seconds_per_token <= 0.022
+    assert 0.022 < chosen.seconds_per_token <= 0.023
     exact = choose(replace(case, fixed=fixed, method=MethodSettings(draft_kv="exact")))
     saved = exact.demand.drafting_bytes - chosen.demand.drafting_bytes
     assert saved > 0.24 * (1 << 30), "half of 4096 tokens in 16 bits"

@@ -1,0 +1,143 @@
+"""What a plan counts beside bytes and products: small kernels, laws, and operations on integers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triforce_kernels import layer, streaming
+from triforce_kernels.dispatch import KERNELS, _load
+from triforce_kernels.layer import rope_into
+from triforce_kernels.streaming import attend_cache
+
+from offload.feed import Feed
+from offload.formats import DTYPES
+from offload.machine.profiles import gpu_names, integer_rate, named
+from triforce_core.model.llama import Model
+from triforce_core.model.shapes import read_shape
+from triforce_core.model.tensors import layer_shapes
+from triforce_core.planner import costs as constants
+from triforce_core.planner.case import Case
+from triforce_core.planner.costs import FUSED, SMALL_KERNEL_SECONDS
+from triforce_core.planner.search import choose
+
+TOKENS = 3
+TINY = replace(
+    read_shape("smollm2-135m"), layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48
+)
+
+
+@dataclass
+class Cache8:
+    """A retrieval cache in 8 bits, as `kv/rounded` attends to one."""
+
+    rows: torch.Tensor = field(default_factory=lambda: torch.zeros(2, 2, 16, 8, dtype=torch.int8))
+    scale: torch.Tensor = field(default_factory=lambda: torch.ones(2, 2, 8))
+
+    def attend(self, index: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
+        keys, values = self.rows
+        query = rope_into(qkv, *feed.rotation, keys, values, 0, self.scale)
+        out = attend_cache(query.reshape(2, -1, 8), keys, values, feed.rows, 0)
+        return torch.mul(out, self.scale[1].unsqueeze(1), out=out).view(query.shape)
+
+
+class Launched(TorchDispatchMode):
+    """Kernels of PyTorch's, by name: what makes no view and fills something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.inside = False
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        plain = operation.overloadpacket.__name__
+        if not (self.inside or operation.is_view or plain.startswith(("empty", "_unsafe_view"))):
+            self.names.append(plain)
+        return operation(*args, **kwargs or {})
+
+
+# What a GPU launches for a kernel of the table: attention over a cache merges its parts.
+KERNELS_OF = {"attend_cache": 2}
+
+
+def test_kernels_of_a_layer_are_as_many_as_the_code_launches(monkeypatch) -> None:
+    """Of a step of the retrieval model, its cache in 8 bits: products aside they are small."""
+    launched = Launched()
+
+    def counting(kernel: str, device: torch.device):
+        def run(*values, **named):
+            launched.names += [kernel] * KERNELS_OF.get(kernel, 1)
+            launched.inside = True
+            try:
+                given = _load(KERNELS[kernel][0])(*values, **named)
+                # A kernel writes what it gives into memory that it allocates.
+                return given.contiguous() if isinstance(given, torch.Tensor) else given
+            finally:
+                launched.inside = False
+
+        return run
+
+    for module in (layer, streaming):
+        monkeypatch.setattr(module, "implementation", counting)
+    views = {name: torch.full(shape, 0.1) for name, shape in layer_shapes(TINY).items()}
+    feed = Feed.text(torch.zeros(TOKENS, dtype=torch.int64), 0, torch.device("cpu"))
+    feed = replace(feed, rotation=(torch.ones(TOKENS, 8), torch.zeros(TOKENS, 8)))
+    model, cache = Model(TINY, None, None, torch.device("cpu")), Cache8()
+    hidden = torch.ones(TOKENS, TINY.hidden)
+    with launched:
+        model._layer(0, views, hidden, cache, feed)
+    products = [name for name in launched.names if name in ("mm", "linear", "addmm")]
+    small = FUSED.small_before + FUSED.small_after + 2  # scaling, and merging what attention gave
+    assert len(products) == 4
+    attention = launched.names.count("attend_cache") - 1
+    assert len(launched.names) - len(products) - attention == small, launched.names
+    assert FUSED.before + FUSED.after == FUSED.small_before + FUSED.small_after + len(products)
+
+
+def test_a_recorded_step_counts_its_small_kernels_and_the_steps_of_a_law() -> None:
+    case = Case(read_shape("llama3.1-8b"), named("rtx4090"), 131072)
+    free = replace(case.hardware, graph_launch_seconds=0.0)
+    costs = replace(case.costs, hardware=free)
+    layer_bytes = costs.matrices.qkv + costs.matrices.rest
+    read = layer_bytes / free.memory_bytes_per_second
+    keys = 4096 * 2 * 8 * 128 / free.memory_bytes_per_second
+    small = FUSED.small_before + FUSED.small_after + 2
+    found = costs.resident_layer(1, 4096, rounded=True)
+    assert found == pytest.approx(read + keys + small * SMALL_KERNEL_SECONDS, rel=1e-6)
+    # One program makes a row's law: no bandwidth makes it faster.
+    fast = replace(costs, hardware=replace(free, memory_bytes_per_second=1e18))
+    steps = 4 * 32 + constants.LAW_SEARCH_STEPS
+    assert fast.head(1, recorded=True) >= steps * constants.LAW_STEP_SECONDS > 1e-4
+
+
+def test_every_card_has_a_rate_for_whole_numbers() -> None:
+    for name in gpu_names():
+        card = named(name)
+        assert 0 < card.integer_ops_per_second <= card.flops_per_second
+    assert integer_rate("NVIDIA H100 80GB HBM3") == named("h100").integer_ops_per_second
+    assert integer_rate("NVIDIA GeForce GTX 1080") is None
+
+
+def test_planes_are_planned_where_they_are_faster_and_not_where_integers_bound_them() -> None:
+    """An H200 reads 16 bits of a number sooner than it makes them of 12."""
+    bfloat16, auto = DTYPES["bfloat16"], frozenset({"weights", "kv"})
+    fixed = {"budget": 4096, "draft_tokens": 12, "inner_draft_tokens": 3}
+    case = Case(
+        read_shape("llama3.1-8b"), named("rtx4090"), 131072, dtype=bfloat16, auto=auto, fixed=fixed
+    )
+    here = choose(case)
+    assert here.plan.weights == here.plan.kv == "planes"
+    there = choose(replace(case, hardware=named("h200")))
+    assert there.plan.weights == there.plan.kv == "dense"
+    # Without that rate it would be planned there too.
+    endless = replace(named("h200"), integer_ops_per_second=None)
+    assert choose(replace(case, hardware=endless)).plan.weights == "planes"
+
+
+def test_planes_under_more_rows_than_a_tile_are_decoded_first() -> None:
+    case = Case(read_shape("llama3.1-8b"), named("rtx4090"), 8192, dtype=DTYPES["bfloat16"])
+    few, more = (replace(case, planes=True).costs.after(rows) for rows in (64, 65))
+    dense = case.costs.after(65)
+    assert more > dense + few / 3

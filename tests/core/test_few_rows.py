@@ -1,0 +1,53 @@
+"""Passes that multiply with weights as they are stored, and prompts that decode them first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from triforce_kernels import linear as products
+from triforce_kernels.limits import (
+    DECODED_AT_ONCE,
+    PLANES_AT_ONCE_ON_GPU,
+    PLANES_BYTES,
+    PLANES_BYTES_ON_GPU,
+)
+from triforce_kernels.planes import encode
+
+from offload.formats import DTYPES
+from triforce_core.model.shapes import read_shape
+from triforce_core.model.tensors import plane_layouts
+from triforce_core.settings import MethodSettings
+from triforce_core.sizing.demand import Wanted
+
+
+def test_a_pass_over_the_longest_automatic_draft_decodes_no_weight_first(monkeypatch) -> None:
+    """It has a row more than the draft has tokens: the text's last token."""
+    multiplied: list[int] = []
+
+    def matmul(x: torch.Tensor, weight: object) -> torch.Tensor:
+        multiplied.append(x.shape[0])
+        return x[:, :2]
+
+    monkeypatch.setattr(products, "_own_product", lambda weight, device: matmul)
+    weight = encode(torch.ones(2, 4, dtype=torch.bfloat16))
+    rows = MethodSettings().max_draft_tokens + 1
+    products.linear(torch.ones(rows, 4), weight)
+    assert multiplied == [rows]
+    products.linear(torch.ones(rows + 1, 4), weight)
+    assert multiplied == [rows], "more rows would read the weights twice"
+
+
+def test_the_slices_that_a_prompt_decodes_on_a_gpu_are_counted() -> None:
+    """They are 32 times as large there: a pass over few rows decodes none, halves aside."""
+    shape, longest = read_shape("llama3.1-8b"), MethodSettings(draft_tokens=64)
+    for name, passes_join in (("bfloat16", False), ("float16", True)):
+        dtype = DTYPES[name]
+        wanted = Wanted(shape, dtype, 8192, MethodSettings(), layouts=plane_layouts(shape, dtype))
+        kernels = replace(wanted, kernels_on_gpu=True)
+        more = PLANES_AT_ONCE_ON_GPU * PLANES_BYTES_ON_GPU - DECODED_AT_ONCE * PLANES_BYTES
+        here, there = wanted.demand(0), kernels.demand(0)
+        assert there.reading_bytes - here.reading_bytes == more > 0
+        assert there.pass_bytes - here.pass_bytes == (more if passes_join else 0)
+        here, there = (replace(each, method=longest).demand(0) for each in (wanted, kernels))
+        assert there.pass_bytes - here.pass_bytes == more, "65 rows"
