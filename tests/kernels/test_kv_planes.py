@@ -151,10 +151,10 @@ def test_exceptions_of_every_slice_are_put_where_they_belong(monkeypatch) -> Non
     """Two heads are coded at a time: the second slice has exceptions of its own."""
     monkeypatch.setattr("triforce_kernels.limits.KV_CODED_AT_ONCE", 2 * TOKENS * HEAD_DIM)
     block = of_each_kind()
-    coded = planes()
-    assert encode_block(block, coded)
+    blocks, at = stored()
+    assert encode_block(block, KVPlanes.of(blocks[0], at))
     found = torch.empty_like(block)
-    decode_block(coded, found)
+    decode_blocks(blocks, at, found[None])
     assert same(found, block)
 
 
