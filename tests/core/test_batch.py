@@ -79,6 +79,7 @@ def test_greedy_texts_are_transformers_own(tiny, method: str, placement: str) ->
         assert result.finish_reason == "length"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["qwen3", "dynamic-rope", "llama-bias"])
 def test_other_families(tiny, family: str) -> None:
     path, twin = tiny(family)

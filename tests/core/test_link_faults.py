@@ -87,6 +87,7 @@ def faulty(tiny, monkeypatch):
         engine.close()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("fault", "placement", "method", "every"),
     [
@@ -180,6 +181,7 @@ def test_a_link_that_stalls_is_an_error_at_the_limit(faulty, method: str, at: in
     assert engine.runtime.memory.available_bytes == before
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_slow_link_gives_the_same_tokens(tiny, method: str) -> None:
     """F3: ten times slower."""

@@ -68,6 +68,7 @@ def test_accounted_bytes_cover_what_is_allocated(
         assert accounted <= 1.35 * peak
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("placement", ["resident", "weights"])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_1", "Q8_0"])
 def test_accounted_bytes_cover_what_decoding_takes(

@@ -31,6 +31,7 @@ def engine(path: Path, placement: str = "kv-in-part", **options: object) -> Engi
     return Engine.from_pretrained(path, **settings)
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_what_was_saved_goes_on_as_it_would_have(tiny, tmp_path, placement: str) -> None:
     """Sampled, with drafts, at any placement: of a seed that says the text alone, the same text."""
@@ -51,6 +52,7 @@ def test_what_was_saved_goes_on_as_it_would_have(tiny, tmp_path, placement: str)
     assert found.stats["reused_tokens"] == expected.stats["reused_tokens"] == kept
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("saves", "loads"), [("resident", "kv"), ("both-one-slot", "resident")])
 @pytest.mark.parametrize("kv", ["dense", "planes"])
 def test_it_may_be_loaded_where_other_things_stream(

@@ -39,7 +39,7 @@ def test_a_trace_has_the_times_of_the_device(tiny, tmp_path) -> None:
     assert {"layer", "retrieval model", "drafter"} <= {e.name for e in tracks["compute"]}
 
 
-@pytest.mark.one_in(15)
+@pytest.mark.one_in(1000)
 @pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3", "yarn-rope", "dynamic-rope"])
 @pytest.mark.parametrize("draft", ["ngram", "none", "{model}"])
 def test_graphs_change_no_text(tiny, family: str, draft: str) -> None:
@@ -90,7 +90,7 @@ def test_a_graph_computes_what_eager_forwards_do(tiny, size: int, rounded: bool)
             kv.close()
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(1000)
 @pytest.mark.parametrize(
     "family", ["llama", "llama-mqa", "llama-tied", "qwen2", "qwen3", "yarn-rope"]
 )
@@ -110,6 +110,7 @@ def test_greedy_equals_the_cpu_at_every_placement(tiny, family: str) -> None:
         assert (result.stats["link"]["bytes_to_device"] > 0) == (name != "resident")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.strict
 @pytest.mark.parametrize(
     "options",
@@ -180,6 +181,7 @@ def test_streamed_logits_are_bitwise_those_of_resident_weights_and_kv(
         assert torch.equal(seen[name], seen["resident"]), name
 
 
+@pytest.mark.one_in(1000)
 @pytest.mark.parametrize("placement", ["kv", "split"])
 def test_graphs_change_no_text_of_weights_and_kv_in_planes(tiny, placement: str) -> None:
     """The retrieval level computes with high bits, over a cache of 8 bits, as on a GPU unasked."""
@@ -199,7 +201,7 @@ def test_graphs_change_no_text_of_weights_and_kv_in_planes(tiny, placement: str)
     assert accepted[0] == accepted[1]
 
 
-@pytest.mark.one_in(18)
+@pytest.mark.one_in(1000)
 @pytest.mark.parametrize("draft", ["ngram", "none", "{model}"])
 @pytest.mark.parametrize("retrieval", ["mass", "mean"])
 @pytest.mark.parametrize("method", ["triforce", "speculative", "trees"])
@@ -243,7 +245,7 @@ def test_a_context_that_grows_and_is_cut_gives_the_text_of_a_fresh_one(
 
 
 @pytest.mark.gpus(2)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(1000)
 @pytest.mark.parametrize("graphs", [False, True])
 def test_an_engine_serves_threads_whose_current_device_is_another(tiny, graphs: bool) -> None:
     from concurrent.futures import ThreadPoolExecutor
@@ -264,7 +266,7 @@ def test_an_engine_serves_threads_whose_current_device_is_another(tiny, graphs: 
 
 
 @pytest.mark.interpreted
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(1000)
 @pytest.mark.parametrize("pin", [True, False])
 def test_chunks_are_read_in_host_memory_itself_where_it_is_registered(tiny, pin: bool) -> None:
     from offload.link.cuda import reads_host_memory
@@ -331,7 +333,7 @@ def test_engines_one_after_another_give_the_device_back(tiny) -> None:
     assert free[1] - free[2] < 32 << 20
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(1000)
 @pytest.mark.parametrize("most", [0, 100_000])
 def test_memory_that_cannot_be_pinned_stays_pageable_and_gives_the_same_text(
     tiny, monkeypatch, most: int

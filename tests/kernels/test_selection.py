@@ -19,6 +19,7 @@ def chosen(scores: list[float], chunks: int, slots: int, newest: int) -> set[int
     return set(sorted(range(chunks), key=lambda c: (-worth(c), c))[:slots])
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("chunks", "slots", "newest"), [(40, 16, 4), (9, 16, 4), (5000, 32, 2), (3, 3, 0), (70, 2, 1)]
 )

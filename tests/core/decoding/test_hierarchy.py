@@ -79,6 +79,7 @@ def test_greedy_equals_transformers_whatever_drafts(tiny, family: str) -> None:
                 assert_equal_but_for_ties(model, prompt, result.token_ids, expected)
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("prompt_tokens", [1, 2, 7, 8, 9, BLOCK, BLOCK + 1, 100])
 @pytest.mark.parametrize("draft_tokens", [1, 2, 16, 64])
 def test_any_prompt_and_draft_length_equals_transformers(tiny, prompt_tokens, draft_tokens) -> None:

@@ -63,6 +63,7 @@ def test_greedy_text_is_the_same_with_triton_and_with_the_reference(
         assert (triton in used) == (kernel not in not_used), kernel
 
 
+@pytest.mark.slow
 def test_sampled_text_is_the_same_if_coins_fall_alike(tiny, monkeypatch) -> None:
     """Coupled: what is drawn at a position depends on nothing but its law."""
     path, _ = tiny("llama-mqa")

@@ -129,6 +129,7 @@ def test_what_the_host_computes_is_not_recorded(tiny) -> None:
         assert engine.model.recordable
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("draft", ["ngram", "none", "{self}", "{other}"])
 def test_the_hierarchy_over_recorded_forwards_changes_no_text(tiny, draft: str) -> None:
     """Many passes, refreshes and requests; at temperature 0, and coupled at 0.8."""

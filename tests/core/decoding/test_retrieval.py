@@ -91,6 +91,7 @@ def check(cache: RetrievalCache) -> None:
     assert cache.length == store.length
 
 
+@pytest.mark.one_in(26)
 @pytest.mark.parametrize("policy", ["mass", "mean"])
 @pytest.mark.parametrize("placement", ["resident", "kv", "kv-in-part"])
 @pytest.mark.parametrize(

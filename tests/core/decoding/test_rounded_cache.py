@@ -23,6 +23,7 @@ def engine(path: Path, **options: object) -> Engine:
     return Engine.from_pretrained(path, **settings | {"draft_tokens": 5} | options)
 
 
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_text_is_that_of_exact_kv(tiny, family: str) -> None:
     path, _ = tiny(family)
@@ -35,6 +36,7 @@ def test_the_text_is_that_of_exact_kv(tiny, family: str) -> None:
     assert result.stats["bits_per_number"]["kv"]["drafted"] == 8
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -197,6 +197,7 @@ def test_what_was_made_is_read_again(tmp_path, kept, monkeypatch) -> None:
     assert directory not in kept.iterdir()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("damage", ["cut", "empty", "other", "folder"])
 def test_a_damaged_cache_counts_for_nothing(tmp_path, kept, damage: str) -> None:
     path = tmp_path / "model"
