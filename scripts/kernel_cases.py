@@ -88,7 +88,7 @@ class KernelCases:
             run()
         self.settle()
         calls = [runs[i % len(runs)] for i in range(max(CALLS, len(runs)))]
-        if backend(self.device.type) == REFERENCE:
+        if backend(self.device) == REFERENCE:
             # Some references wait for the device, which nothing that is recorded may do.
             return statistics.median(self._clocked(calls) for _ in range(self.repeats))
         graph = torch.cuda.CUDAGraph()
