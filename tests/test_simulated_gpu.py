@@ -82,16 +82,21 @@ def test_memory_runs_out_at_the_cap_and_comes_back() -> None:
         torch.empty(8 << 20, dtype=torch.uint8, device="cuda")
 
 
+def copied_beside() -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Event]:
+    """Pinned numbers, a tensor that a stream of its own copies them to, and that copy's event."""
+    source = torch.arange(64.0).pin_memory()
+    there = torch.zeros(64, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream())
+        there.copy_(source, non_blocking=True)
+        return source, there, stream.record_event()
+
+
 @pytest.mark.parametrize("adversary", list(Adversary))
 def test_bytes_are_read_behind_their_copy_or_it_is_a_race(adversary: Adversary) -> None:
     with simulated(adversary) as machine:
-        source = torch.arange(64.0).pin_memory()
-        there = torch.zeros(64, device="cuda")
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            stream.wait_stream(torch.cuda.default_stream())
-            there.copy_(source, non_blocking=True)
-            done = stream.record_event()
+        source, there, done = copied_beside()
         with pytest.raises(RaceError, match="waits for no event"):
             there + 1
         torch.cuda.current_stream().wait_event(done)
@@ -101,13 +106,7 @@ def test_bytes_are_read_behind_their_copy_or_it_is_a_race(adversary: Adversary) 
 
 def test_a_late_copy_leaves_nan_and_notices_that_its_source_was_written() -> None:
     with simulated(Adversary.LATE) as machine:
-        source = torch.arange(64.0).pin_memory()
-        there = torch.zeros(64, device="cuda")
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            stream.wait_stream(torch.cuda.default_stream())
-            there.copy_(source, non_blocking=True)
-            done = stream.record_event()
+        source, there, done = copied_beside()
         assert there.inner.isnan().all()
         source.zero_()
         with pytest.raises(RaceError, match="then its source written"):
