@@ -1,12 +1,22 @@
 from setuptools import find_packages, setup
 
-# The folder kernels/ is installed as `triforce_kernels`: `kernels` is the import name of a Hugging
-# Face package that transformers imports, and the two must live side by side.
+# kernels/ and offload/ are installed as `triforce_kernels` and `triforce_offload`: other packages
+# have the bare names. transformers imports Hugging Face's `kernels`, for one.
+FOLDERS = {"triforce_kernels": "kernels", "triforce_offload": "offload"}
+
 setup(
     packages=[
-        *find_packages(include=["offload", "offload.*", "triforce_core", "triforce_core.*"]),
-        "triforce_kernels",
+        *find_packages(include=["triforce_core", "triforce_core.*"]),
+        *FOLDERS,
+        *(
+            f"{name}.{package}"
+            for name, folder in FOLDERS.items()
+            for package in find_packages(folder)
+        ),
     ],
-    package_dir={"triforce_kernels": "kernels"},
-    package_data={"offload.machine": ["data/*.toml"], "triforce_core.server": ["page.html"]},
+    package_dir=FOLDERS,
+    package_data={
+        "triforce_offload.machine": ["data/*.toml"],
+        "triforce_core.server": ["page.html"],
+    },
 )

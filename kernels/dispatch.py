@@ -16,36 +16,43 @@ from typing import Any
 
 import torch
 
-from .warmup import watch_compiler
+from triforce_kernels.warmup import watch_compiler
 
 VARIABLE = "TRIFORCE_KERNELS"
 REFERENCE, TRITON = "reference", "triton"
 
-# Each kernel has a reference and a Triton implementation, which take the same arguments.
+# Each kernel has a reference and a Triton implementation, which take the same arguments: the module
+# and function of the first, those of the second.
 KERNELS = {
-    "attention_splits": ("streaming.reference_splits", "streaming_triton.splits"),
-    "attend_blocks": ("streaming.reference_blocks", "streaming_triton.blocks"),
-    "attend_tail": ("streaming.reference_tail", "streaming_triton.tail"),
-    "attend_cache": ("streaming.reference_cache", "streaming_triton.cache"),
-    "group_scores": ("scoring.reference_group_scores", "scoring_triton.group_scores"),
-    "choose_chunks": ("selection.reference_choose", "selection_triton.choose"),
-    "gather_chunks": ("gather.reference_gather", "gather_triton.gather"),
+    "attention_splits": (
+        "attention.streaming.reference_splits",
+        "attention.streaming_triton.splits",
+    ),
+    "attend_blocks": ("attention.streaming.reference_blocks", "attention.streaming_triton.blocks"),
+    "attend_tail": ("attention.streaming.reference_tail", "attention.streaming_triton.tail"),
+    "attend_cache": ("attention.streaming.reference_cache", "attention.streaming_triton.cache"),
+    "group_scores": (
+        "attention.scoring.reference_group_scores",
+        "attention.scoring_triton.group_scores",
+    ),
+    "choose_chunks": ("kv.selection.reference_choose", "kv.selection_triton.choose"),
+    "gather_chunks": ("kv.gather.reference_gather", "kv.gather_triton.gather"),
     "rms_norm": ("layer.reference_rms_norm", "layer_triton.rms_norm"),
     "rope_into": ("layer.reference_rope_into", "layer_triton.rope_into"),
-    "round_chunks": ("rounding.reference_round_chunks", "rounding_triton.round_chunks"),
+    "round_chunks": ("kv.rounding.reference_round_chunks", "kv.rounding_triton.round_chunks"),
     "swiglu": ("layer.reference_swiglu", "layer_triton.swiglu"),
-    "law": ("sampling.reference_law", "law_triton.law"),
-    "accept": ("sampling.reference_accept", "accept_triton.accept"),
-    "pick": ("sampling.reference_pick", "accept_triton.pick"),
-    "decode_blocks": ("blocks.reference_decode", "blocks_triton.decode"),
-    "block_matmul": ("blocks.reference_matmul", "blocks_triton.matmul"),
-    "decode_planes": ("planes.reference_decode", "planes_triton.decode"),
-    "plane_matmul": ("planes.reference_matmul", "planes_triton.matmul"),
-    "upper_matmul": ("upper.reference_matmul", "upper_triton.matmul"),
-    "gather_plane_chunks": ("gather_planes.reference_gather", "gather_planes_triton.gather"),
-    "encode_kv_block": ("kv_planes.reference_encode", "kv_planes_triton.encode"),
-    "decode_kv_blocks": ("kv_planes.reference_decode", "kv_planes_triton.decode"),
-    "int4_matmul": ("int4.reference_matmul", "int4_triton.matmul"),
+    "law": ("sampling.sampling.reference_law", "sampling.law_triton.law"),
+    "accept": ("sampling.sampling.reference_accept", "sampling.accept_triton.accept"),
+    "pick": ("sampling.sampling.reference_pick", "sampling.accept_triton.pick"),
+    "decode_blocks": ("weights.blocks.reference_decode", "weights.blocks_triton.decode"),
+    "block_matmul": ("weights.blocks.reference_matmul", "weights.blocks_triton.matmul"),
+    "decode_planes": ("weights.planes.reference_decode", "weights.planes_triton.decode"),
+    "plane_matmul": ("weights.planes.reference_matmul", "weights.planes_triton.matmul"),
+    "upper_matmul": ("weights.upper.reference_matmul", "weights.upper_triton.matmul"),
+    "gather_plane_chunks": ("kv.gather_planes.reference_gather", "kv.gather_planes_triton.gather"),
+    "encode_kv_block": ("kv.kv_planes.reference_encode", "kv.kv_planes_triton.encode"),
+    "decode_kv_blocks": ("kv.kv_planes.reference_decode", "kv.kv_planes_triton.decode"),
+    "int4_matmul": ("weights.int4.reference_matmul", "weights.int4_triton.matmul"),
 }
 
 

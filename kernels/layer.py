@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .checks import alike, require
-from .dispatch import implementation
-from .rounding import rounded
+from triforce_kernels.checks import alike, require
+from triforce_kernels.dispatch import implementation
+from triforce_kernels.kv.rounding import rounded
 
 
 def rms_norm(

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .rounding_triton import whole_of
+from triforce_kernels.kv.rounding_triton import whole_of
 
 _COLUMNS = 1024
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.errors import LinkError
-from offload.homes import Home, Source
-from offload.link.link import Event, Link
+from triforce_offload.errors import LinkError
+from triforce_offload.homes import Home, Source
+from triforce_offload.link.link import Event, Link
 
 
 @dataclass(frozen=True)

@@ -1,44 +1,85 @@
-"""The copies of a pass, by what is to cross for it at the moment."""
+"""The copies of a pass, by what has to cross the link for it at the moment."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload.conveyor import Conveyor, Transfer
-from offload.homes import Home
-from offload.kv.store import KVStore
-from offload.placement import Placement
-from offload.schedule import Crossing, KVPlaces, Places, pass_schedule
-from offload.weights import WeightStore
+from triforce_offload.conveyor import Conveyor, Transfer
+from triforce_offload.homes import Home
+from triforce_offload.kv.store import KVStore
+from triforce_offload.placement import Placement
+from triforce_offload.schedule import Crossing, KVPlaces, Places, pass_schedule
+from triforce_offload.weights import WeightStore
 
 
-def start_copies(
-    conveyor: Conveyor, weights: WeightStore, placement: Placement, texts: Sequence[KVStore]
-) -> list[Crossing]:
-    """Starts the copies of a pass over everything that some texts keep, and says what crosses."""
-    shape = texts[0].shape
-    layers = range(shape.layers)
-    crossings = pass_schedule(
-        Places(
-            streamed_layers=placement.streamed_layers,
-            layer_bytes=weights.crossing_bytes,
-            texts=[
-                KVPlaces(
-                    [len(kv.homes(layer)) for layer in layers],
-                    [kv.on_device(layer) for layer in layers],
-                )
-                for kv in texts
-            ],
-            block_bytes=shape.block_bytes,
-        )
-    ).crossings
+class PassCopies:
+    """Starts the copies of passes ahead of them, through one conveyor.
 
-    def home(crossing: Crossing) -> Home:
-        if crossing.block is None:
-            return weights.homes[crossing.layer]
-        return texts[crossing.text].homes(crossing.layer)[crossing.block]
+    At most one pass is begun at a time; `cancel` drops its copies.
+    """
 
-    # A block that planes have no room for is larger than others.
-    crossings = [c._replace(nbytes=home(c).source.bytes.numel()) for c in crossings]
-    conveyor.start(Transfer(c.key, c.ring, home(c).source) for c in crossings)
-    return crossings
+    def __init__(self, conveyor: Conveyor, weights: WeightStore, placement: Placement) -> None:
+        self.conveyor = conveyor
+        self._weights = weights
+        self._placement = placement
+        # Of each sequence in the pass that was begun, the bytes that cross for it.
+        self._shares: dict[KVStore, int] = {}
+
+    @property
+    def begun(self) -> list[KVStore]:
+        """The sequences of the pass that was begun and is not kept yet."""
+        return list(self._shares)
+
+    def begin(self, sequences: Sequence[KVStore]) -> None:
+        """Start the copies of a pass over everything that these sequences keep. No other pass has
+        begun.
+        """
+        own, shared = [0] * len(sequences), 0
+        for crossing in self.start(sequences):
+            if crossing.block is None:
+                shared += crossing.nbytes
+            else:
+                own[crossing.text] += crossing.nbytes
+        count = len(sequences)
+        for index, sequence in enumerate(sequences):
+            # Rounded so that the shares add up to the bytes that crossed.
+            part = shared * (index + 1) // count - shared * index // count
+            self._shares[sequence] = own[index] + part
+
+    def kept(self, sequence: KVStore) -> int:
+        """End the pass for one sequence. Return the bytes that crossed for it."""
+        return self._shares.pop(sequence, 0)
+
+    def cancel(self) -> None:
+        """Drop the copies of a pass that was begun and not run."""
+        self.conveyor.cancel()
+        self._shares.clear()
+
+    def start(self, sequences: Sequence[KVStore]) -> list[Crossing]:
+        """Start copies without counting them as a pass. Return what crosses."""
+        shape = sequences[0].shape
+        layers = range(shape.layers)
+        crossings = pass_schedule(
+            Places(
+                streamed_layers=self._placement.streamed_layers,
+                layer_bytes=self._weights.crossing_bytes,
+                texts=[
+                    KVPlaces(
+                        [len(kv.homes(layer)) for layer in layers],
+                        [kv.on_device(layer) for layer in layers],
+                    )
+                    for kv in sequences
+                ],
+                block_bytes=shape.block_bytes,
+            )
+        ).crossings
+
+        def home(crossing: Crossing) -> Home:
+            if crossing.block is None:
+                return self._weights.homes[crossing.layer]
+            return sequences[crossing.text].homes(crossing.layer)[crossing.block]
+
+        # A block with more exceptions than planes have room for is larger than the others.
+        crossings = [c._replace(nbytes=home(c).source.bytes.numel()) for c in crossings]
+        self.conveyor.start(Transfer(c.key, c.ring, home(c).source) for c in crossings)
+        return crossings

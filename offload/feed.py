@@ -54,6 +54,8 @@ class Feed:
     @classmethod
     def side_by_side(cls, feeds: Sequence[Feed]) -> Feed:
         """Feeds of several sequences as one."""
+        if len(feeds) == 1:
+            return feeds[0]
         parents, first = [], 0
         for feed in feeds:
             parents += [first + p if p >= 0 else -1 for p in map(feed.parent, range(feed.rows))]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from offload.errors import OutputError, UsageError
+from triforce_offload.errors import OutputError, UsageError
 
 STANDARD_OUTPUT = "-"
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")

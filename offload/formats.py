@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from triforce_kernels import limits
-from triforce_kernels.block_types import BlockType
+from triforce_kernels.weights.block_types import BlockType
 
 if TYPE_CHECKING:
     import torch
-    from triforce_kernels.blocks import BlockWeight
-    from triforce_kernels.halves import HalfWeight
-    from triforce_kernels.int4 import Int4Weight
-    from triforce_kernels.linear import SplitWeight, StackedWeight, Weight
-    from triforce_kernels.planes import PlaneWeight
-    from triforce_kernels.upper import UpperWeight
+
+    from triforce_kernels.weights.blocks import BlockWeight
+    from triforce_kernels.weights.halves import HalfWeight
+    from triforce_kernels.weights.int4 import Int4Weight
+    from triforce_kernels.weights.linear import SplitWeight, StackedWeight, Weight
+    from triforce_kernels.weights.planes import PlaneWeight
+    from triforce_kernels.weights.upper import UpperWeight
 
 # Bytes. Equal alignment everywhere keeps vectorised kernels bitwise equal at any placement.
 ALIGNMENT = 256
@@ -85,7 +86,7 @@ class Blocks:
         return self.rows * self.kind.row_bytes(self.columns)
 
     def view(self, buffer: torch.Tensor) -> BlockWeight:
-        from triforce_kernels.blocks import BlockWeight
+        from triforce_kernels.weights.blocks import BlockWeight
 
         return BlockWeight(buffer.view(self.rows, -1), self.kind, self.columns)
 
@@ -93,7 +94,7 @@ class Blocks:
 @dataclass(frozen=True)
 class Groups:
     """A matrix in 4 bits: whole numbers, with a scale and an offset in `dtype` for each `group`
-    columns of a row (`triforce_kernels.int4`).
+    columns of a row (`triforce_kernels.weights.int4`).
     """
 
     rows: int
@@ -106,7 +107,7 @@ class Groups:
         return aligned(self._packed_bytes) + 2 * aligned(self._scale_bytes)
 
     def view(self, buffer: torch.Tensor) -> Int4Weight:
-        from triforce_kernels.int4 import Int4Weight
+        from triforce_kernels.weights.int4 import Int4Weight
 
         packed = buffer[: self._packed_bytes].view(self.rows, -1)
         after, scales = aligned(self._packed_bytes), []
@@ -162,7 +163,7 @@ class Nested(ABC):
 @dataclass(frozen=True)
 class Halves(Nested):
     """A float16 matrix: the upper byte of each number, and the lower one
-    (`triforce_kernels.halves`).
+    (`triforce_kernels.weights.halves`).
     """
 
     @property
@@ -174,12 +175,12 @@ class Halves(Nested):
         return aligned(self.rows * self.columns)
 
     def joined(self, buffer: torch.Tensor, lower: torch.Tensor) -> HalfWeight:
-        from triforce_kernels.halves import HalfWeight
+        from triforce_kernels.weights.halves import HalfWeight
 
         return HalfWeight(self._bytes(buffer), None, self._bytes(lower))
 
     def upper(self, buffer: torch.Tensor) -> UpperWeight:
-        from triforce_kernels.upper import UpperWeight
+        from triforce_kernels.weights.upper import UpperWeight
 
         return UpperWeight(self._bytes(buffer), None)
 
@@ -190,7 +191,7 @@ class Halves(Nested):
 @dataclass(frozen=True)
 class Planes(Nested):
     """A bfloat16 matrix of an even number of columns in 12 bits a number, and room for exceptions
-    (`triforce_kernels.planes`).
+    (`triforce_kernels.weights.planes`).
     """
 
     @property
@@ -203,7 +204,8 @@ class Planes(Nested):
 
     def joined(self, buffer: torch.Tensor, lower: torch.Tensor) -> PlaneWeight:
         import torch
-        from triforce_kernels.planes import PlaneWeight
+
+        from triforce_kernels.weights.planes import PlaneWeight
 
         upper, base, places, patterns, starts = self._upper_parts(buffer)
         return PlaneWeight(
@@ -216,7 +218,7 @@ class Planes(Nested):
         )
 
     def upper(self, buffer: torch.Tensor) -> UpperWeight:
-        from triforce_kernels.upper import UpperWeight
+        from triforce_kernels.weights.upper import UpperWeight
 
         upper, base, *_ = self._upper_parts(buffer)
         return UpperWeight(upper.view(self.rows, -1), base)
@@ -250,7 +252,7 @@ class Stack:
         return sum(aligned(part.nbytes) for part in self.parts)
 
     def view(self, buffer: torch.Tensor) -> StackedWeight:
-        from triforce_kernels.linear import StackedWeight
+        from triforce_kernels.weights.linear import StackedWeight
 
         views, start = [], 0
         for part in self.parts:

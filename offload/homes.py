@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from offload.link.link import Event, OnDemand
+from triforce_offload.layouts import FlatLayout, Views
+from triforce_offload.link.link import Event, OnDemand
 
 
 class Source(NamedTuple):
@@ -27,7 +28,12 @@ class Source(NamedTuple):
 
 
 class Home(Protocol):
-    """Where some bytes lie. Buffers are flat uint8."""
+    """Where the bytes of a KV block are. Buffers are flat uint8.
+
+    dense: whether it is a block that is kept dense where others are in planes
+    """
+
+    dense: bool
 
     @property
     def source(self) -> Source | None:
@@ -39,14 +45,31 @@ class Home(Protocol):
         `source` says from when on. None if they lie in a file.
         """
 
+    @property
+    def host(self) -> HostHome | None:
+        """The bytes in host memory, if they are there too or alone."""
+
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
         """The bytes on the device. slot: what came of `source`, None where there is none."""
+
+
+class LayerHome(Home, Protocol):
+    """Where the weights of a layer are, and what passes and the retrieval level get of them."""
+
+    def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
+        """The layer's tensors, exactly. came: what `read` gave."""
+
+    def draft_views(self, layout: FlatLayout, *, upper: bool) -> Views:
+        """The tensors on the device that the retrieval level computes with.
+
+        upper: whether it reads only the upper planes of what is in planes
+        """
 
 
 class DeviceHome:
     """Bytes that stay on the device."""
 
-    source = None
+    dense, source, host = False, None, None
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.memory = buffer
@@ -54,17 +77,32 @@ class DeviceHome:
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
         return self.memory
 
+    def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
+        return layout.views(came)
+
+    def draft_views(self, layout: FlatLayout, *, upper: bool) -> Views:
+        return layout.joined(self.memory, None) if upper else layout.views(self.memory)
+
 
 class HostHome:
     """Bytes in host memory, all of which cross the link each time they are read."""
+
+    dense = False
 
     def __init__(self, buffer: torch.Tensor, written: Event | None = None) -> None:
         """written: from when on the buffer holds its bytes; None for now."""
         self.memory = buffer
         self.source = Source(buffer, () if written is None else (written,))
 
+    @property
+    def host(self) -> HostHome:
+        return self
+
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
         return slot
+
+    def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
+        return layout.views(came)
 
 
 class DenseHome(HostHome):
@@ -72,10 +110,12 @@ class DenseHome(HostHome):
     they have no room for its exceptions.
     """
 
+    dense = True
+
 
 class HalvedHome:
-    """Bytes of which the first, the upper planes among them, stay on the device and the last, the
-    lower planes, cross the link.
+    """A layer of which the first bytes, the upper planes among them, stay on the device and the
+    last, the lower planes, cross the link.
     """
 
     def __init__(self, resident: torch.Tensor, lower: torch.Tensor) -> None:
@@ -87,9 +127,15 @@ class HalvedHome:
         """What came: the rest is `memory`."""
         return slot
 
+    def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
+        return layout.joined(self.memory, came)
+
+    def draft_views(self, layout: FlatLayout, *, upper: bool) -> Views:
+        return layout.joined(self.memory, None)
+
 
 class FileHome:
-    """Bytes that are read from a file, and cross the link, each time they are asked for."""
+    """A layer that is read from a file, and crosses the link, each time it is asked for."""
 
     memory = None
 
@@ -99,11 +145,14 @@ class FileHome:
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
         return slot
 
+    def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
+        return layout.views(came)
+
 
 class MirroredHome:
-    """Bytes in host memory with a copy on the device, which may be dropped at any time."""
+    """A block in host memory with a copy on the device, which may be dropped at any time."""
 
-    source = None
+    dense, source = False, None
 
     def __init__(self, host: HostHome, copy: torch.Tensor) -> None:
         self.host = host

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from offload.formats import Blocks, Format, Nested, Stack, aligned
+from triforce_offload.formats import Blocks, Format, Nested, Stack, aligned
 
 if TYPE_CHECKING:
     import torch
-    from triforce_kernels.linear import Weight
+
+    from triforce_kernels.weights.linear import Weight
 
 # Named tensors.
 Views = Mapping[str, "Weight"]

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from offload.errors import DoesNotFitError, UsageError
-from offload.kv.shape import KVShape
+from triforce_offload.errors import DoesNotFitError, UsageError
+from triforce_offload.kv.shape import KVShape
 
 WEIGHT_SLOTS = 2
 KV_SLOTS = 3

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
+
+
+class Call:
+    """What the first rank tells the others before it does it. Each kind is a subclass.
+
+    computes: whether it goes on until the device has computed, which `Ranks.check` says
+    settles: whether nothing computes any more after it
+    """
+
+    computes: ClassVar[bool] = False
+    settles: ClassVar[bool] = False
 
 
 class Ranks(Protocol):
@@ -38,13 +49,13 @@ class Ranks(Protocol):
     def least(self, number: int) -> int:
         """The least of all ranks' numbers, which wait for each other. Raises RankError."""
 
-    def tell(self, call: str, *arguments: Any) -> None:
+    def tell(self, call: Call) -> None:
         """Tells the others what is about to be done, if this rank leads. Raises RankError."""
 
-    def ask(self, question: str) -> list[Any]:
+    def ask(self, question: Call) -> list[Any]:
         """What each of the others answers, in their order. Raises RankError."""
 
-    def collect(self, call: str, *arguments: Any) -> list[torch.Tensor]:
+    def collect(self, call: Call) -> list[torch.Tensor]:
         """Tells the others to do what each gives a tensor of the host by (`give`). Returns these,
         in their order. An interrupt waits until all have come. Raises RankError.
         """
@@ -86,14 +97,14 @@ class Silent:
     def meet(self, device: torch.device, *, own_device: bool) -> None:
         """Ranks.meet."""
 
-    def tell(self, call: str, *arguments: Any) -> None:
+    def tell(self, call: Call) -> None:
         """Ranks.tell."""
 
-    def ask(self, question: str) -> list[Any]:
+    def ask(self, question: Call) -> list[Any]:
         """Ranks.ask."""
         return []
 
-    def collect(self, call: str, *arguments: Any) -> list[torch.Tensor]:
+    def collect(self, call: Call) -> list[torch.Tensor]:
         """Ranks.collect."""
         return []
 

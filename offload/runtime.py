@@ -1,4 +1,4 @@
-"""What outlives every text on a device: link, memory, weights and slots."""
+"""What outlives every sequence on a device: link, memory, weights, slots and passes."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ from itertools import chain
 
 import torch
 
-from offload.conveyor import Conveyor
-from offload.errors import LinkError
-from offload.joint import JointPasses
-from offload.kv.leaving import StagingSlots
-from offload.kv.store import KVStore
-from offload.layouts import FlatLayout
-from offload.link.link import Link
-from offload.link.trace import Tracer
-from offload.memory.device import Allocation, DeviceMemory
-from offload.memory.host import HostBlocks, HostMemory
-from offload.passes import Passes
-from offload.placement import Demand, Placement, share_blocks, streams
-from offload.schedule import KV, WEIGHTS
-from offload.weights import Fill, Loaded, WeightStore
+from triforce_offload.conveyor import Conveyor
+from triforce_offload.copies import PassCopies
+from triforce_offload.errors import LinkError
+from triforce_offload.kv.leaving import StagingSlots
+from triforce_offload.kv.store import KVStore
+from triforce_offload.layouts import FlatLayout
+from triforce_offload.link.link import Link
+from triforce_offload.link.trace import Tracer
+from triforce_offload.memory.device import Allocation, DeviceMemory
+from triforce_offload.memory.host import HostBlocks, HostMemory
+from triforce_offload.passes import Passes
+from triforce_offload.placement import Demand, Placement, share_blocks, streams
+from triforce_offload.schedule import KV, WEIGHTS
+from triforce_offload.sequence import SequenceKV
+from triforce_offload.weights import Fill, Loaded, StreamedWeights, WeightStore
 
 # Slots of a kind that are kept whatever happens: while one is read the other is filled.
 _LEAST_SLOTS = 2
 
 
 class Runtime:
-    """Link, device memory, weights, slots and host blocks of one engine, on one device."""
+    """Link, device memory, weights, slots and host blocks of one engine, on one device.
+
+    passes: over the sequences that `sequence` made
+    """
 
     def __init__(
         self,
@@ -83,6 +87,8 @@ class Runtime:
             staging = self._ring(placement.staging_slots, demand.kv.slot_bytes, "staging slots")
             self._staged = self._rings.pop()
             self._staging = StagingSlots(staging, link)
+            self._copies = PassCopies(self.conveyor, self.weights, placement)
+            self.passes = Passes(self._copies, StreamedWeights(self.weights, self.conveyor, trace))
             undo.pop_all()
 
     @property
@@ -90,9 +96,9 @@ class Runtime:
         """Whether anything crosses the link in passes over a full context."""
         return streams(self.demand, self.placement)
 
-    def passes(self) -> Passes:
-        """Memory for one text: tail, its part of the KV blocks on the device, and temporaries of
-        its forwards.
+    def sequence(self) -> SequenceKV:
+        """Take memory for one sequence: its tail, its part of the KV blocks on the device, and
+        temporaries of its forwards.
 
         Raises DoesNotFitError.
         """
@@ -109,27 +115,16 @@ class Runtime:
             self.dense_blocks,
         )
         try:
-            return Passes(
-                kv,
-                self.weights,
-                self.conveyor,
-                self.memory,
-                demand,
-                placement,
-                self.trace,
-            )
+            return SequenceKV(kv, self._copies, self.memory, demand, placement)
         except BaseException:
             kv.close()
             raise
 
-    def joint_passes(self) -> JointPasses:
-        """For passes over several texts at once."""
-        return JointPasses(self.weights, self.conveyor, self.placement, self.trace)
-
     def give_up_slots(self) -> bool:
-        """Gives back slots, for good, but for those that copies and compute take by turns, and says
+        """Give back slots for good, except those that copies and compute take by turns. Return
         whether there were any. Not in the middle of a pass.
         """
+        self.passes.weights.forget()
         dropped = self.conveyor.drop_slots(_LEAST_SLOTS)
         for ring in self._rings:
             for allocation in ring[_LEAST_SLOTS:]:
@@ -138,9 +133,9 @@ class Runtime:
         self.memory.trim()
         return dropped > 0
 
-    def give_up_resident(self, passes: Passes) -> bool:
-        """See `Passes.give_up_resident`. passes: the only ones that there are"""
-        if not passes.give_up_resident():
+    def give_up_resident(self, sequence: SequenceKV) -> bool:
+        """See `SequenceKV.give_up_resident`. sequence: the only one that there is"""
+        if not sequence.give_up_resident():
             return False
         self.placement = replace(self.placement, resident_kv_blocks=0)
         return True

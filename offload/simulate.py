@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from offload.link.trace import COMPUTE, COPY_IN, Span
-from offload.schedule import WEIGHTS, Crossing
+from triforce_offload.link.trace import COMPUTE, COPY_IN, Span
+from triforce_offload.schedule import WEIGHTS, Crossing
 
 
 class Work(NamedTuple):

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Collection
 
 import torch
-from triforce_kernels import limits
-from triforce_kernels.int4 import Int4Weight, quantise
-from triforce_kernels.linear import SplitWeight, Weight, joined, rows_of
 
-from offload.checkpoint.layer_cache import LayerCache
-from offload.layouts import FlatLayout, Views
-from offload.memory.device import DeviceMemory
+from triforce_kernels import limits
+from triforce_kernels.weights.int4 import Int4Weight, quantise
+from triforce_kernels.weights.linear import Weight, rows_of
+from triforce_offload.checkpoint.layer_cache import LayerCache
+from triforce_offload.layouts import FlatLayout, Views
+from triforce_offload.memory.device import DeviceMemory
 
 # Changes when other numbers come out of the same weights.
 RECIPE = "int4-1"
@@ -82,7 +82,7 @@ class Substitutes:
 
 def _rows(exact: Weight, first: int, end: int) -> torch.Tensor:
     part = rows_of(exact, first, end)
-    return joined(part) if isinstance(part, SplitWeight) else part
+    return part if isinstance(part, torch.Tensor) else part.joined()
 
 
 def _quantise_into(exact: Weight, into: Int4Weight) -> None:

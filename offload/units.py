@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from offload.errors import UsageError
+from triforce_offload.errors import UsageError
 
 _UNITS = {
     "": 1,

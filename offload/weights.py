@@ -9,14 +9,14 @@ from typing import Protocol
 
 import torch
 
-from offload.conveyor import Conveyor
-from offload.homes import DeviceHome, FileHome, HalvedHome, Home, HostHome
-from offload.layouts import FlatLayout, Views
-from offload.link.trace import Tracer
-from offload.memory.device import Allocation, DeviceMemory
-from offload.memory.host import HostBuffers, HostMemory
-from offload.schedule import WEIGHTS
-from offload.substitutes import Substitutes
+from triforce_offload.conveyor import Conveyor
+from triforce_offload.homes import DeviceHome, FileHome, HalvedHome, HostHome, LayerHome
+from triforce_offload.layouts import FlatLayout, Views
+from triforce_offload.link.trace import Tracer
+from triforce_offload.memory.device import Allocation, DeviceMemory
+from triforce_offload.memory.host import HostBuffers, HostMemory
+from triforce_offload.schedule import WEIGHTS
+from triforce_offload.substitutes import Substitutes
 
 # Layers that are read and dequantised at a time.
 _READERS = 4
@@ -72,7 +72,7 @@ class WeightStore:
             raise
         device_buffers = iter(self._device.bytes.split(on_device))
         host_buffers = iter(self._host.buffers)
-        self.homes: list[Home] = []
+        self.homes: list[LayerHome] = []
         views: list[Views | None] = []
         for layer, layout in enumerate(layouts):
             if layer in in_files:
@@ -153,11 +153,7 @@ class StreamedWeights:
         with self._conveyor.bring((WEIGHTS, index), home) as buffer:
             key = (index, buffer.data_ptr())
             if key not in self._views:
-                layout = self._store.layouts[index]
-                halved = isinstance(home, HalvedHome)
-                self._views[key] = (
-                    layout.joined(home.memory, buffer) if halved else layout.views(buffer)
-                )
+                self._views[key] = home.views(self._store.layouts[index], buffer)
             with self._trace.compute("layer", layer=index):
                 yield self._views[key]
 
@@ -177,10 +173,8 @@ class ResidentWeights:
         for layer, (layout, home) in enumerate(zip(store.layouts, store.homes, strict=True)):
             if layer in instead:
                 self._views.append(instead[layer])
-            elif upper or isinstance(home, HalvedHome):
-                self._views.append(layout.joined(home.memory, None))
             else:
-                self._views.append(layout.views(home.memory))
+                self._views.append(home.draft_views(layout, upper=upper))
 
     def layer(self, index: int) -> AbstractContextManager[Views]:
         """Weights.layer."""

@@ -1,7 +1,7 @@
-"""The demo: SmolLM2-135M reads 6,000 tokens of the Python manual, its KV cache streamed.
+"""The demo: SmolLM2-135M answers a question about 6,000 tokens of text, its KV cache streamed.
 
-Drafts of the retrieval model are verified many at a time; on a terminal colours show which held.
-`--chat` talks to the model instead, `--serve` serves it.
+The text is the Python manual. Each pass verifies many tokens that the retrieval level drafted; on a
+terminal, colours show which were accepted. `--chat` talks to the model, `--serve` serves it.
 
 python scripts/demo.py [--weights] [any option of `triforce generate`]
 python scripts/demo.py --chat|--serve [any option of `triforce chat` or `serve`]
@@ -13,7 +13,7 @@ import argparse
 import sys
 import tempfile
 
-from material import manual, model_file
+from bench.material import manual, model_file
 
 QUESTION = "What is the text above about? Summarize it in three sentences."
 # About 6,000 tokens, with the question and the chat template around them.
@@ -30,25 +30,29 @@ def main() -> int:
     args, options = parser.parse_known_args()
     if args.chat or args.serve:
         return triforce(["chat" if args.chat else "serve", str(model_file()), *options])
-    text = manual(MANUAL_CHARACTERS)
+    text = prompt()
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
-        file.write(f"Here is a part of the Python manual:\n\n{text}\n\n{QUESTION}")
+        file.write(text)
         file.flush()
-        say(f"{len(text)} characters of the Python manual, then: {QUESTION}\n")
+        say(f"{MANUAL_CHARACTERS} characters of the Python manual, then: {QUESTION}\n")
         return triforce(
             [
                 *("generate", str(model_file()), "--prompt-file", file.name, "--chat"),
                 *device_options(stream_weights=args.weights),
                 *(["--color-levels"] if sys.stdout.isatty() else []),
-                # The same text at each run: draft lengths depend on times, and `coupled` text
-                # does not depend on them.
+                # Every run gives the same text: draft lengths depend on times, and with `coupled`
+                # the text does not depend on draft lengths.
                 *("--max-new-tokens", "160", "--seed", "2", "--accept", "coupled", *options),
             ]
         )
 
 
+def prompt() -> str:
+    return f"Here is a part of the Python manual:\n\n{manual(MANUAL_CHARACTERS)}\n\n{QUESTION}"
+
+
 def device_options(*, stream_weights: bool) -> list[str]:
-    """A device too small for the KV cache, or for the weights too."""
+    """Return options of a device too small for the KV cache, or for the weights too."""
     import torch
 
     if torch.cuda.is_available():

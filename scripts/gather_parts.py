@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from offload.files import Output
-from offload.machine.hardware import provenance
+from triforce_offload.files import Output
+from triforce_offload.machine.hardware import provenance
 
 
 def main() -> None:

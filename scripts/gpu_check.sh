@@ -17,9 +17,8 @@ RESULT=${1:-benchmarks/results/gpu_check.json}
 MEMORY=${MEMORY:-24GB}
 PYTHON=${PYTHON:-python3}
 BUDGET=${BUDGET:-570}
-# Or this folder, and kernels/ in it, would come before the packages of those names. What scripts
-# share with each other is found by its own name then.
-export PYTHONSAFEPATH=1 PYTHONPATH="$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}"
+# Or this folder, and kernels/ in it, would come before the packages of those names.
+export PYTHONSAFEPATH=1
 PARTS=$(mktemp -d)
 trap 'rm -rf "$PARTS"' EXIT
 FAILED=0
@@ -81,7 +80,7 @@ if [[ ${PLANES:-} ]]; then
             --shape "$LLAMA3" --context $LONG --repeats $REPEATS --tests pass,retrieval \
             --weights "$weights" --kv "$kv"
     done
-    part bench-kernels 60 "$PYTHON" scripts/bench_kernels.py --planes --json --shape "$LLAMA3" \
+    part bench-kernels 60 "$PYTHON" scripts/bench kernels --planes --json --shape "$LLAMA3" \
         --context $LONG --repeats $CALLS
     exit $FAILED
 fi
@@ -89,11 +88,11 @@ part env 20 "${TRIFORCE[@]}" env
 part llama2-7b 130 "${BENCH[@]}" --shape "$LLAMA2" --context $LONG --repeats $REPEATS
 # These look at the memory of the whole device: one process.
 part tests 130 "${PYTEST[@]}" -m gpu "${GPU_TESTS[@]}"
-part bench-kernels 50 "$PYTHON" scripts/bench_kernels.py --json --shape "$LLAMA2" --context $LONG \
+part bench-kernels 50 "$PYTHON" scripts/bench kernels --json --shape "$LLAMA2" --context $LONG \
     --repeats $CALLS
 part llama3.1-8b 40 "${BENCH[@]}" --shape "$LLAMA3" --context $LONG --repeats $REPEATS \
     --tests pass,retrieval
-part offloaded-cache 60 "$PYTHON" scripts/bench_offloaded_cache.py --shape "$LLAMA2" \
+part offloaded-cache 60 "$PYTHON" scripts/bench offloaded_cache --json --shape "$LLAMA2" \
     --context $((LONG - 8)) --memory "$MEMORY"
 # Kernels compile on one core each, about 170 of them: with pytest-xdist on several at once, into a
 # cache that what follows finds.

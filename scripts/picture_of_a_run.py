@@ -1,9 +1,9 @@
-"""A picture of a run as a terminal shows it: the demo's model and text, over an EMULATED link.
+"""Draw a run as a terminal shows it: the demo's model and text, over an EMULATED link.
 
     python scripts/picture_of_a_run.py [--output docs/run.svg] [any option of `triforce generate`]
 
-Colours say where the text came from. Lines of progress, which a terminal takes away again, are left
-out; everything else is what the command wrote.
+Colours say which level drafted the text. Lines of progress, which a terminal erases, are left out;
+everything else is the command's output.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import tempfile
 from io import StringIO
 from pathlib import Path
 
-from demo import MANUAL_CHARACTERS, QUESTION
-from material import manual, model_file
 from rich.console import Console
 from rich.text import Text
+
+import demo
+from bench.material import model_file
 
 # All weights fit into this memory, and of the KV cache about a third.
 DEVICE = (
@@ -47,8 +48,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         # Beside each other, so that the command says nothing of this machine.
         (Path(folder) / model.name).symlink_to(model)
-        text = f"Here is a part of the Python manual:\n\n{manual(MANUAL_CHARACTERS)}\n\n{QUESTION}"
-        (Path(folder) / "manual.txt").write_text(text, "utf-8")
+        (Path(folder) / "manual.txt").write_text(demo.prompt(), "utf-8")
         ran = subprocess.run(
             [sys.executable, "-P", "-m", "triforce_core.cli", *command[1:]],
             cwd=folder,

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .venv-rivals for scripts/compare.py, with DeepSpeed and llama.cpp (the wheel xllamacpp), and
+# Makes .venv-rivals for scripts/rivals compare, with DeepSpeed and llama.cpp (the wheel xllamacpp), and
 # has DeepSpeed build its helper: a minute that no measurement should contain. What it takes besides
 # is pinned in constraints.txt, PyTorch among it.
 set -euo pipefail

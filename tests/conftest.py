@@ -30,8 +30,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         function = item.nodeid.split("[")[0]
         grid = item.get_closest_marker("one_in")
-        skipped = grid and function in seen and zlib.crc32(item.nodeid.encode()) % grid.args[0]
-        left[not (item.get_closest_marker("slow") or skipped)].append(item)
+        further = function in seen and (
+            item.get_closest_marker("first") is not None
+            or (grid is not None and zlib.crc32(item.nodeid.encode()) % grid.args[0] != 0)
+        )
+        left[item.get_closest_marker("slow") is None and not further].append(item)
         seen.add(function)
     items[:] = left[True]
     config.hook.pytest_deselected(items=left[False])

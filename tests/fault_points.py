@@ -23,15 +23,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offload import files
-from offload.checkpoint import layer_cache
-from offload.errors import DoesNotFitError, LinkError
-from offload.link import emulated
-from offload.link.emulated import EmulatedLink
-from offload.memory import device, host
-from offload.memory.device import DeviceMemory
-from offload.memory.host import HostMemory
 from triforce_core.parallel.collectives import Collectives
+from triforce_offload import files
+from triforce_offload.checkpoint import layer_cache
+from triforce_offload.errors import DoesNotFitError, LinkError
+from triforce_offload.link import emulated
+from triforce_offload.link.emulated import EmulatedLink
+from triforce_offload.memory import device, host
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.memory.host import HostMemory
 
 # What fails where, and how the machine says so.
 KINDS: dict[str, Callable[[], BaseException]] = {

@@ -17,9 +17,9 @@ from typing import Any
 from fault_points import KINDS, Faults, Held, planted, temporaries
 from helpers import BLOCK, PLACEMENTS, random_ids
 
-from offload.errors import RankError, TriforceError
-from offload.files import Output, cache_directory
 from triforce_core import Engine, SamplingParams
+from triforce_offload.errors import RankError, TriforceError
+from triforce_offload.files import Output, cache_directory
 
 # Two blocks and a tail that becomes the third while text is generated.
 PROMPT = random_ids(3 * BLOCK - 4)

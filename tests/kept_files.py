@@ -18,7 +18,6 @@ from typing import NamedTuple
 import mutants
 from helpers import BLOCK, PLACEMENTS, random_ids
 
-from offload.errors import TriforceError, UsageError
 from triforce_core import Engine, SamplingParams
 from triforce_core.cli.main import _parser
 from triforce_core.cli.prompt import read_messages
@@ -26,6 +25,7 @@ from triforce_core.cli.prompts_file import Answers, Task, read_tasks
 from triforce_core.cli.settings_file import kept_flags
 from triforce_core.opening import OpenModel
 from triforce_core.planner.plan import Plan
+from triforce_offload.errors import TriforceError, UsageError
 
 SETTINGS = b"""\
 device-memory = "22GiB"

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from offload.conveyor import Conveyor, Transfer
-from offload.kv.leaving import StagingSlots
-from offload.kv.shape import KVShape
-from offload.kv.store import KVStore
-from offload.link.link import LinkCounters
-from offload.memory.device import DeviceMemory
-from offload.memory.host import HostBlocks, HostMemory
-from offload.schedule import KV
+from triforce_offload.conveyor import Conveyor, Transfer
+from triforce_offload.kv.leaving import StagingSlots
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.store import KVStore
+from triforce_offload.link.link import LinkCounters
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.memory.host import HostBlocks, HostMemory
+from triforce_offload.schedule import KV
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype=torch.float32)
 PLANES = replace(SHAPE, dtype=torch.bfloat16, in_planes=True)

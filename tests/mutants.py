@@ -118,8 +118,8 @@ def try_mutants(root: Path, target: str, first: int, last: int) -> None:
     Runs in a process of its own, whose death by a signal the test sees. Prints a line for each
     outcome that is not allowed.
     """
-    from offload.errors import TriforceError
     from triforce_core import Engine, SamplingParams
+    from triforce_offload.errors import TriforceError
 
     folder, name, damage = TARGETS[target]
     path = root / folder

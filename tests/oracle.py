@@ -9,7 +9,7 @@ import torch
 from float_bounds import forward_bound
 
 from triforce_core import SamplingParams
-from triforce_core.model.llama import Model
+from triforce_core.model.transformer import Model
 
 
 def greedy(count: int = 45, **options: object) -> SamplingParams:

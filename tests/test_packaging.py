@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -10,13 +11,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = ("kernels", "offload", "triforce_core")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
+    """Built from a copy: a folder build/ of an earlier layout would leave its modules in."""
+    out, source = tmp_path_factory.mktemp("wheel"), tmp_path_factory.mktemp("source")
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, source / folder)
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source)
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", out, ROOT],
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", out, source],
         check=True,
     )
     return next(out.glob("triforce_offload-*.whl"))
@@ -25,13 +32,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_claims_our_names_and_not_kernels(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert tops == {"offload", "triforce_core", "triforce_kernels"}
-    for folder in ("offload", "triforce_core", "kernels"):
+    assert tops == {"triforce_core", "triforce_kernels", "triforce_offload"}
+    for folder in FOLDERS:
         for file in (ROOT / folder).rglob("*.py"):
             inside = file.relative_to(ROOT).as_posix()
-            inside = inside.replace("kernels/", "triforce_kernels/", 1)
+            if folder != "triforce_core":
+                inside = f"triforce_{inside}"
             assert inside in names, "every module is in the wheel"
-    assert "offload/machine/data/gpus.toml" in names
+    assert "triforce_offload/machine/data/gpus.toml" in names
 
 
 def test_another_package_called_kernels_imports_beside_ours(wheel: Path, tmp_path: Path) -> None:
@@ -41,7 +49,7 @@ def test_another_package_called_kernels_imports_beside_ours(wheel: Path, tmp_pat
     (site / "kernels").mkdir()
     (site / "kernels" / "__init__.py").write_text("owner = 'hugging face'\n")
     code = (
-        "import kernels, triforce_kernels.attention as a;"
+        "import kernels, triforce_kernels.attention.attention as a;"
         "print(kernels.owner, a.__file__.startswith(__import__('sys').argv[1]))"
     )
     out = subprocess.run(

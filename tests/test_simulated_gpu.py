@@ -127,6 +127,19 @@ def test_memory_given_back_while_a_copy_may_use_it_is_noticed() -> None:
     assert len(machine.faults) == 1
 
 
+def test_waiting_for_a_device_waits_for_all_of_its_streams() -> None:
+    with simulated(Adversary.LATE, strict=True) as machine:
+        source = torch.arange(8.0).pin_memory()
+        target = torch.zeros(8, device="cuda")
+        copies = torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(copies):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        assert target.tolist() == source.tolist()
+    assert machine.faults == []
+
+
 def test_pageable_memory_is_not_copied_without_waiting() -> None:
     with simulated():
         there = torch.zeros(64, device="cuda")

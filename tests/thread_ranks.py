@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from helpers import BLOCK, placed
 
-from offload.errors import CheckpointError
-from offload.ranks import Silent
 from triforce_core import Engine
+from triforce_core.decoding.calls import Finish, Load
 from triforce_core.loading import load
 from triforce_core.model.checkpoint import open_checkpoint
-from triforce_core.parallel.message import Call, packed, unpacked
+from triforce_core.parallel.message import packed, unpacked
 from triforce_core.parallel.serving import serve
 from triforce_core.settings import EngineConfig
+from triforce_offload.errors import CheckpointError
+from triforce_offload.ranks import Call, Silent
 
 PATIENCE = 60.0
 
@@ -128,12 +129,13 @@ class ThreadLeader(_Rank):
         meeting = _Meeting(count)
         super().__init__(0, count, meeting)
         self.followers = [_Follower(i, count, meeting) for i in range(1, count)]
-        self.calls: list[str] = []
+        self.calls: list[type[Call]] = []
         self._threads: list[threading.Thread] = []
 
-    def tell(self, call: str, *arguments: Any) -> None:
-        self.calls.append(call)
-        if call == "load":
+    def tell(self, call: Call) -> None:
+        self.calls.append(type(call))
+        if isinstance(call, Load):
+            arguments = (call.path, call.fingerprint, call.config, call.max_context)
             self._threads = [
                 threading.Thread(target=it.run, args=arguments, daemon=True)
                 for it in self.followers
@@ -141,17 +143,17 @@ class ThreadLeader(_Rank):
             for thread in self._threads:
                 thread.start()
             return
-        message, following = packed(call, arguments)
+        message, following = packed(call)
         assert not following
         for follower in self.followers:
             follower.heard.put(message)
 
-    def ask(self, question: str) -> list[Any]:
+    def ask(self, question: Call) -> list[Any]:
         self.tell(question)
         return [it.answer() for it in self.followers]
 
-    def collect(self, call: str, *arguments: Any) -> list[torch.Tensor]:
-        self.tell(call, *arguments)
+    def collect(self, call: Call) -> list[torch.Tensor]:
+        self.tell(call)
         return [self.mail(it.index, 0).get(timeout=PATIENCE) for it in self.followers]
 
     def hand(self, tensors: Sequence[torch.Tensor] | None) -> None:
@@ -161,7 +163,7 @@ class ThreadLeader(_Rank):
             self.mail(0, follower.index).put(None if tensor is None else tensor.clone())
 
     def close(self) -> None:
-        self.tell("finish")
+        self.tell(Finish())
         for thread in self._threads:
             thread.join(PATIENCE)
         for follower in self.followers:

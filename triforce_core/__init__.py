@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 
 # Before torch: it limits how long idle threads busy-wait.
-import offload  # noqa: F401
+import triforce_offload  # noqa: F401
 
 # As type checkers know it: `typing` takes as long to load as all that comes before signals are
 # heeded.
@@ -16,7 +16,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from offload.errors import (
+    from triforce_core.engine import Engine
+    from triforce_core.params import SamplingParams
+    from triforce_core.planner.plan import Plan
+    from triforce_core.settings import EngineConfig
+    from triforce_core.stream import Completion
+    from triforce_offload.errors import (
         CheckpointError,
         DeviceFailedError,
         DoesNotFitError,
@@ -27,11 +32,6 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         UsageError,
     )
-    from triforce_core.engine import Engine
-    from triforce_core.params import SamplingParams
-    from triforce_core.planner.plan import Plan
-    from triforce_core.settings import EngineConfig
-    from triforce_core.stream import Completion
 
 __all__ = [
     "CheckpointError",
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
     # Loaded on first use, so that `triforce --help` does not wait for torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES.get(name, "offload.errors")), name)
+    return getattr(import_module(_PLACES.get(name, "triforce_offload.errors")), name)
 
 
 def __dir__() -> list[str]:

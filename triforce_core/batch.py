@@ -1,7 +1,7 @@
-"""Several requests at once: each pass of the full model is over all of them.
+"""The driver of all requests: each pass of the full model is over all that are under way.
 
-What streams of the weights, and what of them is read from the device's memory, is paid once a pass.
-Requests come and go between passes; each has a context, a draft, coins and an end of its own.
+A lone request is a batch of one. The weights that stream, and what is read of resident ones, are
+paid once a pass. Requests come and go between passes; each has its own context and draft.
 """
 
 from __future__ import annotations
@@ -9,168 +9,244 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import TypeVar
 
 import torch
 
-from offload.feed import Feed
-from offload.joint import JointPasses
-from offload.runtime import Runtime
-from triforce_core.decoding.context import Context
-from triforce_core.params import SamplingParams
+from triforce_core.decoding.context import Context, run_pass
+from triforce_core.decoding.decoder import Step
+from triforce_core.decoding.kv_parts import Interrupted
+from triforce_core.decoding.memory_fallback import MemoryFallback
 from triforce_core.request import Request
 from triforce_core.stream import Completion, Piece
-from triforce_core.text import TextStream
+from triforce_offload.errors import TriforceError
+from triforce_offload.memory.device import OUT_OF_MEMORY
+from triforce_offload.runtime import Runtime
 
 # Called with what a request gives: text, then its completion or its error.
 Receiver = Callable[[Piece | Completion | BaseException], None]
+_Given = TypeVar("_Given")
 
 
 @dataclass(eq=False)
 class Member:
-    """A request in a batch, and who is told its text.
+    """A request in a batch, and who receives its text.
 
+    interrupted: ends the request; see `interrupt`
     ended: whether its context is free
+    rest: of a request that failed, the rest of its text and a Completion of what there is
     """
 
     request: Request
     context: Context
-    prompt: list[int]
-    text: TextStream
     receive: Receiver
-    reuse: bool = True
+    interrupted: threading.Event
     ended: bool = False
-    interrupted: threading.Event = field(default_factory=threading.Event)
+    rest: list[Piece | Completion] = field(default_factory=list)
 
     @property
     def made(self) -> int:
-        """Tokens that it has given so far."""
+        """New tokens so far."""
         return self.request.made
 
     def interrupt(self) -> None:
-        """Ends it within one pass; what it gave so far is its result. May come from any thread."""
+        """End the request within one pass; what it gave so far is its result. May be called in any
+        thread.
+        """
         self.interrupted.set()
 
 
 class Batch:
-    """Runs members together, `step` by step, in the thread that calls it. One that could have no
-    company is run as `Request.run` does.
+    """Runs requests together, in the thread that calls it.
+
+    The error of a prefill goes to its request alone, and that of a pass to all: they have ended
+    then. An error that a receiver raises ends its request, and is raised here.
     """
 
     def __init__(
         self,
         runtime: Runtime,
+        fallback: MemoryFallback,
         each_layer: Callable[[int], None],
         ended: Callable[[Context, bool], None],
     ) -> None:
-        """each_layer: called while a prompt is read, with each layer's index. ended: is told when a
-        member's context is free, and whether it may be used again.
+        """each_layer: called while a prompt is prefilled, with each layer's index. ended: called
+        when a request's context is free, with whether it may be used again.
         """
-        self._alone = runtime.demand.sequences == 1
-        self._passes: JointPasses = runtime.joint_passes()
         self._runtime = runtime
+        self._fallback = fallback
         self._each_layer = each_layer
         self._ended = ended
         self._new: list[Member] = []
+        # Of the prefill or the pass that runs now.
+        self._running: Sequence[Member] = ()
         self._going: list[Member] = []
         self._raised: list[Exception] = []
 
     @property
     def members(self) -> list[Member]:
-        """Those that have not ended."""
-        return self._going + self._new
+        """Those that have not ended, in the middle of a prefill or a pass too."""
+        known = dict.fromkeys((*self._running, *self._going, *self._new))
+        return [member for member in known if not member.ended]
 
     def add(self, member: Member) -> None:
-        """Takes a request in: the next step reads its prompt."""
+        """Add a request, to be prefilled next."""
         self._new.append(member)
 
-    @torch.inference_mode()
     def step(self) -> None:
-        """Reads prompts that are new, then runs one pass for all members and tells each what it
-        gave. What goes wrong with a prompt is told to its member alone, and what goes wrong in a
-        pass to all: they have ended then. What a receiver raises ends its member, and is raised.
+        """Prefill the prompts of new requests, then run one pass for all."""
+        self.prefill()
+        self.decode()
+
+    @torch.inference_mode()
+    def prefill(self) -> bool:
+        """Prefill the prompts of new requests and draw their first tokens. Return whether there
+        were any.
         """
+        if not self._new:
+            return False
         while self._new:
             member = self._new.pop(0)
-            with self._failing([member]):
-                self._read(member)
+            with self._running_for([member]):
+                self._prefill(member)
+        self._raise()
+        return True
+
+    @torch.inference_mode()
+    def decode(self) -> None:
+        """Run one pass for all requests under way."""
         if members := self._going:
             self._going = []
-            with self._failing(members):
-                self._pass(members)
-        if self._raised:
-            error, *_ = self._raised
-            self._raised.clear()
-            raise error
+            with self._running_for(members):
+                steps = self._retried(members, lambda: self._steps(members))
+                self._settle(members, steps)
+        self._raise()
+
+    def pieces(self, add: Callable[[Receiver], Member]) -> Generator[Piece | Completion]:
+        """Run a request as its text is asked for: yield text as each pass lands, then the
+        Completion. An error follows the Completion of what there is.
+
+        add: adds the request, whose receiver it is given
+        """
+        received: deque[Piece | Completion | BaseException] = deque()
+        member = add(received.append)
+        item = error = None
+        try:
+            while not member.ended and error is None:
+                try:
+                    # The first token is not kept waiting for the pass that follows it.
+                    if not self.prefill():
+                        self.decode()
+                except Exception as raised:
+                    error = raised
+                while received:
+                    item = received.popleft()
+                    if isinstance(item, BaseException):
+                        error = item
+                        yield from member.rest
+                    else:
+                        yield item
+            if error is not None:
+                raise error
+        finally:
+            # The error refers to this frame: it would hold the memory of the pass that failed.
+            item = error = None
+            if not member.ended:
+                self.drop(member)
+
+    def drop(self, member: Member) -> None:
+        """Give up a request at once. It receives nothing more."""
+        for members in (self._new, self._going):
+            if member in members:
+                members.remove(member)
+        self._runtime.passes.end()
+        self._free(member, sound=False)
 
     def close(self) -> None:
-        """Ends all members: what they gave so far is their result."""
+        """End all requests: what they gave so far is their result."""
         for member in self.members:
             member.interrupt()
         while self.members:
             self.step()
 
-    def _read(self, member: Member) -> None:
+    def _prefill(self, member: Member) -> None:
         request = member.request
-        request.read(
-            member.prompt,
-            member.text,
-            self._each_layer,
-            member.interrupted,
-            reuse=member.reuse,
-        )
-        pieces = [] if request.reason else request.step()
-        self._settle(member, pieces)
+        try:
+            self._retried([member], lambda: request.prefill(self._each_layer), kept=0)
+        except Interrupted:
+            request.interrupt_prefill()
+            self._settle([member], [])
+        else:
+            step = self._retried([member], request.first)
+            self._settle([member], [step])
 
-    def _pass(self, members: Sequence[Member]) -> None:
-        if self._alone:
-            for member in members:
-                self._settle(member, member.request.step())
-            return
-        self._passes.begin([member.context.passes for member in members])
-        asks = [member.request.ask() for member in members]
-        feeds = [m.context.feed(ask) for m, ask in zip(members, asks, strict=True)]
+    def _steps(self, members: Sequence[Member]) -> list[Step]:
+        """Run a pass. It leaves nothing behind but KV if it fails."""
+        self._begin(members)
+        requests = [member.request for member in members]
+        asks = [request.ask() for request in requests]
         began = time.perf_counter()
-        logits = self._computed(members[0].context, feeds)
-        # Or the first of them would count the pass as its own.
-        link = self._runtime.link
-        link.wait_on_host(link.record())
+        logits = run_pass([member.context for member in members], asks)
+        if len(members) > 1:
+            # Otherwise the first to read its logits would count the whole pass as its own.
+            link = self._runtime.link
+            link.wait_on_host(link.record())
         seconds = (time.perf_counter() - began) / len(members)
-        taken = []
-        for member, ask, own in zip(members, asks, logits, strict=True):
-            member.context.computed(own, ask)
-            taken.append(member.request.take(own, seconds))
-        for member, pieces in zip(members, taken, strict=True):
-            self._settle(member, pieces)
+        return [request.take(own, seconds) for request, own in zip(requests, logits, strict=True)]
 
-    def _computed(self, any_of_them: Context, feeds: Sequence[Feed]) -> Sequence[torch.Tensor]:
-        """Logits of each member's rows."""
-        model = any_of_them.model
-        hidden = model.forward(Feed.side_by_side(feeds), self._passes.weights, self._passes.cache)
-        return model.logits(hidden).split([feed.rows for feed in feeds])
+    def _retried(
+        self, members: Sequence[Member], attempt: Callable[[], _Given], kept: int | None = None
+    ) -> _Given:
+        """Return what `attempt` returns, after the out-of-memory fallback if need be. kept: see
+        `MemoryFallback.run`; all of the context by default
+        """
+        if not self._fallback.applies:
+            return attempt()
+        (member,) = members
+        context, request = member.context, member.request
+        kept = context.length if kept is None else kept
+        return self._fallback.run(context, attempt, kept, request.levels_changed)
 
-    def _settle(self, member: Member, pieces: Sequence[Piece]) -> None:
-        """Tells what a member's request gave; it goes on, or has ended."""
-        request = member.request
-        if not request.reason and self._alone:
-            request.begin()
-        elif not request.reason:
-            request.refresh()
-        for piece in pieces:
-            self._tell(member, piece)
-        if not request.reason:
-            if self._alone:
-                request.drop_what_never_pays()
-            self._going.append(member)
-            return
-        last = list(request.finish())
-        self._free(member, sound=True)
-        for piece in last:
-            self._tell(member, piece)
+    def _begin(self, members: Sequence[Member]) -> None:
+        """Choose what drafts for the next pass, and start the pass's copies."""
+        for member in members:
+            member.request.refresh()
+        if members:
+            self._runtime.passes.begin([member.context.sequence for member in members])
+
+    def _begin_ahead(self) -> None:
+        """Begin the next pass now, unless a prefill comes before it."""
+        try:
+            if not self._new:
+                self._begin(self._going)
+        except OUT_OF_MEMORY:
+            # The accepted tokens stay. The next pass tries again, and fails if it has to.
+            for member in self._going:
+                member.context.end()
+
+    def _settle(self, members: Sequence[Member], steps: Sequence[Step]) -> None:
+        """Begin the next pass, and tell what this one gave. Members go on, or have ended."""
+        given: list[list[Piece | Completion]] = [[] for _ in members]
+        try:
+            for own, member, step in zip(given, members, steps, strict=False):
+                own += member.request.taken(step)
+            for own, member in zip(given, members, strict=True):
+                if not member.request.reason:
+                    self._going.append(member)
+                    continue
+                own += member.request.finish()
+                self._free(member, sound=True)
+            self._begin_ahead()
+        finally:
+            for own, member in zip(given, members, strict=True):
+                for item in own:
+                    self._tell(member, item)
+        for member in members:
+            if not member.ended:
+                member.request.drop_what_never_pays()
 
     def _tell(self, member: Member, item: Piece | Completion | BaseException) -> None:
         try:
@@ -179,90 +255,40 @@ class Batch:
             member.interrupt()
             self._raised.append(error)
 
+    def _raise(self) -> None:
+        """Raise the first error of a receiver."""
+        if self._raised:
+            error, *_ = self._raised
+            self._raised.clear()
+            raise error
+
     def _free(self, member: Member, *, sound: bool) -> None:
         if not member.ended:
             member.ended = True
             self._ended(member.context, sound)
 
     @contextmanager
-    def _failing(self, members: Sequence[Member]) -> Iterator[None]:
-        """Tells members of what goes wrong. Interrupts from the keyboard go on from here."""
+    def _running_for(self, members: Sequence[Member]) -> Iterator[None]:
+        """Run a prefill or a pass of members, and tell them of its error. An interrupt from the
+        keyboard is raised besides.
+        """
+        memory = self._runtime.memory
+        self._running = members
         try:
-            with self._runtime.memory.typed_errors(), self._runtime.memory.current():
+            with memory.typed_errors(), memory.current():
                 yield
         except BaseException as error:
-            self._passes.end()
+            self._runtime.passes.end()
             for member in members:
                 if member in self._going:
                     self._going.remove(member)
-                if not member.ended:
-                    self._free(member, sound=False)
-                    self._tell(member, error)
+                if member.ended:
+                    continue
+                if isinstance(error, TriforceError) and member.request.is_prefilled:
+                    member.rest = member.request.fail(error)
+                self._free(member, sound=False)
+                self._tell(member, error)
             if not isinstance(error, Exception):
                 raise
-
-
-class Serving(Protocol):
-    """An engine, as far as `run_all` asks."""
-
-    has_room: bool
-
-    def add_request(
-        self, prompt: Any, params: Any, receive: Receiver, *, reuse: bool = True
-    ) -> Member: ...
-
-    def step(self) -> bool: ...
-
-    def interrupt(self) -> None: ...
-
-
-def run_all(
-    engine: Serving,
-    requests: Iterable[tuple[str | Sequence[int], SamplingParams | None, Receiver]],
-    goes_on: Callable[[], bool],
-    *,
-    reuse: bool = True,
-) -> None:
-    """Runs requests to their ends, as many at once as there is room for.
-
-    requests: prompt, parameters and receiver of each. goes_on: asked before each pass; once it says
-        no, what is under way is interrupted and nothing new begins
-    """
-    waiting, going = deque(requests), True
-    while going or (waiting and goes_on()):
-        while waiting and engine.has_room and goes_on():
-            prompt, params, receive = waiting.popleft()
-            engine.add_request(prompt, params, receive, reuse=reuse)
-        if not goes_on():
-            engine.interrupt()
-        going = engine.step()
-
-
-def all_of(
-    engine: Serving,
-    prompts: Sequence[str | Sequence[int]],
-    params: Sequence[SamplingParams | None],
-    *,
-    reuse: bool,
-) -> list[Completion]:
-    """What requests give. Raises the first error, once all that are under way have ended."""
-    results: dict[int, Piece | Completion | BaseException] = {}
-    errors: list[BaseException] = []
-
-    def receive(index: int, item: Piece | Completion | BaseException) -> None:
-        results[index] = item
-        if isinstance(item, BaseException):
-            errors.append(item)
-
-    run_all(
-        engine,
-        [
-            (prompt, own, partial(receive, index))
-            for index, (prompt, own) in enumerate(zip(prompts, params, strict=True))
-        ],
-        lambda: not errors,
-        reuse=reuse,
-    )
-    if errors:
-        raise errors[0]
-    return [results[index] for index in range(len(prompts))]
+        finally:
+            self._running = ()

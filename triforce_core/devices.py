@@ -5,17 +5,17 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from triforce_kernels.dispatch import KernelsError, backend
 
-from offload.errors import UsageError
-from offload.link.cuda import CudaLink
-from offload.link.emulated import EmulatedLink
-from offload.link.link import Link
-from offload.machine.openmp import limit_busy_waiting
-from offload.memory.host import CudaDriver, HostMemory
-from offload.memory.numa import cpus_near
-from offload.ranks import Ranks
 from triforce_core.settings import AUTO, MachineSettings
+from triforce_kernels.dispatch import KernelsError, backend
+from triforce_offload.errors import UsageError
+from triforce_offload.link.cuda import CudaLink
+from triforce_offload.link.emulated import EmulatedLink
+from triforce_offload.link.link import Link
+from triforce_offload.machine.openmp import limit_busy_waiting
+from triforce_offload.memory.host import CudaDriver, HostMemory
+from triforce_offload.memory.numa import cpus_near
+from triforce_offload.ranks import Ranks
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -1,44 +1,46 @@
-"""The engine: a model that is loaded once and serves any number of requests, one after another."""
+"""The engine: a model that is loaded once and serves requests, one by one or several at once."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
-from offload.errors import UsageError
-from offload.memory.device import device_name
-from offload.runtime import Runtime
-from triforce_core.batch import Batch, Member, Receiver, all_of
+from triforce_core.batch import Batch, Member, Receiver
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.drafting import Drafting
+from triforce_core.decoding.memory_fallback import MemoryFallback
 from triforce_core.decoding.snapshot import Snapshot
-from triforce_core.guiding import Guide, guide_of
 from triforce_core.loading import Progress
-from triforce_core.model.llama import Model
 from triforce_core.model.tokenizer import Tokenizer, token_ids_of
+from triforce_core.model.transformer import Model
 from triforce_core.opening import OpenModel
-from triforce_core.params import SamplingParams, check_context, checked
+from triforce_core.params import SamplingParams
 from triforce_core.planner.plan import Plan
 from triforce_core.pool import Contexts
-from triforce_core.request import Request
+from triforce_core.request import Asked, Request, asked_for
+from triforce_core.run_all import all_of
 from triforce_core.saved import LoadedContext, reading, write
-from triforce_core.settings import DENSE, PLANES, EngineConfig
+from triforce_core.settings import EngineConfig
 from triforce_core.starting import Loaded, settled, start
 from triforce_core.stream import Completion, Piece, Stream
-from triforce_core.text import TextStream
-from triforce_core.timeline import clear_timeline, traced, write_timeline
+from triforce_core.timeline import traced
+from triforce_offload.errors import UsageError
+from triforce_offload.link.link import Link
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.placement import Demand, Placement
+from triforce_offload.runtime import Runtime
 
 
 class Engine:
     """Generates from one model. Made by `from_pretrained`; closed by `close` or `with`.
 
-    What was computed for a text is kept: a prompt that begins as the text at hand does reads only
-    what is new in it.
+    A context outlives its request: a prompt reuses the longest prefix that it shares with one, and
+    prefills only the rest.
 
     model, runtime: the full model, and where its weights and KV live
     models: these and what drafts; drafting: how
@@ -53,10 +55,11 @@ class Engine:
         self.config = loaded.whole
         self.progress = progress
         self._loaded = loaded
-        self._contexts = Contexts(self._new_context, self.runtime.demand.sequences)
-        self._batch = Batch(self.runtime, self._report_layer, self._freed)
+        self._contexts = Contexts(self.new_context, self.sequences)
+        fallback = MemoryFallback(loaded.models, self.drafting)
+        self._batch = Batch(self.runtime, fallback, self._report_layer, self._freed)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-        self._streaming = self._closed = False
+        self._closed = False
 
     @classmethod
     def from_pretrained(
@@ -69,7 +72,7 @@ class Engine:
         progress: Progress | None = None,
         **fields: Any,
     ) -> Engine:
-        """Loads a model.
+        """Load a model.
 
         model: a directory with safetensors, a .gguf file, a hub id, or one that is open already
         plan: sets method, placement and block size; a Plan, or the path of one that was written
@@ -93,22 +96,53 @@ class Engine:
         return self.models.runtime
 
     @property
+    def memory_estimate(self) -> Demand:
+        """What the model and its KV need of the device's memory."""
+        return self.runtime.demand
+
+    @property
+    def placement(self) -> Placement:
+        """What is resident and what streams."""
+        return self.runtime.placement
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """The device's memory: its budget, its peak and what takes it."""
+        return self.runtime.memory
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that weights and KV take."""
+        return self.runtime.host.nbytes
+
+    @property
+    def link(self) -> Link:
+        """Between host and device: its bandwidth and its counters."""
+        return self.runtime.link
+
+    @property
+    def sequences(self) -> int:
+        """Requests that may be under way at once."""
+        return self.runtime.demand.sequences
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that a sequence has room for, prompt and new ones together."""
+        return self.runtime.demand.context_tokens
+
+    def check_ranks(self) -> None:
+        """Raise RankError if another rank was lost: the engine is of no use then."""
+        self.models.ranks.check()
+
+    @property
     def plan(self) -> Plan:
         """What lives where, and how long drafts are."""
-        runtime = self.runtime
-        plan = Plan.of(self.models.method, runtime.demand, runtime.placement, self.models.budget)
-        kv = PLANES if self.models.runtime.demand.kv.in_planes else DENSE
-        plan = replace(plan, weights=self.models.weights, kv=kv, gpus=self.models.ranks.count)
-        return plan.named(self._loaded.name, self.config, device_name(runtime.memory.device))
+        return self._loaded.plan
 
     @property
     def plan_line(self) -> str:
         """What runs, on one line."""
-        demand, models = self.runtime.demand, self.models
-        line = self.plan.line(demand.layers, demand.kv_blocks)
-        if models.method.method == "triforce" and not models.budget:
-            line += f"; no retrieval model, since {models.why_no_retrieval}"
-        return line + (f"; {demand.sequences} texts at once" if demand.sequences > 1 else "")
+        return self._loaded.plan_line
 
     def generate(
         self,
@@ -117,11 +151,10 @@ class Engine:
         *,
         reuse: bool = True,
     ) -> Completion:
-        """Runs a request to its end.
+        """Run a request to its end.
 
-        reuse: whether what was computed for an earlier text is kept as far as the prompt says the
-            same. The text's law stays what it is; which text a seed gives may depend on what was
-            asked before, since drafts do
+        reuse: whether the KV of a prefix that an earlier prompt shares is reused. The output
+            distribution is the same; which text a seed gives may depend on it, since drafts do
 
         Raises UsageError, DoesNotFitError, LinkError or RankError.
         """
@@ -137,7 +170,7 @@ class Engine:
         *,
         reuse: bool = True,
     ) -> Completion:
-        """Runs a request over messages put into the model's chat template.
+        """Run a request over messages put into the model's chat template.
 
         messages: each with a "role" and its "content", or what the user says first
 
@@ -146,11 +179,11 @@ class Engine:
         return self.generate(self.chat_tokens(messages), params, reuse=reuse)
 
     def token_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        """Those of a prompt, as a request takes it. Raises UsageError."""
+        """Return the token ids of a prompt. Raises UsageError."""
         return token_ids_of(prompt, self.tokenizer, self.config.vocab)
 
     def chat_tokens(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of messages in the model's chat template, ready for its answer."""
+        """Return the token ids of messages in the model's chat template, ready for its answer."""
         if self.tokenizer is None:
             raise UsageError("the model has no tokenizer, and so no chat template")
         return self.tokenizer.chat(messages)
@@ -162,14 +195,13 @@ class Engine:
         *,
         reuse: bool = True,
     ) -> Stream:
-        """Runs a request as its text is asked for: iterate, then read `result`.
+        """Run a request as its text is asked for: iterate, then read `result`.
 
         Raises UsageError at once if the prompt cannot be taken.
         """
         self._check_free()
-        params, token_ids, guide = self._checked(prompt, params)
-        interrupted = threading.Event()
-        stream = Stream(self._run(token_ids, params, guide, reuse, interrupted), interrupted)
+        interrupted, asked = Event(), asked_for(self._loaded, prompt, params, reuse)
+        stream = Stream(self._pieces(asked, interrupted), interrupted)
         self._streams.add(stream)
         return stream
 
@@ -180,8 +212,7 @@ class Engine:
         *,
         reuse: bool = True,
     ) -> list[Completion]:
-        """Runs requests to their ends, as many at once as the engine has sequences; each pass is
-        over all that are under way.
+        """Run requests to their ends, as many at once as the engine has sequences.
 
         params: for all, or of each. reuse: as `generate` has it
 
@@ -191,13 +222,13 @@ class Engine:
         if len(each) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts, and parameters of {len(each)}")
         for prompt, own in zip(prompts, each, strict=True):
-            self._checked(prompt, own)
+            asked_for(self._loaded, prompt, own, reuse)
         return all_of(self, prompts, each, reuse=reuse)
 
     @property
     def has_room(self) -> bool:
         """Whether another request may be added to those under way."""
-        return not self._streaming and self._contexts.have_room
+        return self._contexts.have_room
 
     def add_request(
         self,
@@ -208,46 +239,40 @@ class Engine:
         reuse: bool = True,
         owner: str = "",
     ) -> Member:
-        """Takes a request in beside those under way; `step` runs them.
+        """Add a request to those under way; `step` runs them.
 
         receive: called from there with each Piece, then with the Completion or the error
-        owner: whose request it is: it reuses what was computed for the same owner alone
+        owner: whose request it is: it reuses contexts of the same owner alone
 
         Raises UsageError if the prompt cannot be taken or there is no room, or DoesNotFitError.
         """
-        if self._closed or self._streaming:
-            self._check_free()
+        if self._closed:
+            raise UsageError("the engine is closed")
         if not self.has_room:
             raise UsageError("the engine has as many requests under way as it has sequences")
-        params, token_ids, guide = self._checked(prompt, params)
-        context, known = self._contexts.take(token_ids, owner)
-        request, text = self._request(context, params, guide)
-        if trace := self._loaded.trace:
-            receive = traced(receive, self.models, trace, afresh=not self._batch.members)
-        member = Member(request, context, token_ids, text, receive, reuse and known)
-        self._batch.add(member)
-        return member
+        asked = asked_for(self._loaded, prompt, params, reuse)
+        return self._add(asked, receive, Event(), owner)
 
     def step(self) -> bool:
-        """Reads prompts that were added, then runs one pass for all requests under way. Says
-        whether any still are.
+        """Prefill the prompts of new requests, then run one pass for all. Return whether any
+        request is still under way.
         """
         self._batch.step()
         return bool(self._batch.members)
 
     def interrupt(self) -> None:
-        """Ends what is under way within one pass; what it gave so far is its result."""
+        """End all requests within one pass; what they gave so far is their result."""
         for request in (*self._streams, *self._batch.members):
             request.interrupt()
 
     def forget(self) -> None:
-        """Gives back what was computed for texts. Raises UsageError during a request."""
+        """Close all contexts. Raises UsageError during a request."""
         self._check_free()
         self._contexts.close()
 
     def save_context(self, path: str | Path, about: Mapping[str, str] | None = None) -> int:
-        """Writes what was computed for the text at hand to a file, whole or not at all: its tokens,
-        their KV, what its chunks were worth. Returns how many tokens.
+        """Write the latest context to a file, whole or not at all: its tokens, their KV and the
+        scores of its chunks. Return how many tokens.
 
         about: texts that are kept with it. Raises UsageError if there is none, or OutputError.
         """
@@ -256,8 +281,8 @@ class Engine:
             return write(path, self.snapshot(), shape, digest, about or {})
 
     def load_context(self, path: str | Path) -> LoadedContext:
-        """Takes over a context that `save_context` wrote, in place of the one at hand: a prompt
-        that begins with its tokens reads only what is new.
+        """Load a context that `save_context` wrote: a prompt that begins with its tokens prefills
+        only what is new.
 
         Raises UsageError if it is another model's, or damaged, DoesNotFitError or LinkError.
         """
@@ -270,41 +295,42 @@ class Engine:
 
     @property
     def context_tokens(self) -> list[int]:
-        """Those of the text at hand whose KV is kept."""
-        context = self._contexts.latest
-        return context.text.tokens[: context.passes.length] if context else []
+        """Tokens of the latest context whose KV is kept."""
+        return self._contexts.latest_tokens
 
     @property
     def context_owner(self) -> str:
-        """Whose these are, see `add_request`."""
+        """Owner of the latest context. See `add_request`."""
         return self._contexts.latest_owner
 
     def snapshot(self) -> Snapshot:
-        """What was computed for the text at hand, to be read before the next request.
+        """Return what the latest context has computed, to be read before the next request.
 
         Raises UsageError if there is none.
         """
         self._check_free()
-        if self._contexts.latest is None:
-            raise UsageError("there is no context to save: nothing was read yet")
-        return self._contexts.latest.snapshot()
+        return self._contexts.snapshot()
+
+    def copy_context(self) -> Snapshot:
+        """Copy what the latest context has computed to host memory of its own.
+
+        Raises UsageError if there is none, DoesNotFitError if the host has no room, or LinkError.
+        """
+        self._check_free()
+        with self.runtime.memory.typed_errors(), self.runtime.memory.current():
+            return self._contexts.copied()
 
     def restore(self, saved: Snapshot, owner: str = "") -> None:
-        """Takes over what a snapshot of an owner has, in place of the context at hand.
+        """Make a context of an owner's snapshot. It is the latest then.
 
         Raises UsageError, DoesNotFitError, LinkError or RankError.
         """
         self._check_free()
-        (context, _), sound = self._contexts.take(saved.tokens, owner), False
-        try:
-            with self.runtime.memory.typed_errors(), self.runtime.memory.current():
-                context.restore(saved)
-            sound = True
-        finally:
-            self._contexts.give_back(context, sound=sound)
+        with self.runtime.memory.typed_errors(), self.runtime.memory.current():
+            self._contexts.restore(saved, owner)
 
     def close(self) -> None:
-        """Ends the request under way and releases everything. May be called twice.
+        """End all requests and release everything. May be called twice.
 
         Raises UsageError from within a pass: `interrupt` comes first.
         """
@@ -315,7 +341,7 @@ class Engine:
             for stream in tuple(self._streams):
                 if stream.running:
                     raise UsageError("the engine is in the middle of a pass: interrupt it first")
-            # In reverse: streams, then the context, then everything that loading took.
+            # In reverse: streams, then other requests, contexts, and everything that loading took.
             stack.callback(self.models.close)
             stack.callback(self._contexts.close)
             stack.callback(self._batch.close)
@@ -329,16 +355,30 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _checked(
-        self, prompt: str | Sequence[int], params: SamplingParams | None
-    ) -> tuple[SamplingParams, list[int], Guide | None]:
-        """What a request needs. Raises UsageError if it cannot be taken."""
-        params = checked(params, self.config.vocab)
-        token_ids = self.token_ids(prompt)
-        limit = self.runtime.demand.context_tokens
-        whose = "the model has" if limit == self.config.positions else "the engine was made for"
-        check_context(len(token_ids), params.max_new_tokens, limit, whose)
-        return params, token_ids, guide_of(params, self.tokenizer, self.config)
+    def _add(self, asked: Asked, receive: Receiver, interrupted: Event, owner: str) -> Member:
+        """Add a request that can be taken. Raises DoesNotFitError or RankError."""
+        memory = self.runtime.memory
+        try:
+            with memory.typed_errors(), memory.current(), ExitStack() as undo:
+                if trace := self._loaded.trace:
+                    afresh = not self._batch.members
+                    receive = traced(receive, self.models, trace, afresh=afresh)
+                context, known = self._contexts.take(asked.tokens, owner)
+                undo.callback(self._contexts.give_back, context, sound=False)
+                asked = replace(asked, reuse=asked.reuse and known)
+                request = Request(asked, context, self.drafting, interrupted, *self._loaded.about)
+                undo.pop_all()
+        except BaseException:
+            self.models.ranks.recover()
+            raise
+        member = Member(request, context, receive, interrupted)
+        self._batch.add(member)
+        return member
+
+    def _pieces(self, asked: Asked, interrupted: Event) -> Generator[Piece | Completion]:
+        """Run a request as its text is asked for. See `Batch.pieces`."""
+        self._check_free()
+        return (yield from self._batch.pieces(lambda to: self._add(asked, to, interrupted, "")))
 
     def _freed(self, context: Context, sound: bool) -> None:
         if not sound:
@@ -348,53 +388,13 @@ class Engine:
     def _check_free(self) -> None:
         if self._closed:
             raise UsageError("the engine is closed")
-        if self._streaming or self._batch.members:
+        if self._batch.members:
             raise UsageError("the engine serves one request at a time, and one is under way")
 
-    def _run(
-        self,
-        tokens: list[int],
-        params: SamplingParams,
-        guide: Guide | None,
-        reuse: bool,
-        interrupted: threading.Event,
-    ) -> Generator[Piece | Completion]:
-        """Yields text as each pass lands, then the Completion."""
-        self._check_free()
-        self._streaming, sound, context = True, False, None
-        try:
-            with self.runtime.memory.typed_errors():
-                if self._loaded.trace:
-                    clear_timeline(self.models)
-                context, known = self._contexts.take(tokens)
-                request, text = self._request(context, params, guide)
-                mine = reuse and known
-                request.read(tokens, text, self._report_layer, interrupted, reuse=mine)
-                for piece in request.run():
-                    sound = isinstance(piece, Completion) and piece.finish_reason != "error"
-                    yield piece
-                    if self._loaded.trace and sound:
-                        write_timeline(self.models, self._loaded.trace, piece.stats)
-        except GeneratorExit:
-            raise
-        except BaseException:
-            self.models.ranks.recover()
-            raise
-        finally:
-            self._streaming = False
-            if context is not None:
-                self._contexts.give_back(context, sound=sound)
-
-    def _new_context(self) -> Context:
+    def new_context(self) -> Context:
+        """Make a context that no request has. The caller closes it. Raises DoesNotFitError."""
         with self.runtime.memory.typed_errors(), self.runtime.memory.current():
             return Context(self.models)
 
-    def _request(
-        self, context: Context, params: SamplingParams, guide: Guide | None
-    ) -> tuple[Request, TextStream]:
-        request = Request(context, self.models, self.drafting, params, *self._loaded.about, guide)
-        text = TextStream(self.tokenizer, params.stop, one_by_one=params.tells_logprobs)
-        return request, text
-
     def _report_layer(self, layer: int) -> None:
-        self.progress("prefill", layer + 1, self.config.layers)
+        self.progress("prefill", layer + 1, len(self.config.layers))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from offload.errors import UsageError
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.tokenizer import Tokenizer
 from triforce_core.params import SamplingParams
+from triforce_offload.errors import UsageError
 
 
 class GrammarLimitError(UsageError):

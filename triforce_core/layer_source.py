@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from triforce_kernels.block_types import BlockType
-from triforce_kernels.linear import Weight
 
-from offload.errors import NoPlanesError
-from offload.layouts import FlatLayout, Views
-from offload.memory.device import DeviceMemory
-from offload.memory.host import check_available
-from offload.substitutes import Substitutes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.share import Share
+from triforce_kernels.weights.block_types import BlockType
+from triforce_kernels.weights.linear import Weight
+from triforce_offload.errors import NoPlanesError
+from triforce_offload.layouts import FlatLayout, Views
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.memory.host import check_available
+from triforce_offload.substitutes import Substitutes
 
 
 class Readable(Protocol):

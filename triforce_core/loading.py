@@ -10,23 +10,36 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
-from triforce_kernels.blocks import has_kernel
+
+from triforce_core.decoding.kv_parts import KVParts
+from triforce_core.decoding.models import Models, SmallModel
+from triforce_core.devices import choose_dtype, open_link, rank_device, set_threads
+from triforce_core.layer_source import LayerSource, Readable
+from triforce_core.model.rope import Rope
+from triforce_core.model.share import Share, mlp_unit
+from triforce_core.model.tensors import Layouts, dense_layouts
+from triforce_core.model.transformer import Ends, Model
+from triforce_core.settings import DENSE, INT8, PLANES, STORED, EngineConfig
+from triforce_core.sizing.demand import Wanted
+from triforce_core.sizing.drafting import small_model_shape, window_tokens
+from triforce_core.sizing.fitting import Fitted, fit, with_what_fits
+from triforce_core.storage import asks_for_kv_planes, choose_layouts, with_planes_unasked
 from triforce_kernels.dispatch import TRITON, backend
 from triforce_kernels.limits import MOST_SPLITS
-from triforce_kernels.linear import widens
-
-from offload.checkpoint.layer_cache import LayerCache
-from offload.errors import DoesNotFitError, NoPlanesError, UsageError
-from offload.files import cache_directory
-from offload.graphs import CudaRecorder
-from offload.kv.direct import reads_in_place
-from offload.kv.shape import KVShape
-from offload.link.staging import StagedLink
-from offload.link.trace import NoTrace, Trace, TracedLink, Tracer
-from offload.memory.available import available_host_bytes
-from offload.memory.device import DeviceMemory
-from offload.memory.host import HostMemory
-from offload.placement import (
+from triforce_kernels.weights.blocks import has_kernel
+from triforce_kernels.weights.linear import widens
+from triforce_offload.checkpoint.layer_cache import LayerCache
+from triforce_offload.errors import DoesNotFitError, NoPlanesError, UsageError
+from triforce_offload.files import cache_directory
+from triforce_offload.graphs import CudaRecorder
+from triforce_offload.kv.direct import reads_in_place
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.link.staging import StagedLink
+from triforce_offload.link.trace import NoTrace, Trace, TracedLink, Tracer
+from triforce_offload.memory.available import available_host_bytes
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.memory.host import HostMemory
+from triforce_offload.placement import (
     READ_AHEAD,
     Demand,
     Placement,
@@ -35,23 +48,10 @@ from offload.placement import (
     device_bytes,
     place_on_host,
 )
-from offload.ranks import Alone, Ranks
-from offload.runtime import Runtime
-from offload.substitutes import RECIPE, Substitutes
-from offload.weights import WeightStore
-from triforce_core.decoding.kv_parts import KVParts
-from triforce_core.decoding.models import Models, SmallModel
-from triforce_core.devices import choose_dtype, open_link, rank_device, set_threads
-from triforce_core.layer_source import LayerSource, Readable
-from triforce_core.model.llama import Ends, Model
-from triforce_core.model.rope import Rope
-from triforce_core.model.share import Share, mlp_unit
-from triforce_core.model.tensors import Layouts, dense_layouts
-from triforce_core.settings import DENSE, INT8, PLANES, STORED, EngineConfig
-from triforce_core.sizing.demand import Wanted
-from triforce_core.sizing.drafting import small_model_shape, window_tokens
-from triforce_core.sizing.fitting import Fitted, fit, with_what_fits
-from triforce_core.storage import asks_for_kv_planes, choose_layouts, with_planes_unasked
+from triforce_offload.ranks import Alone, Ranks
+from triforce_offload.runtime import Runtime
+from triforce_offload.substitutes import RECIPE, Substitutes
+from triforce_offload.weights import WeightStore
 
 # Called with what is under way, how much of it is done, and how much there is; by one thread at a
 # time, not always the same.
@@ -212,7 +212,8 @@ def _load(
         if config.trace:
             tracer = Trace(link)
             link = TracedLink(link, tracer)
-        layers, read, one_by_one = checkpoint.config.layers, itertools.count(1), threading.Lock()
+        layers = len(checkpoint.config.layers)
+        read, one_by_one = itertools.count(1), threading.Lock()
 
         def report() -> None:
             with one_by_one:
@@ -265,7 +266,7 @@ def _load(
             runtime,
             replace(config.method, draft_kv=INT8) if wanted.rounds_kv else config.method,
             fitted.budget,
-            KVParts(ranks, share.kv_heads if share else [range(checkpoint.config.kv_heads)]),
+            KVParts(ranks, share.kv_heads if share else [range(demand.kv.kv_heads)]),
             small,
             substitutes,
             recorder,

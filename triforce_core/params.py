@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offload.errors import UsageError
+from triforce_offload.errors import UsageError
 
 # Of the likeliest tokens whose log-probabilities are told.
 MOST_LOGPROBS = 20

@@ -1,15 +1,18 @@
-"""The contexts of an engine: as many as texts that it may work on at once."""
+"""The contexts of an engine: as many as requests that may be under way at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from triforce_core.decoding.context import Context
+from triforce_core.decoding.snapshot import Snapshot, restore, snapshot_of
+from triforce_offload.errors import UsageError
+from triforce_offload.memory.host import check_available
 
 
 class Contexts:
-    """Contexts, made when they are first needed. One that is free keeps what was computed for its
-    text: a prompt that begins alike reads only what is new.
+    """Contexts, made when they are first needed. A free one keeps what it has computed: a prompt
+    that begins alike prefills only what is new.
     """
 
     def __init__(self, make: Callable[[], Context], most: int) -> None:
@@ -31,6 +34,11 @@ class Contexts:
         return self._owners[self._all[-1]] if self._all else ""
 
     @property
+    def latest_tokens(self) -> list[int]:
+        """Tokens of the latest whose KV is kept."""
+        return self.latest.text.tokens[: self.latest.length] if self.latest else []
+
+    @property
     def have_room(self) -> bool:
         """Whether another could be taken."""
         return len(self._taken) < self._most
@@ -47,9 +55,9 @@ class Contexts:
         free = [each for each in self._all if each not in self._taken]
         best = max(free, key=shared, default=None)
         makes = len(self._all) < self._most
-        if best is None or (makes and 2 * shared(best) < best.passes.length):
+        if best is None or (makes and 2 * shared(best) < best.length):
             best = self._make()
-        elif 2 * shared(best) < best.passes.length:
+        elif 2 * shared(best) < best.length:
             # The one that was in use longest ago.
             best = free[0]
         self._all = [each for each in self._all if each is not best] + [best]
@@ -65,6 +73,32 @@ class Contexts:
             self._all.remove(context)
             del self._owners[context]
             context.close()
+
+    def snapshot(self) -> Snapshot:
+        """Return what the latest has computed. Raises UsageError if there is none."""
+        if self.latest is None:
+            raise UsageError("there is no context to save: nothing was read yet")
+        return snapshot_of(self.latest)
+
+    def copied(self) -> Snapshot:
+        """Copy what the latest has computed to host memory of its own.
+
+        Raises UsageError, DoesNotFitError if the host has no room, LinkError or RankError.
+        """
+        saved = self.snapshot()
+        shape = self.latest.models.whole_kv
+        nbytes = len(saved.tokens) * shape.token_bytes * shape.layers
+        check_available(nbytes, "a conversation's KV")
+        return saved.copied()
+
+    def restore(self, saved: Snapshot, owner: str) -> None:
+        """Make a context of an owner's snapshot. Raises DoesNotFitError, LinkError or RankError."""
+        (context, _), sound = self.take(saved.tokens, owner), False
+        try:
+            restore(context, saved)
+            sound = True
+        finally:
+            self.give_back(context, sound=sound)
 
     def close(self) -> None:
         """Closes all, in use or not."""

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from offload.checkpoint.opened import TensorsFile
-from offload.errors import CheckpointError, UsageError
-from offload.files import Output
-from offload.kv.shape import KVShape
 from triforce_core.decoding.snapshot import Snapshot
+from triforce_offload.checkpoint.opened import TensorsFile
+from triforce_offload.errors import CheckpointError, UsageError
+from triforce_offload.files import Output
+from triforce_offload.kv.shape import KVShape
 
 _VERSION = "triforce-offload context 2"
 _OWN = ("format", "model", "scored_by")

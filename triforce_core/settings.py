@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from triforce_kernels.limits import FEW_ROWS
-
-from offload.errors import UsageError
-from offload.placement import Placement
-from offload.units import parse_bandwidth, parse_bytes
+from triforce_offload.errors import UsageError
+from triforce_offload.placement import Placement
+from triforce_offload.units import parse_bandwidth, parse_bytes
 
 METHODS = ("triforce", "speculative", "autoregressive")
 RETRIEVAL = ("mass", "mean")

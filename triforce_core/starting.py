@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offload.errors import UsageError
-from offload.files import Output
-from offload.memory.device import device_name
 from triforce_core.decoding.models import Models
 from triforce_core.devices import open_device
 from triforce_core.loading import Progress, load
@@ -21,7 +18,10 @@ from triforce_core.opening import OpenModel
 from triforce_core.parallel.start import start_ranks
 from triforce_core.planner.plan import Plan
 from triforce_core.saved import digest
-from triforce_core.settings import EngineConfig
+from triforce_core.settings import DENSE, PLANES, EngineConfig
+from triforce_offload.errors import UsageError
+from triforce_offload.files import Output
+from triforce_offload.memory.device import device_name
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,24 @@ class Loaded:
     def about(self) -> tuple[str, float]:
         """Name and seconds, as stats have them."""
         return self.name, self.seconds
+
+    @property
+    def plan(self) -> Plan:
+        """What lives where, and how long drafts are."""
+        models, runtime = self.models, self.models.runtime
+        plan = Plan.of(models.method, runtime.demand, runtime.placement, models.budget)
+        kv = PLANES if runtime.demand.kv.in_planes else DENSE
+        plan = replace(plan, weights=models.weights, kv=kv, gpus=models.ranks.count)
+        return plan.named(self.name, self.whole, device_name(runtime.memory.device))
+
+    @property
+    def plan_line(self) -> str:
+        """What runs, on one line."""
+        demand, models = self.models.runtime.demand, self.models
+        line = self.plan.line(demand.layers, demand.kv_blocks)
+        if models.method.method == "triforce" and not models.budget:
+            line += f"; no retrieval model, since {models.why_no_retrieval}"
+        return line + (f"; {demand.sequences} texts at once" if demand.sequences > 1 else "")
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from math import prod
 from typing import Any
 
-from offload.errors import LinkError
-from offload.link.link import Link, LinkCounters
-from offload.passes import PassCounters, Passes
-from offload.placement import Demand, Placement, crossing_bytes
-from offload.runtime import Runtime
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.decoding.models import Models
 from triforce_core.decoding.retrieval import RetrievalCache
-from triforce_core.model.tensors import layer_shapes
+from triforce_offload.errors import LinkError
+from triforce_offload.kv.store import KVStore
+from triforce_offload.link.link import Link, LinkCounters
+from triforce_offload.placement import Demand, Placement, crossing_bytes
+from triforce_offload.runtime import Runtime
+from triforce_offload.sequence import PassCounters
 
 # Draft tokens of which a share says something. Fewer are counted.
 LEAST_EXAMINED = 20
@@ -66,7 +66,7 @@ class Clock:
 
 def request_stats(
     runtime: Runtime,
-    passes: Passes,
+    kv: KVStore,
     counted: PassCounters,
     clock: Clock,
     tally: Tally,
@@ -81,7 +81,7 @@ def request_stats(
     What crossed the link is what really did, so it holds the head of a pass that was begun and not
     needed after an end of text; floor_seconds_per_pass is of the passes that were made.
     """
-    made, kv = counted.passes, passes.kv
+    made = counted.passes
     layers = range(kv.shape.layers)
     blocks = [(kv.on_device(layer), len(kv.homes(layer))) for layer in layers]
     link, placement, demand = runtime.link, runtime.placement, runtime.demand
@@ -143,21 +143,26 @@ def bits_per_number(models: Models) -> dict[str, Any]:
     """
     runtime = models.runtime
     demand, placement = runtime.demand, runtime.placement
-    numbers = sum(prod(shape) for shape in layer_shapes(models.target.config).values())
-    streamed = placement.streamed_layers
-    drafted = None
-    if models.budget:
-        drafted = [_drafted_bytes(models, layer) for layer in range(demand.layers)]
+    config = models.target.config
+    numbers = [sum(map(prod, spec.shapes(config.hidden).values())) for spec in config.layers]
+    layers = range(demand.layers)
     dense = 8 * demand.kv.dtype.itemsize
 
-    def bits(sizes: Sequence[int] | None) -> float | None:
-        return 8 * sum(sizes) / (numbers * len(sizes)) if sizes else None
+    def bits(of: Iterable[int], nbytes: Callable[[int], int]) -> float | None:
+        layers = list(of)
+        if not layers:
+            return None
+        return 8 * sum(map(nbytes, layers)) / sum(numbers[layer] for layer in layers)
 
     return {
         "weights": {
-            "stored": bits(demand.layer_bytes),
-            "link": bits([demand.crossing_bytes(layer, placement) for layer in streamed]),
-            "drafted": bits(drafted),
+            "stored": bits(layers, demand.layer_bytes.__getitem__),
+            "link": bits(
+                placement.streamed_layers, lambda layer: demand.crossing_bytes(layer, placement)
+            ),
+            "drafted": bits(
+                layers if models.budget else (), lambda layer: _drafted_bytes(models, layer)
+            ),
         },
         "kv": {
             "stored": demand.kv.bits_per_number,
@@ -183,8 +188,8 @@ def _drafted_bytes(models: Models, layer: int) -> int:
 
 def rank_stats(runtime: Runtime, context: Context) -> dict[str, Any]:
     """What one of several ranks had of a request, from when its prompt was read."""
-    carried = runtime.link.counters() - context.link_when_read
-    counted = context.passes.counters - context.passes_when_read
+    carried = runtime.link.counters() - context.link_when_prefilled
+    counted = context.sequence.counters - context.passes_when_prefilled
     placement = runtime.placement
     return {
         "bytes_to_device": carried.bytes_to_device,

@@ -6,15 +6,15 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import torch
-from triforce_kernels.blocks import can_decode
-from triforce_kernels.dispatch import TRITON, backend
 
-from offload.errors import DoesNotFitError, UsageError
-from offload.placement import device_bytes, host_bytes, place, streams
 from triforce_core.layer_source import Readable
 from triforce_core.model.tensors import Layouts, plane_layouts, stored_layouts
 from triforce_core.settings import AUTO, DENSE, PLANES, EngineConfig
 from triforce_core.sizing.demand import Wanted
+from triforce_kernels.dispatch import TRITON, backend
+from triforce_kernels.weights.blocks import can_decode
+from triforce_offload.errors import DoesNotFitError, UsageError
+from triforce_offload.placement import device_bytes, host_bytes, place, streams
 
 # Of weights: their planes nest. Those of KV have to be smaller, too.
 _SPLIT = (torch.bfloat16, torch.float16)

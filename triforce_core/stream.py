@@ -10,9 +10,9 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from offload.errors import UsageError
 from triforce_core.decoding.decoder import Step
 from triforce_core.text import TextStream
+from triforce_offload.errors import UsageError
 
 
 class TokenLogprob(NamedTuple):

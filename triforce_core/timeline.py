@@ -7,32 +7,35 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.link.trace import write_spans
+from triforce_core.decoding.calls import ClearTrace, Spans
 from triforce_core.decoding.models import Models
 from triforce_core.stream import Completion
+from triforce_offload.link.trace import write_spans
 
 _TOLD = ("method", "model", "device", "dtype", "prompt_tokens", "new_tokens", "link")
 
 
 def clear_timeline(models: Models) -> None:
     """Forgets what was traced so far, on all ranks. Raises RankError."""
-    models.ranks.tell("clear")
+    models.ranks.tell(ClearTrace())
     models.runtime.trace.clear()
 
 
 def traced(
     receive: Callable[[Any], None], models: Models, path: Path, *, afresh: bool
 ) -> Callable[[Any], None]:
-    """A receiver that writes the trace of what has ended first. afresh: whether nothing that is to
-    be seen was traced so far
+    """Return a receiver that writes the trace of a request that has ended, before anybody hears of
+    the end. afresh: whether to forget what was traced so far
     """
     if afresh:
         clear_timeline(models)
 
     def told(item: Any) -> None:
-        if isinstance(item, Completion):
-            write_timeline(models, path, item.stats)
-        receive(item)
+        try:
+            if isinstance(item, Completion):
+                write_timeline(models, path, item.stats)
+        finally:
+            receive(item)
 
     return told
 
@@ -40,7 +43,7 @@ def traced(
 def write_timeline(models: Models, path: Path, stats: Mapping[str, Any]) -> None:
     """Writes what was traced. stats: of the request. Raises OutputError or RankError."""
     asked = time.perf_counter()
-    answers = models.ranks.ask("spans")
+    answers = models.ranks.ask(Spans())
     here = (asked + time.perf_counter()) / 2
     # Machines have clocks of their own; ranks of one machine have one.
     apart = models.ranks.here < models.ranks.count

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 from gguf.quants import dequantize
-from triforce_kernels.block_types import BLOCK_TYPES, BlockType
 
-from offload.checkpoint.opened import OpenedFile
-from offload.checkpoint.source import WHOLE, Corner
-from offload.errors import CheckpointError, UnsupportedModelError
+from triforce_kernels.weights.block_types import BLOCK_TYPES, BlockType
+from triforce_offload.checkpoint.opened import OpenedFile
+from triforce_offload.checkpoint.source import WHOLE, Corner
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from offload.errors import CheckpointError
+from triforce_offload.errors import CheckpointError
 
 _MAX_JSON_BYTES = 256 << 20
 

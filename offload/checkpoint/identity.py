@@ -6,7 +6,7 @@ import os
 import zlib
 from pathlib import Path
 
-from offload.errors import CheckpointError
+from triforce_offload.errors import CheckpointError
 
 # Of a file by which it is told from others.
 _SAMPLES, _SAMPLE_BYTES = 512, 64

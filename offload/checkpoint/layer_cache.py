@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from offload.checkpoint.opened import TensorsFile
-from offload.errors import CheckpointError
-from offload.files import is_alive
+from triforce_offload.checkpoint.opened import TensorsFile
+from triforce_offload.errors import CheckpointError
+from triforce_offload.files import is_alive
 
 _NAME = "layer"
 _PARTIAL = ".partial"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from offload.errors import CheckpointError
+from triforce_offload.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch

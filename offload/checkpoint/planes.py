@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import torch
-from triforce_kernels import limits
-from triforce_kernels.halves import HalfWeight, split_into
-from triforce_kernels.linear import SplitWeight
-from triforce_kernels.planes import encode_into
 
-from offload.checkpoint.source import Corner, TensorSource
+from triforce_kernels import limits
+from triforce_kernels.weights.stored import SplitWeight
+from triforce_offload.checkpoint.source import Corner, TensorSource
 
 
 def read_in_planes(
@@ -20,15 +18,12 @@ def read_in_planes(
     Raises CheckpointError, or PlanesError.
     """
     unit = head_rows or 1
-    dtype, write = torch.bfloat16, encode_into
-    if isinstance(into, HalfWeight):
-        dtype, write = torch.float16, split_into
     step = max(1, limits.DECODED_AT_ONCE // into.shape[1] // unit) * unit
     for first in range(0, into.shape[0], step):
         part = into.rows(first, min(first + step, into.shape[0]))
-        dense = torch.empty(part.shape, dtype=dtype)
+        dense = torch.empty(part.shape, dtype=into.dtype)
         rows = dense
         if head_rows:
             rows = dense.view(-1, 2, head_rows // 2, part.shape[1]).transpose(1, 2)
         source.read(name, rows, Corner(corner.row + first, corner.column))
-        write(dense, part)
+        part.write(dense)

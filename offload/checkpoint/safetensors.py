@@ -6,16 +6,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from triforce_kernels.block_types import F8_E4M3
-
-from offload.checkpoint.header import read_json
-from offload.checkpoint.opened import Stored, TensorsFile
-from offload.checkpoint.source import WHOLE, Corner
-from offload.errors import CheckpointError, UnsupportedModelError
+from triforce_kernels.weights.block_types import F8_E4M3
+from triforce_offload.checkpoint.header import read_json
+from triforce_offload.checkpoint.opened import Stored, TensorsFile
+from triforce_offload.checkpoint.source import WHOLE, Corner
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     import torch
-    from triforce_kernels.block_types import BlockType
+
+    from triforce_kernels.weights.block_types import BlockType
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -99,7 +99,8 @@ class SafetensorsSource:
             self._read_plain(name, into, corner)
             return
         import torch
-        from triforce_kernels.blocks import decode
+
+        from triforce_kernels.weights.blocks import decode
 
         rows, columns = into.shape
         before = corner.column % _SCALED

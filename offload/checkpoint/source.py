@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
-    from triforce_kernels.block_types import BlockType
+
+    from triforce_kernels.weights.block_types import BlockType
 
 
 class Corner(NamedTuple):

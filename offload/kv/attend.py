@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from triforce_kernels.layer import rope_into
-from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
 
-from offload.conveyor import Conveyor
-from offload.feed import Feed
-from offload.kv.scores import ChunkScores
-from offload.kv.store import KVStore
-from offload.schedule import kv_key
+from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
+from triforce_kernels.layer import rope_into
+from triforce_offload.conveyor import Conveyor
+from triforce_offload.feed import Feed
+from triforce_offload.kv.scores import ChunkScores
+from triforce_offload.kv.store import KVStore
+from triforce_offload.schedule import kv_key
 
 
 class PassCache:

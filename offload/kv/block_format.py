@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
-from triforce_kernels.kv_planes import KVPlanes, decode_blocks, decode_chunks, encode_block
 
-from offload.kv.shape import KVShape
-from offload.link.waiting import number
+from triforce_kernels.kv.kv_planes import KVPlanes, decode_blocks, decode_chunks, encode_block
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.link.waiting import number
 
 KeysValues = tuple[torch.Tensor, torch.Tensor]
 

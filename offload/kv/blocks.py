@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.kv.shape import KVShape
-from offload.memory.device import DeviceMemory
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.memory.device import DeviceMemory
 
 
 class DeviceBlocks:

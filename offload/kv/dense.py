@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from triforce_kernels.layer import rope_into
-from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
 
-from offload.feed import Feed
-from offload.kv.gather import Reader
-from offload.kv.shape import KVShape
-from offload.kv.sizes import dense_bytes, dense_capacity
-from offload.memory.device import DeviceMemory, put
+from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
+from triforce_kernels.layer import rope_into
+from triforce_offload.feed import Feed
+from triforce_offload.kv.gather import Reader
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.sizes import dense_bytes, dense_capacity
+from triforce_offload.memory.device import DeviceMemory, put
 
 
 class DenseKV:

@@ -5,19 +5,18 @@ from __future__ import annotations
 from contextlib import suppress
 
 import torch
-from triforce_kernels.dispatch import TRITON, backend
-from triforce_kernels.gather import ChunkSource, gather_chunks
-from triforce_kernels.gather_planes import PlaneChunkSource, gather_plane_chunks
 
-from offload.errors import LinkError
-from offload.homes import DenseHome
-from offload.kv.gather import ChunkReader, Reader
-from offload.kv.store import KVStore
-from offload.link.cuda import reads_host_memory
-from offload.link.link import Link
-from offload.link.waiting import number
-from offload.memory.device import put
-from offload.memory.host import HostMemory
+from triforce_kernels.dispatch import TRITON, backend
+from triforce_kernels.kv.gather import ChunkSource, gather_chunks
+from triforce_kernels.kv.gather_planes import PlaneChunkSource, gather_plane_chunks
+from triforce_offload.errors import LinkError
+from triforce_offload.kv.gather import ChunkReader, Reader
+from triforce_offload.kv.store import KVStore
+from triforce_offload.link.cuda import reads_host_memory
+from triforce_offload.link.link import Link
+from triforce_offload.link.waiting import number
+from triforce_offload.memory.device import put
+from triforce_offload.memory.host import HostMemory
 
 
 class DirectReader:
@@ -103,7 +102,7 @@ class DirectReader:
         for layer in range(store.shape.layers):
             for home in store.homes(layer):
                 # A block without planes is laid out otherwise.
-                self._direct &= not isinstance(home, DenseHome)
+                self._direct &= not home.dense
                 if home.source is not None:
                     for event in home.source.after:
                         self._link.wait(event)

@@ -8,16 +8,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from offload.errors import LinkError
-from offload.formats import ALIGNMENT
-from offload.homes import Home
-from offload.kv.block_format import as_chunks
-from offload.kv.sizes import GATHER_BUFFERS
-from offload.kv.store import KVStore
-from offload.link.link import Event, Link
-from offload.link.waiting import come
-from offload.memory.device import Allocation, DeviceMemory, put
-from offload.memory.host import HostArena, HostMemory
+from triforce_offload.errors import LinkError
+from triforce_offload.formats import ALIGNMENT
+from triforce_offload.homes import Home
+from triforce_offload.kv.block_format import as_chunks
+from triforce_offload.kv.sizes import GATHER_BUFFERS
+from triforce_offload.kv.store import KVStore
+from triforce_offload.link.link import Event, Link
+from triforce_offload.link.waiting import come
+from triforce_offload.memory.device import Allocation, DeviceMemory, put
+from triforce_offload.memory.host import HostArena, HostMemory
 
 
 class Reader(Protocol):

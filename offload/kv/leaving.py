@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.link.link import Event, Link
+from triforce_offload.link.link import Event, Link
 
 
 class StagingSlots:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from triforce_kernels.attention import Partial, merge, partial_attention
-from triforce_kernels.layer import rope_into
 
-from offload.conveyor import Conveyor
-from offload.feed import Feed
-from offload.kv.attend import PassAttention
-from offload.kv.scores import ChunkScores
-from offload.kv.sizes import SCORED_TOKENS
-from offload.kv.store import KVStore
-from offload.schedule import KV
+from triforce_kernels.attention.attention import Partial, merge, partial_attention
+from triforce_kernels.layer import rope_into
+from triforce_offload.conveyor import Conveyor
+from triforce_offload.feed import Feed
+from triforce_offload.kv.attend import PassAttention
+from triforce_offload.kv.scores import ChunkScores
+from triforce_offload.kv.sizes import SCORED_TOKENS
+from triforce_offload.kv.store import KVStore
+from triforce_offload.schedule import KV
 
 
 class PrefillCache:

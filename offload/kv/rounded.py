@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from triforce_kernels.layer import rope_into
-from triforce_kernels.rounding import round_chunks, rounded, scale_of
-from triforce_kernels.streaming import attend_cache
 
-from offload.feed import Feed
-from offload.kv.dense import DenseKV
-from offload.kv.gather import Reader
-from offload.kv.shape import KVShape
-from offload.kv.sizes import layers_rounded_at_once, scale_bytes
-from offload.memory.device import DeviceMemory
+from triforce_kernels.attention.streaming import attend_cache
+from triforce_kernels.kv.rounding import round_chunks, rounded, scale_of
+from triforce_kernels.layer import rope_into
+from triforce_offload.feed import Feed
+from triforce_offload.kv.dense import DenseKV
+from triforce_offload.kv.gather import Reader
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.sizes import layers_rounded_at_once, scale_bytes
+from triforce_offload.memory.device import DeviceMemory
 
 # Before anything is known of a text its numbers are told apart up to this.
 _UNKNOWN_PEAK = 8.0

@@ -5,11 +5,11 @@ from __future__ import annotations
 from enum import Enum
 
 import torch
-from triforce_kernels.scoring import LARGEST, ScoreBuffer, group_scores
 
-from offload.kv.shape import KVShape
-from offload.kv.sizes import SCORE_GROUPS, scores_bytes
-from offload.memory.device import DeviceMemory
+from triforce_kernels.attention.scoring import LARGEST, ScoreBuffer, group_scores
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.sizes import SCORE_GROUPS, scores_bytes
+from triforce_offload.memory.device import DeviceMemory
 
 # What a pass's mass counts for when the next one has been added.
 _MEMORY = 0.9

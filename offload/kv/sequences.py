@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.feed import Cache, Feed
+from triforce_offload.feed import Cache, Feed
 
 
 class SequenceCaches:

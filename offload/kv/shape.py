@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from triforce_kernels.limits import KV_BLOCKS_AT_ONCE, LEAST_EXCEPTIONS, NUMBERS_OF_AN_EXCEPTION
-
-from offload.formats import ElementType, aligned
+from triforce_offload.formats import ElementType, aligned
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,7 @@ class KVShape:
 
     dtype: a torch.dtype where there are tensors; sizes alone need its `itemsize`
     text_tokens: of the longest text; a block that is longer never fills
-    in_planes: whether blocks are kept as `kernels/kv_planes` has them, 12 bits a number, and not
+    in_planes: whether blocks are kept as `kernels/kv/kv_planes` has them, 12 bits a number, and not
         as the numbers themselves
     """
 

@@ -7,17 +7,17 @@ from contextlib import ExitStack, suppress
 
 import torch
 
-from offload.errors import DoesNotFitError, LinkError
-from offload.homes import DenseHome, DeviceHome, Home, HostHome, MirroredHome
-from offload.kv.block_format import BlockFormat, DenseBlocks, KeysValues, PlaneBlocks
-from offload.kv.blocks import DeviceBlocks
-from offload.kv.leaving import StagingSlots
-from offload.kv.shape import KVShape
-from offload.kv.tail import HotTail
-from offload.link.link import Link
-from offload.memory.device import DeviceMemory
-from offload.memory.host import HostBlocks
-from offload.schedule import KV
+from triforce_offload.errors import DoesNotFitError, LinkError
+from triforce_offload.homes import DenseHome, DeviceHome, Home, HostHome, MirroredHome
+from triforce_offload.kv.block_format import BlockFormat, DenseBlocks, KeysValues, PlaneBlocks
+from triforce_offload.kv.blocks import DeviceBlocks
+from triforce_offload.kv.leaving import StagingSlots
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.tail import HotTail
+from triforce_offload.link.link import Link
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.memory.host import HostBlocks
+from triforce_offload.schedule import KV
 
 
 class KVStore:
@@ -259,7 +259,7 @@ class KVStore:
     def settle(self, layer: int, index: int, block: torch.Tensor) -> None:
         """Keeps a copy of a block that was brought, if there is memory for it. block: its bytes."""
         home = self._homes[layer][index]
-        if isinstance(home, HostHome) and (copy := self._lent_for(layer, index)) is not None:
+        if home.source and (copy := self._lent_for(layer, index)) is not None:
             copy.copy_(block)
             self._homes[layer][index] = MirroredHome(home, copy)
             self.version += 1
@@ -269,7 +269,7 @@ class KVStore:
         if self._mirror is None:
             return False
         for homes in self._homes:
-            homes[:] = [h.host if isinstance(h, MirroredHome) else h for h in homes]
+            homes[:] = [home.host or home for home in homes]
         self._mirror.close()
         self._mirror = None
         self.version += 1
@@ -373,21 +373,17 @@ class KVStore:
         self._tail.rows[layer, :, :, :tokens] = kept[:, :, :tokens]
 
     def _format_of(self, home: Home) -> BlockFormat:
-        return self._dense if isinstance(home, DenseHome) else self._format
+        return self._dense if home.dense else self._format
 
     def _lent_for(self, layer: int, index: int) -> torch.Tensor | None:
         place = index - self._resident.counts[layer]
         if self._mirror is None or not 0 <= place < self._mirror.counts[layer]:
             return None
         # Behind a block that must stream all do, so that those on the device are the first ones.
-        if any(isinstance(home, DenseHome) for home in self._homes[layer][: index + 1]):
+        if any(home.dense for home in self._homes[layer][: index + 1]):
             return None
         return self._mirror.buffer(layer, place)
 
     def _give_back(self, home: Home) -> None:
-        if isinstance(home, MirroredHome):
-            home = home.host
-        if isinstance(home, DenseHome):
-            self._dense_blocks.give_back(home.memory)
-        elif isinstance(home, HostHome):
-            self._host_blocks.give_back(home.memory)
+        if host := home.host:
+            (self._dense_blocks if host.dense else self._host_blocks).give_back(host.memory)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offload.kv.block_format import KeysValues
-from offload.kv.shape import KVShape
-from offload.memory.device import DeviceMemory, put
+from triforce_offload.kv.block_format import KeysValues
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.memory.device import DeviceMemory, put
 
 
 class HotTail:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from offload.errors import LinkError
-from offload.link.link import LinkCounters
-from offload.link.waiting import Patience, patience
-from offload.memory.host import PIECE_BYTES, HostMemory
+from triforce_offload.errors import LinkError
+from triforce_offload.link.link import LinkCounters
+from triforce_offload.link.waiting import Patience, patience
+from triforce_offload.memory.host import PIECE_BYTES, HostMemory
 
 _PROBE_BYTES = 128 << 20
 _PROBE_REPEATS = 3

@@ -10,9 +10,9 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 import torch
 
-from offload.errors import LinkError
-from offload.kv.sizes import COPY_BYTES
-from offload.link.link import LinkCounters
+from triforce_offload.errors import LinkError
+from triforce_offload.kv.sizes import COPY_BYTES
+from triforce_offload.link.link import LinkCounters
 
 # A NaN is written every so many int32 words: every 256-byte-aligned part of a slot holds one.
 _POISON_STRIDE = 64

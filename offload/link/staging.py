@@ -9,9 +9,9 @@ from contextlib import suppress
 
 import torch
 
-from offload.errors import LinkError
-from offload.link.link import Event, Link, OnDemand, WrappedLink
-from offload.memory.host import HostMemory
+from triforce_offload.errors import LinkError
+from triforce_offload.link.link import Event, Link, OnDemand, WrappedLink
+from triforce_offload.memory.host import HostMemory
 
 _BUFFERS = 3
 _BUFFER_BYTES = 16 << 20

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from offload.files import Output
-from offload.link.link import Event, Link, WrappedLink
+from triforce_offload.files import Output
+from triforce_offload.link.link import Event, Link, WrappedLink
 
 if TYPE_CHECKING:
     import torch

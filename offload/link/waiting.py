@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from offload.errors import DeviceFailedError, DeviceHungError
+from triforce_offload.errors import DeviceFailedError, DeviceHungError
 
 # Longer than anything that is waited for: the reading of the longest prompt by the slowest card.
 LONGEST_WAIT_SECONDS = 1800.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from offload.machine.timing import seconds_of
+from triforce_offload.machine.timing import seconds_of
 
 # Of a copy over a link, and of the least and the largest sum over GPUs that is timed.
 _LINK_BYTES = 64 << 20

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from offload.memory.available import available_host_bytes
+from triforce_offload.memory.available import available_host_bytes
 
 _PACKAGES = ("torch", "transformers", "safetensors", "gguf", "triton", "numpy")
 

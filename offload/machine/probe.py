@@ -15,13 +15,13 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from offload.errors import OutputError, UsageError
-from offload.files import Output, cache_directory
-from offload.machine.gpus import measure_together
-from offload.machine.profiles import ALL_REDUCE_SECONDS, EMULATED, Hardware, integer_rate
-from offload.machine.timing import seconds_of
-from offload.memory.available import available_host_bytes, lendable_bytes
-from offload.units import parse_bandwidth
+from triforce_offload.errors import OutputError, UsageError
+from triforce_offload.files import Output, cache_directory
+from triforce_offload.machine.gpus import measure_together
+from triforce_offload.machine.profiles import ALL_REDUCE_SECONDS, EMULATED, Hardware, integer_rate
+from triforce_offload.machine.timing import seconds_of
+from triforce_offload.memory.available import available_host_bytes, lendable_bytes
+from triforce_offload.units import parse_bandwidth
 
 # The host runs so many operations for each kernel that `costs` counts: torch's profiler tells about
 # 80, views included, for the 39 kernels of a layer's forward over one token.
@@ -131,7 +131,8 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
     """
     import torch
     import torch.nn.functional as F
-    from triforce_kernels.int4 import dequantise, quantise
+
+    from triforce_kernels.weights.int4 import dequantise, quantise
 
     # More than any cache holds, as a model's layers are.
     count = max(1, _MATRIX_BYTES // sum(rows * columns * 4 for rows, columns in matrices))
@@ -271,7 +272,7 @@ def remeasured() -> Rates:
 def _gpu_key() -> str:
     import torch
 
-    from offload.machine.hardware import inspect_machine
+    from triforce_offload.machine.hardware import inspect_machine
 
     name = torch.cuda.get_device_name()
     count = torch.cuda.device_count()
@@ -317,7 +318,7 @@ def _cache_file() -> Path:
 def _gpu(rate: float | None) -> Hardware:
     import torch
 
-    from offload.machine.hardware import inspect_machine
+    from triforce_offload.machine.hardware import inspect_machine
 
     machine = inspect_machine()
     card = machine.gpus[0] if machine.gpus else None
@@ -351,6 +352,6 @@ def _gpu(rate: float | None) -> Hardware:
 
 
 def _processor() -> str:
-    from offload.machine.hardware import summary
+    from triforce_offload.machine.hardware import summary
 
     return summary()["processor"] or platform.processor() or "CPU"

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from offload.errors import UsageError
+from triforce_offload.errors import UsageError
 
 # A plan leaves so many bytes of a named card alone: the CUDA context and libraries of a process
 # (about 0.5 GiB), a display, and what an allocator loses between blocks. A card of 24 GiB keeps

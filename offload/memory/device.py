@@ -9,11 +9,16 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from offload.errors import DeviceFailedError, DoesNotFitError, OutOfDeviceMemoryError, UsageError
-from offload.link.waiting import hangs
-from offload.machine.profiles import EMULATED
-from offload.memory.available import LIBRARY_BYTES, available_host_bytes, lendable_bytes
-from offload.units import format_bytes
+from triforce_offload.errors import (
+    DeviceFailedError,
+    DoesNotFitError,
+    OutOfDeviceMemoryError,
+    UsageError,
+)
+from triforce_offload.link.waiting import hangs
+from triforce_offload.machine.profiles import EMULATED
+from triforce_offload.memory.available import LIBRARY_BYTES, available_host_bytes, lendable_bytes
+from triforce_offload.units import format_bytes
 
 # What is raised where the device has no memory left, although the budget has.
 OUT_OF_MEMORY = (torch.OutOfMemoryError, OutOfDeviceMemoryError)

@@ -15,11 +15,11 @@ from typing import Protocol
 
 import torch
 
-from offload.errors import DoesNotFitError
-from offload.link.waiting import hangs
-from offload.memory.available import available_host_bytes
-from offload.memory.touch import touch
-from offload.units import format_bytes
+from triforce_offload.errors import DoesNotFitError
+from triforce_offload.link.waiting import hangs
+from triforce_offload.memory.available import available_host_bytes
+from triforce_offload.memory.touch import touch
+from triforce_offload.units import format_bytes
 
 # So many bytes are registered at once, at most: what a driver's cap leaves is then used to the last
 # piece.

@@ -4,7 +4,7 @@ time, with the same text each time.
 The runs take turns: quiet, beside one busy process, beside two. Nothing else should run meanwhile;
 the load average at the start is recorded.
 
-    python scripts/checks/demo_under_load.py [--runs 5]
+    python scripts/checks demo_under_load [--runs 5]
 
 Writes benchmarks/results/demo_under_load.json. Exits with 1 if a bound does not hold.
 """
@@ -20,19 +20,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-SCRIPTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(SCRIPTS))
-
-from results import write_result  # noqa: E402
+from frame import ROOT, Benchmark, Figures
 
 # Busy processes beside the demo.
 LOADS = (0, 1, 2)
 # A run beside busy processes takes at most this many times the median of the quiet ones.
 MOST_TIMES = 3.0
-DEMO = (sys.executable, str(SCRIPTS / "demo.py"))
+DEMO = (sys.executable, str(ROOT / "scripts" / "demo.py"))
 
 
 @dataclass(frozen=True)
@@ -43,21 +38,16 @@ class Run:
     text: str
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--runs", type=int, default=5, help="runs beside each load")
-    args = parser.parse_args()
-    loads_before = os.getloadavg()
+def measure(args: argparse.Namespace) -> Iterator[Figures]:
+    yield {"load_average_at_start": os.getloadavg()}
     runs: dict[int, list[Run]] = {load: [] for load in LOADS}
     for number in range(args.runs):
         for load in LOADS:
             run = timed(DEMO, load)
             runs[load].append(run)
-            print(f"run {number + 1}, {load} busy processes: {run.seconds:.1f} s", flush=True)
-    figures = compared(runs)
-    path = write_result("demo_under_load", {"load_average_at_start": loads_before, **figures})
-    print(f"written to {os.path.relpath(path)}")
-    return 0 if figures["holds"] else 1
+            said = f"run {number + 1}, {load} busy processes: {run.seconds:.1f} s"
+            print(said, file=sys.stderr, flush=True)
+    yield compared(runs)
 
 
 def timed(command: Sequence[str], load: int) -> Run:
@@ -80,7 +70,7 @@ def busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def compared(runs: dict[int, list[Run]]) -> dict[str, Any]:
+def compared(runs: dict[int, list[Run]]) -> Figures:
     """Medians, and whether the bounds hold. runs: by how many busy processes were beside them."""
     quiet = statistics.median(run.seconds for run in runs[0])
     texts = {run.text for each in runs.values() for run in each}
@@ -102,5 +92,8 @@ def compared(runs: dict[int, list[Run]]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = Benchmark(
+    __doc__,
+    "demo_under_load",
+    measure,
+)

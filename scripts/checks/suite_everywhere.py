@@ -4,9 +4,9 @@ Runs beside two busy processes come first. Then each of PyTorch's libraries is t
 instruction set, in a run each, and the threads are one or four. The result is written after
 every run.
 
-    python scripts/checks/suite_everywhere.py [--runs 10] [--only NAME ...] [--resume] [-- ...]
+    python scripts/checks suite_everywhere [--runs 10] [--only NAME ...] [--resume] [-- ...]
 
-Arguments behind `--` go to pytest: `-- tests/offload -k feed`. Failures are counted by test. Writes
+Arguments after `--` go to pytest: `-- tests/offload -k feed`. Failures are counted by test. Writes
 benchmarks/results/suite_everywhere.json. Exits with 1 if a test failed in any run.
 """
 
@@ -21,18 +21,14 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
-SCRIPTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "checks")]
-
-import results  # noqa: E402
-from demo_under_load import busy_processes  # noqa: E402
+from checks.demo_under_load import busy_processes
+from frame import ROOT, Benchmark, Figures, Option, result_path
 
 NAME = "suite_everywhere"
 # As scripts/test.sh runs the suite.
@@ -96,11 +92,11 @@ class Run:
         return self.exit_code == 0 and not self.failed
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(arguments)
+def measure(args: argparse.Namespace) -> Iterator[Figures]:
     asked = [each for each in ENVIRONMENTS if not args.only or each.name in args.only]
     wanted = [each for each in asked for _ in range(args.runs if each is BUSY else 1)]
-    runs = _kept(args.pytest) if args.resume else []
+    runs = _kept(args.result or NAME, args.pytest) if args.resume else []
+    yield {**summary(runs), "runs": [asdict(run) for run in runs]}
     made = Counter(run.environment for run in runs)
     for number, environment in enumerate(wanted, 1):
         if made[environment.name]:
@@ -108,32 +104,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         run = suite(environment, args.pytest)
         runs.append(run)
-        path = results.write_result(NAME, figures(runs))
         print(
             f"run {number} of {len(wanted)}, {run.environment}: {run.passed} passed, "
-            f"{len(run.failed)} failed, {run.seconds:.0f} s, written to {os.path.relpath(path)}",
+            f"{len(run.failed)} failed, {run.seconds:.0f} s",
+            file=sys.stderr,
             flush=True,
         )
-    return 0 if all(run.holds for run in runs) else 1
+        yield {**summary(runs), "runs": [asdict(run)]}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--runs", type=int, default=10, help="runs beside two busy processes")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=[each.name for each in ENVIRONMENTS],
-        metavar="NAME",
-        help="run in these alone: " + ", ".join(each.name for each in ENVIRONMENTS),
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="keep the runs that the result has, of this revision and these pytest arguments",
-    )
-    parser.add_argument("pytest", nargs="*", help="arguments of pytest, behind `--`")
-    return parser
+def summary(runs: Sequence[Run]) -> Figures:
+    failures = Counter(chain(*(run.failed for run in runs)))
+    return {
+        "failures_by_test": dict(failures.most_common()),
+        "holds": all(run.holds for run in runs),
+    }
 
 
 def suite(environment: Environment, arguments: Sequence[str]) -> Run:
@@ -144,7 +129,7 @@ def suite(environment: Environment, arguments: Sequence[str]) -> Run:
         began = time.perf_counter()
         done = subprocess.run(
             [*SUITE, f"--junit-xml={report}", *arguments],
-            cwd=SCRIPTS.parent,
+            cwd=ROOT,
             env=usual | USUAL | environment.variables,
             stdout=subprocess.PIPE,
             text=True,
@@ -199,22 +184,13 @@ def revision() -> str:
 
 
 def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ("git", "-C", str(SCRIPTS.parent), *arguments)
+    command = ("git", "-C", str(ROOT), *arguments)
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def figures(runs: Sequence[Run]) -> dict[str, Any]:
-    """What is recorded: failures by test, then every run."""
-    return {
-        "failures_by_test": dict(Counter(chain(*(run.failed for run in runs))).most_common()),
-        "holds": all(run.holds for run in runs),
-        "runs": [asdict(run) for run in runs],
-    }
-
-
-def _kept(arguments: Sequence[str]) -> list[Run]:
-    """Runs of the result that is there, of the same tests at the same revision."""
-    path = results.DIRECTORY / f"{NAME}.json"
+def _kept(name: str, arguments: Sequence[str]) -> list[Run]:
+    """Runs of the result that exists, of the same tests at the same revision."""
+    path = result_path(name)
     if not path.exists():
         return []
     runs = [Run(**run) for run in json.loads(path.read_text())["runs"]]
@@ -223,5 +199,20 @@ def _kept(arguments: Sequence[str]) -> list[Run]:
     ]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+main = Benchmark(
+    __doc__,
+    NAME,
+    measure,
+    (
+        Option("--runs", 10, "runs beside two busy processes"),
+        Option(
+            "--only",
+            (),
+            f"run in these alone: {', '.join(each.name for each in ENVIRONMENTS)}",
+            choices=[each.name for each in ENVIRONMENTS],
+            metavar="NAME",
+        ),
+        Option("--resume", False, "keep the result's runs of this revision and these arguments"),
+        Option("pytest", (), "arguments of pytest, after `--`", nargs="*"),
+    ),
+)

@@ -1,11 +1,16 @@
-"""A hook of mkdocs: pages and figures that lie outside docs/, and the links to them."""
+"""A hook of mkdocs: pages, figures and packages that lie outside docs/, and the links to them."""
 
 from __future__ import annotations
 
+import atexit
 import posixpath
 import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from mkdocs.plugins import event_priority
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -21,6 +26,8 @@ PAGES = {
     "tests/README.md": "tests.md",
 }
 FIGURES = "benchmarks/results/"
+# Packages that are installed under another name than their folder's.
+FOLDERS = {"triforce_offload": "offload"}
 # The target of a link or a picture, with the anchor apart.
 LINK = re.compile(r"(?<=\]\()([^()#\s]+)(#[^()\s]*)?(?=\))")
 
@@ -34,6 +41,17 @@ def place(path: str) -> str:
     if path.startswith(FIGURES):
         return "results/" + path.removeprefix(FIGURES)
     return path.removeprefix("docs/")
+
+
+@event_priority(100)  # before mkdocstrings reads it
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Let mkdocstrings find packages by their installed names."""
+    names = Path(tempfile.mkdtemp(prefix="packages-"))
+    atexit.register(shutil.rmtree, names)
+    for name, folder in FOLDERS.items():
+        (names / name).symlink_to(ROOT / folder)
+    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [".", str(names)]
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

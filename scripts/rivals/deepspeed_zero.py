@@ -10,9 +10,8 @@ import os
 import socket
 from typing import Any
 
-from rivals.clock import generate
 from rivals.job import Job, Outcome
-from rivals.models import dtype, prepare
+from rivals.models import generate, load
 
 
 def run(job: Job) -> Outcome:
@@ -29,17 +28,14 @@ def run(job: Job) -> Outcome:
         "DS_ACCELERATOR": "cpu" if job.device == "cpu" else "cuda",
     }
     import deepspeed
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.integrations import HfDeepSpeedConfig
 
-    prepare(job)
     hidden = AutoConfig.from_pretrained(job.model, trust_remote_code=False).hidden_size
     settings = zero_settings(hidden, job)
     # Before the model is made: its parameters are then made where they stay.
     _kept = HfDeepSpeedConfig(settings)
-    model = AutoModelForCausalLM.from_pretrained(
-        job.model, trust_remote_code=False, dtype=dtype(job)
-    )
+    model = load(job, device_map=None)
     # Whether to offload is said there; parameters without it stay on the device.
     engine = deepspeed.initialize(model=model, config_params=settings)[0]
     arguments = {}

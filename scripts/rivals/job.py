@@ -1,4 +1,4 @@
-"""What every system of a comparison is asked, and what it answers."""
+"""The request that every system of a comparison gets, and the answer it gives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """One text, the same for all systems.
+    """One text to generate, the same for all systems.
 
     module, options: the adapter and what makes it this system
     model: a directory with dense safetensors and no end-of-text token, so that all texts are as
@@ -45,13 +45,13 @@ class Job:
 
 @dataclass
 class Outcome:
-    """One text, timed; or why there is none.
+    """One text, timed; or the reason why there is none.
 
-    tokens: new token ids, None where a system does not tell them
+    tokens: new token ids, None where a system does not give them
     first_seconds: from the request to the first new token; token_seconds: of each one after
-    device_bytes: most of the device's memory, None where nobody counts it (on a CPU, for all
-        but ours, whose emulated device is accounted)
-    host_bytes: most resident memory of the process, everything included
+    device_bytes: the peak of the device's memory, None where it is not counted (on a CPU, for all
+        systems but ours, which counts its emulated device)
+    host_bytes: the peak of the process's resident memory, everything included
     moved_bytes: to the device, per new token
     refusal: why the system cannot run here
     """

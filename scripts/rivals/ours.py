@@ -12,13 +12,13 @@ from rivals.job import Job, Outcome, Refusal
 
 
 def run(job: Job) -> Outcome:
-    """options: of the engine; `in_memory`: whether nothing need stream; `policies` of the published
-    code, instead of ours; `resident_blocks` and `kv_slots` of a placement that streams KV alone.
+    """options: of the engine; `in_memory`: whether everything may be resident; `policies`: of the
+    published code, in place of ours; `resident_blocks`, `kv_slots`: of a placement that streams KV
     """
-    from offload.errors import TriforceError
-    from offload.placement import Placement
     from rivals.published_policies import installed
     from triforce_core import Engine, SamplingParams
+    from triforce_offload.errors import TriforceError
+    from triforce_offload.placement import Placement
 
     options: dict[str, Any] = dict(job.options)
     in_memory = options.pop("in_memory", False)
@@ -69,7 +69,7 @@ def run(job: Job) -> Outcome:
 
 
 class NoTokenizer:
-    """Texts are compared as tokens."""
+    """Takes the place of a tokenizer: texts are compared as tokens."""
 
     def encode(self, text: str) -> list[int]:
         raise RuntimeError("a prompt is tokens here")
@@ -80,8 +80,8 @@ class NoTokenizer:
 
 @contextlib.contextmanager
 def assumed(acceptance: float) -> Iterator[None]:
-    """Every drafted token holds with this probability, whatever was drafted: what random weights
-    would accept says nothing. The speed is real; the text is not the model's.
+    """Inside, every draft token is accepted with this probability, since the acceptance of random
+    weights says nothing. The speed is real; the text is not the model's.
     """
     from triforce_core import request
     from triforce_core.decoding.acceptance import Draft, Verdict
@@ -90,14 +90,14 @@ def assumed(acceptance: float) -> Iterator[None]:
         def __init__(self, seed: int) -> None:
             self._coins = torch.Generator().manual_seed(seed)
 
-        def draw(self, laws: torch.Tensor, position: int) -> torch.Tensor:
-            return laws.argmax(-1)
+        def draw(self, probs: torch.Tensor, position: int) -> torch.Tensor:
+            return probs.argmax(-1)
 
-        def accept(self, draft: Draft, laws: torch.Tensor, position: int) -> Verdict:
+        def accept(self, draft: Draft, probs: torch.Tensor, position: int) -> Verdict:
             held = torch.rand(len(draft.tokens), generator=self._coins) < acceptance
             count = int(held.int().cumprod(0).sum())
             return Verdict(
-                torch.tensor(count, device=laws.device), laws[count].argmax().to(torch.int64)
+                torch.tensor(count, device=probs.device), probs[count].argmax().to(torch.int64)
             )
 
     before = request.make_rule

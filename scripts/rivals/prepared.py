@@ -1,4 +1,4 @@
-"""One directory that every system reads: dense safetensors of a model that never ends its text."""
+"""Make the directory that every system reads: dense safetensors of a model that never stops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STD = 0.02
 
 
 def prepared(model: Path, folder: Path) -> Path:
-    """A checkpoint on disk as such a directory, made once in `folder`."""
+    """Return a checkpoint on disk as such a directory, made once in `folder`."""
     stamp = f"{model.resolve()} {model.stat().st_mtime_ns}"
     target = folder / hashlib.sha256(stamp.encode()).hexdigest()[:16]
     if (target / "config.json").exists():
@@ -40,7 +40,7 @@ def prepared(model: Path, folder: Path) -> Path:
 
 
 def of_shape(name: str, config: dict[str, Any], dtype: str, folder: Path) -> Path:
-    """Random weights of a shape."""
+    """Return a directory with random weights of a shape, made once in `folder`."""
     target = folder / f"{name}-{dtype}"
     if (target / "config.json").exists():
         return target
@@ -81,7 +81,7 @@ def _random(name: str, shape: tuple[int, ...], noise: torch.Tensor) -> torch.Ten
 
 
 def _dense(gguf: Path, folder: Path) -> dict[str, Any]:
-    """Writes the numbers of a GGUF file; returns the model's config."""
+    """Write the numbers of a GGUF file densely; return the model's config."""
     from transformers import AutoModelForCausalLM, utils
 
     utils.logging.disable_progress_bar()

@@ -1,8 +1,7 @@
-"""What the published TriForce does otherwise, in our engine, one policy at a time: an ablation.
-And drafting from what is newest alone, which shows what choosing brings.
+"""Policies of the published TriForce in our engine, one at a time: an ablation.
 
 The code that was read is Infini-AI-Lab/TriForce at 164c8c0 (models/cache.py, utils/decoding.py).
-What an option of the engine does is not here: mean keys, fixed lengths, blocks as long as a layer.
+Options of the engine are not here: mean keys, fixed lengths, blocks as long as a layer.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ import torch
 
 CHOSEN_ONCE = "chosen once"
 BY_LAYERS = "resident by layers"
-NEWEST = "newest"
 
 
 @contextlib.contextmanager
 def installed(policies: Sequence[str], blocks_of_layer: int) -> Iterator[None]:
-    """The engines of this process have these policies. blocks_of_layer: KV blocks of a whole text
-    in a layer.
+    """Inside, the engines of this process have these policies. blocks_of_layer: KV blocks of a
+    whole text in a layer
     """
     with contextlib.ExitStack() as stack:
         for policy in policies:
@@ -32,7 +30,7 @@ def installed(policies: Sequence[str], blocks_of_layer: int) -> Iterator[None]:
 
 
 def _chosen_once(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
-    """Chunks keep the scores that the prompt gave them; what is new has none."""
+    """Chunks keep the scores that the prompt gave them; new ones have none."""
     from triforce_core.decoding.retrieval import RetrievalCache
 
     score, begin = RetrievalCache._current_scores, RetrievalCache.begin
@@ -55,28 +53,14 @@ def _chosen_once(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
 
 
 def _by_layers(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
-    """The KV that stays on the device is that of whole layers, the first ones."""
-    from offload import passes, runtime
+    """The device holds the KV of whole layers, the first ones."""
+    from triforce_offload import runtime, sequence
 
     def share(blocks: int, layers: int) -> tuple[int, ...]:
         each = blocks_of_layer
         return tuple(max(0, min(each, blocks - i * each)) for i in range(layers))
 
-    return [(module, "share_blocks", share) for module in (passes, runtime)]
+    return [(module, "share_blocks", share) for module in (sequence, runtime)]
 
 
-def _newest(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
-    """Chunks are worth the more the newer they are; the first stays, as it always does."""
-    from triforce_core.decoding.retrieval import RetrievalCache
-
-    score = RetrievalCache._current_scores
-
-    def scores(self: RetrievalCache, tokens: int, chunks: int) -> torch.Tensor:
-        found = score(self, tokens, chunks)
-        newer = torch.arange(chunks, dtype=found.dtype, device=found.device)
-        return newer.expand_as(found).contiguous()
-
-    return [(RetrievalCache, "_current_scores", scores)]
-
-
-_POLICIES = {CHOSEN_ONCE: _chosen_once, BY_LAYERS: _by_layers, NEWEST: _newest}
+_POLICIES = {CHOSEN_ONCE: _chosen_once, BY_LAYERS: _by_layers}

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
-from rivals.clock import sampling
 from rivals.job import Job, Outcome
-from rivals.models import dtype, prepare
+from rivals.models import load, sampling
 
 
 def run(job: Job) -> Outcome:
     """options: `path`: of a file that gets tokens [n] and the logits before each, [n, vocab]."""
-    prepare(job)
-    model = (
-        AutoModelForCausalLM.from_pretrained(job.model, trust_remote_code=False, dtype=dtype(job))
-        .to(job.device)
-        .eval()
-    )
+    model = load(job)
     prompt = torch.tensor([job.prompt], device=job.device)
     with torch.inference_mode():
         output = model.generate(

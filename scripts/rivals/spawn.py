@@ -1,4 +1,4 @@
-"""A job in a process of its own."""
+"""Run a job in a process of its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OWN_PYTHON = SCRIPTS.parent / ".venv-rivals" / "bin" / "python"
 
 
 def run(job: Job, log: Path, limit_seconds: float, *, own_packages: bool) -> Outcome:
-    """Waits for it. What it prints goes to `log`. Whatever happens to it is an outcome."""
+    """Run a job and wait for it. Its output goes to `log`. If it fails, the outcome says why."""
     python = OWN_PYTHON if own_packages else Path(sys.executable)
     if not python.exists():
         return Outcome(refusal="not installed: bash scripts/setup_rivals.sh")

@@ -20,72 +20,63 @@ ABLATION_BLOCK = 128
 
 @dataclass(frozen=True)
 class System:
-    """module, options: of its adapter. own_packages: whether it lives in .venv-rivals
-    lossless: whether its greedy text must be the model's in float32
-    refusal: why it cannot be asked, whatever the machine
-    """
+    """module, options: of its adapter. refusal: why it cannot run, on any machine"""
 
     group: str
     module: str
     options: dict[str, Any] = field(default_factory=dict)
-    own_packages: bool = False
-    lossless: bool = True
     refusal: str | None = None
+
+    @property
+    def own_packages(self) -> bool:
+        """Whether it is installed in .venv-rivals."""
+        return self.module in ("deepspeed_zero", "llama_cpp")
+
+    @property
+    def lossless(self) -> bool:
+        """Whether its greedy text must be the model's in float32."""
+        return self.module != "llama_cpp"
 
 
 def systems(
     prompt_tokens: int, new_tokens: int, assistant: str, *, is_gguf: bool
 ) -> dict[str, System]:
-    """All there are, for texts of that length. assistant: path of a small model, or empty."""
+    """Return all systems, for texts of one length. assistant: path of a small model, or empty"""
     no_file = None if is_gguf else "it reads GGUF files, and the model is none"
-    return {
-        "transformers, plain": System(MEMORY, "transformers_generate"),
-        "transformers, prompt lookup": System(
-            MEMORY, "transformers_generate", {"prompt_lookup_num_tokens": 10}
+    no_model = None if assistant else "it needs a small model of this vocabulary: --assistant"
+    hf, accelerate, deepspeed = "transformers_generate", "accelerate_offload", "deepspeed_zero"
+    found = {}
+    for name, group, module, options in (
+        ("transformers, plain", MEMORY, hf, {}),
+        ("transformers, prompt lookup", MEMORY, hf, {"prompt_lookup_num_tokens": 10}),
+        ("transformers, assistant", MEMORY, hf, {"assistant": assistant}),
+        ("accelerate, plain", MEMORY, accelerate, {"how": "memory"}),
+        ("deepspeed, plain", MEMORY, deepspeed, {"offload": False}),
+        ("llama.cpp, plain", MEMORY, "llama_cpp", {}),
+        ("ours, autoregressive", MEMORY, "ours", {"method": "autoregressive", "in_memory": True}),
+        ("ours, speculative", MEMORY, "ours", {"method": "speculative", "in_memory": True}),
+        ("transformers, offloaded cache", OFFLOADED, hf, {"cache_implementation": "offloaded"}),
+        ("accelerate, cpu_offload", OFFLOADED, accelerate, {"how": "cpu_offload"}),
+        ("accelerate, disk_offload", OFFLOADED, accelerate, {"how": "disk_offload"}),
+        ("accelerate, device_map auto", OFFLOADED, accelerate, {"how": "auto"}),
+        (
+            *("deepspeed, ZeRO-3 offloaded", OFFLOADED, deepspeed),
+            {"offload": True, "cache": "offloaded"},
         ),
-        "transformers, assistant": System(
-            MEMORY,
-            "transformers_generate",
-            {"assistant": assistant},
-            refusal=None if assistant else "it needs a small model of this vocabulary: --assistant",
-        ),
-        "accelerate, plain": System(MEMORY, "accelerate_offload", {"how": "memory"}),
-        "deepspeed, plain": System(MEMORY, "deepspeed_zero", {"offload": False}, own_packages=True),
-        "llama.cpp, plain": System(
-            MEMORY, "llama_cpp", own_packages=True, lossless=False, refusal=no_file
-        ),
-        "ours, autoregressive": System(
-            MEMORY, "ours", {"method": "autoregressive", "in_memory": True}
-        ),
-        "ours, speculative": System(MEMORY, "ours", {"method": "speculative", "in_memory": True}),
-        "transformers, offloaded cache": System(
-            OFFLOADED, "transformers_generate", {"cache_implementation": "offloaded"}
-        ),
-        "accelerate, cpu_offload": System(OFFLOADED, "accelerate_offload", {"how": "cpu_offload"}),
-        "accelerate, disk_offload": System(
-            OFFLOADED, "accelerate_offload", {"how": "disk_offload"}
-        ),
-        "accelerate, device_map auto": System(OFFLOADED, "accelerate_offload", {"how": "auto"}),
-        "deepspeed, ZeRO-3 offloaded": System(
-            OFFLOADED, "deepspeed_zero", {"offload": True, "cache": "offloaded"}, own_packages=True
-        ),
-        "llama.cpp, KV on the host": System(
-            OFFLOADED,
-            "llama_cpp",
-            {"kv_on_host": True},
-            own_packages=True,
-            lossless=False,
-            refusal=no_file,
-        ),
-        "ours, autoregressive, streamed": System(OFFLOADED, "ours", {"method": "autoregressive"}),
-        "ours, speculative, streamed": System(OFFLOADED, "ours", {"method": "speculative"}),
-        "ours, triforce, streamed": System(OFFLOADED, "ours", {"method": "triforce"}),
-        **_ablation(prompt_tokens, new_tokens),
-    }
+        ("llama.cpp, KV on the host", OFFLOADED, "llama_cpp", {"kv_on_host": True}),
+        ("ours, autoregressive, streamed", OFFLOADED, "ours", {"method": "autoregressive"}),
+        ("ours, speculative, streamed", OFFLOADED, "ours", {"method": "speculative"}),
+        ("ours, triforce, streamed", OFFLOADED, "ours", {"method": "triforce"}),
+    ):
+        refusal = no_model if "assistant" in options else None
+        found[name] = System(group, module, options, no_file if module == "llama_cpp" else refusal)
+    return found | _ablation(prompt_tokens, new_tokens)
 
 
 def _ablation(prompt_tokens: int, new_tokens: int) -> dict[str, System]:
-    """Each row has one policy more of the published code; about a quarter of KV is resident."""
+    """Return our engine with one more policy of the published code in each row; about a quarter of
+    the KV is resident.
+    """
     layers_resident = 8
     text_tokens = prompt_tokens + new_tokens
     options: dict[str, Any] = {
@@ -120,9 +111,9 @@ def _ablation(prompt_tokens: int, new_tokens: int) -> dict[str, System]:
 
 
 def chosen(names: list[str], known: dict[str, System]) -> list[str]:
-    """The systems that are meant: by name, by the beginning of one, by group, or "all".
+    """Return the systems that names stand for: names, beginnings of names, groups, or "all".
 
-    Raises KeyError for a name that means none.
+    Raises KeyError for a name that stands for none.
     """
     found = []
     for name in names:

@@ -1,4 +1,4 @@
-"""Runs one job in a process of its own: `python -m rivals.worker`, the job on standard input.
+"""Run one job in a process of its own: `python -m rivals.worker`, the job on standard input.
 
 The last line of its standard output is the outcome, after a mark.
 """
@@ -16,7 +16,7 @@ from rivals.job import Job, Outcome, Refusal
 MARK = "OUTCOME "
 
 
-def main() -> None:
+def work() -> None:
     job = Job.from_json(sys.stdin.read())
     try:
         outcome = importlib.import_module(f"rivals.{job.module}").run(job)
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _most_resident_bytes() -> int | None:
-    """Linux alone tells. What `getrusage` says begins with the process that started this one."""
+    """Linux alone says. The peak of `getrusage` includes the process that started this one."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -39,4 +39,4 @@ def _most_resident_bytes() -> int | None:
 
 
 if __name__ == "__main__":
-    main()
+    work()

@@ -11,9 +11,9 @@ from float_bounds import forward_bound
 from helpers import BLOCK, PLACEMENTS, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 
-from offload.errors import LinkError, UsageError
-from offload.placement import Placement
 from triforce_core import Completion, Engine, SamplingParams
+from triforce_offload.errors import LinkError, UsageError
+from triforce_offload.placement import Placement
 
 NEW = 30
 LENGTHS = (1, 5, BLOCK, 17, 40, 63, 75, 90)
@@ -176,6 +176,28 @@ def test_requests_come_go_and_are_interrupted_while_others_go_on(tiny) -> None:
         assert (ours.runtime.memory.available_bytes, ours.runtime.host_blocks.taken_bytes) == before
 
 
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_an_interrupt_in_the_middle_of_a_prefill_reaches_its_request(tiny, sequences: int) -> None:
+    """From within it nothing else can begin."""
+    path, _ = tiny("llama")
+    with engine(path, "ngram", sequences=sequences) as ours:
+        refused: list[str] = []
+
+        def interrupt(what: str, done: int, count: int) -> None:
+            with pytest.raises(UsageError) as caught:
+                ours.generate([1, 2], greedy(2))
+            refused.append(str(caught.value))
+            ours.interrupt()
+
+        ours.progress = interrupt
+        told: list = []
+        ours.add_request(prompts()[4], greedy(NEW), told.append)
+        assert not ours.step()
+        assert told[-1].finish_reason == "interrupted"
+        assert len(refused) == 1
+        assert "one is under way" in refused[0]
+
+
 def ended(received: list) -> bool:
     return bool(received) and isinstance(received[-1], (Completion, BaseException))
 
@@ -228,7 +250,7 @@ def test_a_prompt_that_fails_ends_alone(tiny, monkeypatch) -> None:
         def fails(*_: object, **__: object) -> None:
             raise LinkError("a copy failed")
 
-        monkeypatch.setattr(member.context, "read", fails)
+        monkeypatch.setattr(member.context, "prefill", fails)
         while ours.step():
             pass
     assert isinstance(bad[-1], LinkError)

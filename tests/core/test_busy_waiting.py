@@ -61,12 +61,19 @@ def busy() -> float:
     return processor_seconds("measure()")
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(name, marks=() if name in ("triforce", "demo") else pytest.mark.slow)
+        for name in STARTS
+    ],
+)
 def test_idle_threads_sleep_whoever_starts_the_engine(speaking, busy, start: str) -> None:
     code = STARTS[start].format(model=str(speaking))
     assert processor_seconds(code) < busy / 4
 
 
+@pytest.mark.slow
 def test_a_users_own_choice_is_kept(speaking, busy) -> None:
     code = STARTS["python with torch loaded first"].format(model=str(speaking))
     assert processor_seconds(code, GOMP_SPINCOUNT="300000") > busy / 4

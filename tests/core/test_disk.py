@@ -9,9 +9,9 @@ import pytest
 from gguf_files import write_gguf
 from helpers import BLOCK, make_model, random_ids
 
-from offload.errors import DoesNotFitError, LinkError
-from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
+from triforce_offload.errors import DoesNotFitError, LinkError
+from triforce_offload.placement import Placement
 
 PROMPT, NEW = random_ids(60), 20
 GREEDY = SamplingParams(NEW, temperature=0)

@@ -12,11 +12,11 @@ import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
 
 import triforce_core
-from offload.errors import DoesNotFitError, LinkError, UsageError
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
 from triforce_core.model.tokenizer import Tokenizer
 from triforce_core.opening import OpenModel
+from triforce_offload.errors import DoesNotFitError, LinkError, UsageError
 
 
 def make(path, **options) -> Engine:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from triforce_kernels import linear as products
+
+from triforce_core.model.shapes import read_shape
+from triforce_core.model.tensors import plane_layouts
+from triforce_core.settings import MethodSettings
+from triforce_core.sizing.demand import Wanted
 from triforce_kernels.limits import (
     DECODED_AT_ONCE,
     PLANES_AT_ONCE_ON_GPU,
     PLANES_BYTES,
     PLANES_BYTES_ON_GPU,
 )
-from triforce_kernels.planes import encode
-
-from offload.formats import DTYPES
-from triforce_core.model.shapes import read_shape
-from triforce_core.model.tensors import plane_layouts
-from triforce_core.settings import MethodSettings
-from triforce_core.sizing.demand import Wanted
+from triforce_kernels.weights import linear as products
+from triforce_kernels.weights.planes import PlaneWeight, encode
+from triforce_offload.formats import DTYPES
 
 
 def test_a_pass_over_the_longest_automatic_draft_decodes_no_weight_first(monkeypatch) -> None:
@@ -29,7 +29,7 @@ def test_a_pass_over_the_longest_automatic_draft_decodes_no_weight_first(monkeyp
         multiplied.append(x.shape[0])
         return x[:, :2]
 
-    monkeypatch.setattr(products, "_own_product", lambda weight, device: matmul)
+    monkeypatch.setattr(PlaneWeight, "small_batch_matmul", lambda weight: matmul)
     weight = encode(torch.ones(2, 4, dtype=torch.bfloat16))
     rows = MethodSettings().max_draft_tokens + 1
     products.linear(torch.ones(rows, 4), weight)

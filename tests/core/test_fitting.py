@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from offload.errors import DoesNotFitError
-from offload.formats import DTYPES
-from offload.machine.profiles import named
-from offload.placement import Placement, crossing_bytes, device_bytes, place, streams
-from offload.units import parse_bytes
 from triforce_core.engine import Engine
 from triforce_core.model.shapes import read_shape
 from triforce_core.planner.candidates import evaluate
@@ -21,6 +17,11 @@ from triforce_core.planner.plan import Plan
 from triforce_core.settings import MethodSettings
 from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.fitting import Fitted, fit
+from triforce_offload.errors import DoesNotFitError
+from triforce_offload.formats import DTYPES
+from triforce_offload.machine.profiles import named
+from triforce_offload.placement import Placement, crossing_bytes, device_bytes, place, streams
+from triforce_offload.units import parse_bytes
 
 GIB = 1 << 30
 
@@ -190,3 +191,21 @@ def test_a_budget_that_does_not_fit_is_said_where_the_rest_does(speaking) -> Non
         Engine.from_pretrained(
             speaking, device="cpu", device_memory=2_400_000, max_context=400, budget=400
         )
+
+
+def test_no_budget_makes_layers_stream_where_a_smaller_one_does_not() -> None:
+    """Without a budget asked for: a streamed layer costs more in a pass than fewer tokens save."""
+    asks = wanted("llama3.1-8b", 131072)
+    budgets, smaller = asks.method.budgets, 0
+    for quarters in range(4 * 16, 4 * 24):
+        memory = quarters * GIB // 4
+        fitted = fit(asks, memory)
+        streamed = {}
+        for budget in budgets:
+            with suppress(DoesNotFitError):
+                streamed[budget] = place(asks.demand(budget), memory).streamed_layers
+        resident = [budget for budget, layers in streamed.items() if not layers]
+        if resident:
+            assert (fitted.budget, fitted.placement.streamed_layers) == (max(resident), ())
+            smaller += max(resident) < max(streamed)
+    assert smaller, "somewhere the largest budget would make layers stream"

@@ -14,10 +14,10 @@ import gguf
 import pytest
 from command import run
 
-from offload.formats import DTYPES
 from triforce_core.model.mixes import pieces_of
 from triforce_core.model.shapes import SHAPES, read_shape
-from triforce_core.model.tensors import dense_layouts, layer_shapes, stored_layouts
+from triforce_core.model.tensors import dense_layouts, stored_layouts
+from triforce_offload.formats import DTYPES
 
 # A small vocabulary: what is large are the layers.
 VOCAB = 256
@@ -34,8 +34,9 @@ def write_safetensors(directory: Path) -> Path:
         "model.embed_tokens.weight": (VOCAB, config.hidden),
         "model.norm.weight": (config.hidden,),
     }
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    for layer in range(config.layers):
+    queries, keys = config.attention.queries, config.attention.keys
+    width = config.layers[0].mlp.width
+    for layer in range(len(config.layers)):
         for name, shape in (
             ("input_layernorm", (config.hidden,)),
             ("self_attn.q_proj", (queries, config.hidden)),
@@ -43,9 +44,9 @@ def write_safetensors(directory: Path) -> Path:
             ("self_attn.v_proj", (keys, config.hidden)),
             ("self_attn.o_proj", (config.hidden, queries)),
             ("post_attention_layernorm", (config.hidden,)),
-            ("mlp.gate_proj", (config.mlp, config.hidden)),
-            ("mlp.up_proj", (config.mlp, config.hidden)),
-            ("mlp.down_proj", (config.hidden, config.mlp)),
+            ("mlp.gate_proj", (width, config.hidden)),
+            ("mlp.up_proj", (width, config.hidden)),
+            ("mlp.down_proj", (config.hidden, width)),
         ):
             shapes[f"model.layers.{layer}.{name}.weight"] = shape
     header, end = {}, 0
@@ -70,10 +71,10 @@ def write_q4_k(path: Path) -> Path:
     for name, value in (
         ("context_length", config.positions),
         ("embedding_length", config.hidden),
-        ("block_count", config.layers),
-        ("feed_forward_length", config.mlp),
-        ("attention.head_count", config.heads),
-        ("attention.head_count_kv", config.kv_heads),
+        ("block_count", len(config.layers)),
+        ("feed_forward_length", config.layers[0].mlp.width),
+        ("attention.head_count", config.attention.heads),
+        ("attention.head_count_kv", config.attention.kv_heads),
         ("vocab_size", VOCAB),
     ):
         writer.add_uint32(f"llama.{name}", value)
@@ -98,10 +99,10 @@ def write_q4_k(path: Path) -> Path:
     f32 = gguf.GGMLQuantizationType.F32
     add("token_embd.weight", VOCAB, config.hidden, gguf.GGMLQuantizationType.Q6_K)
     add("output_norm.weight", 1, config.hidden, f32)
-    for layer in range(config.layers):
+    for layer in range(len(config.layers)):
         for name in ("attn_norm", "ffn_norm"):
             add(f"blk.{layer}.{name}.weight", 1, config.hidden, f32)
-        for part, shape in layer_shapes(config).items():
+        for part, shape in config.layers[layer].shapes(config.hidden).items():
             for which, (rows, kind) in zip(
                 names.get(part, ()),
                 pieces(f"layers.{layer}.{part}") if part in names else (),

@@ -8,14 +8,14 @@ import time
 import pytest
 from helpers import BLOCK, PLACEMENTS, random_ids
 
-from offload.errors import DoesNotFitError, LinkError
-from offload.link.emulated import EmulatedLink, _Event
-from offload.memory import host
-from offload.memory.host import HostMemory
 from triforce_core import Engine, SamplingParams
 from triforce_core.cli.report import print_run
 from triforce_core.decoding.context import Context
 from triforce_core.request import Request
+from triforce_offload.errors import DoesNotFitError, LinkError
+from triforce_offload.link.emulated import EmulatedLink, _Event
+from triforce_offload.memory import host
+from triforce_offload.memory.host import HostMemory
 
 PROMPT = random_ids(60)
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
@@ -181,7 +181,7 @@ def test_a_link_that_stalls_is_an_error_at_the_limit(faulty, method: str, at: in
     assert engine.runtime.memory.available_bytes == before
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.first
 @pytest.mark.parametrize("method", METHODS)
 def test_a_slow_link_gives_the_same_tokens(tiny, method: str) -> None:
     """F3: ten times slower."""
@@ -249,10 +249,10 @@ def test_a_copy_of_a_pass_that_was_dropped_may_fail(tiny, monkeypatch) -> None:
         method="autoregressive",
     ) as engine:
         expected = engine.generate(PROMPT, GREEDY, reuse=False).token_ids
-        passes = engine.runtime.passes()
+        sequence, passes = engine.runtime.sequence(), engine.runtime.passes
         with monkeypatch.context() as patched:
-            patched.setattr("offload.link.emulated.np.copyto", fail)
-            passes.begin()
+            patched.setattr("triforce_offload.link.emulated.np.copyto", fail)
+            passes.begin([sequence])
             passes.end()
-        passes.close()
+        sequence.close()
         assert engine.generate(PROMPT, GREEDY, reuse=False).token_ids == expected

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from offload.errors import UsageError
 from triforce_core import SamplingParams
+from triforce_offload.errors import UsageError
 
 
 @pytest.mark.parametrize(

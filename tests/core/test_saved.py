@@ -14,10 +14,10 @@ from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
 from kept_files import with_sums
 from safetensors.torch import load_file, save_file
 
-from offload.errors import OutputError, UsageError
-from triforce_core import Engine, SamplingParams
+from triforce_core import Engine, SamplingParams, pool
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.snapshot import Snapshot
+from triforce_offload.errors import OutputError, UsageError
 
 PROMPT = random_ids(90)
 FIRST, NEXT = 30, 25
@@ -83,7 +83,7 @@ def test_scores_of_other_chunks_are_not_taken_over(tiny, tmp_path) -> None:
     for options in ({"chunk_size": 16}, {"chunk_size": 4}, {"retrieval": "mean"}):
         with engine(path, **options) as other:
             other.load_context(tmp_path / "context")
-            assert other._contexts.latest._scores.sums.count_nonzero() == 0
+            assert other._contexts.latest.levels.scores.sums.count_nonzero() == 0
             result = other.generate([*PROMPT, 3], SamplingParams(6))
             assert result.stats["reused_tokens"] == len(PROMPT)
 
@@ -97,11 +97,11 @@ def test_scores_of_chunks_go_on_from_what_was_saved(tiny, tmp_path, placement: s
         first.generate(PROMPT, SamplingParams(FIRST, temperature=0.8, seed=3))
         kept = first.save_context(saved)
         chunks = kept // 8
-        expected = first._contexts.latest._scores.sums[..., :chunks].clone()
+        expected = first._contexts.latest.levels.scores.sums[..., :chunks].clone()
     assert expected.count_nonzero() == expected.numel()
     with engine(path, placement, chunk_size=8) as other:
         other.load_context(saved)
-        sums = other._contexts.latest._scores.sums
+        sums = other._contexts.latest.levels.scores.sums
         assert torch.equal(sums[..., :chunks], expected)
         assert sums[..., chunks:].count_nonzero() == 0
 
@@ -191,13 +191,13 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused(tiny, tmp_path, monkeypa
     with engine(path) as running:
         expected = running.generate(PROMPT, SamplingParams(8, temperature=0)).token_ids
         running.save_context(saved)
-        restore = Context.restore
+        restore = pool.restore
 
-        def cut(self: Context, snapshot: Snapshot) -> None:
+        def cut(context: Context, snapshot: Snapshot) -> None:
             os.truncate(saved, saved.stat().st_size // 2)
-            restore(self, snapshot)
+            restore(context, snapshot)
 
-        monkeypatch.setattr(Context, "restore", cut)
+        monkeypatch.setattr(pool, "restore", cut)
         with pytest.raises(UsageError, match=r"cannot read a context from .*the file ends before"):
             running.load_context(saved)
         again = running.generate(PROMPT, SamplingParams(8, temperature=0))

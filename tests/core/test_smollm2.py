@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from material import manual, model_file
 
-from offload.placement import Placement
+from bench.material import manual, model_file
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.tokenizer import load_tokenizer
+from triforce_offload.placement import Placement
 
 ALL = tuple(range(30))
 PLACEMENTS = {

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from triforce_kernels.dispatch import REFERENCE, TRITON
 
-from offload.errors import UsageError
-from offload.placement import Placement, device_bytes, place, streams
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.tensors import plane_layouts
 from triforce_core.settings import EngineConfig, MethodSettings
 from triforce_core.sizing.demand import Wanted
 from triforce_core.storage import asks_for_kv_planes, with_planes_unasked
+from triforce_kernels.dispatch import REFERENCE, TRITON
+from triforce_offload.errors import UsageError
+from triforce_offload.placement import Placement, device_bytes, place, streams
 
 GPU, GIB = torch.device("cuda", 0), 1 << 30
 LLAMA = Wanted(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from simulated_gpu import REAL, Adversary, simulated
 from simulated_gpu.processes import environment
+
 from triforce_kernels.dispatch import REFERENCE, VARIABLE
 
 # Kernels divide their work by these, and the interpreter does it part by part.
@@ -32,7 +33,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         pytest.skip(why.args[0])
     if not request.node.get_closest_marker("interpreted"):
         monkeypatch.setenv(VARIABLE, REFERENCE)
-    from offload.graphs import _recording_stream
+    from triforce_offload.graphs import _recording_stream
 
     for name, value in environment(gpus, _MULTIPROCESSORS).items():
         monkeypatch.setenv(name, value)

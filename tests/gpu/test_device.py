@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from simulated_gpu import REAL
-from triforce_kernels.attention import partial_attention, reference_attention
 
-from offload.graphs import CudaRecorder
-from offload.link.cuda import CudaLink
-from offload.link.staging import StagedLink
-from offload.memory.host import CudaDriver, HostMemory
+from triforce_kernels.attention.attention import partial_attention, reference_attention
+from triforce_offload.graphs import CudaRecorder
+from triforce_offload.link.cuda import CudaLink
+from triforce_offload.link.staging import StagedLink
+from triforce_offload.memory.host import CudaDriver, HostMemory
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda:0")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)],
@@ -68,8 +69,8 @@ def test_copies_are_cut_where_registered_pieces_end(monkeypatch) -> None:
     piece = 1 << 20
     memory = HostMemory(CudaDriver(DEVICE))
     link = CudaLink(DEVICE, memory)  # probes with copies larger than such pieces
-    monkeypatch.setattr("offload.memory.host.PIECE_BYTES", piece)
-    monkeypatch.setattr("offload.link.cuda.PIECE_BYTES", piece)
+    monkeypatch.setattr("triforce_offload.memory.host.PIECE_BYTES", piece)
+    monkeypatch.setattr("triforce_offload.link.cuda.PIECE_BYTES", piece)
     source = torch.randint(256, (3 * piece + 4096,), dtype=torch.uint8)
     with memory.arena(source.numel()) as arena:
         assert arena.pinned
@@ -105,9 +106,9 @@ def test_accepting_keeps_the_distribution_on_the_device() -> None:
     from law_tests import LEAST_P, configuration, p_value
 
     from triforce_core.decoding.acceptance import accept
-    from triforce_core.decoding.laws import draw
+    from triforce_core.decoding.distributions import draw
 
-    draft, target = (laws.cuda() for laws in configuration(7))
+    draft, target = (probs.cuda() for probs in configuration(7))
     generator = torch.Generator("cuda").manual_seed(0)
     trials, (length, vocab) = 100_000, draft.shape
     tokens = torch.stack([draw(law.expand(trials, vocab), generator) for law in draft], 1)

@@ -21,32 +21,30 @@ from typing import NamedTuple
 
 import torch
 import triton
-from triforce_kernels import blocks, dispatch
-from triforce_kernels.block_types import ALL_TYPES
-from triforce_kernels.blocks import FUSED, BlockWeight, block_matmul, decode
-from triforce_kernels.dispatch import KERNELS
-from triforce_kernels.gather import ChunkSource, gather_chunks
-from triforce_kernels.gather_planes import PlaneChunkSource, gather_plane_chunks
-from triforce_kernels.int4 import int4_matmul, quantise
-from triforce_kernels.kv_planes import KVPlanes, decode_blocks, encode_block
-from triforce_kernels.layer import rms_norm, rope_into, swiglu
-from triforce_kernels.planes import decode as decode_planes
-from triforce_kernels.planes import decode_rows, encode, plane_matmul
-from triforce_kernels.rounding import round_chunks
-from triforce_kernels.sampling import accept, law, pick
-from triforce_kernels.scoring import ScoreBuffer, group_scores
-from triforce_kernels.selection import choose_chunks
-from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
-from triforce_kernels.upper import UpperWeight, upper_matmul
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-from offload.kv.shape import PlaneBlockLayout
+from triforce_kernels import dispatch
+from triforce_kernels.attention.scoring import ScoreBuffer, group_scores
+from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
+from triforce_kernels.dispatch import KERNELS
+from triforce_kernels.kv.gather import ChunkSource, gather_chunks
+from triforce_kernels.kv.gather_planes import PlaneChunkSource, gather_plane_chunks
+from triforce_kernels.kv.kv_planes import KVPlanes, decode_blocks, encode_block
+from triforce_kernels.kv.rounding import round_chunks
+from triforce_kernels.kv.selection import choose_chunks
+from triforce_kernels.layer import rms_norm, rope_into, swiglu
+from triforce_kernels.sampling.sampling import accept, law, pick
+from triforce_kernels.weights import blocks
+from triforce_kernels.weights.block_types import ALL_TYPES
+from triforce_kernels.weights.blocks import FUSED, BlockWeight, block_matmul, decode
+from triforce_kernels.weights.int4 import int4_matmul, quantise
+from triforce_kernels.weights.planes import decode as decode_planes
+from triforce_kernels.weights.planes import decode_rows, encode, plane_matmul
+from triforce_kernels.weights.upper import UpperWeight, upper_matmul
+from triforce_offload.kv.shape import PlaneBlockLayout
 
-LAUNCHERS = (
-    "streaming", "scoring", "selection", "gather", "layer", "rounding", "sampling", "int4",
-    "blocks", "planes", "upper", "kv_planes", "gather_planes",
-)  # fmt: skip
+LAUNCHERS = {reference.rpartition(".")[0] for reference, _ in KERNELS.values()}
 
 
 class Compiled(NamedTuple):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from exactness import DEVICE
 from quick_interpreter import quicken
+
 from triforce_kernels.dispatch import REFERENCE, TRITON, VARIABLE
 
 

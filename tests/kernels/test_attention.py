@@ -8,8 +8,9 @@ from exactness import TOLERANCE, assert_near
 from float_bounds import assert_within, attention_bound
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triforce_kernels import attention
-from triforce_kernels.attention import (
+
+from triforce_kernels.attention import attention
+from triforce_kernels.attention.attention import (
     attention_to_blocks,
     finite_mask,
     merge,

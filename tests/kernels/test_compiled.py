@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from triforce_kernels.dispatch import KERNELS
 
 pytest.importorskip("triton.backends.nvidia")
@@ -22,6 +23,7 @@ ROUNDS_TO_8_BITS = ("_round_kernel", "_rope_kernel")
 CACHE = Path(__file__).parents[2] / ".triton_cache"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "which"),
     [

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+
 from triforce_kernels import dispatch, warmup
 from triforce_kernels.dispatch import KERNELS, REFERENCE, TRITON, VARIABLE, KernelsError, backend
 
@@ -92,6 +93,7 @@ def test_triton_is_tried_on_the_device_of_the_inputs_alone(monkeypatch) -> None:
         dispatch._backend.cache_clear()
 
 
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
@@ -123,7 +125,8 @@ def test_the_command_line_says_so_in_a_sentence(speaking, monkeypatch, value, se
 
 
 def test_nothing_imports_triton_on_a_cpu() -> None:
-    code = "import sys, offload.runtime, triforce_core.engine; sys.exit('triton' in sys.modules)"
+    modules = "sys, triforce_offload.runtime, triforce_core.engine"
+    code = f"import {modules}; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

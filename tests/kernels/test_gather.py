@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from exactness import DEVICE
+
 from triforce_kernels.dispatch import REFERENCE
-from triforce_kernels.gather import ChunkSource, gather_chunks
+from triforce_kernels.kv.gather import ChunkSource, gather_chunks
 
 LAYERS, HEADS, BLOCK, TAIL, CHUNK, SLOTS = 2, 3, 32, 50, 8, 7
 
@@ -56,8 +57,8 @@ def test_chunks_larger_than_a_program_takes_at_once(backend, draw) -> None:
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
 @pytest.mark.gpu
 def test_registered_host_memory_is_read_in_place(backend, draw) -> None:
-    from offload.link.cuda import reads_host_memory
-    from offload.memory.host import CudaDriver, HostMemory
+    from triforce_offload.link.cuda import reads_host_memory
+    from triforce_offload.memory.host import CudaDriver, HostMemory
 
     if backend == "reference" or not reads_host_memory(torch.device("cuda:0")):
         pytest.skip("the processor reads device memory, or this GPU no host memory")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from exactness import DEVICE, TOLERANCE, assert_near
-from triforce_kernels.halves import HalfWeight, join, join_rows, split_into
-from triforce_kernels.linear import dense_rows, linear, lookup, rows_of
-from triforce_kernels.upper import UpperWeight, upper_matmul
-from triforce_kernels.upper import decode as decode_upper
 
-from offload.formats import Halves
+from triforce_kernels.weights.halves import HalfWeight, join, join_rows, split_into
+from triforce_kernels.weights.linear import dense_rows, linear, lookup, rows_of
+from triforce_kernels.weights.upper import UpperWeight, upper_matmul
+from triforce_kernels.weights.upper import decode as decode_upper
+from triforce_offload.formats import Halves
 
 
 def bits(matrix: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from exactness import INTERPRETED, TOLERANCE, assert_near
-from triforce_kernels.int4 import GROUPS, dequantise, int4_matmul, quantise
+
+from triforce_kernels.weights.int4 import GROUPS, dequantise, int4_matmul, quantise
 
 
 @pytest.mark.parametrize("dtype", INTERPRETED)

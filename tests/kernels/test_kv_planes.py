@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from exactness import DEVICE
-from triforce_kernels.dispatch import REFERENCE
-from triforce_kernels.gather_planes import PlaneChunkSource, gather_plane_chunks
-from triforce_kernels.kv_planes import KVPlanes, decode_blocks, decode_chunks, encode_block
 
-from offload.kv.block_format import PlaneBlocks
-from offload.kv.shape import KVShape, PlaneBlockLayout
+from triforce_kernels.dispatch import REFERENCE
+from triforce_kernels.kv.gather_planes import PlaneChunkSource, gather_plane_chunks
+from triforce_kernels.kv.kv_planes import KVPlanes, decode_blocks, decode_chunks, encode_block
+from triforce_offload.kv.block_format import PlaneBlocks
+from triforce_offload.kv.shape import KVShape, PlaneBlockLayout
 
 HEADS, TOKENS, HEAD_DIM = 4, 40, 16
 ROOM = 32
@@ -111,7 +111,7 @@ def test_blocks_that_lie_side_by_side_are_decoded_by_the_launches_of_one(
         decoded.append(len(some))
         decode(some, *rest)
 
-    monkeypatch.setattr("offload.kv.block_format.decode_blocks", counted)
+    monkeypatch.setattr("triforce_offload.kv.block_format.decode_blocks", counted)
     found = []
     for keys, values in coder.runs(blocks):
         found += [torch.cat(both) for both in zip(keys, values, strict=True)]

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from exactness import DEVICE, INTERPRETED, TOLERANCE, assert_near
+
+from triforce_kernels.kv.rounding import rounded
 from triforce_kernels.layer import rms_norm, rope_into, swiglu
-from triforce_kernels.rounding import rounded
 
 
 @pytest.mark.parametrize("dtype", INTERPRETED)

@@ -11,11 +11,12 @@ from float_bounds import assert_within, product_bound
 from gguf.quants import dequantize
 from gguf_files import in_blocks
 from torch.profiler import ProfilerActivity, profile
-from triforce_kernels.block_types import ALL_TYPES, BLOCK_TYPES, F8_E4M3
-from triforce_kernels.blocks import FUSED, BlockWeight, NoDecoderError, block_matmul, decode
+
 from triforce_kernels.dispatch import REFERENCE
 from triforce_kernels.limits import DECODE_BYTES
-from triforce_kernels.linear import StackedWeight, linear, lookup
+from triforce_kernels.weights.block_types import ALL_TYPES, BLOCK_TYPES, F8_E4M3
+from triforce_kernels.weights.blocks import FUSED, BlockWeight, NoDecoderError, block_matmul, decode
+from triforce_kernels.weights.linear import StackedWeight, linear, lookup
 
 ROWS, COLUMNS = 70, 512
 
@@ -115,7 +116,7 @@ def test_matrices_of_different_formats_stand_one_above_the_other() -> None:
 
 
 def test_what_nothing_decodes_is_said(monkeypatch) -> None:
-    monkeypatch.setattr("triforce_kernels.blocks._library", lambda: None)
+    monkeypatch.setattr("triforce_kernels.weights.blocks._library", lambda: None)
     weight, _ = blocks("Q4_0")
     with pytest.raises(NoDecoderError, match=r"Q4_0 weights need transformers 5\.23"):
         linear(torch.ones(1, COLUMNS, device=DEVICE), weight)

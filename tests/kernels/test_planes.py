@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from exactness import DEVICE, TOLERANCE, assert_near
+
 from triforce_kernels import dispatch
 from triforce_kernels.dispatch import REFERENCE, TRITON
-from triforce_kernels.linear import dense_rows, linear, lookup, rows_of
-from triforce_kernels.planes import (
+from triforce_kernels.weights.linear import dense_rows, linear, lookup, rows_of
+from triforce_kernels.weights.planes import (
     NOTHING,
     PlanesError,
     PlaneWeight,
@@ -22,10 +23,9 @@ from triforce_kernels.planes import (
     joined_at_once,
     plane_matmul,
 )
-from triforce_kernels.upper import UpperWeight, upper_matmul
-from triforce_kernels.upper import decode as decode_upper
-
-from offload.formats import Planes
+from triforce_kernels.weights.upper import UpperWeight, upper_matmul
+from triforce_kernels.weights.upper import decode as decode_upper
+from triforce_offload.formats import Planes
 
 ROWS, COLUMNS = 24, 96
 
@@ -183,7 +183,9 @@ def test_a_gpu_with_kernels_decodes_larger_slices(monkeypatch) -> None:
     # As many rows as that are a slice.
     weight = encode(normal(5, 64))
     for numbers, steps in ((128, [0, 2, 4]), (1 << 20, [0])):
-        monkeypatch.setattr("triforce_kernels.planes.joined_at_once", lambda _, n=numbers: n)
+        monkeypatch.setattr(
+            "triforce_kernels.weights.planes.joined_at_once", lambda _, n=numbers: n
+        )
         assert [first for first, _ in weight.slices()] == steps
 
 
@@ -203,6 +205,7 @@ def test_products_and_lookups_are_those_of_the_dense_matrix(backend, draw) -> No
     assert same(decode(rows_of(weight, 5, 9)), matrix[5:9])
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_products_with_few_rows_count_every_exception(backend, draw, dtype: torch.dtype) -> None:
     matrix = normal(75, 200)

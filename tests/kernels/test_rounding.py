@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from exactness import DEVICE, INTERPRETED
-from triforce_kernels.rounding import round_chunks, rounded, scale_of
+
+from triforce_kernels.kv.rounding import round_chunks, rounded, scale_of
 
 
 def test_numbers_are_right_to_half_a_step_up_to_the_peak(draw) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from exactness import DEVICE
-from triforce_kernels.sampling import accept, law, pick
+
+from triforce_kernels.sampling.sampling import accept, law, pick
 
 
 def exact_law(row: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:

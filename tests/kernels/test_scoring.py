@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from exactness import DEVICE, TOLERANCE, assert_near
-from triforce_kernels.scoring import group_scores
+
+from triforce_kernels.attention.scoring import group_scores
 
 
 @pytest.mark.parametrize("mass", [True, False])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from exactness import DEVICE
-from triforce_kernels.selection import choose_chunks
+
+from triforce_kernels.kv.selection import choose_chunks
 
 
 def chosen(scores: list[float], chunks: int, slots: int, newest: int) -> set[int]:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from exactness import DEVICE, INTERPRETED, TOLERANCE, assert_near
-from triforce_kernels.scoring import LARGEST, ScoreBuffer
-from triforce_kernels.streaming import Running, attend_blocks, attend_cache, attend_tail
+
+from triforce_kernels.attention.scoring import LARGEST, ScoreBuffer
+from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 
 
 class Case(NamedTuple):

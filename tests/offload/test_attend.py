@@ -10,12 +10,12 @@ import torch
 from float_bounds import assert_within, attention_bound
 from kv_stores import SHAPE, make_store, start
 
-from offload.conveyor import Conveyor
-from offload.feed import Feed
-from offload.kv.attend import PassCache
-from offload.kv.prefill import PrefillCache
-from offload.kv.store import KVStore
-from offload.schedule import KV
+from triforce_offload.conveyor import Conveyor
+from triforce_offload.feed import Feed
+from triforce_offload.kv.attend import PassCache
+from triforce_offload.kv.prefill import PrefillCache
+from triforce_offload.kv.store import KVStore
+from triforce_offload.schedule import KV
 
 HEADS = 4
 

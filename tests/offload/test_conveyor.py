@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from offload.conveyor import Conveyor, Transfer
-from offload.errors import LinkError
-from offload.homes import Source
-from offload.link.link import LinkCounters
+from triforce_offload.conveyor import Conveyor, Transfer
+from triforce_offload.errors import LinkError
+from triforce_offload.homes import Source
+from triforce_offload.link.link import LinkCounters
 
 SCHEDULES = int(os.environ.get("TRIFORCE_SCHEDULES", "2000"))
 NOTHING = 255

@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from offload.errors import LinkError
-from offload.link.emulated import EmulatedLink
+from triforce_offload.errors import LinkError
+from triforce_offload.link.emulated import EmulatedLink
 
 
 @pytest.fixture

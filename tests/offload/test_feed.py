@@ -9,12 +9,12 @@ import torch
 from float_bounds import assert_within, forward_bound
 from helpers import random_ids
 
-from offload.feed import Feed
-from offload.kv.dense import DenseKV
-from offload.kv.sequences import SequenceCaches
-from offload.memory.device import DeviceMemory
-from offload.weights import ResidentWeights
 from triforce_core import Engine
+from triforce_offload.feed import Feed
+from triforce_offload.kv.dense import DenseKV
+from triforce_offload.kv.sequences import SequenceCaches
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.weights import ResidentWeights
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.errors import OutputError, UsageError
-from offload.files import Output, check_outputs
+from triforce_offload.errors import OutputError, UsageError
+from triforce_offload.files import Output, check_outputs
 
 
 def write(path: object, content: str | bytes = "new") -> None:
@@ -74,7 +74,7 @@ def test_standard_output_gets_it_behind_the_text(tmp_path, path: str) -> None:
     out = tmp_path / "out"
     path = str(out) if path == "own" else path
     code = (
-        "import sys; from offload.files import Output; sys.stdout.write('text '); "
+        "import sys; from triforce_offload.files import Output; sys.stdout.write('text '); "
         f"o = Output({path!r}, 'stats'); o.check(); o.write('stats'); sys.stdout.write(' more')"
     )
     with open(out, "w") as file:
@@ -128,7 +128,7 @@ def test_a_pipe_that_a_shell_made_gets_all_of_it(tmp_path) -> None:
     read, written = os.pipe()
     content = "x" * 300_000
     code = (
-        "import sys; from offload.files import Output; "
+        "import sys; from triforce_offload.files import Output; "
         "o = Output(f'/dev/fd/{sys.argv[1]}', 'stats'); o.check(); o.write('x' * 300_000)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(written)], pass_fds=[written])
@@ -141,7 +141,7 @@ def test_a_pipe_that_a_shell_made_gets_all_of_it(tmp_path) -> None:
 def test_a_log_that_standard_error_goes_to_is_not_replaced(tmp_path) -> None:
     log = tmp_path / "log"
     code = (
-        "import sys; from offload.files import Output; sys.stderr.write('before '); "
+        "import sys; from triforce_offload.files import Output; sys.stderr.write('before '); "
         "o = Output(sys.argv[1], 'stats'); o.check(); o.write('stats'); sys.stderr.write(' after')"
     )
     for path in ("/dev/stderr", str(log)):

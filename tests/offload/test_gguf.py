@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from offload.checkpoint.gguf import SUPPORTED, GGUFArray, GGUFSource
-from offload.errors import CheckpointError, UnsupportedModelError
+from triforce_offload.checkpoint.gguf import SUPPORTED, GGUFArray, GGUFSource
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 
 def write(path, tensors: dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]) -> None:
@@ -37,7 +37,7 @@ def test_every_quantisation_is_read_as_the_gguf_package_reads_it(
     raw = np.random.default_rng(0).integers(0, 48, (rows, columns // block * block_bytes), np.uint8)
     write(tmp_path / "m.gguf", {"w": (raw, kind)})
     expected = gguf.quants.dequantize(raw, kind).reshape(rows, columns)
-    monkeypatch.setattr("offload.checkpoint.gguf._CHUNK_ELEMENTS", 5 * columns)
+    monkeypatch.setattr("triforce_offload.checkpoint.gguf._CHUNK_ELEMENTS", 5 * columns)
     source = GGUFSource(tmp_path / "m.gguf")
     assert source.shape("w") == (rows, columns)
     plain = torch.empty(rows, columns)

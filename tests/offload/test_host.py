@@ -9,11 +9,11 @@ import pytest
 import torch
 from fake_driver import FakeDriver
 
-from offload.errors import DoesNotFitError
-from offload.memory import host
-from offload.memory.host import HostBlocks, HostMemory
-from offload.memory.numa import node_cpus, parse_cpus
-from offload.memory.touch import touch
+from triforce_offload.errors import DoesNotFitError
+from triforce_offload.memory import host
+from triforce_offload.memory.host import HostBlocks, HostMemory
+from triforce_offload.memory.numa import node_cpus, parse_cpus
+from triforce_offload.memory.touch import touch
 
 
 def test_memory_is_registered_as_long_as_anything_views_it() -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from kv_stores import MAX_PASS, PLANES, SHAPE, LateLink, kv_of, make_store, start
 
-from offload.conveyor import Conveyor
-from offload.errors import DoesNotFitError, LinkError
-from offload.kv.leaving import StagingSlots
-from offload.kv.store import KVStore
-from offload.memory.device import DeviceMemory
-from offload.memory.host import HostBlocks, HostMemory
-from offload.schedule import KV
+from triforce_offload.conveyor import Conveyor
+from triforce_offload.errors import DoesNotFitError, LinkError
+from triforce_offload.kv.leaving import StagingSlots
+from triforce_offload.kv.store import KVStore
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.memory.host import HostBlocks, HostMemory
+from triforce_offload.schedule import KV
 
 
 def put(store: KVStore, tokens: Sequence[int]) -> None:

@@ -11,11 +11,11 @@ import torch
 from gguf_files import write_gguf
 from helpers import make_model
 
-from offload.checkpoint.gguf import GGUFSource
-from offload.checkpoint.layer_cache import LayerCache
-from offload.checkpoint.opened import OpenedFile, TensorsFile
-from offload.checkpoint.safetensors import SafetensorsSource
-from offload.errors import CheckpointError
+from triforce_offload.checkpoint.gguf import GGUFSource
+from triforce_offload.checkpoint.layer_cache import LayerCache
+from triforce_offload.checkpoint.opened import OpenedFile, TensorsFile
+from triforce_offload.checkpoint.safetensors import SafetensorsSource
+from triforce_offload.errors import CheckpointError
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "F32", "Q8_0"])
@@ -54,7 +54,7 @@ def test_long_headers_are_read_in_parts(tmp_path, monkeypatch) -> None:
     model = make_model("llama", tmp_path)
     write_gguf(model, tmp_path / "m.gguf")
     whole = GGUFSource(tmp_path / "m.gguf")
-    monkeypatch.setattr("offload.checkpoint.gguf._HEADER_BYTES", 1)
+    monkeypatch.setattr("triforce_offload.checkpoint.gguf._HEADER_BYTES", 1)
     parts = GGUFSource(tmp_path / "m.gguf")
     assert parts.names() == whole.names()
     assert parts.metadata.keys() == whole.metadata.keys()

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.errors import DoesNotFitError, UsageError
-from offload.kv.store import KVShape
-from offload.placement import (
+from triforce_offload.errors import DoesNotFitError, UsageError
+from triforce_offload.kv.store import KVShape
+from triforce_offload.placement import (
     KV_SLOTS,
     Demand,
     Placement,

@@ -8,9 +8,9 @@ from datetime import date
 
 import pytest
 
-from offload.errors import UsageError
-from offload.machine import probe, timing
-from offload.machine.probe import Rates, cached, emulated, measure_cpu
+from triforce_offload.errors import UsageError
+from triforce_offload.machine import probe, timing
+from triforce_offload.machine.probe import Rates, cached, emulated, measure_cpu
 
 RATES = Rates(
     1e10, 1e11, 3e-6, None, ((1, 7e-11), (64, 4e-10)), 8e9, 5e10, 2e-9, None, "2026-11-21", 0.5

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from offload.errors import UsageError
-from offload.machine.profiles import (
+from triforce_offload.errors import UsageError
+from triforce_offload.machine.profiles import (
     EMULATED,
     gpu_names,
     link_rate,

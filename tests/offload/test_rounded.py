@@ -8,12 +8,12 @@ import pytest
 import torch
 from kv_stores import SHAPE
 
-from offload.errors import DoesNotFitError
-from offload.feed import Feed
-from offload.kv.dense import DenseKV
-from offload.kv.rounded import RoundedKV
-from offload.kv.sizes import dense_bytes, rounded_bytes
-from offload.memory.device import DeviceMemory
+from triforce_offload.errors import DoesNotFitError
+from triforce_offload.feed import Feed
+from triforce_offload.kv.dense import DenseKV
+from triforce_offload.kv.rounded import RoundedKV
+from triforce_offload.kv.sizes import dense_bytes, rounded_bytes
+from triforce_offload.memory.device import DeviceMemory
 
 CPU, CHUNK, SLOTS, HEADS = torch.device("cpu"), 4, 3, 4
 SIZE = (SHAPE.layers, 2, SHAPE.kv_heads)
@@ -66,7 +66,7 @@ def of_slots(kv: RoundedKV) -> torch.Tensor:
 
 @pytest.mark.parametrize("at_once", [1, 1 << 30])
 def test_what_is_gathered_is_right_to_half_a_step_of_its_channel(kv, monkeypatch, at_once) -> None:
-    monkeypatch.setattr("offload.kv.sizes._ROUNDED_AT_ONCE", at_once)
+    monkeypatch.setattr("triforce_offload.kv.sizes._ROUNDED_AT_ONCE", at_once)
     chunks = Chunks()
     kv.measure_again(6400)
     kv.gather(moves(0, 2), chunks, CHUNK)

@@ -8,14 +8,14 @@ import time
 
 import pytest
 import torch
-from trace_file import read_trace
 
-from offload.conveyor import Conveyor, Transfer
-from offload.homes import Source
-from offload.link.emulated import EmulatedLink
-from offload.link.trace import write_spans
-from offload.schedule import Crossing, Kind, KVPlaces, Places, pass_schedule
-from offload.simulate import Work, simulate, spans
+from bench.plot_trace import read_trace
+from triforce_offload.conveyor import Conveyor, Transfer
+from triforce_offload.homes import Source
+from triforce_offload.link.emulated import EmulatedLink
+from triforce_offload.link.trace import write_spans
+from triforce_offload.schedule import Crossing, Kind, KVPlaces, Places, pass_schedule
+from triforce_offload.simulate import Work, simulate, spans
 
 
 def random_schedule(seed: int) -> tuple[list[Crossing], list[Work], dict[str, int]]:

@@ -7,11 +7,11 @@ import torch
 from fake_driver import FakeDriver
 from helpers import BLOCK, PLACEMENTS, placed, random_ids
 
-from offload.errors import LinkError
-from offload.link.emulated import EmulatedLink
-from offload.link.staging import StagedLink
-from offload.memory.host import HostMemory
 from triforce_core import Engine, SamplingParams
+from triforce_offload.errors import LinkError
+from triforce_offload.link.emulated import EmulatedLink
+from triforce_offload.link.staging import StagedLink
+from triforce_offload.memory.host import HostMemory
 
 RING = 64
 

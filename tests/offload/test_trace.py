@@ -10,10 +10,10 @@ import pytest
 import torch
 from helpers import BLOCK, LAYERS, PLACEMENTS, random_ids
 
-from offload.errors import OutputError, UsageError
-from offload.link.emulated import EmulatedLink
-from offload.link.trace import COMPUTE, COPY_IN, COPY_OUT, HOST, NoTrace, Trace, TracedLink
 from triforce_core import Engine, SamplingParams
+from triforce_offload.errors import OutputError, UsageError
+from triforce_offload.link.emulated import EmulatedLink
+from triforce_offload.link.trace import COMPUTE, COPY_IN, COPY_OUT, HOST, NoTrace, Trace, TracedLink
 
 PARAMS = SamplingParams(30, temperature=0.8, seed=1)
 OPTIONS = {

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from offload.errors import DoesNotFitError, UsageError
-from offload.memory.available import lendable_bytes
-from offload.units import format_bytes, parse_bandwidth, parse_bytes
+from triforce_offload.errors import DoesNotFitError, UsageError
+from triforce_offload.memory.available import lendable_bytes
+from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes
 
 
 @pytest.mark.parametrize(

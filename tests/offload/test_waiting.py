@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from offload.errors import DeviceFailedError, DeviceHungError
-from offload.link import cuda, waiting
-from offload.link.cuda import CudaLink
-from offload.link.waiting import Patience, come, hangs
-from offload.memory.device import DeviceMemory
-from offload.memory.host import CudaDriver, HostMemory
 from triforce_core.cli import entry, main
+from triforce_offload.errors import DeviceFailedError, DeviceHungError
+from triforce_offload.link import cuda, waiting
+from triforce_offload.link.cuda import CudaLink
+from triforce_offload.link.waiting import Patience, come, hangs
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.memory.host import CudaDriver, HostMemory
 
 
 class Event:

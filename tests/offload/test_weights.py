@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload.conveyor import Conveyor, Transfer
-from offload.errors import DoesNotFitError
-from offload.formats import ALIGNMENT, Dense
-from offload.layouts import FlatLayout
-from offload.link.emulated import EmulatedLink
-from offload.link.trace import NoTrace
-from offload.memory import host as host_memory
-from offload.memory.device import DeviceMemory
-from offload.memory.host import HostBuffers, HostMemory
-from offload.schedule import WEIGHTS
-from offload.weights import ResidentWeights, StreamedWeights, WeightStore
+from triforce_offload.conveyor import Conveyor, Transfer
+from triforce_offload.errors import DoesNotFitError
+from triforce_offload.formats import ALIGNMENT, Dense
+from triforce_offload.layouts import FlatLayout
+from triforce_offload.link.emulated import EmulatedLink
+from triforce_offload.link.trace import NoTrace
+from triforce_offload.memory import host as host_memory
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.memory.host import HostBuffers, HostMemory
+from triforce_offload.schedule import WEIGHTS
+from triforce_offload.weights import ResidentWeights, StreamedWeights, WeightStore
 
 LAYERS = 5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from types import SimpleNamespace
 
 import torch
@@ -52,6 +53,7 @@ class Machine:
         self.arriving: list[torch.Tensor] = []
         self._coin = Coin(adversary, seed)
         self._streams = 0
+        self._alive: weakref.WeakSet[Stream] = weakref.WeakSet()
         self._defaults: dict[int, Stream] = {}
 
     def __enter__(self) -> Machine:
@@ -99,7 +101,8 @@ class Machine:
     def torch_device(index: int) -> torch.device:
         return torch.device("cuda", index)
 
-    def new_stream_index(self) -> int:
+    def new_stream_index(self, stream: Stream) -> int:
+        self._alive.add(stream)
         self._streams += 1
         return self._streams
 
@@ -127,10 +130,10 @@ class Machine:
         join(self.host_clock, clock)
 
     def synchronize(self, device: object = None) -> None:
-        """Every stream's copies are forced by whoever waits; the default stream is always done."""
+        """Wait for every stream of a device."""
         self.refuse_capture("cudaDeviceSynchronize")
         index = self.index_of(device)
-        for stream in (self._defaults[index], self.current_stream(index)):
+        for stream in [each for each in self._alive if each.device_index == index]:
             stream.synchronize()
 
     def use(

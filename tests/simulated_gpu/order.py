@@ -115,7 +115,7 @@ class Stream:
         with LOCK:
             self.device_index = machine.index_of(device)
             self.device = machine.torch_device(self.device_index)
-            self.index = machine.new_stream_index()
+            self.index = machine.new_stream_index(self)
             self.clock: dict[int, int] = {self.index: 0}
             self.seconds = 0.0
             self._default = default

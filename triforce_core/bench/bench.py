@@ -11,29 +11,30 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from offload.passes import Passes
-from offload.units import format_bytes
 from triforce_core.bench.rows import Row
 from triforce_core.bench.settings import BenchSettings
 from triforce_core.decoding.acceptance import make_rule
 from triforce_core.decoding.autoregressive import Autoregressive
-from triforce_core.decoding.below import make_drafter
 from triforce_core.decoding.context import Context
-from triforce_core.decoding.decoder import advance
+from triforce_core.decoding.decoder import Ask, advance
+from triforce_core.decoding.distributions import distributions
+from triforce_core.decoding.draft_levels import make_drafter
 from triforce_core.decoding.hierarchy import RetrievalModel
-from triforce_core.decoding.laws import laws
-from triforce_core.decoding.levels import Text
 from triforce_core.decoding.resident import USES_BEFORE
+from triforce_core.decoding.text import Text
 from triforce_core.loading import load
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.random_checkpoint import RandomCheckpoint
 from triforce_core.params import SamplingParams
 from triforce_core.planner.costs import prefill_flops
 from triforce_core.settings import NO_DRAFTER, EngineConfig, MethodSettings
+from triforce_offload.sequence import SequenceKV
+from triforce_offload.units import format_bytes
 
 _PARAMS = SamplingParams(max_new_tokens=1, temperature=0.6, top_p=0.9)
 _LINK_BYTES = 512 << 20
@@ -159,29 +160,29 @@ class Bench:
         settings = self.settings
         context = Context(self.models)
         try:
-            fill_randomly(context.passes, settings.context)
-            context.verify(self._tokens(1))
+            fill_randomly(context.sequence, settings.context)
+            context.run(Ask(self._tokens(1)))
             context.keep([0])
             if "pass" in settings.tests:
                 for tokens in (1, settings.draft_tokens + 1):
                     yield self._pass(context, tokens)
-            if "retrieval" in settings.tests and context.retrieval:
+            if "retrieval" in settings.tests and context.levels.retrieval:
                 yield self._retrieval(context)
         finally:
             context.close()
 
     def _pass(self, context: Context, tokens: int) -> Row:
         """From the end of one pass to the end of the next, whose copies begin in between."""
-        feed, passes = self._tokens(tokens), context.passes
+        ask, sequence = Ask(self._tokens(tokens)), context.sequence
 
         def verify() -> None:
-            laws(context.verify(feed), _PARAMS)
+            distributions(context.run(ask), _PARAMS)
             context.keep([0])
-            passes.begin()
+            self.runtime.passes.begin([sequence])
 
-        before = passes.counters
+        before = sequence.counters
         seconds = self._times(verify)
-        counted = passes.counters - before
+        counted = sequence.counters - before
         moved = counted.bytes_to_device / counted.passes
         bandwidth = self.runtime.link.bandwidth
         what = f"{tokens} token{'s' if tokens > 1 else ''} after {self.settings.context}"
@@ -192,13 +193,13 @@ class Bench:
         )
 
     def _retrieval(self, context: Context) -> Row:
-        level, cache = RetrievalModel(context, _PARAMS), context.retrieval
-        context.passes.end()
+        level, cache = RetrievalModel(context, _PARAMS), context.levels.retrieval
+        context.end()
         cache.refresh(1)
         feed = self._tokens(1)
 
         def step() -> None:
-            level.laws(feed)
+            level.probs(feed)
 
         seconds = self._times(step, 4 * self.settings.repeats, before=USES_BEFORE + 1)
         demand, placement = self.runtime.demand, self.runtime.placement
@@ -250,12 +251,11 @@ class Bench:
             for _ in range(settings.repeats):
                 decoder = Autoregressive(context, _PARAMS, make_rule("optimal", 0, self._device))
                 began = time.perf_counter()
-                read = context.read(prompt, settings.new_tokens + 1, lambda _: None, reuse=False)
-                decoder.start(read)
+                read = context.prefill(prompt, settings.new_tokens + 1, lambda _: None, reuse=False)
                 self.runtime.link.synchronize()
                 self._settle()
                 prefills.append(time.perf_counter() - began)
-                advance(decoder, context.run, settings.new_tokens + 1)
+                decoder.first(read)
                 for remaining in range(settings.new_tokens, 0, -1):
                     began = time.perf_counter()
                     advance(decoder, context.run, remaining)
@@ -284,14 +284,16 @@ class Bench:
     def _times(
         self, run: Callable[[], Any], repeats: int | None = None, *, before: int = 1
     ) -> tuple[float, ...]:
-        """Seconds of each of `repeats` runs, after some that warm up."""
-        seconds = []
+        """Seconds of each of `repeats` runs, after some that warm up.
+
+        Each begins where the one before ended: copies go on between them.
+        """
+        ends = [time.perf_counter()]
         for _ in range(before + (repeats or self.settings.repeats)):
-            began = time.perf_counter()
             run()
             self._settle()
-            seconds.append(time.perf_counter() - began)
-        return tuple(seconds[before:])
+            ends.append(time.perf_counter())
+        return tuple(end - began for began, end in pairwise(ends))[before:]
 
     def _settle(self) -> None:
         """Waits for what was launched, not for copies that run ahead of it."""
@@ -309,12 +311,10 @@ def _repeated(run: Callable[[], Any]) -> Callable[[], None]:
     return repeated
 
 
-def fill_randomly(passes: Passes, tokens: int) -> None:
-    """Fills a text's KV with `tokens` tokens of random keys and values, as reading it would."""
-    with passes.reading(tokens) as cache:
-        # Nothing is computed, so weights need not come.
-        passes.end()
-        for layer in range(passes.kv.shape.layers):
+def fill_randomly(sequence: SequenceKV, tokens: int) -> None:
+    """Fill a sequence's KV with `tokens` tokens of random keys and values, as a prefill would."""
+    with sequence.prefill(tokens, streams=False) as cache:
+        for layer in range(sequence.kv.shape.layers):
             if layer < 2:
                 cache.gathered.normal_()
-            passes.kv.fill(layer, cache.gathered, tokens, last=True)
+            sequence.kv.fill(layer, cache.gathered, tokens, last=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.errors import UsageError
+from triforce_offload.errors import UsageError
 
 TESTS = ("link", "pass", "retrieval", "drafter", "prefill", "decode")
 

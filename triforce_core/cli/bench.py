@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from offload.machine.hardware import provenance
-from offload.units import format_bytes
 from triforce_core.bench.bench import Bench
 from triforce_core.bench.rows import Row
 from triforce_core.bench.settings import TESTS, BenchSettings
@@ -21,6 +19,8 @@ from triforce_core.cli.signals import raising
 from triforce_core.model.shapes import for_timing, read_shape
 from triforce_core.settings import NO_DRAFTER, EngineConfig, MachineSettings
 from triforce_core.stats import bits_per_number
+from triforce_offload.machine.hardware import provenance
+from triforce_offload.units import format_bytes
 
 
 def bench(args: argparse.Namespace) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from offload.errors import OutputError, UsageError
 from triforce_core.cli.chat_session import ChatSession
 from triforce_core.cli.codes import INTERRUPTED
 from triforce_core.cli.line import Lines
@@ -23,6 +22,7 @@ from triforce_core.cli.signals import Stop, ending, exit_code
 from triforce_core.cli.wrapping import WordWrap, columns_of
 from triforce_core.opening import OpenModel
 from triforce_core.stream import Completion, Piece, Stream
+from triforce_offload.errors import OutputError, UsageError
 
 # Tokens of a context that nobody asked for, at most.
 DEFAULT_CONTEXT = 32768

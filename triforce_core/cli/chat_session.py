@@ -6,12 +6,12 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from offload.errors import UsageError
 from triforce_core.cli.reading import read_text
 from triforce_core.conversation import Conversations, Turn
 from triforce_core.engine import Engine
 from triforce_core.params import SamplingParams
 from triforce_core.stream import Completion, Stream
+from triforce_offload.errors import UsageError
 
 _CONVERSATION = "conversation"
 # Of a message: the files that its content begins with.
@@ -39,7 +39,7 @@ class ChatSession:
     @property
     def most_tokens(self) -> int:
         """That prompt and answers may have together."""
-        return self.engine.runtime.demand.context_tokens
+        return self.engine.max_context
 
     def attach(self, path: str) -> int:
         """Puts a file's text before what is said next. Returns its tokens. Raises UsageError."""

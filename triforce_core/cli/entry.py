@@ -16,7 +16,7 @@ def main() -> int:
     try:
         code = main()
     finally:
-        waiting = sys.modules.get("offload.link.waiting")
+        waiting = sys.modules.get("triforce_offload.link.waiting")
         if waiting and waiting.hangs():
             # The driver, asked to let go of the device, would wait for it.
             leave_with(code)

@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from offload.errors import UsageError
-from offload.files import Output, check_outputs
 from triforce_core.cli.options import UNTIL_FULL, engine_config, given, sampling_params
 from triforce_core.cli.output import WARNING, say
 from triforce_core.cli.progress import ProgressBars
@@ -23,6 +21,8 @@ from triforce_core.opening import OpenModel
 from triforce_core.params import check_context
 from triforce_core.planner.plan import Plan
 from triforce_core.settings import EngineConfig, MethodSettings
+from triforce_offload.errors import UsageError
+from triforce_offload.files import Output, check_outputs
 
 
 def generate(args: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ def leave_with(code: int) -> None:
     try:
         sys.stdout.flush()
         # If it was not loaded yet nothing has been written.
-        if files := sys.modules.get("offload.files"):
+        if files := sys.modules.get("triforce_offload.files"):
             files.drop_parts()
     except Exception:
         pass

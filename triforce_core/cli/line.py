@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from offload.errors import UsageError
+from triforce_offload.errors import UsageError
 
 
 class Lines:

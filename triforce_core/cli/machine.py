@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from offload.machine.hardware import Gpu, inspect_machine
-from offload.machine.probe import remeasured
-from offload.units import format_bytes
 from triforce_core.cli.console import Printer
+from triforce_offload.machine.hardware import Gpu, inspect_machine
+from triforce_offload.machine.probe import remeasured
+from triforce_offload.units import format_bytes
 
 
 def print_machine(*, probe: bool) -> None:

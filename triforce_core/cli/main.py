@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from offload.errors import TriforceError, UsageError
 from triforce_core.cli.bench_arguments import add_bench_arguments
 from triforce_core.cli.chat_arguments import add_chat_arguments
 from triforce_core.cli.codes import INTERRUPTED, OUTPUT_FAILED, READER_GONE
@@ -18,6 +17,7 @@ from triforce_core.cli.parser import Parser
 from triforce_core.cli.plan_arguments import add_plan_arguments
 from triforce_core.cli.serve_arguments import add_serve_arguments
 from triforce_core.cli.settings_file import with_kept
+from triforce_offload.errors import TriforceError, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,6 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from offload.errors import UsageError
 from triforce_core.cli.parser import Explained
 from triforce_core.params import SamplingParams
 from triforce_core.settings import (
@@ -22,6 +21,7 @@ from triforce_core.settings import (
     MachineSettings,
     MethodSettings,
 )
+from triforce_offload.errors import UsageError
 
 # The flags of a context's length, in every command.
 CONTEXT_FLAGS = ("-c", "--ctx-size", "--context")

@@ -7,13 +7,6 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from offload.errors import UsageError
-from offload.files import Output, check_outputs
-from offload.formats import DTYPES
-from offload.kv.sizes import COPY_BYTES
-from offload.link.trace import write_spans
-from offload.machine.profiles import Hardware, gpu_names, named, with_link
-from offload.units import parse_bandwidth, parse_bytes
 from triforce_core.cli.output import say
 from triforce_core.cli.plan_arguments import DEFAULT_CONTEXT
 from triforce_core.cli.plan_report import print_plan, print_sweep
@@ -42,6 +35,13 @@ from triforce_core.settings import (
     MethodSettings,
 )
 from triforce_core.sizing.demand import choose_block_tokens
+from triforce_offload.errors import UsageError
+from triforce_offload.files import Output, check_outputs
+from triforce_offload.formats import DTYPES
+from triforce_offload.kv.sizes import COPY_BYTES
+from triforce_offload.link.trace import write_spans
+from triforce_offload.machine.profiles import Hardware, gpu_names, named, with_link
+from triforce_offload.units import parse_bandwidth, parse_bytes
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -72,7 +72,7 @@ def plan(args: argparse.Namespace) -> int:
             whole["speed_up"] = compared.seconds_per_token / prediction.seconds_per_token
         print(json.dumps(whole, indent=2))
     else:
-        print_plan(chosen.case, args.model, prediction, chosen, compared)
+        print_plan(chosen.case, args.model, prediction, chosen, compared, args.save)
     return 0
 
 
@@ -150,7 +150,7 @@ def _case(args: argparse.Namespace) -> Case:
 def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus: int) -> Hardware:
     """gpus: how many there are if nobody says."""
     if args.gpu is None:
-        from offload.machine.probe import this_machine
+        from triforce_offload.machine.probe import this_machine
 
         hardware = this_machine(args.link_bandwidth, gpu_names(), matrices(config))
     else:
@@ -194,9 +194,9 @@ def _curve(
     if args.acceptance is not None:
         # What was given holds for the budget named with it, or else for the engine's default.
         budget = args.budget if args.budget else DEFAULT_BUDGET
-        curve = replace(curve, outer=args.acceptance, budget=budget, context=context)
+        curve = replace(curve, outer=args.acceptance, budget=budget, context=context, assumed=False)
     if args.inner_acceptance is not None:
-        curve = replace(curve, inner=args.inner_acceptance)
+        curve = replace(curve, inner=args.inner_acceptance, assumed=False)
     return curve
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from offload.formats import DTYPES
-from offload.machine.profiles import RESERVED_BYTES
-from offload.units import format_bytes
 from triforce_core.cli.options import CONTEXT_FLAGS, add_explained_options
 from triforce_core.model.mixes import NAMES
 from triforce_core.model.shapes import SHAPES
@@ -25,6 +22,9 @@ from triforce_core.settings import (
     METHODS,
     WEIGHTS,
 )
+from triforce_offload.formats import DTYPES
+from triforce_offload.machine.profiles import RESERVED_BYTES
+from triforce_offload.units import format_bytes
 
 SWEEPS = ("context", "gpus", "link")
 DEFAULT_CONTEXT = 131072

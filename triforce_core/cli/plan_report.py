@@ -6,11 +6,12 @@ from typing import Any
 
 from rich.table import Table
 
-from offload.units import format_bytes
 from triforce_core.cli.console import Printer
+from triforce_core.cli.run_command import run_command
 from triforce_core.planner.candidates import Candidate
 from triforce_core.planner.case import Case
 from triforce_core.planner.prediction import Prediction, links
+from triforce_offload.units import format_bytes
 
 
 def print_plan(
@@ -19,8 +20,9 @@ def print_plan(
     prediction: Prediction,
     chosen: Candidate,
     compared: Prediction | None,
+    saved: str | None,
 ) -> None:
-    """Tables on standard output."""
+    """Tables on standard output. saved: the file that holds the plan, if it was saved."""
     console = _console()
     hardware = case.hardware
     cards = f"{hardware.gpus} x {hardware.name}" if hardware.gpus > 1 else hardware.name
@@ -40,10 +42,12 @@ def print_plan(
     console.print(_places(prediction, hardware.gpus))
     console.print(_seconds(prediction))
     console.print(f"Bottleneck: {prediction.bottleneck}.", highlight=False, soft_wrap=True)
-    line = chosen.plan.line(case.config.layers, chosen.demand.kv_blocks)
+    line = chosen.plan.line(len(case.config.layers), chosen.demand.kv_blocks)
     if case.pieces and chosen.plan.placement.streamed_layers:
         line += "; no retrieval model, since quantised weights stream, which nothing stands in for"
     console.print(f"Plan: {line}.", highlight=False, soft_wrap=True)
+    command = run_command(chosen, model, saved)
+    console.print(f"Run it: {command}", highlight=False, soft_wrap=True)
     if compared:
         ratio = compared.seconds_per_token / prediction.seconds_per_token
         console.print(
@@ -143,7 +147,7 @@ def _seconds(prediction: Prediction) -> Table:
         add("refresh of the retrieval cache", f"{p.refresh_seconds:.4f}", "")
     given = f"{p.tokens_per_pass:.2f} tokens a pass"
     if p.acceptance:
-        given += f" at acceptance {p.acceptance:.3f}"
-    add("a token", f"{p.seconds_per_token:.4f}", given)
+        given += f" at acceptance {p.acceptance:.3f}" + (", assumed" * p.acceptance_assumed)
+    add("a token", f"{p.seconds_per_token:.4f}", f"{p.tokens_per_second:.1f} tokens/s, {given}")
     add("first token", f"{p.seconds_to_first_token:.1f}", "reading the prompt")
     return table

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.errors import UsageError
-from offload.files import Output
+from triforce_offload.errors import UsageError
+from triforce_offload.files import Output
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,10 +7,10 @@ import json
 import sys
 from functools import partial
 
-from offload.errors import UsageError
 from triforce_core.cli.prompts_file import Task, check_messages, read_tasks
 from triforce_core.cli.reading import read_text
 from triforce_core.model.tokenizer import Tokenizer, check_text
+from triforce_offload.errors import UsageError
 
 
 def tasks_of(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str | None) -> list[Task]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.errors import OutputError, UsageError
 from triforce_core.cli.reading import read_text
 from triforce_core.model.tokenizer import Tokenizer, check_text
+from triforce_offload.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
     from triforce_core.stream import Completion

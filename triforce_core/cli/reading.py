@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from offload.errors import UsageError
+from triforce_offload.errors import UsageError
 
 # More than any context holds, or any list of prompts: a device that never ends is no text.
 MOST_BYTES = 1 << 30

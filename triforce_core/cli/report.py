@@ -9,10 +9,10 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from offload.units import format_bytes
 from triforce_core.cli.output import logs_json, say
 from triforce_core.stats import LEAST_EXAMINED
 from triforce_core.stream import Piece
+from triforce_offload.units import format_bytes
 
 _COLORS = {"accepted": "32", "corrected": "31", "bonus": "36"}
 _RESET = "\x1b[0m"

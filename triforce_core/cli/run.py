@@ -9,9 +9,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
-from offload.files import Output
-from offload.memory.device import device_name
-from triforce_core.batch import run_all
 from triforce_core.cli.leaving import exit_code
 from triforce_core.cli.output import ERROR, WARNING, TextOutput, say
 from triforce_core.cli.progress import ProgressBars
@@ -24,8 +21,11 @@ from triforce_core.engine import Engine
 from triforce_core.opening import OpenModel
 from triforce_core.params import SamplingParams
 from triforce_core.planner.plan import Plan
+from triforce_core.run_all import run_all
 from triforce_core.settings import EngineConfig
 from triforce_core.stream import Completion, Piece
+from triforce_offload.files import Output
+from triforce_offload.memory.device import device_name
 
 # A run that differs from its plan by this factor says so.
 _FAR = 2.0
@@ -201,5 +201,5 @@ class Run:
 
 def _with_room(params: SamplingParams, task: Task, engine: Engine) -> SamplingParams:
     """With at most as many new tokens as the context has room for."""
-    room = engine.runtime.demand.context_tokens - len(task.token_ids)
+    room = engine.max_context - len(task.token_ids)
     return replace(params, max_new_tokens=min(params.max_new_tokens, room))

@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from offload.errors import UsageError
 from triforce_core.cli.chat import DEFAULT_CONTEXT
 from triforce_core.cli.leaving import leave
 from triforce_core.cli.options import engine_config, given
 from triforce_core.cli.output import JSON_LOGGING, logs_json, say
 from triforce_core.cli.ranks import followed, of_world
 from triforce_core.opening import OpenModel
+from triforce_offload.errors import UsageError
 
 KEY_VARIABLE = "TRIFORCE_API_KEY"
 

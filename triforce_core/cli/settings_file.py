@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.errors import UsageError
+from triforce_offload.errors import UsageError
 
 PREFIX = "TRIFORCE_"
 FILE_VARIABLE = "TRIFORCE_SETTINGS"

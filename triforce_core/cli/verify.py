@@ -6,10 +6,10 @@ import argparse
 
 from rich.console import Console
 
-from offload.errors import CheckpointError
 from triforce_core.cli.output import logs_json
 from triforce_core.model.checkpoint import resolve
 from triforce_core.model.verify import findings
+from triforce_offload.errors import CheckpointError
 
 
 def verify(args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
-"""Accepting drafts: the rules that keep the output law exactly the verifier's.
+"""Accepting drafts: the rules that keep the output distribution exactly the verifier's.
 
-One rule serves every level. In the names below `p` is the verifier's law at a position and `q` the
-law from which the proposed token was really drawn.
+One rule serves every level. In the names below `p` is the verifier's distribution at a position,
+and `q` the distribution from which the proposed token was really drawn.
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from triforce_kernels import sampling
 
-from offload.memory.device import put
-from triforce_core.decoding.laws import draw
+from triforce_core.decoding.distributions import draw
 from triforce_core.decoding.tree import Branches, Walk, accept_tree
 from triforce_core.sizing.drafting import LAW_ROWS
+from triforce_kernels.sampling import sampling
+from triforce_offload.memory.device import put
 
 
 class Draft(NamedTuple):
-    """Proposed tokens, each with the law it was drawn from.
+    """Proposed tokens, each with the distribution it was drawn from.
 
     tokens: [n] int64
-    laws: [n, vocab] float32; None where each is one-hot: the token was sure to be proposed
-    confidence: the greatest probability of each law, where the proposer looked
+    probs: [n, vocab] float32; None where each is one-hot: the token was sure to be proposed
+    confidence: the greatest probability of each distribution, where the proposer looked
     branches: None where each token follows the one before it; else how they follow, and which of
-        them the laws are of
+        them the distributions are of
     """
 
     tokens: torch.Tensor
-    laws: torch.Tensor | None = None
+    probs: torch.Tensor | None = None
     confidence: Sequence[float] = ()
     branches: Branches | None = None
 
 
 class Verdict(NamedTuple):
-    """accepted: how many tokens of the draft hold, or of one that branches the row of the last that
-    does; token: the one that follows, -1 where the verifier's law is not a number. Both [...]
-    int64.
+    """accepted: how many tokens of the draft are accepted; of a tree, the row of the last one.
+    token: the one that follows, -1 where the verifier's probabilities are no numbers. Both [...]
+    int64
     """
 
     accepted: torch.Tensor
@@ -45,44 +45,46 @@ class Verdict(NamedTuple):
 
 
 class Rule(Protocol):
-    """How tokens are drawn from laws, and when a drawn token is as good as the verifier's own.
+    """How tokens are drawn, and when a drawn token is as good as the verifier's own.
 
     position: index in the text of the first row's token
     """
 
-    def draw(self, laws: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
-        """One token for each row of laws [rows, vocab]. position: of each, where they do not follow
-        one another, [rows] int64.
+    def draw(self, probs: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
+        """Draw one token for each row of probs [rows, vocab]. position: of each row, [rows] int64,
+        if they do not follow one another
         """
 
-    def accept(self, draft: Draft, laws: torch.Tensor, position: int) -> Verdict:
-        """laws: the verifier's, [n + 1, vocab], one for each token of the draft and one after."""
+    def accept(self, draft: Draft, probs: torch.Tensor, position: int) -> Verdict:
+        """Accept a prefix, or a path, of a draft. probs: the verifier's, [n + 1, vocab], one for
+        each token of the draft and one after
+        """
 
 
 def accept(
     tokens: torch.Tensor,
-    draft_laws: torch.Tensor | None,
-    target_laws: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
     generator: torch.Generator,
 ) -> Verdict:
     """Speculative sampling (Leviathan et al., 2023; Chen et al., 2023), all positions at once.
 
     Each token x holds with probability min(1, p[x] / q[x]). At the first that does not, the next
     token is drawn from norm(max(p - q, 0)); if all hold, from the p that follows. Then every token
-    has law p given those before it, whatever q is, as long as x was drawn from it.
+    has distribution p given those before it, whatever q is, as long as x was drawn from it.
 
-    tokens [..., n], draft_laws [..., n, vocab], target_laws [..., n + 1, vocab]; n may be 0.
-    Without draft_laws each is one-hot.
+    tokens [..., n], draft_probs [..., n, vocab], target_probs [..., n + 1, vocab]; n may be 0.
+    Without draft_probs each is one-hot.
     """
-    many, n, vocab = tokens.shape[:-1], tokens.shape[-1], target_laws.shape[-1]
+    many, n, vocab = tokens.shape[:-1], tokens.shape[-1], target_probs.shape[-1]
     drafts = many.numel()
     coins = torch.rand(
         (drafts, n + 1), dtype=torch.float64, device=tokens.device, generator=generator
     )
     accepted, token = sampling.accept(
         tokens.reshape(drafts, n),
-        None if draft_laws is None else draft_laws.reshape(drafts, n, vocab),
-        target_laws.reshape(drafts, n + 1, vocab),
+        None if draft_probs is None else draft_probs.reshape(drafts, n, vocab),
+        target_probs.reshape(drafts, n + 1, vocab),
         coins,
     )
     return Verdict(accepted.view(many), token.view(many))
@@ -94,56 +96,58 @@ class Optimal:
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
 
-    def draw(self, laws: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
-        return draw(laws, self._generator)
+    def draw(self, probs: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
+        return draw(probs, self._generator)
 
-    def accept(self, draft: Draft, laws: torch.Tensor, position: int) -> Verdict:
+    def accept(self, draft: Draft, probs: torch.Tensor, position: int) -> Verdict:
         if draft.branches is None:
-            return accept(draft.tokens, draft.laws, laws, self._generator)
-        rows, device = laws.shape[0], laws.device
+            return accept(draft.tokens, draft.probs, probs, self._generator)
+        rows, device = probs.shape[0], probs.device
         coins = torch.rand(1, rows, dtype=torch.float64, device=device, generator=self._generator)
-        drawn_from = None if draft.laws is None else draft.laws[None]
-        last, token = accept_tree(draft.tokens[None], draft.branches, drawn_from, laws[None], coins)
+        drawn_from = None if draft.probs is None else draft.probs[None]
+        last, token = accept_tree(
+            draft.tokens[None], draft.branches, drawn_from, probs[None], coins
+        )
         return Verdict(last[0], token[0])
 
 
 class Coupled:
     """Every level draws with the same noise, which depends on (seed, position) alone.
 
-    The token at a position is the arg-max of log-law plus Gumbel noise, and a draft token holds
-    while it is what the verifier draws itself. So a seed's text does not depend on the draft at
-    all: it is plain decoding's, up to rounding. It accepts with probability (1 - TV) / (1 + TV) at
-    least (Daliri et al., 2024: coupling without communication).
+    The token at a position is the arg-max of log-probabilities plus Gumbel noise, and a draft token
+    is accepted while it is what the verifier draws itself. So a seed's text does not depend on the
+    draft at all: it is plain decoding's, up to rounding. It accepts with probability
+    (1 - TV) / (1 + TV) at least (Daliri et al., 2024: coupling without communication).
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def draw(self, laws: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
+    def draw(self, probs: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
         # arg-max of log p + Gumbel = arg-max of p / Exponential, with no log of zero.
-        rows, vocab = laws.shape
+        rows, vocab = probs.shape
         if isinstance(position, int):
-            position = torch.arange(position, position + rows, device=laws.device)
-        # Noise is several times as wide as laws.
-        parts = zip(laws.split(LAW_ROWS), position.split(LAW_ROWS), strict=True)
+            position = torch.arange(position, position + rows, device=probs.device)
+        # Noise is several times as wide as distributions.
+        parts = zip(probs.split(LAW_ROWS), position.split(LAW_ROWS), strict=True)
         return torch.cat([self._race(*part, vocab) for part in parts])
 
-    def _race(self, laws: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Tensor:
-        race = laws.double() / exponential_noise(self._seed, positions, vocab)
-        return race.argmax(-1).masked_fill(laws.sum(-1).isnan(), -1)
+    def _race(self, probs: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Tensor:
+        race = probs.double() / exponential_noise(self._seed, positions, vocab)
+        return race.argmax(-1).masked_fill(probs.sum(-1).isnan(), -1)
 
-    def accept(self, draft: Draft, laws: torch.Tensor, position: int) -> Verdict:
+    def accept(self, draft: Draft, probs: torch.Tensor, position: int) -> Verdict:
         if draft.branches is not None:
-            return self._walk(draft.tokens, draft.branches, laws, position)
-        own = self.draw(laws, position)
+            return self._walk(draft.tokens, draft.branches, probs, position)
+        own = self.draw(probs, position)
         accepted = (own[:-1] == draft.tokens).cumprod(-1).sum(-1)
         return Verdict(accepted, own.gather(0, accepted.view(1)).squeeze(0))
 
     def _walk(
-        self, tokens: torch.Tensor, branches: Branches, laws: torch.Tensor, position: int
+        self, tokens: torch.Tensor, branches: Branches, probs: torch.Tensor, position: int
     ) -> Verdict:
-        own = self.draw(laws, position + put(branches.depths, laws.device))
-        walk = Walk(branches, laws.device)
+        own = self.draw(probs, position + put(branches.depths, probs.device))
+        walk = Walk(branches, probs.device)
         holds = (tokens[walk.child] == own.unsqueeze(1)) & walk.exists
         last = walk.end(holds[None])
         return Verdict(last[0], own.gather(0, last).squeeze(0))

@@ -1,6 +1,6 @@
-"""What decodes a request: asks for passes of the full model, and makes tokens of what they give.
+"""Decoders: they ask for passes of the full model, and make tokens of what passes give.
 
-Whoever runs the passes may run one for several requests at once.
+`Batch` runs the passes, each for one request or for several.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import NamedTuple, Protocol
 import torch
 
 
-class Prompt(NamedTuple):
-    """A prompt that was read.
+class Prefilled(NamedTuple):
+    """A prompt that was prefilled.
 
     logits: after its last token, [1, vocab]
-    reused: how many of its tokens were kept from the text before
-    scored: how many of its last tokens its chunks were scored by
+    reused: tokens whose KV was there before
+    scored: the last tokens, by which its chunks were scored
     """
 
     logits: torch.Tensor
@@ -58,17 +58,18 @@ class Step(NamedTuple):
 
 
 class Decoder(Protocol):
-    """Decodes one request over a context whose text is the prompt: `ask` and `take` by turns."""
+    """Decodes one request over a context whose text is the prompt: `first`, then `ask` and `take`
+    by turns.
+    """
 
-    def start(self, prompt: Prompt) -> None:
-        """Takes the prompt that the context has read."""
+    def first(self, prompt: Prefilled) -> Step:
+        """Draw the token that follows the prompt. Raises CheckpointError as `take` does."""
 
-    def ask(self, remaining: int) -> Ask | None:
-        """The pass that gives the next tokens, at most `remaining`; None if the prompt's did."""
+    def ask(self, remaining: int) -> Ask:
+        """Return the pass that gives the next tokens, at most `remaining`."""
 
-    def take(self, logits: torch.Tensor | None, seconds: float) -> Step:
-        """The tokens that follow: the first by the prompt's logits, later ones by those of the pass
-        that was asked for, float32 [rows, vocab].
+    def take(self, logits: torch.Tensor, seconds: float) -> Step:
+        """Return the tokens that a pass gave, by its logits, float32 [rows, vocab].
 
         seconds: that the pass took; of one that others share, this one's part of them
         Raises CheckpointError if the model computes something that is no number.
@@ -76,8 +77,7 @@ class Decoder(Protocol):
 
 
 def advance(decoder: Decoder, run: Callable[[Ask], torch.Tensor], remaining: int) -> Step:
-    """The next tokens, at most `remaining`. run: `Context.run`. Raises LinkError."""
+    """Return the next tokens, at most `remaining`. run: `Context.run`. Raises LinkError."""
     ask = decoder.ask(remaining)
     began = time.perf_counter()
-    logits = None if ask is None else run(ask)
-    return decoder.take(logits, time.perf_counter() - began)
+    return decoder.take(run(ask), time.perf_counter() - began)

@@ -56,7 +56,7 @@ class DraftLength(Protocol):
         """How many tokens to propose next at most, 0 to `most`."""
 
     def goes_on(self, confidence: Sequence[float]) -> bool:
-        """Whether to draft one more token after some whose laws peak at `confidence`."""
+        """Whether to draft one more token after some whose distributions peak at `confidence`."""
 
     def observe(self, outcome: Observed) -> None: ...
 
@@ -111,8 +111,8 @@ class Auto:
     level never pays if its `ledger` is lost: what drafts took was never made up for, and none
     has been worth its seconds for many passes.
 
-    Only drafted tokens and their laws decide, never the verifier's coins: the output law is
-    untouched.
+    Only draft tokens and their distributions decide, never the verifier's random numbers: the
+    output distribution is untouched.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ _MEMORY = 0.97
 # Rounds that the assumed acceptance counts for at first, and tokens that it counts for always.
 _PRIOR_ROUNDS = 2.0
 _PRIOR_WEIGHT = 2.0
-# Degrees of confidence: the greatest probability of a law.
+# Degrees of confidence: the greatest probability of a distribution.
 _CONFIDENCE = (0.5, 0.7, 0.85, 0.95, 0.999)
 # Tokens that the common acceptance counts for against a degree's own, and against a position's.
 _CONFIDENCE_WEIGHT = 8.0

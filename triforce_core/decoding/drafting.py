@@ -11,7 +11,7 @@ from triforce_core.decoding.decoder import Decoder
 from triforce_core.decoding.draft_length import Auto, DraftLength, Fixed
 from triforce_core.decoding.growth import Growth
 from triforce_core.decoding.hierarchy import Hierarchy, RetrievalModel
-from triforce_core.decoding.levels import Middle, Tallies
+from triforce_core.decoding.levels import RetrievalLevel, Tallies
 from triforce_core.decoding.models import Dropped, Models
 from triforce_core.params import SamplingParams
 from triforce_core.settings import AUTO, AUTO_DRAFT_TOKENS
@@ -22,7 +22,7 @@ AUTO_INNER_TOKENS = 16
 _RETRIEVAL_ACCEPTANCE, _RETRIEVAL_FIRST = 0.95, 24
 _DRAFTER_ACCEPTANCE, _DRAFTER_FIRST = 0.6, 4
 # Of n-grams straight to the target: they propose only where the text has said the same before (.90
-# to .92 of their tokens held in two tasks of scripts/compare.py, continuation and code).
+# to .92 of their tokens held in two tasks of scripts/rivals compare, continuation and code).
 _NGRAM_ACCEPTANCE, _NGRAM_FIRST = 0.85, 8
 
 
@@ -62,14 +62,14 @@ class Drafting:
         """
         if not self._models.method.drafts:
             return Autoregressive(context, params, rule)
-        proposer = context.drafter.proposer(params, rule)
-        if context.retrieval:
+        proposer = context.levels.drafter.proposer(params, rule)
+        if context.levels.retrieval:
             verifier = RetrievalModel(context, params)
-            proposer = Middle(
+            proposer = RetrievalLevel(
                 proposer, verifier, rule, self._inner, self._outer, stops, tallies.retrieval
             )
         # Laws that depend on more than logits are made for texts, each row behind the one before.
-        branches = not context.retrieval and not params.changes_logits
+        branches = not context.levels.retrieval and not params.changes_logits
         return Hierarchy(
             context,
             params,
@@ -82,17 +82,17 @@ class Drafting:
         )
 
     def drop_lost(self, context: Context) -> bool:
-        """Asked after every pass: drops a level whose drafts have only lost time, if it takes
-        device memory. Lengths and a budget that were asked for are kept to, whatever they cost.
+        """After each pass, drop a level whose drafts have only lost time, if it takes device
+        memory. Lengths and a budget that the user set are kept, whatever they cost.
 
-        Says whether one was dropped: a decoder that was made before is of no use then, and what
-        `Context.lend` may lend once that is gone what was given back.
+        Returns whether one was dropped. Decoders created earlier are invalid then; once they are
+        gone, `Context.lend` lends the level's memory to KV.
         """
         models, runtime = self._models, self._models.runtime
-        if runtime.demand.sequences > 1:
+        if not models.has_one_context:
             # Other contexts use what would be dropped.
             return False
-        if runtime.streams and 2 * context.passes.length < runtime.demand.context_tokens:
+        if runtime.streams and 2 * context.length < runtime.demand.context_tokens:
             # Little streams in passes over a short text: what drafts are worth there says nothing.
             return False
         for length in (self._inner, self._outer):
@@ -110,28 +110,9 @@ class Drafting:
         )
         return True
 
-    def give_up_slots(self, context: Context) -> bool:
-        """See `Runtime.give_up_slots`. context: the only one that there is"""
-        context.passes.weights.forget()
-        return self._models.runtime.give_up_slots()
-
-    def give_up_resident(self, context: Context) -> bool:
-        """See `Runtime.give_up_resident`. context: the only one that there is"""
-        return self._models.runtime.give_up_resident(context.passes)
-
-    def give_up_recorded(self, context: Context) -> bool:
-        """Lets go of all recorded forwards, and of their pool; no more are recorded. Says whether
-        there were any.
-        """
-        recorded = [context.level, context.drafter]
-        given = [it.give_up_recorded() for it in recorded if it is not None]
-        self._models.recorder = None
-        self._models.runtime.memory.trim()
-        return any(given)
-
     def give_up(self, context: Context) -> str | None:
-        """Drops the highest level that takes device memory, for good, and names it; None if there
-        is none. What it gave back is nobody's here to lend.
+        """Drop the highest level that takes device memory, for good, and name it; None if there is
+        none. Its memory is not lent: somebody else has it.
         """
         models = self._models
         if models.budget:
@@ -140,17 +121,19 @@ class Drafting:
             level, drop = "model", self._drop_drafter
         else:
             return None
-        models.freed_bytes -= drop(context)
+        lendable = models.freed_bytes
+        drop(context)
+        models.freed_bytes = lendable
         return level
 
     def _drop_retrieval(self, context: Context) -> int:
-        freed = context.drop_retrieval()
+        freed = context.levels.drop_retrieval()
         self._inner = Fixed(0)
         self._outer = self._drafter_length() if self._models.method.has_drafter else Fixed(0)
         return freed
 
     def _drop_drafter(self, context: Context) -> int:
-        freed = context.drop_drafter()
+        freed = context.levels.drop_drafter()
         self._growth = None
         if self._models.budget:
             self._inner = Fixed(0)

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from offload.memory.device import put
 from triforce_core.decoding.acceptance import Draft
 from triforce_core.decoding.growth import Growth
 from triforce_core.decoding.tree import Branches
+from triforce_offload.memory.device import put
 
 
 class Tree:
@@ -32,7 +32,7 @@ class Tree:
     def add(
         self, parent: int, token: int, value: float, sure: float, *, drawn: bool = False
     ) -> int:
-        """Adds a child, and gives its row. drawn: whether from a law."""
+        """Adds a child, and gives its row. drawn: whether from a distribution."""
         if drawn:
             self._drawn.append(len(self.tokens))
         self.tokens.append(token)
@@ -41,13 +41,13 @@ class Tree:
         self._confidence.append(sure)
         return len(self.tokens)
 
-    def draft(self, device: torch.device, laws: Sequence[torch.Tensor] = ()) -> Draft:
-        """laws: of the tokens that were drawn, in their order, [drawn, vocab] in parts"""
+    def draft(self, device: torch.device, probs: Sequence[torch.Tensor] = ()) -> Draft:
+        """distributions: of the tokens that were drawn, in their order, [drawn, vocab] in parts"""
         tokens = put(self.tokens, device)
         if not self.tokens:
             return Draft(tokens)
         branches = Branches(tuple(self.parents), tuple(self._drawn))
-        return Draft(tokens, torch.cat(laws) if laws else None, self._confidence, branches)
+        return Draft(tokens, torch.cat(probs) if probs else None, self._confidence, branches)
 
 
 class Candidate(NamedTuple):

@@ -33,8 +33,8 @@ class Growth:
     verifying it takes; a level of a tree costs what drafting it takes, however wide it is. What
     costs more than it is worth is left out.
 
-    Only drafted tokens and their laws decide, and of a token that is drawn from a law nothing that
-    depends on what was drawn: the output law is untouched.
+    Only draft tokens and their distributions decide; for a token that is drawn, nothing that
+    depends on the draw does. The output distribution is untouched.
     """
 
     def __init__(self, nodes: int, deepest: int, *, asked: bool, texts: int = 1) -> None:

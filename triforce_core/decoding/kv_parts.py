@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.errors import RankError
-from offload.ranks import Ranks
+from triforce_offload.errors import RankError
+from triforce_offload.ranks import Call, Ranks
 
 
 class Interrupted(Exception):
@@ -36,7 +36,7 @@ class KVParts:
         """Whether no head is on two ranks."""
         return sum(map(len, self.heads)) == self.count
 
-    def gathered(self, own: torch.Tensor, call: str, *arguments: object) -> torch.Tensor:
+    def gathered(self, own: torch.Tensor, call: Call) -> torch.Tensor:
         """Of all heads, on the rank that leads. On the others what they have, which they give.
 
         own: [any, heads of this rank, ...] on the host. call: what the others are told, by which
@@ -49,7 +49,7 @@ class KVParts:
             return own
         # What the host has no room for is known before anybody is told.
         whole = own.new_empty((own.shape[0], self.count, *own.shape[2:]))
-        parts = [own, *self.ranks.collect(call, *arguments)]
+        parts = [own, *self.ranks.collect(call)]
         for heads, part in zip(self.heads, parts, strict=True):
             whole[:, heads.start : heads.stop] = part
         return whole

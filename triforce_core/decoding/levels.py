@@ -1,7 +1,7 @@
 """Levels: one idea applied twice.
 
-A level proposes tokens together with the laws they were drawn from; a verifier computes its own
-laws for them in one forward and keeps those that hold. The retrieval model is a verifier for the
+A level proposes tokens with the distributions they were drawn from. A verifier computes its own
+distributions for them in one forward and accepts some. The retrieval model is a verifier for the
 drafter below it and, by that, a proposer for the full model above it.
 """
 
@@ -14,39 +14,17 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
-from triforce_kernels import warmup
 
-from offload.errors import CheckpointError
-from offload.link.waiting import come
-from offload.memory.device import put
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.draft_length import DraftLength
 from triforce_core.decoding.growth import Growth
-from triforce_core.decoding.penalties import MayFollow, Seen
+from triforce_core.decoding.text import Text
 from triforce_core.decoding.tree import Branches
 from triforce_core.params import SamplingParams
-
-
-@dataclass
-class Text:
-    """Tokens of a request, prompt included. Those from `committed` on are proposed and may go.
-
-    prompt: how many were there before anything was generated; seen: what was said so far, once a
-        law asks for it; guide: what may follow, if that is not anything
-    """
-
-    tokens: list[int]
-    committed: int = field(init=False)
-    prompt: int = field(init=False)
-    seen: Seen | None = field(init=False, default=None)
-    guide: MayFollow | None = None
-
-    def __post_init__(self) -> None:
-        self.committed = self.prompt = len(self.tokens)
-
-    def commit(self, tokens: list[int]) -> None:
-        self.tokens += tokens
-        self.committed = len(self.tokens)
+from triforce_kernels import warmup
+from triforce_offload.errors import CheckpointError
+from triforce_offload.link.waiting import come
+from triforce_offload.memory.device import put
 
 
 class Proposer(Protocol):
@@ -80,8 +58,8 @@ class Drafter(Protocol):
 class Verifier(Protocol):
     device: torch.device
 
-    def laws(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Feeds tokens [n], which follow what was kept so far, and gives the laws after each:
+    def probs(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run tokens [n], which follow what was kept so far. Return the probabilities after each,
         [n, vocab] float32.
         """
 
@@ -92,9 +70,9 @@ class Verifier(Protocol):
 class Round(NamedTuple):
     """What one round of proposing and verifying gave.
 
-    tokens: the accepted ones and the one the verifier drew itself; laws: theirs [tokens, vocab], of
-        a draft that branches none
-    peaks: the greatest probability of each law
+    tokens: the accepted ones and the one the verifier drew itself. probs: theirs, [tokens, vocab];
+        none for a tree
+    peaks: the greatest probability of each distribution
     path: rows that were fed, after which they come
     drafted: how many were proposed; confidence: how surely, if the proposer said; branches: how
         they followed one another, if not each the one before it
@@ -104,7 +82,7 @@ class Round(NamedTuple):
     """
 
     tokens: list[int]
-    laws: torch.Tensor
+    probs: torch.Tensor
     peaks: list[float]
     path: Sequence[int]
     drafted: int
@@ -120,11 +98,11 @@ class Round(NamedTuple):
         return len(self.tokens) - 1
 
 
-class Offer(NamedTuple):
+class Proposed(NamedTuple):
     """A draft on its way to its verifier.
 
-    draft: of token ids, whatever was proposed; raw: its tokens as they were proposed, -1 from a law
-        that was no number
+    draft: of token ids, whatever was proposed. raw: its tokens as they were proposed, -1 where a
+        probability was no number
     fed: what the verifier is fed, the text's last token and the draft
     began, seconds: when proposing began, and how long it took; events: `warmup.events` by then
     """
@@ -137,44 +115,44 @@ class Offer(NamedTuple):
     events: int
 
 
-def offer(propose: Callable[[], Draft], text: Text, device: torch.device) -> Offer:
-    """Has tokens proposed that follow the text."""
+def propose_draft(propose: Callable[[], Draft], text: Text, device: torch.device) -> Proposed:
+    """Return a proposer's draft, and the rows that verify it."""
     began, events = time.perf_counter(), warmup.events()
     draft = propose()
     last = put(text.tokens[-1:], device)
-    # A damaged drafter's -1 is seen when its draft is settled.
+    # `verify_draft` refuses a damaged drafter's -1.
     draft, raw = draft._replace(tokens=draft.tokens.clamp(min=0)), draft.tokens
     fed = torch.cat((last, draft.tokens))
-    return Offer(draft, raw, fed, began, time.perf_counter() - began, events)
+    return Proposed(draft, raw, fed, began, time.perf_counter() - began, events)
 
 
-def settle(
-    made: Offer,
-    laws: torch.Tensor,
+def verify_draft(
+    made: Proposed,
+    probs: torch.Tensor,
     rule: Rule,
     text: Text,
     keep: Callable[[Sequence[int]], None],
     seconds: float,
 ) -> Round:
-    """Holds a draft against the verifier's laws, [n + 1, vocab]: one wait for the device.
+    """Accept what a rule accepts of a draft. Waits for the device once.
 
-    keep: Verifier.keep. seconds: that the verifier took
+    probs: the verifier's, [n + 1, vocab]. keep: Verifier.keep. seconds: that the verifier took
     Raises CheckpointError if a level computes something that is no number.
     """
     began = time.perf_counter()
-    verdict = rule.accept(made.draft, laws, len(text.tokens))
+    verdict = rule.accept(made.draft, probs, len(text.tokens))
     # Everything the host needs in one piece; float64 holds token ids exactly.
-    answers = (torch.stack((verdict.accepted, verdict.token)), made.raw, laws.amax(-1))
+    answers = (torch.stack((verdict.accepted, verdict.token)), made.raw, probs.amax(-1))
     numbers = come(torch.cat([answer.double() for answer in answers])).tolist()
-    last, token, *drafted = map(int, numbers[: -laws.shape[0]])
+    last, token, *drafted = map(int, numbers[: -probs.shape[0]])
     check_token(min((token, *drafted)))
-    branches, peaks = made.draft.branches, numbers[-laws.shape[0] :]
+    branches, peaks = made.draft.branches, numbers[-probs.shape[0] :]
     path = range(last + 1) if branches is None else branches.path(last)
     keep(path)
     return Round(
         [*(drafted[row - 1] for row in path[1:]), token],
         # Nobody asks for those of a tree.
-        laws[: last + 1] if branches is None else laws[:0],
+        probs[: last + 1] if branches is None else probs[:0],
         [peaks[row] for row in path],
         path,
         len(drafted),
@@ -192,14 +170,14 @@ def speculate(proposer: Proposer, verifier: Verifier, rule: Rule, text: Text, co
 
     Raises CheckpointError if a level computes something that is no number.
     """
-    made = offer(partial(proposer.propose, text, count), text, verifier.device)
+    made = propose_draft(partial(proposer.propose, text, count), text, verifier.device)
     began = time.perf_counter()
-    laws = verifier.laws(made.fed)
-    return settle(made, laws, rule, text, verifier.keep, time.perf_counter() - began)
+    probs = verifier.probs(made.fed)
+    return verify_draft(made, probs, rule, text, verifier.keep, time.perf_counter() - began)
 
 
 def check_token(token: int) -> None:
-    """Raises CheckpointError for what is drawn from a law that is not a number."""
+    """Raises CheckpointError for what is drawn from a distribution that is not a number."""
     if token < 0:
         raise CheckpointError(
             "the model's logits are not finite: its weights are damaged, or they overflow "
@@ -271,9 +249,9 @@ class Tallies(NamedTuple):
     retrieval: Tally
 
 
-class Middle:
-    """A verifier that hands its tokens up, each with the verifier's own law: rounds of `speculate`
-    until there are enough tokens.
+class RetrievalLevel:
+    """Drafts by a verifier: rounds of `speculate` until there are enough tokens, each with the
+    verifier's own distribution.
     """
 
     def __init__(
@@ -302,7 +280,7 @@ class Middle:
     def propose(self, text: Text, count: int) -> Draft:
         if not count:
             return self._nothing.propose(text, count)
-        start, laws, confidence = len(text.tokens), [], []
+        start, probs, confidence = len(text.tokens), [], []
         ended = False
         try:
             while (
@@ -316,18 +294,18 @@ class Middle:
                 self.tally.count(outcome)
                 self._length.observe(outcome)
                 text.tokens += outcome.tokens
-                laws.append(outcome.laws)
+                probs.append(outcome.probs)
                 confidence += outcome.peaks
                 ended = any(token in self._stops for token in outcome.tokens)
             tokens = text.tokens[start:]
         finally:
             del text.tokens[start:]
         if ended:
-            # Nothing can follow the end of the text; to stop at what was drawn harms no law.
+            # Nothing follows the end of the text, and stopping at a drawn token biases nothing.
             first = next(i for i, token in enumerate(tokens) if token in self._stops)
             tokens = tokens[: first + 1]
         return Draft(
             put(tokens, self._verifier.device),
-            torch.cat(laws)[: len(tokens)],
+            torch.cat(probs)[: len(tokens)],
             confidence[: len(tokens)],
         )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from offload.graphs import Recorder
-from offload.kv.shape import KVShape
-from offload.ranks import Ranks
-from offload.runtime import Runtime
-from offload.substitutes import Substitutes
-from offload.weights import WeightStore
 from triforce_core.decoding.kv_parts import KVParts
-from triforce_core.model.llama import Model
+from triforce_core.model.transformer import Model
 from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, PLANES, STORED, MethodSettings
+from triforce_offload.graphs import Recorder
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.ranks import Ranks
+from triforce_offload.runtime import Runtime
+from triforce_offload.substitutes import Substitutes
+from triforce_offload.weights import WeightStore
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,13 @@ class Models:
     def ranks(self) -> Ranks:
         """That share the target."""
         return self.kv_parts.ranks
+
+    @property
+    def has_one_context(self) -> bool:
+        """Whether there is only one context. Levels and memory that contexts share can be dropped
+        then, while a request runs.
+        """
+        return self.runtime.demand.sequences == 1
 
     @property
     def whole_kv(self) -> KVShape:

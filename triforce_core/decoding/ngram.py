@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
-from offload.memory.device import put
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.growth import Growth
-from triforce_core.decoding.levels import Brancher, Text
+from triforce_core.decoding.levels import Brancher
+from triforce_core.decoding.text import Text
 from triforce_core.decoding.trie import trie
 from triforce_core.params import SamplingParams
+from triforce_offload.memory.device import put
 
 # So many tokens must match.
 _LEAST = 2
@@ -36,7 +37,7 @@ class NGramDrafter:
         self._earlier: list[int] = []
 
     def propose(self, text: Text, count: int) -> Draft:
-        """At most `count` tokens, none if nothing matches. Their laws are one-hot."""
+        """At most `count` tokens, none if nothing matches. Their distributions are one-hot."""
         self._index(text)
         return Draft(put(self._lookup(text.tokens, count) if count else [], self._device))
 

@@ -1,52 +1,19 @@
 """Logits as a request wants them changed by its text: penalties, biases, and what may follow.
 
-Each row has a prefix of its own: what is drawn for one place of a draft changes the law of the
-next. So every level changes its own logits by the prefix that each of its rows has, and what drafts
-knows the same law that verifies.
+Each row has a prefix of its own: the token drawn at one position of a draft changes the
+distribution of the next. So every level changes its own logits by the prefix of each row, and what
+drafts knows the same distribution as what verifies.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
 import torch
 
-from offload.link.waiting import come
-from offload.memory.device import put
+from triforce_core.decoding.text import Seen, Text
 from triforce_core.params import SamplingParams
 from triforce_core.sizing.drafting import LAW_ROWS
-
-if TYPE_CHECKING:
-    from triforce_core.decoding.levels import Text
-
-
-class MayFollow(Protocol):
-    """What a grammar lets follow a text: `guiding.Guide`."""
-
-    def take(self, generated: list[int]) -> None: ...
-
-    def masks(self, proposed: list[int], rows: int) -> torch.Tensor: ...
-
-
-class Seen:
-    """How often each token was said in the committed part of a text, which only grows.
-
-    everywhere, generated: [vocab] float32 on the device, in all of it and behind its prompt
-    """
-
-    def __init__(self, vocab: int, device: torch.device) -> None:
-        self.everywhere = torch.zeros(vocab, device=device)
-        self.generated = torch.zeros(vocab, device=device)
-        self._counted = 0
-
-    def take(self, text: Text) -> None:
-        """Counts what was committed since."""
-        for counts, first in ((self.everywhere, 0), (self.generated, text.prompt)):
-            new = text.tokens[max(first, self._counted) : text.committed]
-            if new:
-                ids = put(new, counts.device)
-                counts.index_add_(0, ids, torch.ones_like(ids, dtype=counts.dtype))
-        self._counted = text.committed
+from triforce_offload.link.waiting import come
+from triforce_offload.memory.device import put
 
 
 def changed(

@@ -11,16 +11,16 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from triforce_kernels import warmup
 
-from offload.feed import Feed
-from offload.graphs import Recorder, Run
-from offload.kv.dense import DenseKV
-from offload.link.trace import Tracer
-from offload.memory.device import put
-from offload.weights import ResidentWeights
-from triforce_core.model.llama import Model
+from triforce_core.model.transformer import Model
 from triforce_core.sizing.drafting import LONGEST_RECORDED
+from triforce_kernels import warmup
+from triforce_offload.feed import Feed
+from triforce_offload.graphs import Recorder, Run
+from triforce_offload.kv.dense import DenseKV
+from triforce_offload.link.trace import Tracer
+from triforce_offload.memory.device import put
+from triforce_offload.weights import ResidentWeights
 
 # Forwards of a size that run as they will be recorded: libraries set themselves up at first use.
 USES_BEFORE = 2

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-from triforce_kernels.selection import choose_chunks
 
-from offload.kv.dense import DenseKV
-from offload.kv.gather import Reader
-from offload.kv.rounded import RoundedKV
-from offload.kv.scores import ChunkScores, Score
-from offload.kv.store import KVStore
-from offload.link.waiting import number
-from offload.memory.device import DeviceMemory
 from triforce_core.sizing.drafting import chosen_bytes, own_tokens
+from triforce_kernels.kv.selection import choose_chunks
+from triforce_offload.kv.dense import DenseKV
+from triforce_offload.kv.gather import Reader
+from triforce_offload.kv.rounded import RoundedKV
+from triforce_offload.kv.scores import ChunkScores, Score
+from triforce_offload.kv.store import KVStore
+from triforce_offload.link.waiting import number
+from triforce_offload.memory.device import DeviceMemory
 
 # mass: exact attention mass of the passes' queries, chosen anew after every pass.
 # mean: query times mean key, chosen once after prefill, as the published TriForce; and again only

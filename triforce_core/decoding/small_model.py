@@ -8,20 +8,21 @@ from math import isnan
 import torch
 import torch.nn.functional as F
 
-from offload.feed import Feed
-from offload.kv.dense import DenseKV
-from offload.kv.shape import KVShape
-from offload.link.waiting import come
-from offload.memory.device import DeviceMemory, put
 from triforce_core.decoding.acceptance import Draft, Rule
+from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.growing import Candidate, Tree, younger
 from triforce_core.decoding.growth import Growth
-from triforce_core.decoding.laws import laws
-from triforce_core.decoding.levels import Brancher, Text, check_token
+from triforce_core.decoding.levels import Brancher, check_token
 from triforce_core.decoding.resident import ResidentModel
+from triforce_core.decoding.text import Text
 from triforce_core.model.rope import Rope
 from triforce_core.params import SamplingParams
 from triforce_core.sizing.drafting import SINKS, WINDOW
+from triforce_offload.feed import Feed
+from triforce_offload.kv.dense import DenseKV
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.link.waiting import come
+from triforce_offload.memory.device import DeviceMemory, put
 
 # Tokens of a row that are looked at, the likeliest.
 _WIDEST = 32
@@ -163,16 +164,16 @@ class _SmallModelProposer:
         self._rule = rule
 
     def propose(self, text: Text, count: int) -> Draft:
-        """At most `count` tokens with the small model's laws; -1 from a law that is no number."""
+        """Propose at most `count` tokens; -1 where the small model computes no number."""
         drafter = self._drafter
         count = min(count, drafter.most)
         tokens: list[torch.Tensor] = []
         drawn_from: list[torch.Tensor] = []
         feed = drafter.catch_up(text, count) if count else None
         for i in range(count):
-            # A law that is no number gives -1, which whoever verifies will see.
+            # A distribution that is no number gives -1, which whoever verifies will see.
             before = torch.cat(tokens).clamp_(min=0) if tokens else None
-            drawn_from.append(laws(drafter.feed(feed), self._params, text, before))
+            drawn_from.append(distributions(drafter.feed(feed), self._params, text, before))
             tokens.append(self._rule.draw(drawn_from[-1], len(text.tokens) + i))
             feed = tokens[-1].clamp(min=0)
         if not tokens:
@@ -185,7 +186,7 @@ class _SmallModelProposer:
     def branch(self, text: Text, growth: Growth, nodes: int, deepest: int) -> Draft:
         """Brancher.branch, level by level: each is one forward of all the tree, and one wait.
 
-        Raises CheckpointError for a law that is no number.
+        Raises CheckpointError for a distribution that is no number.
         """
         drafter, tree, drawn_from = self._drafter, Tree(), []
         nodes = min(nodes, drafter.most)
@@ -218,7 +219,7 @@ class _SmallModelProposer:
 
         logits: of the rows, [rows, vocab]
         """
-        # By what the drafter finds likely at temperature 1: a law may have a single token.
+        # By what the drafter finds likely at temperature 1: a distribution may have a single token.
         best = logits.log_softmax(-1).topk(min(_WIDEST, logits.shape[-1]))
         likely = come(best.values.exp()).tolist()
         tokens = best.indices.tolist()
@@ -233,14 +234,14 @@ class _SmallModelProposer:
         if not firsts:
             return
         chosen = [-i for _, i in firsts]
-        law = laws(logits[put(chosen, logits.device)], self._params)
+        probs = distributions(logits[put(chosen, logits.device)], self._params)
         places = torch.full((len(chosen),), position, device=logits.device)
-        drawn = come(self._rule.draw(law, places)).tolist()
+        drawn = come(self._rule.draw(probs, places)).tolist()
         check_token(min(drawn))
-        # Of a law that is one-hot the token was sure.
+        # Of a distribution that is one-hot the token was sure.
         has_law = self._params.temperature > 0
         if has_law:
-            drawn_from.append(law)
+            drawn_from.append(probs)
         later: list[Candidate] = []
         for (value, _), i, token in zip(firsts, chosen, drawn, strict=True):
             row = rows[i]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from triforce_kernels import sampling
 
-from offload.memory.device import put
 from triforce_core.sizing.drafting import LAW_ROWS
+from triforce_kernels.sampling import sampling
+from triforce_offload.memory.device import put
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Branches:
 
     parents: the row that each token follows, an earlier one. Tokens of one parent are its children,
         no two of them alike, and are tried in their order
-    drawn: tokens that were drawn from laws, in the order of these. Each is the first child of its
-        parent; all others were sure to be proposed, whatever the verifier draws
+    drawn: tokens that were drawn, in the order of their distributions. Each is the first child of
+        its parent; all others were sure to be proposed, whatever the verifier draws
 
     Raises ValueError.
     """
@@ -79,40 +79,40 @@ class Branches:
 def accept_tree(
     tokens: torch.Tensor,
     branches: Branches,
-    draft_laws: torch.Tensor | None,
-    target_laws: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
     coins: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Speculative sampling of trees (SpecInfer, Miao et al., 2024; Sequoia, Chen et al., 2024): the
     row of the last token that holds, 0 for none, and the token that follows it.
 
     tokens: [drafts, n] int64, of drafts that branch alike
-    draft_laws: [drafts, len(branches.drawn), vocab] float32; None where nothing was drawn
-    target_laws: [drafts, n + 1, vocab] float32, after each row
+    draft_probs: [drafts, len(branches.drawn), vocab] float32; None where nothing was drawn
+    target_probs: [drafts, n + 1, vocab] float32, after each row
     coins: [drafts, n + 1] float64 in [0, 1): one for each token, the last for the one that follows
 
-    Children of a row are tried in their order, held against what is left of the verifier's law p
-    there. One that was drawn from q holds with probability min(1, p[x] / q[x]), and leaves
+    Children of a row are tried in their order, against what is left of the verifier's distribution
+    p there. One that was drawn from q holds with probability min(1, p[x] / q[x]), and leaves
     norm(max(p - q, 0)) if it does not. One that was sure to be proposed holds with probability
-    p[x], and leaves p without x. So whatever q is, what comes after a row has law p.
-    Returns [drafts] int64 each; the token is -1 where the verifier's law is not a number.
+    p[x], and leaves p without x. So whatever q is, what comes after a row has distribution p.
+    Returns [drafts] int64 each; the token is -1 where the verifier's distribution is not a number.
     """
     walk = Walk(branches, tokens.device)
     x = tokens[:, walk.child]
-    value = target_laws.gather(2, x).double()
+    value = target_probs.gather(2, x).double()
     # In parts, since each is widened whole.
-    parts = target_laws.split(LAW_ROWS, 1)
+    parts = target_probs.split(LAW_ROWS, 1)
     mass = torch.cat([part.sum(-1, dtype=torch.float64) for part in parts], 1)
     coin = coins[:, walk.child]
     first = None
     if branches.drawn:
         drawn = put(branches.drawn, tokens.device)
         rows = put([branches.parents[token] for token in branches.drawn], tokens.device)
-        q = draft_laws.gather(2, tokens[:, drawn].unsqueeze(2)).squeeze(2).double()
+        q = draft_probs.gather(2, tokens[:, drawn].unsqueeze(2)).squeeze(2).double()
         first = coins[:, drawn] * q < value[:, rows, 0]
         for some in torch.arange(len(rows), device=rows.device).split(LAW_ROWS):
             at = rows[some]
-            rest = residual(target_laws[:, at], draft_laws[:, some])
+            rest = residual(target_probs[:, at], draft_probs[:, some])
             mass[:, at] = rest.sum(-1, dtype=torch.float64)
             value[:, at] = rest.gather(2, x[:, at]).double()
         # It was held against q.
@@ -124,7 +124,7 @@ def accept_tree(
     if first is not None:
         holds[:, rows, 0] = first
     end = walk.end(holds)
-    return end, _after(end, tokens, branches, walk, draft_laws, target_laws, coins[:, -1])
+    return end, _after(end, tokens, branches, walk, draft_probs, target_probs, coins[:, -1])
 
 
 def _after(
@@ -132,32 +132,32 @@ def _after(
     tokens: torch.Tensor,
     branches: Branches,
     walk: Walk,
-    draft_laws: torch.Tensor | None,
-    target_laws: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
     coins: torch.Tensor,
 ) -> torch.Tensor:
     """The token that follows rows `end` [drafts], none of whose children hold."""
     many = torch.arange(end.shape[0], device=end.device)
-    law = target_laws[many, end]
+    probs = target_probs[many, end]
     sure = walk.exists[end]
     if branches.drawn:
         index = {branches.parents[token]: i for i, token in enumerate(branches.drawn)}
         source = [index.get(row, -1) for row in range(len(branches.children))]
         source = put(source, end.device)[end]
         has_drawn = (source >= 0).unsqueeze(1)
-        law = torch.where(has_drawn, residual(law, draft_laws[many, source]), law)
+        probs = torch.where(has_drawn, residual(probs, draft_probs[many, source]), probs)
         sure = torch.cat((sure[:, :1] & ~has_drawn, sure[:, 1:]), 1)
-    tried = torch.zeros_like(law).scatter_add_(
-        1, tokens[many.unsqueeze(1), walk.child[end]], sure.to(law.dtype)
+    tried = torch.zeros_like(probs).scatter_add_(
+        1, tokens[many.unsqueeze(1), walk.child[end]], sure.to(probs.dtype)
     )
-    rest = law.masked_fill(tried > 0, 0)
-    # Rounding may let all of a law be rejected once in millions; it is right then.
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, law)
+    rest = probs.masked_fill(tried > 0, 0)
+    # Rounding may let all of a distribution be rejected once in millions; it is right then.
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)
     return sampling.pick(rest, coins)
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """max(p - q, 0), not normalised; p where that is nothing: laws equal up to rounding."""
+    """Return max(p - q, 0), not normalised; p where that is zero, up to rounding."""
     rest = (p - q).clamp_(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 

@@ -5,30 +5,30 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload.checkpoint.header import read_json
-from offload.checkpoint.identity import sampled, state
-from offload.checkpoint.safetensors import SCALE_SUFFIX, SafetensorsSource
-from offload.checkpoint.source import WHOLE, Corner, TensorSource
-from offload.errors import (
+from triforce_core.model.config import ModelConfig, from_hf
+from triforce_core.model.gguf_config import gguf_config
+from triforce_core.model.names import Piece, gguf_names, hf_names
+from triforce_core.model.share import Share
+from triforce_offload.checkpoint.header import read_json
+from triforce_offload.checkpoint.identity import sampled, state
+from triforce_offload.checkpoint.safetensors import SCALE_SUFFIX, SafetensorsSource
+from triforce_offload.checkpoint.source import TensorSource
+from triforce_offload.errors import (
     CheckpointError,
     NoPlanesError,
     TriforceError,
     UnsupportedModelError,
     UsageError,
 )
-from triforce_core.model.config import ModelConfig, from_hf
-from triforce_core.model.gguf_config import gguf_config
-from triforce_core.model.share import Share, Window
-from triforce_core.model.tensors import layer_shapes
 
 if TYPE_CHECKING:
     import torch
-    from triforce_kernels.block_types import BlockType
-    from triforce_kernels.linear import Weight
+
+    from triforce_kernels.weights.block_types import BlockType
+    from triforce_kernels.weights.linear import Weight
 
 _HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
 # Some repositories hold copies of the same weights in other layouts.
@@ -36,28 +36,6 @@ _HUB_IGNORED = ["consolidated*", "*/*"]
 # Old checkpoints carry buffers that are computed here; scales belong to the tensor they are named
 # after.
 _UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A tensor of the checkpoint that makes up some rows of one of the model's.
-
-    heads: if not 0, rows are stored with the halves of each head interleaved, as llama.cpp does
-    corner: of the tensor's part that is meant, whose width that of the model's tensor says
-    """
-
-    name: str
-    rows: int
-    heads: int = 0
-    corner: Corner = WHOLE
-
-    def within(self, window: Window) -> _Piece:
-        """The part of it in a window, which takes whole heads."""
-        rows = self.rows if window.rows is None else len(window.rows)
-        first = 0 if window.rows is None else window.rows.start
-        column = 0 if window.columns is None else window.columns.start
-        heads = self.heads * rows // self.rows
-        return _Piece(self.name, rows, heads, Corner(first, column))
 
 
 class Checkpoint:
@@ -68,7 +46,7 @@ class Checkpoint:
         path: Path,
         config: ModelConfig,
         source: TensorSource,
-        names: Callable[[str], list[_Piece]],
+        names: Callable[[str], list[Piece]],
         rope_factors: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         *,
@@ -106,7 +84,7 @@ class Checkpoint:
         return f"{self.config!r} {' '.join(map(sampled, sorted(self.files)))}"
 
     def read_layer(self, layer: int, views: Mapping[str, Weight]) -> None:
-        """Writes every tensor of a layer, named and shaped as `model.layer_shapes`.
+        """Writes every tensor of a layer, named and shaped as `LayerSpec.shapes`.
 
         Raises CheckpointError, also if a file has changed, or NoPlanesError at the end.
         """
@@ -162,10 +140,11 @@ class Checkpoint:
 
     def read(self, name: str, into: Weight) -> None:
         """Writes `embedding`, `head`, `norm` or `layers.N.PART`. Raises CheckpointError."""
-        from triforce_kernels.linear import BlockWeight, SplitWeight, rows_of
-        from triforce_kernels.planes import PlanesError
-
-        from offload.checkpoint.planes import read_in_planes
+        from triforce_kernels.weights.blocks import BlockWeight
+        from triforce_kernels.weights.linear import rows_of
+        from triforce_kernels.weights.planes import PlanesError
+        from triforce_kernels.weights.stored import SplitWeight
+        from triforce_offload.checkpoint.planes import read_in_planes
 
         first, pieces = 0, self._names(name)
         if self._share is not None:
@@ -193,11 +172,11 @@ class Checkpoint:
         """What keeps it from being the model that its config says, by its headers: every tensor is
         there, in its shape, and no other that means something.
         """
-        config = self.config
+        config, layers = self.config, len(self.config.layers)
         held = self._source.names()
-        if any(piece.name not in held for piece in self._names(f"layers.{config.layers - 1}.o")):
+        if any(piece.name not in held for piece in self._names(f"layers.{layers - 1}.o")):
             yield CheckpointError(
-                f"{self.path} does not hold the last of the {config.layers} layers of its config"
+                f"{self.path} does not hold the last of the {layers} layers of its config"
             )
         expected = dict(self._expected())
         missing = sorted(expected.keys() - held)
@@ -238,14 +217,14 @@ class Checkpoint:
         }
         if not config.tied:
             shapes["head"] = (config.vocab, config.hidden)
-        per_layer = layer_shapes(config)
-        for layer in range(config.layers):
-            shapes.update({f"layers.{layer}.{part}": s for part, s in per_layer.items()})
+        for layer, spec in enumerate(config.layers):
+            parts = spec.shapes(config.hidden)
+            shapes.update({f"layers.{layer}.{part}": shape for part, shape in parts.items()})
         for name, shape in shapes.items():
             for piece in self._names(name):
                 yield piece.name, (piece.rows, *shape[1:])
         if self._rope_factors is not None:
-            yield self._rope_factors, (config.head_dim // 2,)
+            yield self._rope_factors, (config.attention.head_dim // 2,)
 
 
 def resolve(model: str | Path) -> Path:
@@ -291,12 +270,12 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         config = from_hf(
             read_json(path / "config.json"), _optional_json(path / "generation_config.json")
         )
-        names = _hf_names(config)
+        names = hf_names(config)
         return Checkpoint(path, config, SafetensorsSource(path), names, checked=checked)
     if path.suffix != ".gguf":
         raise UsageError(f"{path} is neither a directory nor a .gguf file")
     # Only who has such a file needs the package.
-    from offload.checkpoint.gguf import GGUFSource
+    from triforce_offload.checkpoint.gguf import GGUFSource
 
     source = GGUFSource(path)
     try:
@@ -305,94 +284,9 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         source.close()
         raise
     factors = "rope_freqs.weight" if "rope_freqs.weight" in source.names() else None
-    names = _gguf_names(config)
+    names = gguf_names(config)
     return Checkpoint(path, config, source, names, factors, source.metadata, checked=checked)
 
 
 def _optional_json(path: Path) -> dict:
     return read_json(path) if path.exists() else {}
-
-
-def _hf_names(config: ModelConfig) -> Callable[[str], list[_Piece]]:
-    names = {
-        "embedding": "model.embed_tokens.weight",
-        "head": "model.embed_tokens.weight" if config.tied else "lm_head.weight",
-        "norm": "model.norm.weight",
-        "input_norm": "input_layernorm.weight",
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "o": "self_attn.o_proj",
-        "q_norm": "self_attn.q_norm.weight",
-        "k_norm": "self_attn.k_norm.weight",
-        "post_norm": "post_attention_layernorm.weight",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
-    }
-    return _names(config, names, "model.layers.{}.", interleaved=False)
-
-
-def _gguf_names(config: ModelConfig) -> Callable[[str], list[_Piece]]:
-    names = {
-        "embedding": "token_embd.weight",
-        "head": "token_embd.weight" if config.tied else "output.weight",
-        "norm": "output_norm.weight",
-        "input_norm": "attn_norm.weight",
-        "q": "attn_q",
-        "k": "attn_k",
-        "v": "attn_v",
-        "o": "attn_output",
-        "q_norm": "attn_q_norm.weight",
-        "k_norm": "attn_k_norm.weight",
-        "post_norm": "ffn_norm.weight",
-        "gate": "ffn_gate",
-        "up": "ffn_up",
-        "down": "ffn_down",
-    }
-    # llama.cpp rotates neighbouring pairs in this architecture and stores q and k to suit.
-    return _names(config, names, "blk.{}.", interleaved=config.family == "llama")
-
-
-def _names(
-    config: ModelConfig, names: Mapping[str, str], prefix: str, *, interleaved: bool
-) -> Callable[[str], list[_Piece]]:
-    """From `embedding`, `layers.3.qkv`, ... to the checkpoint's tensors that make it up."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    q_heads, k_heads = (config.heads, config.kv_heads) if interleaved else (0, 0)
-
-    def projections(suffix: str) -> dict[str, list[_Piece]]:
-        return {
-            "qkv": [
-                _Piece(f"{names['q']}.{suffix}", queries, q_heads),
-                _Piece(f"{names['k']}.{suffix}", keys, k_heads),
-                _Piece(f"{names['v']}.{suffix}", keys),
-            ],
-            "o": [_Piece(f"{names['o']}.{suffix}", config.hidden)],
-            "gate_up": [
-                _Piece(f"{names['gate']}.{suffix}", config.mlp),
-                _Piece(f"{names['up']}.{suffix}", config.mlp),
-            ],
-            "down": [_Piece(f"{names['down']}.{suffix}", config.hidden)],
-        }
-
-    parts = projections("weight")
-    parts |= {f"{part}_bias": pieces for part, pieces in projections("bias").items()}
-    parts |= {part: [_Piece(names[part], config.hidden)] for part in ("input_norm", "post_norm")}
-    parts |= {part: [_Piece(names[part], config.head_dim)] for part in ("q_norm", "k_norm")}
-    whole = {
-        "embedding": [_Piece(names["embedding"], config.vocab)],
-        "head": [_Piece(names["head"], config.vocab)],
-        "norm": [_Piece(names["norm"], config.hidden)],
-    }
-
-    def lookup(name: str) -> list[_Piece]:
-        if name in whole:
-            return whole[name]
-        _, layer, part = name.split(".")
-        return [
-            _Piece(prefix.format(layer) + piece.name, piece.rows, piece.heads)
-            for piece in parts[part]
-        ]
-
-    return lookup

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from offload.errors import CheckpointError, UnsupportedModelError
+from triforce_core.model.layers import Attention, DenseMLP, LayerSpec
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -16,7 +18,6 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
-_MAX_HEAD_DIM = 1024
 _MAX_LAYERS = 10_000
 
 
@@ -31,40 +32,45 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model of the Llama family.
+    """A model: what each of its layers computes, and what stands before and behind them.
 
+    layers: of each layer, in order
+    hidden: width of the model
     positions: longest context the checkpoint declares, rope scaling included
     trained_positions: max_position_embeddings, which some rope types scale by
     shared_vocab: rows of embedding and output matrix in a rank's share (`share`), if this is one
     """
 
     family: str
-    layers: int
+    layers: tuple[LayerSpec, ...]
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
     vocab: int
     norm_eps: float
     trained_positions: int
     rope: RopeConfig
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
     tied: bool = False
     eos_token_ids: tuple[int, ...] = ()
     shared_vocab: int | None = None
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
-            raise CheckpointError(
-                f"{self.heads} attention heads cannot share {self.kv_heads} key-value heads"
+        """Raise UnsupportedModelError if stores of KV could not hold all full-attention layers."""
+        attentions = {layer.mixer for layer in self.layers}
+        if len({(each.kv_heads, each.head_dim) for each in attentions}) != 1:
+            raise UnsupportedModelError(
+                "full-attention layers with different key-value heads are not supported"
             )
-        if self.head_dim % 2 or self.head_dim > _MAX_HEAD_DIM:
-            raise CheckpointError(f"head_dim {self.head_dim} is not an even number up to 1024")
-        if self.layers > _MAX_LAYERS:
-            raise CheckpointError(f"{self.layers} layers are more than {_MAX_LAYERS}")
+
+    @property
+    def attention(self) -> Attention:
+        """The mixer of the first full-attention layer; KV has one shape in all of them."""
+        return self.layers[self.kv_layers[0]].mixer
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The full-attention layers. Stores of KV, scores of chunks and retrieval caches count
+        these alone: their layer i is layer kv_layers[i] of the model.
+        """
+        return tuple(i for i, each in enumerate(self.layers) if isinstance(each.mixer, Attention))
 
     @property
     def vocab_rows(self) -> int:
@@ -74,9 +80,10 @@ class ModelConfig:
     @property
     def in_words(self) -> str:
         """What tells models of different shapes apart, whatever file they come from."""
+        mixer, mlp = self.attention, self.layers[0].mlp
         return (
-            f"{self.layers} layers of {self.hidden} and {self.mlp}, {self.heads} heads over "
-            f"{self.kv_heads} of {self.head_dim}, vocabulary of {self.vocab}"
+            f"{len(self.layers)} layers of {self.hidden} and {mlp.width}, {mixer.heads} heads over "
+            f"{mixer.kv_heads} of {mixer.head_dim}, vocabulary of {self.vocab}"
         )
 
     @property
@@ -104,22 +111,24 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
     heads = fields.whole("num_attention_heads")
     positions = fields.whole("max_position_embeddings")
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
-    return ModelConfig(
-        family=family,
-        layers=fields.whole("num_hidden_layers"),
-        hidden=hidden,
+    attention = Attention(
         heads=heads,
         kv_heads=fields.whole("num_key_value_heads", heads),
         head_dim=fields.whole("head_dim", 128 if family == "qwen3" else hidden // heads or 1),
-        mlp=fields.whole("intermediate_size"),
-        vocab=fields.whole("vocab_size"),
-        norm_eps=fields.real("rms_norm_eps", 1e-6),
-        trained_positions=positions,
-        rope=_hf_rope(raw, positions),
         # Qwen2 has biases on q, k and v without saying so; the others say.
         qkv_bias=family == "qwen2" or fields.flag("attention_bias", False),
         output_bias=family != "qwen2" and fields.flag("attention_bias", False),
         qk_norm=family == "qwen3",
+    )
+    layer = LayerSpec(attention, DenseMLP(fields.whole("intermediate_size")))
+    return ModelConfig(
+        family=family,
+        layers=(layer,) * layer_count(fields, "num_hidden_layers"),
+        hidden=hidden,
+        vocab=fields.whole("vocab_size"),
+        norm_eps=fields.real("rms_norm_eps", 1e-6),
+        trained_positions=positions,
+        rope=_hf_rope(raw, positions),
         tied=fields.flag("tie_word_embeddings", False),
         eos_token_ids=token_ids(eos, "eos_token_id"),
     )
@@ -157,6 +166,14 @@ class Fields:
         if value is None:
             raise CheckpointError(f"{self.source}: {name} is missing")
         return value
+
+
+def layer_count(fields: Fields, name: str) -> int:
+    """How many layers a header says there are. Raises CheckpointError."""
+    count = fields.whole(name)
+    if count > _MAX_LAYERS:
+        raise CheckpointError(f"{count} layers are more than {_MAX_LAYERS}")
+    return count
 
 
 def token_ids(value: Any, name: str) -> tuple[int, ...]:

@@ -6,11 +6,19 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from offload.errors import UnsupportedModelError
-from triforce_core.model.config import Fields, ModelConfig, RopeConfig, check_rope, token_ids
+from triforce_core.model.config import (
+    Fields,
+    ModelConfig,
+    RopeConfig,
+    check_rope,
+    layer_count,
+    token_ids,
+)
+from triforce_core.model.layers import Attention, DenseMLP, LayerSpec
+from triforce_offload.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from offload.checkpoint.gguf import GGUFSource
+    from triforce_offload.checkpoint.gguf import GGUFSource
 
 _GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
@@ -43,21 +51,23 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     family = _GGUF_FAMILIES[architecture]
     names = source.names()
     vocab = source.metadata.get("tokenizer.ggml.tokens")
-    return ModelConfig(
-        family=family,
-        layers=fields.whole("block_count"),
-        hidden=hidden,
+    attention = Attention(
         heads=heads,
         kv_heads=fields.whole("attention.head_count_kv", heads),
         head_dim=head_dim,
-        mlp=fields.whole("feed_forward_length"),
+        qkv_bias="blk.0.attn_q.bias" in names,
+        output_bias="blk.0.attn_output.bias" in names,
+        qk_norm="blk.0.attn_q_norm.weight" in names,
+    )
+    layer = LayerSpec(attention, DenseMLP(fields.whole("feed_forward_length")))
+    return ModelConfig(
+        family=family,
+        layers=(layer,) * layer_count(fields, "block_count"),
+        hidden=hidden,
         vocab=fields.whole("vocab_size", getattr(vocab, "length", None)),
         norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
         trained_positions=positions,
         rope=_gguf_rope(own, fields, positions, where),
-        qkv_bias="blk.0.attn_q.bias" in names,
-        output_bias="blk.0.attn_output.bias" in names,
-        qk_norm="blk.0.attn_q_norm.weight" in names,
         tied="output.weight" not in names,
         eos_token_ids=_gguf_eos(source.metadata),
     )

@@ -7,13 +7,13 @@ importance matrix; sizes are held against published files in the tests.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from triforce_kernels.block_types import BLOCK_TYPES, BlockType
-
-from offload.errors import UsageError
-from offload.machine.profiles import nearest
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.tensors import Pieces
+from triforce_kernels.weights.block_types import BLOCK_TYPES, BlockType
+from triforce_offload.errors import UsageError
+from triforce_offload.machine.profiles import nearest
 
 # The type of most matrices.
 _MIXES = {
@@ -29,6 +29,15 @@ _MIXES = {
     "IQ4_XS": "IQ4_XS",
 }
 NAMES = tuple(_MIXES)
+# What llama.cpp takes for rows that are not whole blocks of 256 numbers.
+_SMALLER_BLOCKS = {
+    "Q2_K": "IQ4_NL",
+    "Q3_K": "IQ4_NL",
+    "IQ4_XS": "IQ4_NL",
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+}
 
 
 def pieces_of(config: ModelConfig, mix: str) -> Pieces:
@@ -36,24 +45,37 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
     name = mix.upper()
     if name not in _MIXES:
         raise UsageError(f"{mix!r} is no known way to quantise; {nearest(name, NAMES)}")
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    queries, keys = config.attention.queries, config.attention.keys
+    width = config.layers[0].mlp.width
     rows = {
         "qkv": (("q", queries), ("k", keys), ("v", keys)),
         "o": (("o", config.hidden),),
-        "gate_up": (("gate", config.mlp), ("up", config.mlp)),
+        "gate_up": (("gate", width), ("up", width)),
         "down": (("down", config.hidden),),
     }
+    columns = {"o": queries, "down": width}
     tied = config.tied
 
     def pieces(tensor: str) -> list[tuple[int, BlockType | None]]:
         if "." not in tensor:
             kind = _end(name, output=tensor == "head" or tied)
-            return [(config.vocab, BLOCK_TYPES[kind])]
+            return [(config.vocab, _whole(kind, config.hidden))]
         _, layer, part = tensor.split(".")
         kinds = _layer(name, int(layer), config)
-        return [(count, BLOCK_TYPES[kinds(which)]) for which, count in rows[part]]
+        whole = partial(_whole, columns=columns.get(part, config.hidden))
+        return [(count, whole(kinds(which))) for which, count in rows[part]]
 
     return pieces
+
+
+def _whole(kind: str, columns: int) -> BlockType | None:
+    """The block type, or the one that takes its place where rows are not whole blocks of it; None
+    for 16 bits, where they are whole blocks of neither.
+    """
+    for name in (kind, _SMALLER_BLOCKS.get(kind, kind)):
+        if columns % BLOCK_TYPES[name].elements == 0:
+            return BLOCK_TYPES[name]
+    return None
 
 
 def _end(name: str, *, output: bool) -> str:
@@ -66,10 +88,10 @@ def _end(name: str, *, output: bool) -> str:
 
 def _layer(name: str, layer: int, config: ModelConfig) -> Callable[[str], str]:
     """The block types of a layer's matrices."""
-    layers, plain = config.layers, _MIXES[name]
+    layers, plain = len(config.layers), _MIXES[name]
     eighth = layers // 8
     more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
-    queries_a_key = config.heads // config.kv_heads
+    queries_a_key = config.attention.heads // config.attention.kv_heads
     special: dict[str, str] = {}
     if name in ("Q4_K_M", "Q5_K_M") and more:
         special = {"v": "Q6_K", "down": "Q6_K"}

@@ -7,13 +7,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
-from triforce_kernels.linear import SplitWeight
 
-from offload.checkpoint.planes import read_in_planes
-from offload.checkpoint.source import WHOLE, Corner
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.share import Share
-from triforce_core.model.tensors import layer_shapes
+from triforce_kernels.weights.stored import SplitWeight
+from triforce_offload.checkpoint.planes import read_in_planes
+from triforce_offload.checkpoint.source import WHOLE, Corner
 
 
 class RandomCheckpoint:
@@ -29,8 +28,10 @@ class RandomCheckpoint:
         self._coded: dict[tuple[type, tuple[int, ...]], SplitWeight] = {}
 
     def pieces(self, name: str) -> list[tuple[int, None]]:
-        shapes = layer_shapes(self.config)
-        return [(shapes[name.split(".")[-1]][0] if "." in name else self.config.vocab, None)]
+        if "." not in name:
+            return [(self.config.vocab, None)]
+        _, layer, part = name.split(".")
+        return [(self.config.layers[int(layer)].shapes(self.config.hidden)[part][0], None)]
 
     def read_layer(self, layer: int, views: Mapping[str, torch.Tensor | SplitWeight]) -> None:
         for part, view in views.items():

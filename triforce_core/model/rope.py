@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 import torch
-from triforce_kernels.layer import rotate
 
-from offload.errors import CheckpointError
-from offload.link.waiting import come
 from triforce_core.model.config import ModelConfig
+from triforce_kernels.layer import rotate
+from triforce_offload.errors import CheckpointError
+from triforce_offload.link.waiting import come
 
 
 class Rope:
@@ -21,8 +21,9 @@ class Rope:
     ) -> None:
         """factors: divisors of the inverse frequencies, [head_dim / 2], or None."""
         if config.rope.type == "default":
-            # Loading transformers' module takes seconds, and this is all it would compute.
-            powers = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
+            # transformers has no function for it outside its models.
+            head_dim = config.attention.head_dim
+            powers = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
             self._inverse, self._scaling = 1.0 / config.rope.theta**powers, 1.0
         else:
             self._config, self._inverse, self._scaling = _scaled(config)
@@ -89,21 +90,22 @@ def _scaled(config: ModelConfig) -> tuple[Any, torch.Tensor, float]:
     """transformers' config, and what it makes of it: inverse frequencies and the scaling of cosines
     and sines. Raises CheckpointError.
     """
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+    # Not a module of transformers' models: importing one takes seconds.
+    from transformers import PreTrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = {"rope_type": config.rope.type, "rope_theta": config.rope.theta}
+    theirs = PreTrainedConfig()
+    # The hidden size is that of the heads: rope wants it for nothing else.
+    theirs.hidden_size = config.attention.queries
+    theirs.num_attention_heads = config.attention.heads
+    theirs.head_dim = config.attention.head_dim
+    theirs.max_position_embeddings = config.trained_positions
+    named = {"rope_type": config.rope.type, "rope_theta": config.rope.theta}
+    theirs.rope_parameters = named | dict(config.rope.parameters)
     try:
-        # The hidden size is that of the heads: rope wants it for nothing else.
-        theirs = LlamaConfig(
-            hidden_size=config.heads * config.head_dim,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.trained_positions,
-            rope_parameters=parameters | dict(config.rope.parameters),
-        )
-        module = LlamaRotaryEmbedding(theirs)
+        theirs.standardize_rope_params()
+        theirs.validate_rope()
+        inverse, scaling = ROPE_INIT_FUNCTIONS[config.rope.type](theirs, None)
     except Exception as error:
         raise CheckpointError(f"rope of type {config.rope.type}: {error}") from error
-    return theirs, module.inv_freq, module.attention_scaling
+    return theirs, inverse, scaling

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.header import read_json
-from offload.errors import UsageError
-from offload.machine.profiles import nearest
 from triforce_core.model.checkpoint import Checkpoint, open_checkpoint
 from triforce_core.model.config import ModelConfig, from_hf
+from triforce_core.model.hub_ids import shape_of, unsupported_family
 from triforce_core.model.mixes import pieces_of
-from triforce_core.model.tensors import Pieces, layer_shapes
+from triforce_core.model.tensors import Pieces
+from triforce_offload.checkpoint.header import read_json
+from triforce_offload.errors import UnsupportedModelError, UsageError
+from triforce_offload.machine.profiles import nearest
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -262,12 +263,15 @@ def read_shape(name: str) -> ModelConfig:
 
 
 def read_model(name: str) -> Shape:
-    """A shape by its name, quantised as in `qwen3-32b:Q4_K_M`; or that of a config.json, of the
-    folder it lies in, or of a .gguf file.
+    """The shape of a model: by a name of SHAPES or the hub id of a model that has it, quantised as
+    in `qwen3-32b:Q4_K_M`; or of a config.json, the folder it lies in, or a .gguf file.
 
-    Raises UsageError, with the names nearest to it, or CheckpointError.
+    Raises UsageError, with the names nearest to it, UnsupportedModelError, which names the family,
+    or CheckpointError.
     """
     known, _, mix = name.partition(":")
+    if not Path(name).expanduser().exists():
+        known = shape_of(known) or known
     if known in SHAPES:
         config = from_hf(SHAPES[known], {})
         return Shape(config, pieces_of(config, mix) if mix else None)
@@ -281,6 +285,11 @@ def read_model(name: str) -> Shape:
             return Shape(checkpoint.config, _pieces_read(checkpoint) if quantised else None)
         finally:
             checkpoint.close()
+    if not path.exists() and (family := unsupported_family(name)):
+        raise UnsupportedModelError(
+            f"{name} is of a family that is not supported: {family} (supported: dense Llama, "
+            "Mistral, Qwen2, Qwen2.5 and Qwen3)"
+        )
     if not path.exists():
         raise UsageError(
             f"{name!r} is no file, no directory and none of the known models; "
@@ -291,11 +300,12 @@ def read_model(name: str) -> Shape:
 
 def _pieces_read(checkpoint: Checkpoint) -> Pieces:
     """Read now: the file is closed when they are asked for."""
-    ends = ("head", "embedding")
-    matrices = [part for part, shape in layer_shapes(checkpoint.config).items() if len(shape) == 2]
-    layers = (f"layers.{i}.{part}" for i in range(checkpoint.config.layers) for part in matrices)
-    read = {name: checkpoint.pieces(name) for name in (*ends, *layers)}
-    return read.__getitem__
+    hidden = checkpoint.config.hidden
+    names = ["head", "embedding"]
+    for layer, spec in enumerate(checkpoint.config.layers):
+        parts = (part for part, shape in spec.shapes(hidden).items() if len(shape) == 2)
+        names += (f"layers.{layer}.{part}" for part in parts)
+    return {name: checkpoint.pieces(name) for name in names}.__getitem__
 
 
 def for_timing(config: ModelConfig) -> ModelConfig:

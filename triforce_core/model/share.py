@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from triforce_kernels.block_types import BlockType
-
-from offload.errors import UsageError
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.layers import LayerSpec
+from triforce_kernels.weights.block_types import BlockType
+from triforce_offload.errors import UsageError
 
 # Columns of the MLP are shared in multiples of this, so that groups of a substitute stay whole.
 _UNIT = 64
@@ -49,32 +49,34 @@ class Share:
         What does not divide is spread unevenly, the first ranks having more. Raises UsageError if
         a rank would have nothing.
         """
-        group = config.heads // config.kv_heads
-        if ranks <= config.kv_heads:
-            kv_heads = spread(config.kv_heads, ranks)
+        attention, mlp_width = config.attention, config.layers[0].mlp.width
+        group = attention.heads // attention.kv_heads
+        if ranks <= attention.kv_heads:
+            kv_heads = spread(attention.kv_heads, ranks)
             heads = [range(kv.start * group, kv.stop * group) for kv in kv_heads]
         else:
             kv_heads, heads = [], []
             # Those that fewer ranks share come first.
-            for kv, sharing in enumerate(reversed(spread(ranks, config.kv_heads))):
+            for kv, sharing in enumerate(reversed(spread(ranks, attention.kv_heads))):
                 if len(sharing) > group:
                     raise UsageError(
-                        f"{config.heads} attention heads over {config.kv_heads} key-value heads do "
-                        f"not spread over {ranks} GPUs: {len(sharing)} of them would share {group}"
+                        f"{attention.heads} attention heads over {attention.kv_heads} key-value "
+                        f"heads do not spread over {ranks} GPUs: {len(sharing)} of them would "
+                        f"share {group}"
                     )
                 kv_heads += [range(kv, kv + 1)] * len(sharing)
                 first = kv * group
                 parts = spread(group, len(sharing))
                 heads += [range(first + part.start, first + part.stop) for part in parts]
-        if min(config.mlp, config.vocab) < ranks:
+        if min(mlp_width, config.vocab) < ranks:
             raise UsageError(
-                f"an MLP of {config.mlp} columns and a vocabulary of {config.vocab} do not spread "
+                f"an MLP of {mlp_width} columns and a vocabulary of {config.vocab} do not spread "
                 f"over {ranks} GPUs"
             )
-        while -(-config.mlp // unit) < ranks:
+        while -(-mlp_width // unit) < ranks:
             unit //= 2
-        units = spread(-(-config.mlp // unit), ranks)
-        mlp = [range(part.start * unit, min(part.stop * unit, config.mlp)) for part in units]
+        units = spread(-(-mlp_width // unit), ranks)
+        mlp = [range(part.start * unit, min(part.stop * unit, mlp_width)) for part in units]
         vocab = spread(config.vocab, ranks)
         return cls(config, rank, tuple(heads), tuple(kv_heads), tuple(mlp), tuple(vocab))
 
@@ -85,16 +87,19 @@ class Share:
     @property
     def config(self) -> ModelConfig:
         """The model with this share's heads, columns and rows alone."""
-        whole, rank = self.whole, self.rank
-        return replace(
-            whole,
+        layers = tuple(map(self._layer, self.whole.layers))
+        return replace(self.whole, layers=layers, shared_vocab=len(self.vocab[self.rank]))
+
+    def _layer(self, whole: LayerSpec) -> LayerSpec:
+        rank = self.rank
+        mixer = replace(
+            whole.mixer,
             heads=len(self.heads[rank]),
             kv_heads=len(self.kv_heads[rank]),
-            mlp=len(self.mlp[rank]),
-            shared_vocab=len(self.vocab[rank]),
             # Added once, before the sum.
-            output_bias=whole.output_bias and rank == 0,
+            output_bias=whole.mixer.output_bias and rank == 0,
         )
+        return LayerSpec(mixer, replace(whole.mlp, width=len(self.mlp[rank])))
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -111,7 +116,7 @@ class Share:
 
     def windows(self, name: str) -> list[Window]:
         """Of `embedding`, `head` or `layers.N.PART`: what of each of its pieces is in the share."""
-        part, rank, size = name.rsplit(".", 1)[-1], self.rank, self.whole.head_dim
+        part, rank, size = name.rsplit(".", 1)[-1], self.rank, self.whole.attention.head_dim
 
         def heads(of: range) -> range:
             return range(of.start * size, of.stop * size)
@@ -153,7 +158,7 @@ def spread(count: int, over: int) -> list[range]:
 
 def mlp_unit(config: ModelConfig, pieces: Pieces) -> int:
     """Multiples in which the columns of a model's MLP are shared: whole blocks of its type."""
-    kinds = {kind for i in range(config.layers) for _, kind in pieces(f"layers.{i}.down")}
+    kinds = {kind for i in range(len(config.layers)) for _, kind in pieces(f"layers.{i}.down")}
     return max([_UNIT, *(kind.elements for kind in kinds if kind)])
 
 

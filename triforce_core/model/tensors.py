@@ -6,10 +6,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import chain
 
-from triforce_kernels.block_types import BlockType
-
-from offload.formats import (
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.share import Pieces
+from triforce_kernels.weights.block_types import BlockType
+from triforce_offload.formats import (
     Dense,
     ElementType,
     Format,
@@ -20,63 +22,29 @@ from offload.formats import (
     dtype_name,
     matrix,
 )
-from offload.kv.shape import KVShape
-from offload.layouts import FlatLayout
-from triforce_core.model.config import ModelConfig
-from triforce_core.model.share import Pieces
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.layouts import FlatLayout
 
 # Columns of a group of a substitute, the first that divides a row. SmolLM2-135M accepts .937 of
 # what its weights in groups of 64 draft, and .891 with groups of 192.
 _GROUPS = (64, 32)
 
 
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of one layer, in the order they are used."""
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_norm": (config.hidden,),
-        "qkv": (queries + 2 * keys, config.hidden),
-    }
-    if config.qkv_bias:
-        shapes["qkv_bias"] = (queries + 2 * keys,)
-    if config.qk_norm:
-        shapes["q_norm"] = shapes["k_norm"] = (config.head_dim,)
-    shapes["o"] = (config.hidden, queries)
-    if config.output_bias:
-        shapes["o_bias"] = (config.hidden,)
-    shapes["post_norm"] = (config.hidden,)
-    shapes["gate_up"] = (2 * config.mlp, config.hidden)
-    shapes["down"] = (config.hidden, config.mlp)
-    return shapes
-
-
 def matrices(config: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """Shapes of a layer's matrices."""
-    return tuple((s[0], s[1]) for s in layer_shapes(config).values() if len(s) == 2)
-
-
-def layer_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
-    return _dense(layer_shapes(config), dtype)
+    """Shapes of the matrices of a layer, of each kind of layer there is."""
+    shapes = (spec.shapes(config.hidden).values() for spec in dict.fromkeys(config.layers))
+    return tuple((s[0], s[1]) for s in chain.from_iterable(shapes) if len(s) == 2)
 
 
 def substitute_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
     """A layer whose matrices are in 4 bits, as far as their rows are whole groups."""
-    return FlatLayout.of(
-        {name: _grouped(shape, dtype) for name, shape in layer_shapes(config).items()}
-    )
+    shapes = config.layers[0].shapes(config.hidden)
+    return FlatLayout.of({name: _grouped(shape, dtype) for name, shape in shapes.items()})
 
 
 def _grouped(shape: tuple[int, ...], dtype: ElementType) -> Format:
     group = next((group for group in _GROUPS if shape[-1] % group == 0), 0)
     return Groups(*shape, group, dtype) if len(shape) == 2 and group else Dense(shape, dtype)
-
-
-def head_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
-    return _dense({"norm": (config.hidden,), "head": (config.vocab_rows, config.hidden)}, dtype)
-
-
-def embedding_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
-    return _dense({"embedding": (config.vocab_rows, config.hidden)}, dtype)
 
 
 def _dense(shapes: Mapping[str, tuple[int, ...]], dtype: ElementType) -> FlatLayout:
@@ -98,6 +66,11 @@ class Layouts:
     def nbytes(self) -> int:
         """Of all weights."""
         return sum(layout.nbytes for layout in self._all())
+
+    @property
+    def layers_bytes(self) -> int:
+        """Of all layers."""
+        return sum(layout.nbytes for layout in self.layers)
 
     @cached_property
     def decoded_numbers(self) -> int:
@@ -121,10 +94,13 @@ class Layouts:
 
 def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
     """Every number in `dtype`."""
+    hidden, ends = config.hidden, (config.vocab_rows, config.hidden)
+    # Layers that compute alike share a layout: planning makes many.
+    layers = {spec: _dense(spec.shapes(hidden), dtype) for spec in set(config.layers)}
     return Layouts(
-        (layer_layout(config, dtype),) * config.layers,
-        head_layout(config, dtype),
-        None if config.tied else embedding_layout(config, dtype),
+        tuple(layers[spec] for spec in config.layers),
+        _dense({"norm": (hidden,), "head": ends}, dtype),
+        None if config.tied else _dense({"embedding": ends}, dtype),
     )
 
 
@@ -161,10 +137,10 @@ def _layouts(
         }
         return FlatLayout.of(formats)
 
-    shapes, ends = layer_shapes(config), (config.vocab_rows, config.hidden)
+    hidden, ends = config.hidden, (config.vocab_rows, config.hidden)
     return Layouts(
-        tuple(layout(shapes, f"layers.{layer}.") for layer in range(config.layers)),
-        layout({"norm": (config.hidden,), "head": ends}),
+        tuple(layout(spec.shapes(hidden), f"layers.{i}.") for i, spec in enumerate(config.layers)),
+        layout({"norm": (hidden,), "head": ends}),
         None if config.tied else layout({"embedding": ends}),
     )
 
@@ -241,4 +217,6 @@ def _upper_bytes(stored: Format) -> int:
 
 
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVShape:
-    return KVShape(config.layers, config.kv_heads, config.head_dim, block_tokens, dtype)
+    """Of the full-attention layers."""
+    heads = config.attention
+    return KVShape(len(config.kv_layers), heads.kv_heads, heads.head_dim, block_tokens, dtype)

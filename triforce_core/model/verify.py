@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-from offload.checkpoint.opened import TensorsFile
-from offload.errors import CheckpointError
 from triforce_core.model.checkpoint import open_checkpoint
+from triforce_offload.checkpoint.opened import TensorsFile
+from triforce_offload.errors import CheckpointError
 
 # Of a file in the hub's cache, whose name is its hash.
 _HASH = re.compile(r"[0-9a-f]{64}")

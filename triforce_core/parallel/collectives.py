@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from offload.link.waiting import come
+from triforce_offload.link.waiting import come
 
 
 def is_own(error: Exception) -> bool:

@@ -9,18 +9,16 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from offload.errors import CheckpointError, TriforceError
-from offload.ranks import Silent
+from triforce_core.decoding.calls import Finish, Load
 from triforce_core.decoding.models import Models
 from triforce_core.loading import load
 from triforce_core.model.checkpoint import open_checkpoint
 from triforce_core.parallel.collectives import Collectives, is_own
-from triforce_core.parallel.message import Call, DamagedMessageError, Failure, unpacked
+from triforce_core.parallel.message import DamagedMessageError, Failure, unpacked
 from triforce_core.parallel.pulse import Pulse
 from triforce_core.parallel.serving import serve
 from triforce_core.parallel.wire import Gone, LostError, Wire, knock
@@ -32,7 +30,8 @@ from triforce_core.parallel.world import (
     PULSE,
     World,
 )
-from triforce_core.settings import EngineConfig
+from triforce_offload.errors import CheckpointError, TriforceError
+from triforce_offload.ranks import Call, Silent
 
 # What ends with the first rank, and because of it.
 _LED = 1
@@ -101,9 +100,11 @@ class Follower(Silent):
     def follow(self) -> None:
         """Does what it is told until the end. Raises what that raises, or Gone."""
         call = self.hear()
-        if call.name == "finish":
+        if isinstance(call, Finish):
             return
-        models = self._load(*call.arguments)
+        if not isinstance(call, Load):
+            raise DamagedMessageError(f"{type(call).__name__} came before Load")
+        models = self._load(call)
         try:
             with models.runtime.memory.typed_errors(), models.runtime.memory.current():
                 serve(models, self.hear, self._commands.send)
@@ -155,13 +156,13 @@ class Follower(Silent):
     def _spread(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._collectives.spread(tokens)
 
-    def _load(self, path: Path, fingerprint: str, config: EngineConfig, max_context: int) -> Models:
-        checkpoint = open_checkpoint(path)
+    def _load(self, call: Load) -> Models:
+        checkpoint = open_checkpoint(call.path)
         try:
-            if checkpoint.fingerprint != fingerprint:
-                raise CheckpointError(f"{path} holds another model than it does for rank 0")
-            # Nobody here draws, and so nobody drafts but the target's own weights.
-            return load(checkpoint, config, max_context, None, lambda *_: None, self)
+            if checkpoint.fingerprint != call.fingerprint:
+                raise CheckpointError(f"{call.path} holds another model than it does for rank 0")
+            # Nobody draws here, so the target's own weights are all that drafts.
+            return load(checkpoint, call.config, call.max_context, None, lambda *_: None, self)
         finally:
             checkpoint.close()
 

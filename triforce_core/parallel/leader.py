@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload.errors import RankError, TriforceError, UsageError
+from triforce_core.decoding.calls import Finish
 from triforce_core.parallel.collectives import Collectives, is_own
 from triforce_core.parallel.exchanges import Exchanges
 from triforce_core.parallel.message import DamagedMessageError, Failure, packed
@@ -31,11 +31,10 @@ from triforce_core.parallel.world import (
     World,
     store_on_this_machine,
 )
+from triforce_offload.errors import RankError, TriforceError, UsageError
+from triforce_offload.ranks import Call
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-# Calls that end when the device has computed, which `check` says; and those that nothing follows.
-_COMPUTING = ("read", "verify", "feed_one", "draft")
-_COMPUTED = ("stop", "end")
 # Seconds in which a rank that met an error says so, if another one has only lost its connection.
 _EXPLAIN_SECONDS = 2.0
 # Seconds after which a call that waits for a rank that is lost will not return.
@@ -163,19 +162,19 @@ class Leader:
                 wire.send(least)
             return least
 
-    def tell(self, call: str, *arguments: Any) -> None:
+    def tell(self, call: Call) -> None:
         """Ranks.tell."""
         if not self._wires:
             self._let_in()
-        message, following = packed(call, arguments)
-        if call in _COMPUTED:
+        message, following = packed(call)
+        if call.settles:
             self._computing = False
         with self._guarded():
             for wire in self._wires.values():
                 wire.send(message)
             for tokens in following:
                 self._collectives.spread(tokens)
-        if call in _COMPUTING:
+        if call.computes:
             self._computing = True
 
     def check(self) -> None:
@@ -184,17 +183,17 @@ class Leader:
         if self._failed.is_set():
             raise self._error()
 
-    def ask(self, question: str) -> list[Any]:
+    def ask(self, question: Call) -> list[Any]:
         """Ranks.ask."""
         self.tell(question)
         with self._guarded():
             return [wire.receive() for wire in self._wires.values()]
 
-    def collect(self, call: str, *arguments: Any) -> list[torch.Tensor]:
+    def collect(self, call: Call) -> list[torch.Tensor]:
         """Ranks.collect."""
 
         def collect() -> list[torch.Tensor]:
-            self.tell(call, *arguments)
+            self.tell(call)
             with self._guarded():
                 return [wire.receive_tensor() for wire in self._wires.values()]
 
@@ -217,7 +216,7 @@ class Leader:
             return
         if not self._failed.is_set() and self._wires:
             try:
-                self.tell("finish")
+                self.tell(Finish())
             except RankError:
                 self.abandon()
                 return

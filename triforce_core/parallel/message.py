@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 
-from offload.errors import RankError, UsageError
-from offload.link.trace import Span
-from offload.placement import Placement
+from triforce_core.decoding.calls import CALLS
 from triforce_core.settings import EngineConfig, MachineSettings, MethodSettings
+from triforce_offload.errors import RankError, UsageError
+from triforce_offload.link.trace import Span
+from triforce_offload.placement import Placement
+from triforce_offload.ranks import Call
 
 # What a frame is: JSON, or the bytes of a tensor whose sizes came before it.
 MESSAGE, TENSOR = b"m", b"t"
@@ -25,13 +29,6 @@ MOST_TENSOR_BYTES = 1 << 38
 
 class DamagedMessageError(RankError):
     """What came from another rank is not what ranks send."""
-
-
-class Call(NamedTuple):
-    """What is about to be done, with everything it is done to."""
-
-    name: str
-    arguments: tuple[Any, ...]
 
 
 class Tokens(NamedTuple):
@@ -79,11 +76,12 @@ class Sizes(NamedTuple):
         return size
 
 
-# Everything besides JSON's own that a message may hold. Nothing else is made of one.
+# Everything besides JSON's own types that a message may hold. Nothing else is made from one.
 _RECORDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *(Call, Tokens, Failure, Sizes, Span),
+        *CALLS,
+        *(Tokens, Failure, Sizes, Span),
         *(EngineConfig, MachineSettings, MethodSettings, Placement),
     )
 }
@@ -93,7 +91,7 @@ _MADE: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "dict": dict,
     "Path": lambda of: Path(*of),
-    **{name: lambda of, kind=kind: kind(*of) for name, kind in _RECORDS.items()},
+    **{name: lambda of, kind=kind: _record(kind, of) for name, kind in _RECORDS.items()},
 }
 
 
@@ -140,29 +138,60 @@ def _made(found: dict[str, Any]) -> Any:
     return _MADE[found[_KIND]](found[_OF])
 
 
-def packed(name: str, arguments: tuple[Any, ...]) -> tuple[Call, list[torch.Tensor]]:
-    """A call as it is sent, and the tokens that follow it from device to device."""
-    sent, following = [], []
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            on_host = argument.device.type == "cpu"
-            sent.append(Tokens(argument.shape[0], argument.tolist() if on_host else None))
-            if not on_host:
-                following.append(argument)
-        else:
-            sent.append(argument)
-    return Call(name, tuple(sent)), following
+def _record(kind: type, of: list[Any]) -> Any:
+    """Make a record of its values. Raises TypeError or ValueError for those it cannot have."""
+    if not issubclass(kind, Call):
+        return kind(*of)
+    values = dict(zip((field.name for field in fields(kind)), of, strict=True))
+    for name, value in values.items():
+        hint = _hints(kind)[name]
+        if not _is_a(value, hint):
+            raise TypeError(f"{name} of {kind.__name__} is {value!r}, which is no {hint}")
+    return kind(**values)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Return whether a value is what an annotation says. Tensors come as `Tokens`."""
+    origin = get_origin(hint)
+    if origin is UnionType:
+        return any(_is_a(value, option) for option in get_args(hint))
+    if origin in (list, tuple):
+        return type(value) is origin and all(type(each) is get_args(hint)[0] for each in value)
+    if hint is torch.Tensor:
+        return type(value) is Tokens
+    return isinstance(value, hint) if hint is Path else type(value) is hint
+
+
+def packed(call: Call) -> tuple[Call, list[torch.Tensor]]:
+    """Return a call as it is sent, and the tokens that follow it from device to device."""
+    sent, following = {}, []
+    for name, value in _tensors(call, torch.Tensor):
+        on_host = value.device.type == "cpu"
+        sent[name] = Tokens(value.shape[0], value.tolist() if on_host else None)
+        if not on_host:
+            following.append(value)
+    return (replace(call, **sent) if sent else call), following
 
 
 def unpacked(
     call: Call, device: torch.device, spread: Callable[[torch.Tensor], torch.Tensor]
 ) -> Call:
-    """A call as it is made. spread: receives what follows it."""
+    """Return a call as it is made. spread: receives the tokens that follow it."""
 
     def tensor(tokens: Tokens) -> torch.Tensor:
         if tokens.values is not None:
             return torch.tensor(tokens.values, dtype=torch.int64, device=device)
         return spread(torch.empty(tokens.count, dtype=torch.int64, device=device))
 
-    arguments = (tensor(a) if isinstance(a, Tokens) else a for a in call.arguments)
-    return Call(call.name, tuple(arguments))
+    made = {name: tensor(value) for name, value in _tensors(call, Tokens)}
+    return replace(call, **made) if made else call
+
+
+def _tensors(call: Call, kind: type) -> list[tuple[str, Any]]:
+    values = ((field.name, getattr(call, field.name)) for field in fields(call))
+    return [(name, value) for name, value in values if isinstance(value, kind)]

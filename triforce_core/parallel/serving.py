@@ -3,100 +3,126 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from offload.link.waiting import come
+from triforce_core.decoding import calls, snapshot
 from triforce_core.decoding.context import Context
+from triforce_core.decoding.decoder import Ask
 from triforce_core.decoding.kv_parts import Interrupted
 from triforce_core.decoding.models import Models
-from triforce_core.parallel.message import Call, DamagedMessageError
+from triforce_core.parallel.message import DamagedMessageError
 from triforce_core.stats import rank_stats
+from triforce_offload.errors import RankError
+from triforce_offload.link.waiting import come
+from triforce_offload.ranks import Call
 
 Hear = Callable[[], Call]
-# What a context is told to do by its methods' names. Nothing else is called.
-_CALLS = (
-    *("begin", "verify", "keep", "feed_one", "draft", "keep_drafted", "end", "layer_kv"),
-    *("known_scores", "drop_retrieval", "lend", "close"),
-)
 
 
 @torch.inference_mode()
 def serve(models: Models, hear: Hear, answer: Callable[[Any], None]) -> None:
-    """Does everything that it hears of until the end. answer: to what the first rank asks.
+    """Make every call that comes, until the last one. answer: to what the first rank asks.
 
-    Raises what that raises.
+    Raises what the calls raise, DamagedMessageError for a call that makes no sense here, or
+    RankError if this rank's context keeps other tokens than the first rank's.
     """
-    context: FollowedContext | None = None
+    served: _Served | None = None
     trace = models.runtime.trace
     try:
-        while (call := hear()).name != "finish":
-            if call.name == "open":
-                context = FollowedContext(models)
-            elif call.name == "rank_stats":
-                answer(rank_stats(models.runtime, context))
-            elif call.name == "spans":
-                answer((time.perf_counter(), trace.spans()))
-            elif call.name == "clear":
-                trace.clear()
-            else:
-                checksum, *arguments = call.arguments
-                # After a fault the first rank may have another text, or none.
-                if call.name != "close":
-                    context.check(checksum)
-                if call.name == "read":
-                    _read(context, hear, *arguments)
-                elif call.name == "restore_from":
-                    _restore(context, *arguments)
-                elif call.name not in _CALLS:
-                    raise DamagedMessageError(f"there is no call {call.name!r}")
-                else:
-                    getattr(context, call.name)(*arguments)
-                if call.name == "close":
-                    context = None
+        while not isinstance(call := hear(), calls.Finish):
+            match call:
+                case calls.Open():
+                    served = _Served(Context(models), hear)
+                case calls.Spans():
+                    answer((time.perf_counter(), trace.spans()))
+                case calls.ClearTrace():
+                    trace.clear()
+                case _ if served is None:
+                    raise DamagedMessageError(f"{type(call).__name__} came before Open")
+                case calls.RankStats():
+                    answer(rank_stats(models.runtime, served.context))
+                case calls.Close():
+                    served.context.close()
+                    served = None
+                case calls.ContextCall():
+                    served.make(call)
+                case _:
+                    raise DamagedMessageError(f"{type(call).__name__} came where no rank sends it")
     finally:
-        if context is not None:
-            context.close()
+        if served is not None:
+            served.context.close()
 
 
-def _read(context: Context, hear: Hear, tokens: list[int], kept: int, new_tokens: int) -> None:
-    def heard(layer: int) -> None:
-        if hear().name != "go on":
-            raise Interrupted
+class _Served:
+    """A context whose text is what ran through it, whatever the first rank takes its own for."""
 
-    try:
-        context.read_from(tokens, kept, new_tokens, heard)
-    except Interrupted:
-        # What was kept before is kept, here as there.
-        return
+    def __init__(self, context: Context, hear: Hear) -> None:
+        self.context = context
+        self._hear = hear
+        self._last_pass = torch.empty(0, dtype=torch.int64)
 
+    def make(self, call: calls.ContextCall) -> None:
+        """Make one call. Raises RankError, what the call raises, or DamagedMessageError."""
+        context, own = self.context, self.context.checksum
+        if own != call.checksum:
+            raise RankError(
+                f"the first {context.length} tokens of its text have checksum {own:#010x}, and "
+                f"those of rank 0 have {call.checksum:#010x}"
+            )
+        match call:
+            case calls.Prefill():
+                self._prefill(call)
+            case calls.RunPass():
+                context.run(Ask(call.tokens, call.parents, call.is_kept, call.more))
+                self._last_pass = call.tokens
+                if call.is_kept:
+                    self._commit([0])
+            case calls.Keep():
+                context.keep(call.rows)
+                self._commit(call.rows)
+            case calls.Refresh():
+                context.refresh(call.scored)
+                context.models.runtime.passes.begin([context.sequence])
+            case calls.Draft():
+                context.levels.draft(call.tokens)
+            case calls.KeepDrafted():
+                context.levels.keep_drafted(call.rows)
+            case calls.End():
+                context.end()
+            case calls.Restore():
+                self._restore(call)
+            case calls.LayerKV():
+                snapshot.layer_kv(context, call.layer)
+            case calls.ChunkScores():
+                snapshot.known_scores(context)
+            case calls.DropRetrieval():
+                context.levels.drop_retrieval()
+            case calls.Lend():
+                context.lend()
+            case _:
+                raise DamagedMessageError(f"{type(call).__name__} came where no rank sends it")
 
-def _restore(context: Context, tokens: list[int], scored: bool) -> None:
-    try:
-        context.restore_from(tokens, scored, None)
-    except Interrupted:
-        # Nothing is kept, here as there.
-        context.roll_back(0)
+    def _commit(self, rows: list[int]) -> None:
+        ran = come(self._last_pass).tolist()
+        self.context.text.commit([ran[row] for row in rows])
 
+    def _prefill(self, call: calls.Prefill) -> None:
+        def heard(layer: int) -> None:
+            if not isinstance(self._hear(), calls.GoOn):
+                raise Interrupted
 
-class FollowedContext(Context):
-    """A context whose text is what was fed to it, whatever the first rank takes its own for."""
+        try:
+            self.context.prefill_from(call.tokens, call.kept, call.new_tokens, heard)
+        except Interrupted:
+            # The reused prefix is kept, here as on the first rank.
+            return
 
-    def verify(self, tokens: torch.Tensor, parents: tuple[int, ...] | None = None) -> torch.Tensor:
-        """Context.verify."""
-        self._fed = tokens
-        return super().verify(tokens, parents)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Context.keep."""
-        super().keep(rows)
-        fed = come(self._fed).tolist()
-        self.text.commit([fed[row] for row in rows])
-
-    def feed_one(self, token: torch.Tensor, more: bool) -> torch.Tensor:
-        """Context.feed_one."""
-        logits = super().feed_one(token, more)
-        self.text.commit(come(token).tolist())
-        return logits
+    def _restore(self, call: calls.Restore) -> None:
+        try:
+            snapshot.restore_from(self.context, call.tokens, call.scored, None)
+        except Interrupted:
+            # Nothing is kept, here as on the first rank.
+            self.context.roll_back(0)

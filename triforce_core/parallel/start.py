@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from offload.ranks import Alone, Ranks
+from triforce_core.decoding.calls import Load
 from triforce_core.model.checkpoint import Checkpoint
 from triforce_core.model.share import Share
 from triforce_core.settings import EngineConfig
+from triforce_offload.ranks import Alone, Ranks
 
 
 def start_ranks(checkpoint: Checkpoint, config: EngineConfig, max_context: int) -> Ranks:
@@ -24,7 +25,7 @@ def start_ranks(checkpoint: Checkpoint, config: EngineConfig, max_context: int) 
     ranks = leader.lead(gpus)
     try:
         path, fingerprint = checkpoint.path.absolute(), checkpoint.fingerprint
-        ranks.tell("load", path, fingerprint, config, max_context)
+        ranks.tell(Load(path, fingerprint, config, max_context))
     except BaseException:
         ranks.abandon()
         raise

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from offload.errors import RankError
 from triforce_core.parallel.message import (
     MESSAGE,
     MOST_BYTES,
@@ -27,6 +26,7 @@ from triforce_core.parallel.message import (
     decoded,
     encoded,
 )
+from triforce_offload.errors import RankError
 
 _KEY_BYTES = 32
 # What a stranger may send: a rank and what its wire is for are shorter.

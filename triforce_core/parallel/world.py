@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from offload.errors import UsageError
+from triforce_offload.errors import UsageError
 
 if TYPE_CHECKING:
     import torch.distributed as dist

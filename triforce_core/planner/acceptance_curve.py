@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from offload.errors import UsageError
 from triforce_core.settings import DEFAULT_BUDGET
+from triforce_offload.errors import UsageError
 
 # The target accepts this share of the retrieval model's tokens, at a budget of 4096. Published for
 # 120K tokens of PG-19 with a 4K budget: .965 (TriForce); SmolLM2-135M after 6,000 tokens: .96 to
@@ -23,7 +23,7 @@ NGRAM_PROPOSED = 0.2
 # to 1.56 (TriForce), about what one accepted token in two gives.
 MODEL_ACCEPTANCE = 0.5
 # A model accepts this share of what it drafts itself with all layers in 4 bits. SmolLM2-135M:
-# .910 where exact weights have .964 (scripts/bench_substitutes.py); larger models lose less:
+# .910 where exact weights have .964 (scripts/bench substitutes); larger models lose less:
 # Qwen2.5-7B makes 28 tokens a pass of such drafts (SubSpec, arXiv 2509.18344). Not measured here on
 # any of their size.
 SUBSTITUTE_ACCEPTANCE = 0.95
@@ -53,6 +53,7 @@ class AcceptanceCurve:
     substitutes: of what a model all of whose layers are in 4 bits drafts, by itself with the exact
         ones; planes, halves: of one that reads the upper planes of all layers, in bfloat16 and in
         float16; rounded: of one whose retrieval cache is in 8 bits
+    assumed: whether `outer` and `inner` are the defaults, and nobody measured or gave them
 
     What is rejected falls with the square root of the budget: (1 - a) ~ budget ** -0.5. Between 256
     and 1024 tokens it fell with powers of 0.64 and 0.76 (SmolLM2-135M, refreshed by mass), between
@@ -68,6 +69,7 @@ class AcceptanceCurve:
     halves: float = HALVES_ACCEPTANCE
     rounded: float = ROUNDED_ACCEPTANCE
     context: int | None = None
+    assumed: bool = True
 
     def __post_init__(self) -> None:
         for name, value in (("acceptance", self.outer), ("inner acceptance", self.inner)):
@@ -107,7 +109,7 @@ class AcceptanceCurve:
         try:
             stats = json.loads(Path(path).read_text("utf-8"))
             acceptance, cache = stats["acceptance"], stats["retrieval"]
-            curve = cls()
+            curve = cls(assumed=False)
             if cache and acceptance["target"] is not None:
                 curve = replace(
                     curve,

@@ -5,17 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from triforce_kernels.limits import MOST_SPLITS
-
-from offload.errors import DoesNotFitError
-from offload.placement import (
-    Demand,
-    Placement,
-    check_placement,
-    device_bytes,
-    host_bytes,
-    place_on_host,
-)
 from triforce_core.model.tensors import (
     kv_shape,
 )
@@ -28,6 +17,16 @@ from triforce_core.settings import AUTO, MethodSettings
 from triforce_core.sizing.demand import PREFILL_CHUNK, Wanted
 from triforce_core.sizing.drafting import WINDOW, fitting_budget
 from triforce_core.sizing.fitting import Fitted, fit
+from triforce_kernels.limits import MOST_SPLITS
+from triforce_offload.errors import DoesNotFitError
+from triforce_offload.placement import (
+    Demand,
+    Placement,
+    check_placement,
+    device_bytes,
+    host_bytes,
+    place_on_host,
+)
 
 # One thread of the host puts chunks together at this rate before they cross an emulated link
 # (`kv/gather`). A GPU reads them where they lie (`kv/direct`).
@@ -81,10 +80,11 @@ class Candidate:
         matrices = self.demand.streamed_bytes(placement)
         flops = prefill_flops(rank, prompt)
         compute = flops / hardware.flops_per_second + case.costs.head(1)
-        compute += (2 * rank.layers + 1) * case.costs.all_reduce(prompt)
+        compute += (2 * len(rank.layers) + 1) * case.costs.all_reduce(prompt)
         if not hardware.asynchronous:
             chunks = -(-prompt // PREFILL_CHUNK)
-            compute += rank.layers * chunks * case.costs.launches.layer * hardware.launch_seconds
+            launches = len(rank.layers) * chunks * case.costs.launches.layer
+            compute += launches * hardware.launch_seconds
         rate = hardware.stream_bytes_per_second
         crossing = matrices / rate + self.round.disk_seconds
         outwards = max(0, host_bytes(self.demand, placement) - matrices)

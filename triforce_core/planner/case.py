@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from offload.errors import UsageError
-from offload.formats import DTYPES, Dtype
-from offload.machine.profiles import Hardware
-from offload.memory.available import LIBRARY_BYTES
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.share import Pieces, Share, mlp_unit
 from triforce_core.model.tensors import (
@@ -25,6 +21,10 @@ from triforce_core.planner.costs import Costs
 from triforce_core.planner.plan import Plan
 from triforce_core.settings import AUTO, DENSE, PLANES, STORED, MethodSettings
 from triforce_core.sizing.drafting import fitting_budget
+from triforce_offload.errors import UsageError
+from triforce_offload.formats import DTYPES, Dtype
+from triforce_offload.machine.profiles import Hardware
+from triforce_offload.memory.available import LIBRARY_BYTES
 
 # A KV block has about so many bytes on a GPU: copies of that size come within 3 % of a link's peak
 # (`link/cuda`).
@@ -122,9 +122,9 @@ class Case:
         """The share of the retrieval model's tokens that holds. What the context cannot fill adds
         nothing.
         """
-        substituted = len(plan.placement.substituted_layers) / self.config.layers
+        substituted = len(plan.placement.substituted_layers) / len(self.config.layers)
         budget = fitting_budget(plan.budget, self.chunk_tokens, self.context)
-        by_planes = self._upper_layers(plan) / self.config.layers
+        by_planes = self._upper_layers(plan) / len(self.config.layers)
         return self.curve.at(
             budget,
             self.length,
@@ -145,13 +145,13 @@ class Case:
         """Layers that the retrieval model reads by their upper planes."""
         placement = plan.placement
         if self._reads_upper(plan):
-            return self.rank.layers - len(placement.substituted_layers)
+            return len(self.rank.layers) - len(placement.substituted_layers)
         return len(placement.halved_layers)
 
     def draft_forward(self, tokens: int, keys: int, plan: Plan) -> float:
         """Seconds of a forward of the retrieval model."""
         instead, upper = len(plan.placement.substituted_layers), self._upper_layers(plan)
-        kinds = [(self.rank.layers - instead - upper, self.costs)]
+        kinds = [(len(self.rank.layers) - instead - upper, self.costs)]
         if upper:
             kinds.append((upper, self.upper_costs))
         if instead:

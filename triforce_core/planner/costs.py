@@ -13,13 +13,13 @@ from functools import cached_property
 from itertools import pairwise
 from math import prod
 
-from triforce_kernels.limits import FEW_ROWS
-
-from offload.formats import ElementType
-from offload.kv.shape import KVShape
-from offload.machine.profiles import Hardware
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.tensors import MatrixBytes, Read, dense_layouts, kv_shape, layer_shapes
+from triforce_core.model.layers import LayerSpec, Shapes
+from triforce_core.model.tensors import MatrixBytes, Read, dense_layouts, kv_shape
+from triforce_kernels.limits import FEW_ROWS
+from triforce_offload.formats import ElementType
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.machine.profiles import Hardware
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,12 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
     """What the matrix products of the layers take, and causal attention, which sees half on
     average.
     """
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    matrices = config.hidden * (2 * queries + 2 * keys + 3 * config.mlp)
-    attention = 2 * queries * (tokens / 2)
-    return 2.0 * tokens * config.layers * (matrices + attention)
+    numbers = 0.0
+    for spec in config.layers:
+        shapes = spec.shapes(config.hidden).values()
+        numbers += sum(prod(shape) for shape in shapes if len(shape) == 2)
+        numbers += 2 * spec.mixer.queries * (tokens / 2)
+    return 2.0 * tokens * numbers
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,11 @@ class Costs:
         return self.stored or MatrixBytes.of(dense_layouts(self.config, self.dtype))
 
     @property
+    def _layer(self) -> LayerSpec:
+        """The layer that is counted: all layers of a model that is planned for are alike."""
+        return self.config.layers[0]
+
+    @property
     def launches(self) -> Launches:
         return FUSED if self.hardware.asynchronous else PLAIN
 
@@ -129,9 +136,9 @@ class Costs:
 
     def before(self, tokens: int, *, recorded: bool = False) -> float:
         """A layer up to its attention."""
-        config, matrices, launches = self.config, self.matrices, self.launches
-        heads = (config.heads + config.kv_heads) * config.head_dim
-        touched = NORM_TOUCHES * config.hidden + ROTATE_TOUCHES * heads
+        mixer, matrices, launches = self._layer.mixer, self.matrices, self.launches
+        rotated = mixer.queries + mixer.keys
+        touched = NORM_TOUCHES * self.config.hidden + ROTATE_TOUCHES * rotated
         elements = self._elements(*NORM_PARTS)
         work = self._product(tokens, elements, matrices.qkv, matrices.layer_read)
         work += self._touch(tokens, touched, launches.small_before)
@@ -139,8 +146,8 @@ class Costs:
 
     def after(self, tokens: int, *, recorded: bool = False) -> float:
         """A layer from its attention on, with the sums over GPUs that it and attention end in."""
-        parts = [part for part in layer_shapes(self.config) if part not in NORM_PARTS]
-        touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self.config.mlp
+        parts = [part for part in self._shapes if part not in NORM_PARTS]
+        touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self._layer.mlp.width
         matrices, launches = self.matrices, self.launches
         work = self._product(tokens, self._elements(*parts), matrices.rest, matrices.layer_read)
         work += self._touch(tokens, touched, launches.small_after)
@@ -160,10 +167,9 @@ class Costs:
 
         rounded: keys and values are in 8 bits, which on a CPU are made `dtype` first
         """
-        config = self.config
-        shape = kv_shape(config, 1, self.dtype)
-        hardware = self.hardware
-        flops = 4.0 * tokens * config.heads * config.head_dim * keys
+        mixer, hardware = self._layer.mixer, self.hardware
+        shape = kv_shape(self.config, 1, self.dtype)
+        flops = 4.0 * tokens * mixer.queries * keys
         if rounded and hardware.asynchronous:
             # One kernel multiplies what comes of it by a scale.
             nbytes = keys * shape.token_bytes / shape.dtype.itemsize
@@ -172,10 +178,10 @@ class Costs:
         nbytes = keys * shape.token_bytes
         if scored and hardware.asynchronous:
             # A score of each chunk for every row, in float32: written, and read when all are known.
-            nbytes += 2 * 4 * tokens * config.heads * keys / SCORED_KEYS
+            nbytes += 2 * 4 * tokens * mixer.heads * keys / SCORED_KEYS
         elif scored:
             # Scores of every row in float32: written, turned to weights, read and averaged.
-            nbytes += 4 * 4 * tokens * config.heads * keys
+            nbytes += 4 * 4 * tokens * mixer.heads * keys
         launches = self.launches.attend + (self.launches.score if scored else 0)
         if not hardware.attend_bytes_per_second:
             return self.piece(nbytes, flops, launches, recorded=recorded)
@@ -198,7 +204,7 @@ class Costs:
         return max(decoding, piece) if hardware.asynchronous else decoding + piece
 
     def merge(self, tokens: int, parts: int) -> float:
-        rows = tokens * self.config.heads * self.config.head_dim
+        rows = tokens * self._layer.mixer.queries
         merged = self.piece(3.0 * parts * rows * self.dtype.itemsize, 0, self.launches.merge)
         return max(merged, self.small(self.launches.merge))
 
@@ -240,7 +246,7 @@ class Costs:
 
     def resident_forward(self, tokens: int, keys: int, *, recorded: bool = True) -> float:
         """A forward over weights and KV that are all on the device, laws included."""
-        layers = self.config.layers * self.resident_layer(tokens, keys, recorded=recorded)
+        layers = len(self.config.layers) * self.resident_layer(tokens, keys, recorded=recorded)
         return layers + self.head(tokens, recorded=recorded)
 
     @property
@@ -248,9 +254,12 @@ class Costs:
         """Seconds of a round of proposing and verifying, besides its forward."""
         return ROUND_LAUNCHES * self.hardware.launch_seconds
 
+    @cached_property
+    def _shapes(self) -> Shapes:
+        return self._layer.shapes(self.config.hidden)
+
     def _elements(self, *parts: str) -> int:
-        shapes = layer_shapes(self.config)
-        return sum(prod(shapes[part]) for part in parts)
+        return sum(prod(self._shapes[part]) for part in parts)
 
     def _touch(self, tokens: int, touched: int, kernels: int) -> float:
         """Seconds of what is done to each token besides: `touched` elements, by small kernels."""

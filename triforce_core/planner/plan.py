@@ -8,10 +8,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from offload.errors import UsageError
-from offload.files import Output
-from offload.machine.profiles import same_card
-from offload.placement import LAYER_LISTS, Demand, Placement
 from triforce_core.model.config import ModelConfig
 from triforce_core.settings import (
     AUTO,
@@ -22,6 +18,10 @@ from triforce_core.settings import (
     EngineConfig,
     MethodSettings,
 )
+from triforce_offload.errors import UsageError
+from triforce_offload.files import Output
+from triforce_offload.machine.profiles import same_card
+from triforce_offload.placement import LAYER_LISTS, Demand, Placement
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from offload.machine.profiles import Hardware
-from offload.units import format_bytes
+from triforce_core.planner.advice import bottleneck
 from triforce_core.planner.candidates import Candidate
 from triforce_core.planner.case import Case
+from triforce_offload.machine.profiles import Hardware
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Prediction:
     seconds_per_round: refresh, draft and pass, which give tokens_per_pass tokens
     seconds_per_pass: of a verifying pass; of it compute_seconds compute and wait_seconds wait for
         the link
+    acceptance_assumed: whether nobody measured or gave the acceptance
     floor_seconds_per_pass: bytes_per_pass over the link's rate, of which prefetched_bytes cross
         while drafting; disk_bytes_per_pass of them are read from files first, which is counted
     """
@@ -39,6 +40,7 @@ class Prediction:
     drafter_step_seconds: float
     prefill_seconds: float
     acceptance: float
+    acceptance_assumed: bool
     inner_acceptance: float
     bottleneck: str
     placement: dict[str, Any]
@@ -51,12 +53,17 @@ class Prediction:
         return self.floor_seconds_per_pass * waited_for / self.seconds_per_pass
 
     @property
+    def tokens_per_second(self) -> float:
+        return 1 / self.seconds_per_token
+
+    @property
     def seconds_to_first_token(self) -> float:
         """Prefill draws the first token."""
         return self.prefill_seconds
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {
+            "tokens_per_second": self.tokens_per_second,
             "seconds_to_first_token": self.seconds_to_first_token,
             "floor_share": self.floor_share,
             "simulated": True,
@@ -87,16 +94,9 @@ def predict(chosen: Candidate) -> Prediction:
         drafter_step_seconds=chosen.drafter_seconds,
         prefill_seconds=chosen.prefill_seconds,
         acceptance=outer if plan.method.drafts else 0.0,
+        acceptance_assumed=case.curve.assumed,
         inner_acceptance=case.curve.inner if plan.budget else 0.0,
-        bottleneck=_bottleneck(
-            case.hardware,
-            whole,
-            wait,
-            cost.draft_seconds,
-            cost.compute_seconds,
-            cost.link_bytes,
-            cost.disk_bytes,
-        ),
+        bottleneck=bottleneck(chosen),
         placement=_placement(chosen),
         memory=_memory(chosen),
     )
@@ -188,37 +188,3 @@ def case_dict(case: Case, model: str) -> dict[str, Any]:
             "emulated": hardware.emulated,
         },
     }
-
-
-def _bottleneck(
-    hardware: Hardware,
-    whole: float,
-    wait: float,
-    draft: float,
-    compute: float,
-    nbytes: int,
-    disk_bytes: int,
-) -> str:
-    """What most of a round goes to, in a sentence."""
-    what, seconds = max(
-        (("wait", wait), ("draft", draft), ("compute", compute)), key=lambda pair: pair[1]
-    )
-    share = f"{seconds / whole:.0%} of a round of {whole:.3g} s"
-    if what == "wait" and disk_bytes:
-        rate = (hardware.disk_bytes_per_second or 0.0) / 1e9
-        return (
-            f"the disk: {share} waits for {format_bytes(nbytes)} to cross, of which "
-            f"{format_bytes(disk_bytes)} are read at {rate:.1f} GB/s; more host memory would help"
-        )
-    if what == "wait":
-        rate = hardware.stream_bytes_per_second / 1e9
-        return (
-            f"the link: {share} waits for {format_bytes(nbytes)} to cross at {rate:.1f} GB/s; "
-            "more resident KV, longer drafts or a wider link would help"
-        )
-    if what == "draft":
-        return (
-            f"drafting: {share} goes to it; a drafter that holds more often or faster device "
-            "memory would help"
-        )
-    return f"compute: {share} computes what has arrived; a faster GPU would help"

@@ -1,7 +1,7 @@
 """What one round of decoding costs: refresh, draft, and the pass that verifies.
 
-The pass is the schedule that the runtime executes (`offload.schedule`), each of its pieces with
-seconds, on a virtual clock.
+The pass is the schedule that the runtime executes (`triforce_offload.schedule`), each of its pieces
+with seconds, on a virtual clock.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from offload.placement import Demand, Placement, share_blocks
-from offload.schedule import KV, WEIGHTS, Crossing, Kind, KVPlaces, Places, pass_schedule
-from offload.simulate import ReadFromDisk, Timeline, Work, simulate
 from triforce_core.planner.costs import Costs
+from triforce_offload.placement import Demand, Placement, share_blocks
+from triforce_offload.schedule import KV, WEIGHTS, Crossing, Kind, KVPlaces, Places, pass_schedule
+from triforce_offload.simulate import ReadFromDisk, Timeline, Work, simulate
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from offload.errors import DoesNotFitError, TriforceError, UsageError
-from offload.units import format_bytes
 from triforce_core.planner.candidates import Candidate, candidates
 from triforce_core.planner.case import Case
 from triforce_core.settings import AUTO, EXACT, INT4, INT8, NO_DRAFTER
 from triforce_core.sizing.fitting import needs_weights
+from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError
+from triforce_offload.units import format_bytes
 
 BUDGETS = tuple(256 << i for i in range(8))
 DRAFTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 224, 256)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from offload.errors import DoesNotFitError, UsageError
-from offload.machine.profiles import Hardware, with_link
 from triforce_core.planner.case import Case
 from triforce_core.planner.prediction import predict
 from triforce_core.planner.search import choose
+from triforce_offload.errors import DoesNotFitError, UsageError
+from triforce_offload.machine.profiles import Hardware, with_link
 
 LINKS = ("pcie3x8", "pcie3x16", "pcie4x8", "pcie4x16", "pcie5x8", "pcie5x16")
 _LEAST_CONTEXT = 4096

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from offload.link.trace import HOST, Span
-from offload.simulate import spans
 from triforce_core.planner.candidates import Candidate
+from triforce_offload.link.trace import HOST, Span
+from triforce_offload.simulate import spans
 
 ROUNDS = 2
 

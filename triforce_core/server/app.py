@@ -14,7 +14,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-from offload.errors import TriforceError, UsageError
 from triforce_core.conversation import Turn
 from triforce_core.params import SamplingParams, checked
 from triforce_core.server.answers import Answers, ClientGoneError
@@ -32,6 +31,7 @@ from triforce_core.server.sentences import sentence
 from triforce_core.server.settings import ServerSettings
 from triforce_core.server.wording import Wording, refusal
 from triforce_core.server.worker import Asked, Worker
+from triforce_offload.errors import TriforceError, UsageError
 
 _RETRY_SECONDS = "5"
 # Text of more characters for each token of the context is refused unseen: tokenising it would take

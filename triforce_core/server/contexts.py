@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from offload.errors import DoesNotFitError
-from offload.memory.host import check_available
 from triforce_core.decoding.snapshot import Snapshot
 from triforce_core.engine import Engine
+from triforce_offload.errors import DoesNotFitError
 
 # A beginning that is shorter is read again rather than kept or brought back.
 _WORTH_KEEPING = 256
@@ -33,7 +31,7 @@ class KeptContexts:
         """most: how many are kept."""
         self._engine = engine
         # Of several sequences each has a context of its own.
-        self._most = most if engine.runtime.demand.sequences == 1 else 0
+        self._most = most if engine.sequences == 1 else 0
         self._kept: list[Kept] = []
 
     def __len__(self) -> int:
@@ -67,19 +65,16 @@ class KeptContexts:
         """Copies the context at hand, unless the host has no room for it. One that it goes on from
         is not needed besides.
         """
-        shape, owner = self._engine.models.whole_kv, self._engine.context_owner
+        owner = self._engine.context_owner
         self._kept = [
             each
             for each in self._kept
             if 2 * each.shared(tokens, owner) < len(each.snapshot.tokens)
         ]
         try:
-            check_available(len(tokens) * shape.token_bytes * shape.layers, "a conversation's KV")
+            self._kept.append(Kept(self._engine.copy_context(), owner))
         except DoesNotFitError:
             return
-        saved = self._engine.snapshot()
-        layers = [saved.layer_kv(layer) for layer in range(saved.layers)]
-        self._kept.append(Kept(replace(saved, layer_kv=layers.__getitem__), owner))
         del self._kept[: -self._most]
 
 

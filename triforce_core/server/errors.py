@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.errors import DoesNotFitError, TriforceError, UsageError
 from triforce_core.server.wording import refusal
+from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError
 
 
 class QueueFullError(TriforceError):

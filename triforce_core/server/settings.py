@@ -5,8 +5,8 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from offload.errors import UsageError
-from offload.units import parse_bytes
+from triforce_offload.errors import UsageError
+from triforce_offload.units import parse_bytes
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from offload.errors import DeviceFailedError, RankError
 from triforce_core.batch import Member, Receiver
 from triforce_core.conversation import Conversations, Turn
 from triforce_core.engine import Engine
@@ -21,6 +20,7 @@ from triforce_core.params import SamplingParams
 from triforce_core.server.contexts import KeptContexts
 from triforce_core.server.errors import NotReadyError, QueueFullError
 from triforce_core.stream import Completion, Piece
+from triforce_offload.errors import DeviceFailedError, RankError
 
 # What an engine does not outlive.
 _LAST = (DeviceFailedError, RankError)
@@ -113,7 +113,7 @@ class Worker:
     @property
     def context_tokens(self) -> int:
         """Tokens that a text has room for, once the engine is there."""
-        return self.engine.runtime.demand.context_tokens
+        return self.engine.max_context
 
     @property
     def waiting(self) -> int:
@@ -161,7 +161,7 @@ class Worker:
         """Raises what `submit` would now."""
         self.check_ready()
         # What the engine is about to take does not wait.
-        free = self.engine.runtime.demand.sequences - len(self.running)
+        free = self.engine.sequences - len(self.running)
         if self.waiting >= self._most + free:
             raise QueueFullError(f"{self._most} requests wait already")
 
@@ -238,11 +238,9 @@ class Worker:
                 continue
             self.running.append(job)
             self._progress = (0, 1)
-            memory = engine.runtime.memory
             try:
-                with memory.typed_errors(), memory.current():
-                    kept.prepare(job.asked_for.turn.tokens, job.asked_for.owner)
-                    job.begin(engine, partial(self._received, job))
+                kept.prepare(job.asked_for.turn.tokens, job.asked_for.owner)
+                job.begin(engine, partial(self._received, job))
             except BaseException as error:
                 self._ended(job, error)
             if self.state == "closed":
@@ -279,7 +277,7 @@ class Worker:
             return True
         try:
             # Whatever goes wrong in the middle of a pass ends the other ranks.
-            self.engine.models.ranks.check()
+            self.engine.check_ranks()
         except RankError:
             return True
         return False

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
-from triforce_kernels.limits import FEW_ROWS
-
-from offload.errors import UsageError
-from offload.formats import ElementType, dtype_name
-from offload.kv.shape import KVShape
-from offload.kv.sizes import COPY_BYTES, coding_bytes, reader_bytes, rounding_bytes
-from offload.layouts import FlatLayout
-from offload.placement import Demand
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.tensors import (
     Layouts,
@@ -38,6 +31,13 @@ from triforce_core.sizing.workspace import (
     reading_bytes,
     widened_bytes,
 )
+from triforce_kernels.limits import FEW_ROWS
+from triforce_offload.errors import UsageError
+from triforce_offload.formats import ElementType, dtype_name
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.sizes import COPY_BYTES, coding_bytes, reader_bytes, rounding_bytes
+from triforce_offload.layouts import FlatLayout
+from triforce_offload.placement import Demand
 
 # A layer is computed for so many tokens of a prompt at a time.
 PREFILL_CHUNK = 1024
@@ -66,7 +66,7 @@ class Wanted:
     layouts: of the weights; dense in `dtype` if None
     gathers_through_host: whether the host puts retrieved chunks together (`kv/gather`); where it
         should not have to, what that takes is found when it does
-    widens: whether products of half precision are made in float32 (`kernels/linear`)
+    widens: whether products of half precision are made in float32 (`kernels/weights/linear`)
     kv_in_planes: whether blocks of KV are kept in planes
     rounds_kv: whether the retrieval cache keeps its tokens in 8 bits
     kernels_on_gpu: whether a GPU's kernels decode weights in planes
@@ -162,7 +162,7 @@ class Wanted:
     def stored_bytes(self) -> int:
         """Bytes of all layers and of full contexts' KV, wherever they lie. Raises UsageError."""
         shape = self._kv_shape()
-        blocks = self.sequences * (self.max_context // shape.block_tokens) * self.config.layers
+        blocks = self.sequences * (self.max_context // shape.block_tokens) * shape.layers
         return sum(layer.nbytes for layer in self.weights.layers) + blocks * shape.block_bytes
 
     def _product_bytes(self, tokens: int) -> int:
@@ -182,8 +182,8 @@ class Wanted:
 
     @property
     def _largest(self) -> int:
-        """Numbers of a layer's largest matrix."""
-        return max(rows * columns for rows, columns in matrices(self.config))
+        """Numbers of the largest matrix of any layer."""
+        return max(map(prod, matrices(self.config)))
 
     def _kv_shape(self) -> KVShape:
         shape, chunk = kv_shape(self.config, 1, self.dtype), self.method.chunk_size

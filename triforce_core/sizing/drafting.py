@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from offload.kv.shape import KVShape
-from offload.kv.sizes import dense_bytes, rounded_bytes, scores_bytes
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.tensors import embedding_layout, head_layout, kv_shape, layer_layout
+from triforce_core.model.tensors import dense_layouts, kv_shape
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.sizes import dense_bytes, rounded_bytes, scores_bytes
 
 # Rows of logits that `laws` turns into laws at a time.
 LAW_ROWS = 16
@@ -29,11 +29,8 @@ def small_model_parts_bytes(
     config: ModelConfig, like: KVShape, max_draft_tokens: int, windows: int = 1
 ) -> int:
     """Device bytes of a small model that drafts and of its windows, without its temporaries."""
-    ends = head_layout(config, like.dtype).nbytes
-    if not config.tied:
-        ends += embedding_layout(config, like.dtype).nbytes
     window = dense_bytes(small_model_shape(config, like), window_tokens(config, max_draft_tokens))
-    return ends + config.layers * layer_layout(config, like.dtype).nbytes + windows * window
+    return dense_layouts(config, like.dtype).nbytes + windows * window
 
 
 def own_tokens(chunk_tokens: int, max_draft_tokens: int) -> int:

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from offload.errors import DoesNotFitError, UsageError, in_units
-from offload.placement import Demand, Placement, crossing_bytes, least_bytes, place, streams
 from triforce_core.settings import INT4
 from triforce_core.sizing.demand import Wanted
+from triforce_offload.errors import DoesNotFitError, UsageError, in_units
+from triforce_offload.placement import (
+    Demand,
+    Placement,
+    crossing_bytes,
+    least_bytes,
+    place,
+    streams,
+)
 
 # Where nothing streams a retrieval model saves nothing but reads of KV. It must read so much less
 # than the target, weights included, to be made unasked.
@@ -39,8 +46,9 @@ def fit(
     placement: where everything goes, instead of `place`'s choice. most_budget: tokens of the
     retrieval cache that other ranks have room for. The retrieval model computes with
     the target's own layers, or, of those that stream, with upper planes or copies in 4 bits: it is
-    there if one or the other of each is on the device. It is left out where nothing streams and a
-    pass reads little more than it would; the drafter then proposes to the target directly. A budget
+    there if one or the other of each is on the device. Its cache is the largest with which no layer
+    streams, or else the largest that fits. The level is left out where nothing streams and a pass
+    reads little more than it would; the drafter then proposes to the target directly. A budget
     that was asked for is never given up: it fits or is refused. Where nothing streams and nothing
     chooses from the KV, that is one block. Raises DoesNotFitError, or UsageError.
     """
@@ -79,9 +87,10 @@ def _fit(
         token_bytes = without.kv.token_bytes
         if wanted.rounds_kv:
             token_bytes //= wanted.dtype.itemsize
-        cache = method.budget * token_bytes * wanted.config.layers * wanted.sequences
+        cache = method.budget * token_bytes * len(wanted.config.kv_layers) * wanted.sequences
         if cache > available_bytes:
             raise _refused("for", method.budget, cache, available_bytes)
+    streams_layers: Fitted | None = None
     for budget in method.budgets:
         if most_budget is not None and budget > most_budget:
             continue
@@ -93,11 +102,19 @@ def _fit(
         except DoesNotFitError as error:
             needed = error.needed_bytes
             continue
+        fitted = Fitted(demand, chosen, budget)
         if not chosen.can_draft:
             needed = least_bytes(demand, streamed_layers=0)
+        elif method.budget is not None or (streaming and not chosen.streamed_layers):
+            return fitted
+        elif streaming:
+            # A smaller cache may leave room for all layers, and then nothing but KV streams.
+            streams_layers = streams_layers or fitted
         # A cache that nobody asked for must not make passes wait for the link that would not.
-        elif method.budget is not None or streaming or _is_hidden(demand, chosen):
-            return Fitted(demand, chosen, budget)
+        elif _is_hidden(demand, chosen):
+            return fitted
+    if streams_layers is not None:
+        return streams_layers
     if method.budget is not None:
         raise _refused("with", method.budget, needed, available_bytes)
     return Fitted(without, placed, 0)
@@ -164,7 +181,7 @@ def may_save(demand: Demand, placement: Placement, budget: int) -> bool:
 def _read_bytes(demand: Demand, tokens: int | None = None) -> int:
     """Weights and KV that a forward reads. tokens: of the context, all of it if None"""
     tokens = demand.context_tokens if tokens is None else tokens
-    kv = tokens * demand.kv.token_bytes * demand.layers
+    kv = tokens * demand.kv.token_bytes * demand.kv.layers
     return demand.weights_bytes + demand.head_bytes + kv
 
 

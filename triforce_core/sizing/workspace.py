@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.layers import LayerSpec
+from triforce_core.model.tensors import matrices
+from triforce_core.sizing.drafting import LAW_ROWS
 from triforce_kernels.limits import (
     DECODE_BYTES,
     DECODED_AT_ONCE,
@@ -12,10 +16,7 @@ from triforce_kernels.limits import (
     PLANES_BYTES_ON_GPU,
     WIDENED_BYTES,
 )
-
-from offload.kv.sizes import SCORED_TOKENS
-from triforce_core.model.config import ModelConfig
-from triforce_core.sizing.drafting import LAW_ROWS
+from triforce_offload.kv.sizes import SCORED_TOKENS
 
 # Scores, sorted values and order, softmax, cumulative sum and masks of a law: see `sampling.law`.
 _LAW_BYTES_PER_TOKEN_OF_VOCABULARY = 40
@@ -26,10 +27,10 @@ _GRAPH_LIBRARY_BYTES = 64 << 20
 def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -> int:
     """The prompt's hidden states, one layer's KV, and the temporaries of one chunk."""
     chunk = min(chunk, tokens)
-    keys = 2 * config.kv_heads * config.head_dim
-    whole = tokens * (config.hidden + keys + 2 * config.head_dim) * itemsize
+    keys, head_dim = 2 * config.attention.keys, config.attention.head_dim
+    whole = tokens * (config.hidden + keys + 2 * head_dim) * itemsize
     # Angles and their cosines, in float32.
-    rope = tokens * config.head_dim * 4 * 4
+    rope = tokens * head_dim * 4 * 4
     return whole + max(rope, forward_bytes(config, chunk, itemsize))
 
 
@@ -37,11 +38,13 @@ def forward_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     """The temporaries of a forward over `tokens` tokens at once: the larger of attention and MLP,
     without what attention keeps between blocks.
     """
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    attention = tokens * (
-        (config.hidden + queries + 2 * keys + queries * 7) * itemsize + queries * 4 * 2
-    )
-    mlp = tokens * (config.hidden * 2 + config.mlp * 3) * itemsize
+    return max(_layer_bytes(spec, config.hidden, tokens, itemsize) for spec in set(config.layers))
+
+
+def _layer_bytes(spec: LayerSpec, hidden: int, tokens: int, itemsize: int) -> int:
+    queries, keys = spec.mixer.queries, spec.mixer.keys
+    attention = tokens * ((hidden + queries + 2 * keys + queries * 7) * itemsize + queries * 4 * 2)
+    mlp = tokens * (hidden * 2 + spec.mlp.width * 3) * itemsize
     return max(attention, mlp)
 
 
@@ -79,26 +82,27 @@ def _sliced_bytes(
 ) -> int:
     if not numbers:
         return 0
-    held = min(numbers, max(at_once, config.hidden, config.mlp))
-    widest = max(2 * config.mlp, (config.heads + 2 * config.kv_heads) * config.head_dim)
+    shapes = matrices(config)
+    held = min(numbers, max(at_once, *(columns for _, columns in shapes)))
+    widest = max(rows for rows, _ in shapes)
     return held * each + tokens * widest * itemsize
 
 
 def running_bytes(config: ModelConfig, tokens: int, splits: int) -> int:
     """What attention keeps between blocks, in float32, and what adding one to it takes."""
-    return tokens * config.heads * (config.head_dim + 4) * 4 * (splits + 2)
+    return tokens * config.attention.heads * (config.attention.head_dim + 4) * 4 * (splits + 2)
 
 
 def score_bytes(config: ModelConfig, tokens: int, chunks: int) -> int:
     """Scores of all chunks of one layer for each query, in float32: as attention writes them, as
     shares, and as averages.
     """
-    return tokens * config.heads * chunks * 4 * 3
+    return tokens * config.attention.heads * chunks * 4 * 3
 
 
 def refresh_bytes(config: ModelConfig, chunks: int) -> int:
     """Choosing the chunks of all layers: scores, their order, and masks."""
-    return config.layers * config.kv_heads * chunks * (4 * 2 + 8 * 2 + 4)
+    return len(config.kv_layers) * config.attention.kv_heads * chunks * (4 * 2 + 8 * 2 + 4)
 
 
 def law_bytes(config: ModelConfig, rows: int) -> int:
@@ -177,5 +181,5 @@ def _scoring_bytes(
 ) -> int:
     """What it takes besides that attention of `tokens` queries scores chunks."""
     chunks = -(-context_tokens // scored_chunk)
-    piece = config.heads * (block_tokens + tokens) * 4 * 2
+    piece = config.attention.heads * (block_tokens + tokens) * 4 * 2
     return score_bytes(config, tokens, chunks) + tokens * piece

@@ -154,7 +154,7 @@ def test_mistakes_get_one_sentence_and_their_exit_code(
 
 
 def test_debug_shows_the_traceback(speaking, capsys) -> None:
-    from offload.errors import DoesNotFitError
+    from triforce_offload.errors import DoesNotFitError
 
     with pytest.raises(DoesNotFitError):
         run(capsys, "generate", speaking, "--prompt", "x", "--device-memory", "9KiB", "--debug")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from command import GREEDY, run
-from trace_file import read_trace
+
+from bench.plot_trace import read_trace
 
 TEXT = ("--prompt", "Hello there", *GREEDY, "--quiet")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import interrupted_runs
 from command import heed_signals
 
-from offload.files import Output
+from triforce_offload.files import Output
 
 # What the signal comes at, and how far the run is then: its tokens, and whether its text has ended.
 MOMENTS = {
@@ -83,7 +83,7 @@ def test_who_leaves_at_once_leaves_no_part_of_a_file(tmp_path) -> None:
     program = """if True:
         import os, signal
         from triforce_core.cli.leaving import leave_at_once
-        from offload.files import Output
+        from triforce_offload.files import Output
         leave_at_once()
         with Output("file", "file").writing() as file:
             print(len(os.listdir()))

@@ -13,9 +13,9 @@ import time
 import pytest
 from command import GREEDY, heed_signals, run, wait_until_heeded
 
-from offload.link.emulated import EmulatedLink
 from triforce_core.cli.output import TextOutput
 from triforce_core.cli.signals import Stop
+from triforce_offload.link.emulated import EmulatedLink
 
 
 def start(*arguments: object, **options: object) -> subprocess.Popen:
@@ -35,6 +35,7 @@ def start(*arguments: object, **options: object) -> subprocess.Popen:
 SLOW = ("--device", "cpu", "--device-memory", "2050KiB", "--link-bandwidth")
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_text_and_stats(speaking, tmp_path, number: signal.Signals) -> None:
     """K1, over a link so slow that a pass takes a third of a second."""
@@ -103,6 +104,7 @@ def test_a_second_interrupt_exits_at_once(speaking) -> None:
     assert process.returncode == 130
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 2.4])
 def test_an_interrupt_while_starting_leaves_at_once(speaking, seconds: float) -> None:
     """In the middle of imports, of loading, or already of the text."""
@@ -183,6 +185,7 @@ def test_outputs_are_checked_before_anything_is_loaded(speaking, capsys, tmp_pat
     assert json.loads("{" + stats)["text"].rstrip("\n") == text.rstrip("\n")
 
 
+@pytest.mark.slow
 def test_stats_outlive_standard_error_too(speaking, tmp_path) -> None:
     stats = tmp_path / "stats.json"
     command = [sys.executable, "-P", "-m", "triforce_core.cli", "generate", speaking]

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from command import run
 from gguf_files import write_gguf
 from helpers import add_tokenizer, make_model
-from trace_file import read_trace
 
-from offload.checkpoint.header import read_json
-from offload.machine.profiles import EMULATED
+from bench.plot_trace import read_trace
 from triforce_core import Engine, SamplingParams, UsageError
+from triforce_core.cli.main import _parser
+from triforce_core.cli.options import engine_config
 from triforce_core.model.config import from_hf
+from triforce_core.model.hub_ids import hub_id_of, unsupported_family
+from triforce_core.model.shapes import SHAPES
 from triforce_core.planner.plan import Plan
+from triforce_core.settings import AUTO
+from triforce_offload.checkpoint.header import read_json
+from triforce_offload.machine.profiles import EMULATED
 
 KEYS = {
     *("seconds_per_token", "seconds_per_pass", "draft_seconds", "tokens_per_pass"),
@@ -76,6 +83,80 @@ def test_a_table_names_what_bounds_it_and_that_it_is_simulated(capsys) -> None:
         capsys, "plan", "llama2-7b-128k", "--gpu", "rtx4090", "--gpus", 2, "--link", "pcie4x8"
     )
     assert "not full width" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("Qwen/Qwen3-8B", "--context", 32768, "--dtype", "bfloat16"),
+        ("meta-llama/Llama-2-7b-hf", "--method", "speculative"),
+        ("llama2-7b-128k", "--gpus", 2),
+        ("qwen3-32b:Q4_K_M", "--context", 16384),
+    ],
+)
+def test_the_command_that_is_printed_runs_the_plan(capsys, arguments) -> None:
+    _, out, _ = run(capsys, "plan", *arguments, "--gpu", "rtx4090")
+    (command,) = [line for line in out.splitlines() if line.startswith("Run it: ")]
+    program, *words = shlex.split(command.removeprefix("Run it: "))
+    assert program == "triforce"
+    config = engine_config(_parser()[0].parse_args(words))
+    planned = figures(capsys, *arguments, "--gpu", "rtx4090")["plan"]
+    asked = asdict(config.method) | {"weights": config.weights, "kv": config.kv}
+    for name in ("method", "draft_tokens", "inner_draft_tokens", "draft_weights", "kv"):
+        assert asked[name] == planned[name], name
+    assert asked["weights"] == (AUTO if ":" in arguments[0] else planned["weights"])
+    assert (asked["budget"] or 0) == planned["budget"]
+    assert (config.max_context, config.machine.gpus) == (
+        planned["context_tokens"],
+        planned["gpus"],
+    )
+
+
+def test_a_saved_plan_is_run_by_its_file(capsys, tmp_path) -> None:
+    path = tmp_path / "my plan.json"
+    _, out, _ = run(capsys, "plan", "qwen3-8b", "--gpu", "rtx4090", "--save", path)
+    assert f"Run it: triforce generate Qwen/Qwen3-8B --plan '{path}'" in out
+
+
+def test_acceptance_that_nobody_measured_is_said_to_be_assumed(capsys) -> None:
+    case = ("plan", "llama2-7b-128k", "--gpu", "rtx4090")
+    assert "assumed" in run(capsys, *case)[1]
+    assert "assumed" not in run(capsys, *case, "--acceptance", 0.9)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "advice"),
+    [
+        (("qwen2.5-32b", "--context", 131072), "a smaller format of the weights"),
+        (("llama2-7b-128k", "--dtype", "bfloat16", "--kv", "dense"), "KV in planes (--kv planes)"),
+        (("llama2-7b-128k", "--draft-tokens", 8), "longer drafts"),
+        (("qwen3-14b", "--context", 32768, "--dtype", "bfloat16"), "a small draft model"),
+        (("Qwen/Qwen3-8B", "--draft-kv", "exact"), "--draft-kv auto"),
+    ],
+)
+def test_advice_follows_from_what_bounds_the_plan(capsys, arguments, advice: str) -> None:
+    said = figures(capsys, *arguments, "--gpu", "rtx4090")["bottleneck"]
+    assert advice in said
+    if "--draft-tokens" not in arguments:
+        assert "longer drafts" not in said, "the planner chose their length"
+    if "--draft-kv" not in arguments:
+        assert "--draft-kv" not in said, "the planner chose it"
+
+
+def test_hub_ids_are_known_by_their_names(capsys) -> None:
+    options = ("--gpu", "rtx4090", "--context", 8192)
+    by_id = figures(capsys, "meta-llama/Llama-3.1-8B-Instruct", *options)
+    assert by_id["plan"] == figures(capsys, "llama3.1-8b", *options)["plan"]
+    for model, family in (
+        ("google/gemma-3-27b-it", "Gemma"),
+        ("Qwen/Qwen3.8-27B", "Qwen3.5 and later"),
+        ("Qwen/Qwen3-30B-A3B", "mixture of experts"),
+    ):
+        code, _, err = run(capsys, "plan", model, *options)
+        assert code == 4
+        assert f"a family that is not supported: {family}" in err
+    assert all(hub_id_of(name) for name in SHAPES)
+    assert not any(map(unsupported_family, [*SHAPES, *map(hub_id_of, SHAPES)]))
 
 
 def test_two_slots_that_differ_are_as_slow_as_the_slowest(capsys) -> None:
@@ -141,6 +222,7 @@ def test_sizes_come_from_a_config_and_from_a_gguf_header(capsys, tiny, tmp_path)
     assert by_config["memory"] == by_header["memory"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -179,8 +261,8 @@ def test_the_trace_draws_and_says_that_it_is_simulated(capsys, tmp_path) -> None
     assert {event.name for event in tracks["host"]} >= {"draft", "verify"}
     assert all(event.args["simulated"] for events in tracks.values() for event in events)
     assert tracks["copy in"]
-    script = Path(__file__).parents[3] / "scripts" / "plot_trace.py"
-    subprocess.run([sys.executable, script, file, picture], check=True)
+    script = Path(__file__).parents[3] / "scripts" / "bench"
+    subprocess.run([sys.executable, script, "plot_trace", file, picture], check=True)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

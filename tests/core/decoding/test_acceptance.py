@@ -9,7 +9,7 @@ import torch
 from law_tests import LEAST_P, configuration, emitted, p_value, random_law
 
 from triforce_core.decoding.acceptance import Coupled, Draft, Optimal, accept, exponential_noise
-from triforce_core.decoding.laws import draw
+from triforce_core.decoding.distributions import draw
 
 DRAWS = int(os.environ.get("TRIFORCE_DRAWS", 50_000))
 

@@ -14,11 +14,12 @@ from law_tests import LEAST_P, p_value
 
 from triforce_core.decoding import tree
 from triforce_core.decoding.acceptance import Optimal
+from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.growing import Tree
 from triforce_core.decoding.growth import Growth
-from triforce_core.decoding.laws import laws
-from triforce_core.decoding.levels import Text, offer, settle
+from triforce_core.decoding.levels import propose_draft, verify_draft
 from triforce_core.decoding.small_model import _SmallModelProposer
+from triforce_core.decoding.text import Text
 from triforce_core.params import SamplingParams
 
 VOCAB, TOKENS = 8, 6_000
@@ -27,7 +28,7 @@ PARAMS = SamplingParams(temperature=0.6, top_p=0.9)
 # What follows each token: of the model, and of what drafts for it.
 LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1))
 DRAFT = LOGITS + 0.8 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(2))
-TARGET = laws(LOGITS, PARAMS)
+TARGET = distributions(LOGITS, PARAMS)
 
 
 class Drafter:
@@ -64,8 +65,8 @@ def law(rule: Optimal, growth: Growth, until: float = 0.0) -> tuple[float, list[
     for looked in range(1_000, TOKENS + 1_000, 1_000):
         while text.committed < min(looked, TOKENS):
             propose = partial(proposer.branch, text, growth, 9, 3)
-            made = offer(propose, text, CPU)
-            outcome = settle(made, TARGET[made.fed], verifying, text, lambda rows: None, 0.0)
+            made = propose_draft(propose, text, CPU)
+            outcome = verify_draft(made, TARGET[made.fed], verifying, text, lambda rows: None, 0.0)
             growth.observe(outcome, tree=True)
             text.commit(outcome.tokens)
             accepted.append(outcome.accepted)
@@ -89,16 +90,16 @@ def test_a_text_by_trees_has_the_targets_law() -> None:
 class Sharper(Optimal):
     """Draws from another law than it says."""
 
-    def draw(self, laws: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
-        return super().draw(laws**2 / (laws**2).sum(-1, keepdim=True), position)
+    def draw(self, probs: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
+        return super().draw(probs**2 / (probs**2).sum(-1, keepdim=True), position)
 
 
 class Choosy(Optimal):
     """Looks at what was drawn, and draws again what it does not like."""
 
-    def draw(self, laws: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
-        one, other = (super(Choosy, self).draw(laws, position) for _ in range(2))
-        sure = [laws.gather(1, each[:, None])[:, 0] for each in (one, other)]
+    def draw(self, probs: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
+        one, other = (super(Choosy, self).draw(probs, position) for _ in range(2))
+        sure = [probs.gather(1, each[:, None])[:, 0] for each in (one, other)]
         return torch.where(sure[0] >= sure[1], one, other)
 
 
@@ -115,8 +116,8 @@ class Rarest(Optimal):
         super().__init__(torch.Generator().manual_seed(3))
         self.drawn: list[int] = []
 
-    def draw(self, laws: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
-        rarest = laws.masked_fill(laws == 0, 2.0).argmin(-1)
+    def draw(self, probs: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
+        rarest = probs.masked_fill(probs == 0, 2.0).argmin(-1)
         self.drawn += rarest.tolist()
         return rarest
 
@@ -157,13 +158,15 @@ def test_children_are_distinct_and_those_that_are_sure_the_likeliest() -> None:
         tokens, branches = draft.tokens.tolist(), draft.branches
         assert len(tokens) <= 30
         assert max(branches.depths) <= 4
-        assert len(branches.drawn) == len(draft.laws)
+        assert len(branches.drawn) == len(draft.probs)
         for index, token in enumerate(branches.drawn):
             row = branches.parents[token]
             before = tokens[row - 1] if row else start
             # Each law is that of the place where its token was drawn.
-            torch.testing.assert_close(draft.laws[index], laws(DRAFT[before][None], PARAMS)[0])
-            assert draft.laws[index, tokens[token]] > 0
+            torch.testing.assert_close(
+                draft.probs[index], distributions(DRAFT[before][None], PARAMS)[0]
+            )
+            assert draft.probs[index, tokens[token]] > 0
         for row, children in enumerate(branches.children):
             said = [tokens[child - 1] for child in children]
             before = tokens[row - 1] if row else start
@@ -198,8 +201,8 @@ def seconds_per_token(
             propose = partial(proposer.branch, text, growth, nodes, growth.deepest)
         else:
             propose = partial(proposer.propose, text, 3)
-        made = offer(propose, text, CPU)._replace(seconds=level * drafter.forwards)
-        outcome = settle(made, target[made.fed], rule, text, lambda rows: None, 0.0)
+        made = propose_draft(propose, text, CPU)._replace(seconds=level * drafter.forwards)
+        outcome = verify_draft(made, target[made.fed], rule, text, lambda rows: None, 0.0)
         took = verify + row * outcome.drafted
         outcome = outcome._replace(draft_seconds=made.seconds, verify_seconds=took, warm=True)
         growth.observe(outcome, tree=nodes > 0)

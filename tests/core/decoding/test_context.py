@@ -16,13 +16,13 @@ from helpers import BLOCK, PLACEMENTS, VOCAB, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 from recorder import ReplayRecorder
 
-from offload.errors import LinkError, OutOfDeviceMemoryError
-from offload.kv.store import KVStore
-from offload.link.emulated import EmulatedLink
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context, Interrupted
 from triforce_core.decoding.decoder import advance
 from triforce_core.decoding.levels import Tallies, Tally
+from triforce_offload.errors import LinkError, OutOfDeviceMemoryError
+from triforce_offload.kv.store import KVStore
+from triforce_offload.link.emulated import EmulatedLink
 
 CONTEXT = 160
 METHODS = {
@@ -78,8 +78,8 @@ def test_logits_equal_those_of_a_fresh_model_whatever_the_context_held(
                         raise Interrupted
 
                 with pytest.raises(Interrupted):
-                    context.read(prompt, 20, interrupt)
-            read = context.read(prompt, 20, lambda _: None)
+                    context.prefill(prompt, 20, interrupt)
+            read = context.prefill(prompt, 20, lambda _: None)
             reused += read.reused
             with torch.no_grad():
                 expected = exact(torch.tensor([prompt])).logits[0, -1:]
@@ -87,12 +87,14 @@ def test_logits_equal_those_of_a_fresh_model_whatever_the_context_held(
             decoder = ours.drafting.decoder(
                 context, SamplingParams(20), _rule(choose), (), Tallies(Tally(), Tally())
             )
-            decoder.start(read)
-            for _ in range(choose.randint(0, 4)):
-                advance(decoder, context.run, 16)
-                context.begin(1)
+            for i in range(choose.randint(0, 4)):
+                if i:
+                    advance(decoder, context.run, 16)
+                else:
+                    decoder.first(read)
+                context.refresh(1)
             known = context.text.tokens
-            context.passes.end()
+            context.end()
         assert reused > 300
         context.close()
         assert (runtime.memory.available_bytes, runtime.host_blocks.taken_bytes) == before
@@ -270,7 +272,7 @@ def test_lent_memory_comes_back_after_a_reading_that_is_interrupted(
     prompt = [token % VOCAB for token in range(100)]
     with engine(path, "ngram", "kv-lent") as ours:
         context = Context(ours.models)
-        passes, placement = context.passes, ours.runtime.placement
+        sequence, placement = context.sequence, ours.runtime.placement
         if refused:
 
             def refuse(*_: object) -> None:
@@ -282,15 +284,15 @@ def test_lent_memory_comes_back_after_a_reading_that_is_interrupted(
             raise Interrupted
 
         def on_device() -> int:
-            return sum(map(passes.kv.on_device, range(3)))
+            return sum(map(sequence.kv.on_device, range(3)))
 
-        context.read(prompt, 20, lambda _: None)
+        context.prefill(prompt, 20, lambda _: None)
         with pytest.raises(Interrupted):
-            context.read([*prompt, *range(60)], 20, stop)
+            context.prefill([*prompt, *range(60)], 20, stop)
         assert on_device() == placement.resident_kv_blocks
         with pytest.warns(RuntimeWarning, match="planted") if refused else nullcontext():
             # So few tokens are a pass.
-            context.read([*prompt, 1], 20, lambda _: None)
+            context.prefill([*prompt, 1], 20, lambda _: None)
         lent = 0 if refused else placement.lent_kv_blocks
         assert on_device() == placement.resident_kv_blocks + lent
         context.close()

@@ -9,17 +9,18 @@ import torch
 from float_bounds import assert_within
 from helpers import VOCAB, random_ids
 
-from offload.kv.store import KVShape
-from offload.link.trace import NoTrace
-from offload.memory.device import DeviceMemory
-from offload.weights import ResidentWeights
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.acceptance import Optimal
-from triforce_core.decoding.levels import Proposer, Text
+from triforce_core.decoding.levels import Proposer
 from triforce_core.decoding.ngram import NGramDrafter
 from triforce_core.decoding.resident import ResidentModel
 from triforce_core.decoding.small_model import SINKS, SmallModelDrafter, WindowCache
+from triforce_core.decoding.text import Text
 from triforce_core.model.rope import rotate
+from triforce_offload.kv.store import KVShape
+from triforce_offload.link.trace import NoTrace
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.weights import ResidentWeights
 
 CPU = torch.device("cpu")
 
@@ -29,7 +30,7 @@ def ngram(tokens: list[int], count: int, committed: int | None = None) -> list[i
     if committed is not None:
         text.committed = committed
     draft = NGramDrafter(CPU).propose(text, count)
-    assert draft.laws is None, "one-hot"
+    assert draft.probs is None, "one-hot"
     return draft.tokens.tolist()
 
 

@@ -68,7 +68,7 @@ def test_placements_are_bitwise_equal(tiny, family: str, monkeypatch: pytest.Mon
         with engine(path, name, method="autoregressive") as ours:
             result = ours.generate(prompt, greedy())
             logits[name] = recorder.take()
-        streamed = ours.config.layers - result.stats["placement"]["resident_weight_layers"]
+        streamed = len(ours.config.layers) - result.stats["placement"]["resident_weight_layers"]
         assert streamed == len(PLACEMENTS[name].streamed_layers)
         assert (result.stats["link"]["bytes_to_device"] > 0) == (name != "resident")
     for name, rows in logits.items():

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from triforce_core.decoding.growing import Tree, younger
 from triforce_core.decoding.growth import Growth
-from triforce_core.decoding.levels import Text
 from triforce_core.decoding.ngram import NGramDrafter
+from triforce_core.decoding.text import Text
 from triforce_core.decoding.tree import Branches
 from triforce_core.decoding.trie import trie
 
@@ -170,7 +170,7 @@ def test_a_trie_is_of_what_followed(tokens: list[int], nodes: int, deepest: int)
     drawn = draft.tokens.tolist()
     assert len(drawn) <= nodes
     assert max(branches.depths) <= deepest
-    assert draft.laws is None
+    assert draft.probs is None
     assert not branches.drawn
     endings = {
         place for place in range(1, len(tokens) - 1) if tokens[place - 1 : place + 1] == tokens[-2:]

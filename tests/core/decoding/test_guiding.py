@@ -9,10 +9,10 @@ import pytest
 import torch
 from helpers import BLOCK, placed, write_tokens_of_bytes
 
-from offload.errors import UsageError
 from triforce_core import Engine, SamplingParams
 from triforce_core.guiding import GrammarLimitError, Guide, guide_of
 from triforce_core.opening import OpenModel
+from triforce_offload.errors import UsageError
 
 pytest.importorskip("llguidance")
 

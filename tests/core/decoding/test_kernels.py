@@ -7,10 +7,10 @@ import pytest
 import torch
 from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, make_model, random_ids
-from triforce_kernels import dispatch
-from triforce_kernels.dispatch import KERNELS, REFERENCE, TRITON, VARIABLE
 
 from triforce_core import Engine, SamplingParams
+from triforce_kernels import dispatch
+from triforce_kernels.dispatch import KERNELS, REFERENCE, TRITON, VARIABLE
 
 pytest.importorskip("triton")
 
@@ -39,7 +39,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return seen
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "drafts", "draft_kv"), [("qwen3", "model", "exact"), ("llama", "ngram", "int8")]
 )
@@ -78,7 +78,7 @@ def test_sampled_text_is_the_same_if_coins_fall_alike(tiny, monkeypatch) -> None
     assert texts[0] == texts[1]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", ["stored", "substituted"])
 def test_weights_that_are_not_dense_give_the_same_text(
     tmp_path, monkeypatch, used, packed: str

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from triforce_core.decoding.laws import draw, laws
+from triforce_core.decoding.distributions import distributions, draw
 from triforce_core.params import SamplingParams
 
 VOCAB = 50
@@ -31,7 +31,7 @@ def test_laws_equal_the_warpers_of_transformers(temperature, top_k, top_p) -> No
     logits = 3 * torch.randn(200, VOCAB, generator=generator)
     logits[:20] = logits[:20].round()  # rows with many ties
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    ours = laws(logits, params)
+    ours = distributions(logits, params)
     assert (ours - transformers_law(logits, params)).abs().max() <= 1e-6
     assert (ours.sum(-1) - 1).abs().max() < 1e-5
 
@@ -39,7 +39,7 @@ def test_laws_equal_the_warpers_of_transformers(temperature, top_k, top_p) -> No
 def test_temperature_zero_is_one_hot_and_takes_the_first_of_ties() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, -1.0, 0.0]])
     for top_p in (1.0, 0.1):
-        one_hot = laws(logits, SamplingParams(temperature=0, top_p=top_p))
+        one_hot = distributions(logits, SamplingParams(temperature=0, top_p=top_p))
         assert one_hot.tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
@@ -47,7 +47,7 @@ def test_temperature_zero_is_one_hot_and_takes_the_first_of_ties() -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_seen(temperature, bad) -> None:
     logits = torch.tensor([[1.0, bad, 0.0], [1.0, 2.0, 0.0]])
-    tokens = draw(laws(logits, SamplingParams(temperature=temperature)), torch.Generator())
+    tokens = draw(distributions(logits, SamplingParams(temperature=temperature)), torch.Generator())
     assert tokens[0] == -1
     assert tokens[1] >= 0
 
@@ -55,11 +55,16 @@ def test_logits_that_are_not_finite_are_seen(temperature, bad) -> None:
 def test_tiny_temperatures_are_the_arg_max() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.9999]])
     for temperature in (1e-9, 1e-40, 5e-324):
-        assert laws(logits, SamplingParams(temperature=temperature)).tolist() == [[0, 1, 0]]
+        assert distributions(logits, SamplingParams(temperature=temperature)).tolist() == [
+            [0, 1, 0]
+        ]
 
 
 def test_half_precision_logits_give_float32_laws() -> None:
-    assert laws(torch.zeros(1, 4, dtype=torch.bfloat16), SamplingParams()).dtype == torch.float32
+    assert (
+        distributions(torch.zeros(1, 4, dtype=torch.bfloat16), SamplingParams()).dtype
+        == torch.float32
+    )
 
 
 @pytest.mark.parametrize("vocab", [3, 8, 32])

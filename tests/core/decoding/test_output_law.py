@@ -15,18 +15,18 @@ import torch
 from helpers import BLOCK, PLACEMENTS, make_model, random_ids
 from law_tests import LEAST_P, p_value
 from thread_ranks import ThreadLeader
-from triforce_kernels.int4 import Int4Weight
-from triforce_kernels.upper import UpperWeight
 
-from offload.placement import Placement
 from triforce_core import Completion, Engine, SamplingParams
 from triforce_core.decoding.context import Context
-from triforce_core.decoding.laws import laws
+from triforce_core.decoding.distributions import distributions
+from triforce_kernels.weights.int4 import Int4Weight
+from triforce_kernels.weights.upper import UpperWeight
+from triforce_offload.placement import Placement
 
 VOCAB = 8
 TOKENS = 3
 PROMPT = random_ids(40, 1, VOCAB)
-# For all ways together, as many for each. More, and at more temperatures: scripts/long_laws.py.
+# For all ways together, as many for each. More, and at more temperatures: scripts/checks long_laws.
 SAMPLES = 8_000
 SIZES = {
     "vocab_size": VOCAB,
@@ -90,7 +90,7 @@ def making_noise() -> Iterator[None]:
             part.view(torch.uint8).random_(generator=generator)
 
     uncached = patch("triforce_core.loading._substitutes_cache", lambda *_: None)
-    with patch("offload.substitutes._quantise_into", fill), uncached:
+    with patch("triforce_offload.substitutes._quantise_into", fill), uncached:
         yield
 
 
@@ -107,7 +107,7 @@ def spoilt(way: str) -> Iterator[None]:
         if way == "noise":
             stack.enter_context(making_noise())
         if way == "noisy cache":
-            for module in ("offload.kv.rounded", "triforce_kernels.rounding"):
+            for module in ("triforce_offload.kv.rounded", "triforce_kernels.kv.rounding"):
                 stack.enter_context(patch(f"{module}.rounded", noisy_round))
         yield
 
@@ -164,7 +164,9 @@ def exact_law(model: torch.nn.Module, temperature: float, top_p: float) -> torch
     texts = torch.tensor([[*PROMPT, *outcome] for outcome in outcomes])
     with torch.no_grad():
         logits = model(texts).logits[:, len(PROMPT) - 1 : -1]
-    each = laws(logits.reshape(-1, VOCAB), SamplingParams(temperature=temperature, top_p=top_p))
+    each = distributions(
+        logits.reshape(-1, VOCAB), SamplingParams(temperature=temperature, top_p=top_p)
+    )
     each = each.view(len(outcomes), TOKENS, VOCAB).double()
     chosen = torch.tensor(outcomes).unsqueeze(-1)
     return each.gather(-1, chosen).squeeze(-1).prod(-1)
@@ -251,8 +253,10 @@ def law_of_engine(engine: Engine) -> torch.Tensor:
     context, each = Context(engine.models), {}
     for length in range(TOKENS):
         for beginning in product(range(VOCAB), repeat=length):
-            read = context.read([*PROMPT, *beginning], 1, lambda layer: None)
-            each[beginning] = laws(read.logits, SamplingParams(temperature=1.0))[0].double()
+            read = context.prefill([*PROMPT, *beginning], 1, lambda layer: None)
+            each[beginning] = distributions(read.logits, SamplingParams(temperature=1.0))[
+                0
+            ].double()
     context.close()
     outcomes = product(range(VOCAB), repeat=TOKENS)
     return torch.stack([prod_of(each[o[:i]][o[i]] for i in range(TOKENS)) for o in outcomes])
@@ -278,7 +282,7 @@ def test_three_tokens_have_the_exact_law_whatever_is_read_of_planes(
         exact = law_of_engine(plain)
     counts: Counter = Counter()
     accepted: Counter = Counter()
-    patched = patch("triforce_kernels.linear.upper_matmul", noisy_product)
+    patched = patch("triforce_kernels.weights.upper.upper_matmul", noisy_product)
     drafting |= BY_PLANES[way] | {"weights": "planes", "draft_weights": "planes"}
     with (
         patched if way == "noise" else nullcontext(),

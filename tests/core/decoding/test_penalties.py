@@ -14,11 +14,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from offload.errors import UsageError
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.laws import laws
-from triforce_core.decoding.levels import Text
+from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.penalties import changed
+from triforce_core.decoding.text import Text
+from triforce_offload.errors import UsageError
 
 VOCAB = 23
 BIASES = ((3, 2.5), (7, -4.0))
@@ -51,7 +51,7 @@ def test_laws_are_transformers(seed: int) -> None:
     )
     row = logits(1, seed)
     expected = theirs(torch.tensor([said.tokens]), row.clone()).softmax(-1)
-    found = laws(row, params, said)
+    found = distributions(row, params, said)
     assert torch.allclose(found, expected, atol=1e-6)
     assert torch.equal(found > 0, expected > 0)
 

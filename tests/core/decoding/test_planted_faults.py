@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from law_tests import LEAST_P, p_value
 
 from triforce_core.decoding.acceptance import Draft, Optimal, Verdict, accept
+from triforce_core.decoding.distributions import draw
 from triforce_core.decoding.draft_length import Fixed
-from triforce_core.decoding.laws import draw
-from triforce_core.decoding.levels import Middle, Nothing, Tally, Text, speculate
+from triforce_core.decoding.levels import Nothing, RetrievalLevel, Tally, speculate
+from triforce_core.decoding.text import Text
 
 VOCAB = 6
 # What kills the most stubborn fault; the sound levels pass over as many. Ten times as many:
-# scripts/long_laws.py.
+# scripts/checks long_laws.
 TOKENS = 12_000
 # Tokens between two looks at whether a fault is dead.
 BETWEEN = 2_000
@@ -49,7 +50,7 @@ class Chain:
     device: torch.device = CPU
     kept: list[int] = field(default_factory=list)
 
-    def laws(self, tokens: torch.Tensor) -> torch.Tensor:
+    def probs(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.laws_after[tokens]
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -63,14 +64,14 @@ class ChainDrafter:
         self._drawn, self._said, self._generator = drawn, said, generator
 
     def propose(self, text: Text, count: int) -> Draft:
-        last, tokens, laws = text.tokens[-1], [], []
+        last, tokens, probs = text.tokens[-1], [], []
         for _ in range(count):
-            laws.append(self._said[last])
+            probs.append(self._said[last])
             last = int(draw(self._drawn[last : last + 1], self._generator))
             tokens.append(last)
         if not tokens:
             return Nothing(CPU).propose(text, 0)
-        return Draft(torch.tensor(tokens), torch.stack(laws))
+        return Draft(torch.tensor(tokens), torch.stack(probs))
 
 
 class FaultyRule(Optimal):
@@ -81,49 +82,49 @@ class FaultyRule(Optimal):
         self._coins = generator
         self._fault = fault
 
-    def accept(self, draft: Draft, laws: torch.Tensor, position: int) -> Verdict:
-        drawn_from = draft.laws
+    def accept(self, draft: Draft, probs: torch.Tensor, position: int) -> Verdict:
+        drawn_from = draft.probs
         if drawn_from is None:
             drawn_from = F.one_hot(draft.tokens, VOCAB).float()
-        return self._fault(draft.tokens, drawn_from, laws, self._coins)
+        return self._fault(draft.tokens, drawn_from, probs, self._coins)
 
 
-def target_for_residual(tokens, draft_laws, target_laws, generator) -> Verdict:
+def target_for_residual(tokens, draft_probs, target_probs, generator) -> Verdict:
     """The published TriForce rule: a rejected token is replaced by a draw from p itself."""
-    accepted = accept(tokens, draft_laws, target_laws, generator).accepted
-    return Verdict(accepted, draw(target_laws[accepted].view(1, -1), generator)[0])
+    accepted = accept(tokens, draft_probs, target_probs, generator).accepted
+    return Verdict(accepted, draw(target_probs[accepted].view(1, -1), generator)[0])
 
 
-def absolute_residual(tokens, draft_laws, target_laws, generator) -> Verdict:
-    accepted = accept(tokens, draft_laws, target_laws, generator).accepted
-    rest = (target_laws[accepted] - F.pad(draft_laws, (0, 0, 0, 1))[accepted]).abs()
+def absolute_residual(tokens, draft_probs, target_probs, generator) -> Verdict:
+    accepted = accept(tokens, draft_probs, target_probs, generator).accepted
+    rest = (target_probs[accepted] - F.pad(draft_probs, (0, 0, 0, 1))[accepted]).abs()
     return Verdict(accepted, draw(rest.view(1, -1), generator)[0])
 
 
-def stale_bonus(tokens, draft_laws, target_laws, generator) -> Verdict:
+def stale_bonus(tokens, draft_probs, target_probs, generator) -> Verdict:
     """After a draft that held wholly: the law one position too early."""
-    verdict = accept(tokens, draft_laws, target_laws, generator)
+    verdict = accept(tokens, draft_probs, target_probs, generator)
     if len(tokens) and verdict.accepted == len(tokens):
-        return Verdict(verdict.accepted, draw(target_laws[-2:-1], generator)[0])
+        return Verdict(verdict.accepted, draw(target_probs[-2:-1], generator)[0])
     return verdict
 
 
-class WrongLaw(Middle):
+class WrongLaw(RetrievalLevel):
     """Hands its tokens up with the drafter's laws in place of its own."""
 
     def propose(self, text: Text, count: int) -> Draft:
         draft = super().propose(text, count)
         before = [text.tokens[-1], *draft.tokens.tolist()[:-1]]
-        return Draft(draft.tokens, DRAFT[before] if len(draft.tokens) else draft.laws)
+        return Draft(draft.tokens, DRAFT[before] if len(draft.tokens) else draft.probs)
 
 
 class TargetLaw(WrongLaw):
     """Hands its tokens up with the target's laws: the ratio is one, everything is accepted."""
 
     def propose(self, text: Text, count: int) -> Draft:
-        draft = Middle.propose(self, text, count)
+        draft = RetrievalLevel.propose(self, text, count)
         before = [text.tokens[-1], *draft.tokens.tolist()[:-1]]
-        return Draft(draft.tokens, TARGET[before] if len(draft.tokens) else draft.laws)
+        return Draft(draft.tokens, TARGET[before] if len(draft.tokens) else draft.probs)
 
 
 def run(
@@ -131,12 +132,12 @@ def run(
     inner: Callable | None = None,
     outer: Callable | None = None,
     said: torch.Tensor = DRAFT,
-    middle: type[Middle] = Middle,
+    middle: type[RetrievalLevel] = RetrievalLevel,
     lengths: tuple[int, int] = (5, 2),
     tokens: int = TOKENS,
     until: float = 0.0,
     seed: int = 0,
-) -> tuple[float, Middle, list[int]]:
+) -> tuple[float, RetrievalLevel, list[int]]:
     """The p-value of a long text's transitions; the middle level; accepted lengths at the top.
 
     until: a p-value below which the text may end early

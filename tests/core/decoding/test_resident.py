@@ -11,15 +11,15 @@ from helpers import BLOCK, FAMILIES, PLACEMENTS, random_ids
 from oracle import greedy
 from recorder import ReplayRecorder
 
-from offload.kv.dense import DenseKV
-from offload.kv.rounded import RoundedKV
-from offload.link.trace import NoTrace
-from offload.memory.device import DeviceMemory
-from offload.weights import ResidentWeights
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding import hierarchy
-from triforce_core.decoding.laws import laws
+from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.resident import ResidentModel, padded
+from triforce_offload.kv.dense import DenseKV
+from triforce_offload.kv.rounded import RoundedKV
+from triforce_offload.link.trace import NoTrace
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.weights import ResidentWeights
 
 CPU = torch.device("cpu")
 # A nucleus has an edge, where rounding decides.
@@ -63,11 +63,11 @@ def test_recorded_forwards_equal_eager_ones(tiny, family: str, kind: type[DenseK
             kept = int(torch.randint(min(count, 3) + 1, (), generator=generator))
             tokens = torch.tensor(random_ids(count, int(both[0][1].end)))
             eager, recorded = (
-                laws(model.logits(tokens, kv.end + 7), SAMPLED) for model, kv in both
+                distributions(model.logits(tokens, kv.end + 7), SAMPLED) for model, kv in both
             )
             assert recorded.shape == eager.shape == (count, engine.config.vocab)
             assert_within(recorded, eager, near)
-            last = laws(both[1][0].logits(tokens, both[1][1].end + 7, last=True), SAMPLED)
+            last = distributions(both[1][0].logits(tokens, both[1][1].end + 7, last=True), SAMPLED)
             assert_within(last, eager[-1:], near)
             for _, kv in both:
                 kv.keep(range(kept))
@@ -81,19 +81,19 @@ def test_rounds_know_whether_anything_was_recorded_in_them(tiny, monkeypatch) ->
     path, _ = tiny("llama")
     options = {"device": "cpu", "max_context": 200, "method": "triforce", "draft": "none"}
     rounds, recorder = [], ReplayRecorder()
-    propose, settle, known = hierarchy.offer, hierarchy.settle, []
+    propose, verify_draft, known = hierarchy.propose_draft, hierarchy.verify_draft, []
 
     def proposing(*values):
         known.append(recorder.recorded)
         return propose(*values)
 
     def settling(*values):
-        outcome = settle(*values)
+        outcome = verify_draft(*values)
         rounds.append((outcome.warm, recorder.recorded == known[-1]))
         return outcome
 
-    monkeypatch.setattr(hierarchy, "offer", proposing)
-    monkeypatch.setattr(hierarchy, "settle", settling)
+    monkeypatch.setattr(hierarchy, "propose_draft", proposing)
+    monkeypatch.setattr(hierarchy, "verify_draft", settling)
     with Engine.from_pretrained(path, draft_tokens=5, budget=48, **options) as engine:
         engine.models = replace(engine.models, recorder=recorder)
         engine.generate(random_ids(100), greedy(60))

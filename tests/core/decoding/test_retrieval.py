@@ -8,13 +8,13 @@ import pytest
 import torch
 from float_bounds import assert_within, forward_bound
 from helpers import BLOCK, PLACEMENTS, random_ids
-from triforce_kernels.rounding import rounded
 
-from offload.kv.rounded import RoundedKV
-from offload.kv.scores import ChunkScores, Score
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.retrieval import RetrievalCache
+from triforce_kernels.kv.rounding import rounded
+from triforce_offload.kv.rounded import RoundedKV
+from triforce_offload.kv.scores import ChunkScores, Score
 
 CHUNK = 4
 
@@ -253,14 +253,14 @@ def test_mean_is_chosen_once_until_new_tokens_take_a_quarter(tiny, monkeypatch) 
 def test_step_uses_what_was_committed(tiny, watched, monkeypatch) -> None:
     """Level 1's own KV of a draft is gone after the pass: it came from approximate attention."""
     path, _ = tiny("llama")
-    original = Context.begin
+    original = Context.refresh
     lengths = []
 
-    def begin(context: Context, scored: int) -> None:
+    def refresh(context: Context, scored: int) -> None:
         original(context, scored)
-        lengths.append((watched[0].length, context.passes.length))
+        lengths.append((watched[0].length, context.length))
 
-    monkeypatch.setattr(Context, "begin", begin)
+    monkeypatch.setattr(Context, "refresh", refresh)
     with all_in(path) as engine:
         engine.generate(random_ids(30), SamplingParams(40, temperature=1.0, seed=1))
     assert len(lengths) > 5

@@ -9,9 +9,9 @@ import pytest
 import torch
 from helpers import BLOCK, FAMILIES, LAYERS, PLACEMENTS, random_ids
 
-from offload.errors import UsageError
-from offload.kv.rounded import RoundedKV
 from triforce_core import Engine, SamplingParams
+from triforce_offload.errors import UsageError
+from triforce_offload.kv.rounded import RoundedKV
 
 PROMPT = random_ids(75)
 GREEDY = SamplingParams(40, temperature=0)
@@ -86,7 +86,7 @@ def test_scales_are_measured_again_whenever_the_text_has_doubled(tiny, monkeypat
         context = drafting._contexts.latest
         measured = lengths[lengths.index(20) :]
         assert len(measured) >= 3
-        for before, after in pairwise([*measured, 2 * context.passes.length]):
+        for before, after in pairwise([*measured, 2 * context.length]):
             assert 2 * before <= after
         for before, after in pairwise(measured):
             # No pass keeps more than a draft of 5 and the token behind it.
@@ -94,8 +94,8 @@ def test_scales_are_measured_again_whenever_the_text_has_doubled(tiny, monkeypat
         whole = measured[-1] // 8 * 8
         reach = 1.2 + measured[-1] ** -0.5
         for layer in range(LAYERS):
-            peak = context.passes.kv.on_host(layer)[:, :, :whole].abs().amax(2)
-            torch.testing.assert_close(context.retrieval.kv.scale[layer], peak * reach / 127)
+            peak = context.sequence.kv.on_host(layer)[:, :, :whole].abs().amax(2)
+            torch.testing.assert_close(context.levels.retrieval.kv.scale[layer], peak * reach / 127)
 
 
 def test_a_cache_takes_a_quarter_of_float32s_bytes(tiny) -> None:

@@ -19,13 +19,13 @@ from law_tests import (
     trees_drawn,
 )
 
-from offload.errors import CheckpointError, UsageError
-from offload.feed import Feed
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding import tree
 from triforce_core.decoding.acceptance import Coupled, Draft, Optimal
 from triforce_core.decoding.tree import Branches
 from triforce_core.settings import EngineConfig
+from triforce_offload.errors import CheckpointError, UsageError
+from triforce_offload.feed import Feed
 
 DRAWS = int(os.environ.get("TRIFORCE_DRAWS", 50_000))
 # A root with a drawn child and two others, the first and the last of which have children.
@@ -45,8 +45,8 @@ def test_what_comes_after_each_row_has_the_target_law(seed: int) -> None:
 
 def fork(seed: int, vocab: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    laws = [random_law(vocab, "full", generator) for _ in range(10)]
-    return torch.stack(laws[:3]), torch.stack(laws[3:])
+    probs = [random_law(vocab, "full", generator) for _ in range(10)]
+    return torch.stack(probs[:3]), torch.stack(probs[3:])
 
 
 def law_of_fork(propose: Callable[..., torch.Tensor] = trees_drawn) -> float:
@@ -115,12 +115,12 @@ def test_a_seeds_tree_is_followed_as_far_as_it_says_what_plain_decoding_does(tem
     vocab, rule = 6, Coupled(17)
     generator = torch.Generator().manual_seed(9)
     for trial in range(100):
-        laws = (torch.randn(7, vocab, generator=generator) / temperature).softmax(-1)
+        probs = (torch.randn(7, vocab, generator=generator) / temperature).softmax(-1)
         tokens = torch.tensor([*torch.randperm(vocab, generator=generator)[:3], 1, 4, 2])
-        verdict = rule.accept(Draft(tokens, None, (), FORK), laws, trial)
+        verdict = rule.accept(Draft(tokens, None, (), FORK), probs, trial)
         row = 0
         while True:
-            own = int(rule.draw(laws[row : row + 1], trial + FORK.depths[row]))
+            own = int(rule.draw(probs[row : row + 1], trial + FORK.depths[row]))
             after = [child for child in FORK.children[row] if tokens[child - 1] == own]
             if not after:
                 break

@@ -14,9 +14,9 @@ from gguf_files import write_gguf
 from helpers import BLOCK, make_model, random_ids
 from safetensors.torch import load_file, save_file
 
-from offload.errors import CheckpointError, UnsupportedModelError, UsageError
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.checkpoint import open_checkpoint
+from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 
 PROMPT, NEW = random_ids(40), 30
 GREEDY = SamplingParams(max_new_tokens=NEW, temperature=0)
@@ -141,7 +141,7 @@ def test_weights_are_never_twice_in_memory(tiny, tmp_path, monkeypatch) -> None:
     """Each piece is dequantised in small chunks, straight into the buffer where it will live."""
     _, model = tiny("llama")
     write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
-    monkeypatch.setattr("offload.checkpoint.gguf._CHUNK_ELEMENTS", 256)
+    monkeypatch.setattr("triforce_offload.checkpoint.gguf._CHUNK_ELEMENTS", 256)
     sizes = []
     original = gguf.quants.dequantize
 
@@ -150,7 +150,7 @@ def test_weights_are_never_twice_in_memory(tiny, tmp_path, monkeypatch) -> None:
         sizes.append(values.size)
         return values
 
-    monkeypatch.setattr("offload.checkpoint.gguf.dequantize", spy)
+    monkeypatch.setattr("triforce_offload.checkpoint.gguf.dequantize", spy)
     tokens = generate(tmp_path / "m.gguf")
     assert len(tokens) == NEW
     # A head's rows are one step where q and k are permuted: 16 rows of 64.

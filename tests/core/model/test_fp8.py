@@ -11,8 +11,8 @@ from helpers import BLOCK, PLACEMENTS, make_model, random_ids
 from oracle import assert_equal_but_for_ties
 from safetensors.torch import load_file, save_file
 
-from offload.errors import CheckpointError, UnsupportedModelError
 from triforce_core import Engine, SamplingParams
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 PROMPT, NEW = random_ids(60), 24
 GREEDY = SamplingParams(NEW, temperature=0)

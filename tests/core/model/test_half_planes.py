@@ -8,12 +8,13 @@ import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
 
-from offload.formats import Dtype
-from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
+from triforce_core.decoding.decoder import Ask
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.tensors import dense_layouts, plane_layouts
+from triforce_offload.formats import Dtype
+from triforce_offload.placement import Placement
 
 PROMPT, GREEDY = random_ids(75), SamplingParams(24, temperature=0)
 HALVED = Placement((0, 1, 2), True, 10**6, 2, 0, 0, halved_layers=(0, 1, 2))
@@ -36,9 +37,9 @@ def test_logits_are_bitwise_those_of_dense_weights(tiny, family: str, placement:
         options = {"method": "speculative", "draft_tokens": 4, "placement": where}
         with engine(path, weights, **options) as running:
             context = Context(running.models)
-            read = context.read(PROMPT, 8, lambda layer: None).logits
-            one = context.feed_one(torch.tensor([5]), more=False)
-            several = context.verify(torch.tensor([7, 8, 9]))
+            read = context.prefill(PROMPT, 8, lambda layer: None).logits
+            one = context.run(Ask(torch.tensor([5]), is_kept=True, more=False))
+            several = context.run(Ask(torch.tensor([7, 8, 9])))
             context.close()
         logits.append(torch.cat((read, one, several)))
     dense, planes = logits

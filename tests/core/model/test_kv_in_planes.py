@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, placed, random_ids
-from triforce_kernels import kv_planes
 
-from offload.errors import UsageError
-from offload.homes import DenseHome
-from offload.kv.store import KVStore
-from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
+from triforce_core.decoding.decoder import Ask
+from triforce_kernels.kv import kv_planes
+from triforce_offload.errors import UsageError
+from triforce_offload.homes import DenseHome
+from triforce_offload.kv.store import KVStore
+from triforce_offload.placement import Placement
 
 PROMPT, NEW = random_ids(75), 40
 
@@ -40,7 +41,7 @@ def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         def some(keys_values: torch.Tensor, into: kv_planes.KVPlanes) -> bool:
             return encode(keys_values, into) and next(calls) % 3 != 1
 
-        monkeypatch.setattr("offload.kv.block_format.encode_block", some)
+        monkeypatch.setattr("triforce_offload.kv.block_format.encode_block", some)
     return request.param
 
 
@@ -55,9 +56,9 @@ def test_logits_are_bitwise_those_of_dense_kv(tiny, room, family: str, placement
         options = {"method": "speculative", "draft_tokens": 4, "placement": where}
         with engine(path, kv, **options) as running:
             context = Context(running.models)
-            read = context.read(PROMPT, 8, lambda layer: None).logits
-            fed = [context.feed_one(torch.tensor([5]), more=True) for _ in range(NEW)]
-            several = context.verify(torch.tensor([7, 8, 9]))
+            read = context.prefill(PROMPT, 8, lambda layer: None).logits
+            fed = [context.run(Ask(torch.tensor([5]), is_kept=True, more=True)) for _ in range(NEW)]
+            several = context.run(Ask(torch.tensor([7, 8, 9])))
             context.close()
         logits.append(torch.cat((read, *fed, several)))
     dense, planes = logits
@@ -65,7 +66,7 @@ def test_logits_are_bitwise_those_of_dense_kv(tiny, room, family: str, placement
     assert torch.equal(planes, dense)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_texts_are_the_same_at_every_placement(tiny, room, placement: str) -> None:
     """Also when a text goes on from one before it, whose last block comes back to the tail."""
@@ -95,7 +96,7 @@ def test_blocks_without_room_are_dense_ones_that_stream(tiny, monkeypatch) -> No
         close(store)
 
     monkeypatch.setattr(KVStore, "close", closing)
-    monkeypatch.setattr("offload.kv.block_format.encode_block", lambda *_: False)
+    monkeypatch.setattr("triforce_offload.kv.block_format.encode_block", lambda *_: False)
     where = with_slots(PLACEMENTS["resident"])
     with engine(path, "planes", method="autoregressive", placement=where) as running:
         result = running.generate(PROMPT, SamplingParams(8, temperature=0))
@@ -167,7 +168,9 @@ def test_chunks_that_are_read_where_they_lie_are_the_same(
     params = SamplingParams(NEW, temperature=0.8, seed=3)
     texts, read, lengths = [], [], []
     for in_place in (False, True):
-        monkeypatch.setattr("offload.kv.direct.reads_in_place", lambda _, here=in_place: here)
+        monkeypatch.setattr(
+            "triforce_offload.kv.direct.reads_in_place", lambda _, here=in_place: here
+        )
         with engine(path, kv, **options) as running:
             result = running.generate(PROMPT, params)
         texts.append(result.token_ids)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
-from triforce_kernels.block_types import BLOCK_TYPES
 
-from offload.errors import UsageError
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
+from triforce_kernels.weights.block_types import BLOCK_TYPES
+from triforce_offload.errors import UsageError
 
 PROMPT, NEW = random_ids(60), 24
 GREEDY = SamplingParams(NEW, temperature=0)
@@ -63,7 +63,7 @@ def test_every_block_type_is_read_and_computed_with(quantised, kind: str) -> Non
     for weights in ("dense", "stored"):
         with engine(path, method="autoregressive", weights=weights) as running:
             context = Context(running.models)
-            logits.append(context.read(PROMPT, 1, lambda layer: None).logits)
+            logits.append(context.prefill(PROMPT, 1, lambda layer: None).logits)
             context.close()
     dense, stored = logits
     assert dense.std() > 1e-3, "it would be no test"
@@ -114,7 +114,7 @@ def test_what_is_not_quantised_cannot_be_kept_so(tiny) -> None:
 
 def test_what_nothing_here_decodes_is_refused_before_it_is_loaded(quantised, monkeypatch) -> None:
     path = quantised("llama", "Q8_0")
-    monkeypatch.setattr("triforce_kernels.blocks._library", lambda: None)
+    monkeypatch.setattr("triforce_kernels.weights.blocks._library", lambda: None)
     with pytest.raises(UsageError, match=r"Q8_0 weights are kept as stored by transformers 5\.23"):
         engine(path, weights="stored")
     with engine(path, placement=PLACEMENTS["weights"], budget=None) as running:

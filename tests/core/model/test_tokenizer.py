@@ -13,9 +13,9 @@ import pytest
 from byte_level_files import CONTROL, MANUAL, tokenizer_metadata, write_byte_level
 from gguf_files import write_gguf
 
-from offload.errors import CheckpointError, UsageError
 from triforce_core.model.byte_level import _SPLITS
 from triforce_core.model.tokenizer import load_tokenizer
+from triforce_offload.errors import CheckpointError, UsageError
 
 TEXT = (
     MANUAL[40_000:70_000]

@@ -11,19 +11,20 @@ import pytest
 import torch
 from gguf_files import write_gguf
 from helpers import BLOCK, LAYERS, PLACEMENTS, make_model, placed, random_ids
-from triforce_kernels.planes import PlaneWeight, check, decode
-from triforce_kernels.upper import UpperWeight, upper_matmul
 
-from offload.errors import CheckpointError, UsageError
-from offload.formats import DTYPES, Dense
-from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
+from triforce_core.decoding.decoder import Ask
 from triforce_core.decoding.models import Models
 from triforce_core.model.checkpoint import open_checkpoint
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.share import Share
 from triforce_core.model.tensors import dense_layouts, plane_layouts
+from triforce_kernels.weights.planes import PlaneWeight, check, decode
+from triforce_kernels.weights.upper import UpperWeight, upper_matmul
+from triforce_offload.errors import CheckpointError, UsageError
+from triforce_offload.formats import DTYPES, Dense
+from triforce_offload.placement import Placement
 
 PROMPT, NEW = random_ids(75), 24
 GREEDY = SamplingParams(NEW, temperature=0)
@@ -44,13 +45,13 @@ def clear(tiny) -> tuple[list[int], list[int]]:
         context = Context(plain.models)
         for seed in range(100):
             prompt = random_ids(75, seed)
-            logits = context.read(prompt, 12, lambda layer: None).logits
+            logits = context.prefill(prompt, 12, lambda layer: None).logits
             text, gaps = [], []
             while len(text) < 12:
                 best = logits[0].topk(2)
                 gaps.append(float(best.values[0] - best.values[1]))
                 text.append(int(best.indices[0]))
-                logits = context.feed_one(best.indices[:1], more=False)
+                logits = context.run(Ask(best.indices[:1], is_kept=True, more=False))
             if min(gaps) > 0.25:
                 context.close()
                 return prompt, text
@@ -66,9 +67,9 @@ def test_logits_are_bitwise_those_of_dense_weights(tiny, family: str, placement:
         options = {"method": "speculative", "draft_tokens": 4, "placement": PLACEMENTS[placement]}
         with engine(path, weights, **options) as running:
             context = Context(running.models)
-            read = context.read(PROMPT, 8, lambda layer: None).logits
-            one = context.feed_one(torch.tensor([5]), more=False)
-            several = context.verify(torch.tensor([7, 8, 9]))
+            read = context.prefill(PROMPT, 8, lambda layer: None).logits
+            one = context.run(Ask(torch.tensor([5]), is_kept=True, more=False))
+            several = context.run(Ask(torch.tensor([7, 8, 9])))
             context.close()
         logits.append(torch.cat((read, one, several)))
     dense, planes = logits
@@ -76,7 +77,7 @@ def test_logits_are_bitwise_those_of_dense_weights(tiny, family: str, placement:
     assert torch.equal(planes, dense)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_texts_are_the_same_at_every_placement(tiny, placement: str) -> None:
     path, _ = tiny("llama")
@@ -124,7 +125,7 @@ def test_what_drafts_by_upper_planes_leaves_the_text_as_it_is(
         products.append(weight.shape)
         return upper_matmul(x, weight)
 
-    monkeypatch.setattr("triforce_kernels.linear.upper_matmul", counted)
+    monkeypatch.setattr("triforce_kernels.weights.upper.upper_matmul", counted)
     copies = not placement.startswith("kv")
     for draft_weights in ("auto",) if copies else ("exact", "planes"):
         options |= {"draft": "none", "draft_weights": draft_weights}

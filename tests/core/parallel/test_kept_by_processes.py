@@ -13,12 +13,13 @@ import torch
 from helpers import PLACEMENTS, make_model, random_ids
 from processes import ENDS_WITHIN, kill_followers
 
-from offload.errors import RankError
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.kv_parts import KVParts
 from triforce_core.parallel.wire import Wire
+from triforce_offload.errors import RankError
 
 
+@pytest.mark.slow
 def test_contexts_are_saved_and_loaded_by_processes(tiny, tmp_path) -> None:
     path, _ = tiny("llama")
     options = {"device": "cpu", "dtype": "float32", "max_context": 120}
@@ -40,7 +41,7 @@ def test_contexts_are_saved_and_loaded_by_processes(tiny, tmp_path) -> None:
         assert result.stats["reused_tokens"] == alone.stats["reused_tokens"] == len(prompt)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("name", "owner", "where", "at"),
     [

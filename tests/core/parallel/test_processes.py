@@ -22,9 +22,9 @@ from helpers import placed, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 from processes import ENDS_WITHIN, followers, kill_followers, run
 
-from offload.errors import RankError, UsageError
 from triforce_core import Engine, SamplingParams
 from triforce_core.parallel.leader import Leader
+from triforce_offload.errors import RankError, UsageError
 
 PROMPT = "Hello there, this is a text of some length. " * 8
 # A pass of two ranks takes half a second over such links.
@@ -39,7 +39,7 @@ def generate(path: Path, *arguments: object, gpus: int = 2, **options: object) -
     )
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.first
 @pytest.mark.parametrize("placement", ["resident", "both"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_say_what_transformers_does(tiny, ranks: int, placement: str) -> None:
@@ -84,7 +84,7 @@ def test_one_table_one_trace_with_rows_for_each_link(speaking, tmp_path) -> None
         assert carried >= told > 0
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.first
 @pytest.mark.parametrize("who", ["the command", "its group"])
 def test_an_interrupt_keeps_the_text_and_ends_all(speaking, tmp_path, who: str) -> None:
     """Ctrl-C reaches the group, `kill` the command alone."""
@@ -110,7 +110,7 @@ def ended(process: subprocess.Popen) -> tuple[float, str]:
     return time.monotonic() - began, err
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.first
 @pytest.mark.parametrize(
     ("ranks", "rank", "number", "said"),
     [
@@ -143,8 +143,8 @@ import os
 
 if os.environ.get("RANK") == "1":
     import torch
-    from offload.passes import Passes
-    from offload.runtime import Runtime
+    from triforce_offload.sequence import SequenceKV
+    from triforce_offload.runtime import Runtime
 
     count = 0
 
@@ -161,12 +161,12 @@ if os.environ.get("RANK") == "1":
 """
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "after", "fault", "code", "said"),
     [
-        ("Passes.keep", 3, 'raise torch.OutOfMemoryError("CUDA")', 3, "ran out of memory"),
-        ("Passes.keep", 2, 'raise KeyError("odd")', 1, "rank 1: KeyError: 'odd'"),
+        ("SequenceKV.keep", 3, 'raise torch.OutOfMemoryError("CUDA")', 3, "ran out of memory"),
+        ("SequenceKV.keep", 2, 'raise KeyError("odd")', 1, "rank 1: KeyError: 'odd'"),
         ("Runtime.__init__", 1, 'raise MemoryError("no")', 1, "rank 1: MemoryError: no"),
     ],
 )
@@ -260,6 +260,7 @@ def test_an_engine_closed_while_it_notices_a_loss_leaves_no_thread(tiny, monkeyp
     assert threading.active_count() <= threads
 
 
+@pytest.mark.slow
 def test_a_server_that_lost_a_rank_answers_so_and_ends(speaking) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -293,7 +294,7 @@ def test_two_nodes(speaking) -> None:
     may = subprocess.run(["unshare", "-Urn", "true"], capture_output=True, check=False)
     if may.returncode:
         pytest.skip("namespaces of networks are not for users here")
-    script = Path(__file__).parents[3] / "scripts" / "two_nodes.sh"
+    script = Path(__file__).parents[3] / "scripts" / "checks" / "two_nodes.sh"
     environment = os.environ | {"PYTHON": sys.executable}
     made = subprocess.run(
         ["bash", script, speaking, PROMPT],

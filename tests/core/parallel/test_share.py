@@ -12,23 +12,26 @@ import torch
 from fp8_files import FP8_SIZES, quantise
 from gguf_files import write_gguf
 from helpers import make_model
-from triforce_kernels.linear import Weight, dense_rows
 
-from offload.checkpoint.opened import OpenedFile
-from offload.errors import UsageError
-from offload.formats import Blocks
-from offload.layouts import FlatLayout
 from triforce_core.model.checkpoint import Checkpoint, open_checkpoint
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.layers import DenseMLP, LayerSpec
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.share import Share, mlp_unit, spread
 from triforce_core.model.tensors import Layouts, dense_layouts, stored_layouts
+from triforce_kernels.weights.linear import Weight, dense_rows
+from triforce_offload.checkpoint.opened import OpenedFile
+from triforce_offload.errors import UsageError
+from triforce_offload.formats import Blocks
+from triforce_offload.layouts import FlatLayout
 
 FLOAT = torch.float32
 
 
-def with_heads(heads: int, kv_heads: int) -> ModelConfig:
-    return replace(read_shape("llama3.1-8b"), heads=heads, kv_heads=kv_heads)
+def with_heads(heads: int, kv_heads: int, mlp: int = 14336) -> ModelConfig:
+    config = read_shape("llama3.1-8b")
+    mixer = replace(config.attention, heads=heads, kv_heads=kv_heads)
+    return replace(config, layers=(LayerSpec(mixer, DenseMLP(mlp)),) * len(config.layers))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -42,7 +45,7 @@ def test_every_part_of_a_model_is_on_some_rank(heads: int, kv_heads: int, ranks:
     share = shares[0]
     for parts, count in (
         (share.heads, heads),
-        (share.mlp, config.mlp),
+        (share.mlp, config.layers[0].mlp.width),
         (share.vocab, config.vocab),
     ):
         assert [i for part in parts for i in part] == list(range(count))
@@ -52,11 +55,11 @@ def test_every_part_of_a_model_is_on_some_rank(heads: int, kv_heads: int, ranks:
         local = own.config
         attended = {head // group for head in share.heads[rank]}
         assert attended == set(share.kv_heads[rank]), "a head is where its keys are"
-        assert local.heads % local.kv_heads == 0
+        assert local.attention.heads % local.attention.kv_heads == 0
         assert len(share.kv_heads[rank]) == 1 or kv_heads >= ranks
-        assert local.mlp % 64 == 0
+        assert local.layers[0].mlp.width % 64 == 0
         assert local.vocab == config.vocab
-    sizes = [own.config.heads for own in shares]
+    sizes = [own.config.attention.heads for own in shares]
     assert max(sizes) == sizes[0], "the first rank has the most"
 
 
@@ -64,7 +67,7 @@ def test_what_does_not_spread_is_refused_with_the_numbers() -> None:
     with pytest.raises(UsageError, match=r"9 attention heads over 3 .* over 16 GPUs.* share 3"):
         Share.of(with_heads(9, 3), 0, 16)
     with pytest.raises(UsageError, match="an MLP of 2 columns"):
-        Share.of(replace(with_heads(32, 8), mlp=2), 0, 4)
+        Share.of(with_heads(32, 8, mlp=2), 0, 4)
 
 
 def test_spread_is_as_even_as_can_be() -> None:
@@ -120,8 +123,8 @@ def held_against_the_whole(path: Path, ranks: int, *, stored: bool = False) -> l
                 pieces = checkpoint.pieces(name) if expected.dim() > 1 else None
                 rows = [count for count, _ in pieces] if pieces else None
                 if name.endswith("qkv_bias"):
-                    rows = [config.heads, config.kv_heads, config.kv_heads]
-                    rows = [count * config.head_dim for count in rows]
+                    mixer = config.attention
+                    rows = [mixer.queries, mixer.keys, mixer.keys]
                 split = expected.split(rows or expected.shape[0])
                 taken = []
                 for piece, window in zip(split, share.windows(name), strict=True):

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,10 @@ import pytest
 import torch
 from helpers import random_ids
 
-from offload.errors import RankError, UsageError
-from offload.link.trace import Span
-from offload.placement import Placement
 from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.calls import Keep, Load, RunPass
 from triforce_core.parallel import wire as wires
 from triforce_core.parallel.message import (
-    Call,
     DamagedMessageError,
     Failure,
     Sizes,
@@ -34,6 +32,10 @@ from triforce_core.parallel.message import (
 from triforce_core.parallel.wire import Door, Gone, Wire, knock
 from triforce_core.parallel.world import store_on_this_machine
 from triforce_core.settings import EngineConfig
+from triforce_offload.errors import RankError, UsageError
+from triforce_offload.link.trace import Span
+from triforce_offload.placement import Placement
+from triforce_offload.ranks import Call
 
 
 @pytest.fixture
@@ -137,9 +139,9 @@ CONFIG = EngineConfig(trace=Path("/a b/\udcff"), max_context=300).changed(
         {"bytes": 3, "none": None, "text": "\u00e4\u4e2d"},
         (1.5, [Span("copy in", "layer 1", 0.1, 0.25, {"bytes": 4})]),
         Failure("ran out of memory", 3, True),
-        Call("verify", (0xFFFFFFFF, Tokens(3, [5, 6, 7]), (0, 0, 1))),
-        Call("feed_one", (1, Tokens(1, None), True)),
-        Call("load", (Path("/models/a"), "sha256:0", CONFIG, 300)),
+        RunPass(Tokens(3, [5, 6, 7]), (0, 0, 1), False, False, checksum=0xFFFFFFFF),
+        RunPass(Tokens(1, None), None, True, True, checksum=1),
+        Load(Path("/models/a"), "sha256:0", CONFIG, 300),
     ],
     ids=str,
 )
@@ -149,12 +151,12 @@ def test_a_message_comes_as_it_was_sent(pair, message: Any) -> None:
     assert found == message
     assert type(found) is type(message)
     if isinstance(message, Call):
-        assert [*map(type, found.arguments)] == [*map(type, message.arguments)]
+        assert [*map(type, astuple(found))] == [*map(type, astuple(message))]
 
 
 def test_rows_of_a_range_come_as_a_list(pair) -> None:
-    pair[0].send(Call("keep", (1, range(3))))
-    assert pair[1].receive() == Call("keep", (1, [0, 1, 2]))
+    pair[0].send(Keep(range(3), checksum=1))
+    assert pair[1].receive() == Keep([0, 1, 2], checksum=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -195,11 +197,17 @@ def framed(kind: bytes, data: bytes) -> bytes:
         (framed(b"m", b'{"kind": "Popen", "of": [["true"]]}'), "is damaged"),
         (framed(b"m", b'{"kind": "Tokens", "of": [1]}'), "is damaged"),
         (framed(b"m", b'{"kind": "tuple", "of": 3}'), "is damaged"),
+        (framed(b"m", b'{"kind": "Verify", "of": [1]}'), "is damaged: 'Verify'"),
+        (framed(b"m", b'{"kind": "Keep", "of": [1, "all"]}'), "rows of Keep is 'all', which is no"),
+        (framed(b"m", b'{"kind": "Keep", "of": [1, [0, true]]}'), r"rows of Keep is \[0, True\]"),
+        (framed(b"m", b'{"kind": "Refresh", "of": [1, 2.5]}'), "scored of Refresh is 2.5"),
+        (framed(b"m", b'{"kind": "Draft", "of": [1, [5]]}'), r"tokens of Draft is \[5\]"),
+        (framed(b"m", b'{"kind": "Lend", "of": []}'), "is damaged"),
         (framed(b"m", b"[" * 100_000), "is damaged"),
         (framed(b"m", b"\xff\xfe"), "is damaged"),
         (struct.pack("!cQ", b"m", (1 << 30) + 1), "is more than 1073741824"),
     ],
-    ids=range(10),
+    ids=range(16),
 )
 def test_what_no_rank_sends_is_refused(pair, sent: bytes, said: str) -> None:
     pair[0]._socket.sendall(sent)

@@ -7,25 +7,26 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from triforce_kernels import layer, streaming
-from triforce_kernels.dispatch import KERNELS, _load
-from triforce_kernels.layer import rope_into
-from triforce_kernels.streaming import attend_cache
 
-from offload.feed import Feed
-from offload.formats import DTYPES
-from offload.machine.profiles import gpu_names, integer_rate, named
-from triforce_core.model.llama import Model
+from triforce_core.model.layers import Attention, DenseMLP, LayerSpec
 from triforce_core.model.shapes import read_shape
-from triforce_core.model.tensors import layer_shapes
+from triforce_core.model.transformer import Model
 from triforce_core.planner import costs as constants
 from triforce_core.planner.case import Case
 from triforce_core.planner.costs import FUSED, SMALL_KERNEL_SECONDS
 from triforce_core.planner.search import choose
+from triforce_kernels import layer
+from triforce_kernels.attention import streaming
+from triforce_kernels.attention.streaming import attend_cache
+from triforce_kernels.dispatch import KERNELS, _load
+from triforce_kernels.layer import rope_into
+from triforce_offload.feed import Feed
+from triforce_offload.formats import DTYPES
+from triforce_offload.machine.profiles import gpu_names, integer_rate, named
 
 TOKENS = 3
 TINY = replace(
-    read_shape("smollm2-135m"), layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48
+    read_shape("smollm2-135m"), layers=(LayerSpec(Attention(4, 2, 8), DenseMLP(48)),), hidden=32
 )
 
 
@@ -81,7 +82,9 @@ def test_kernels_of_a_layer_are_as_many_as_the_code_launches(monkeypatch) -> Non
 
     for module in (layer, streaming):
         monkeypatch.setattr(module, "implementation", counting)
-    views = {name: torch.full(shape, 0.1) for name, shape in layer_shapes(TINY).items()}
+    views = {
+        name: torch.full(shape, 0.1) for name, shape in TINY.layers[0].shapes(TINY.hidden).items()
+    }
     feed = Feed.text(torch.zeros(TOKENS, dtype=torch.int64), 0, torch.device("cpu"))
     feed = replace(feed, rotation=(torch.ones(TOKENS, 8), torch.zeros(TOKENS, 8)))
     model, cache = Model(TINY, None, None, torch.device("cpu")), Cache8()

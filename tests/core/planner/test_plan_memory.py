@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from helpers import make_model, random_ids
 
-from offload.formats import DTYPES
-from offload.machine.profiles import named
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.shapes import read_shape
 from triforce_core.planner.acceptance_curve import AcceptanceCurve
 from triforce_core.planner.case import Case
 from triforce_core.planner.search import choose
+from triforce_offload.formats import DTYPES
+from triforce_offload.machine.profiles import named
 
 CONTEXT, NEW = 1900, 24
 
@@ -65,6 +65,6 @@ def test_planned_bytes_are_the_measured_peak(tmp_path, method: str, memory: int)
 
 
 def _shares(plan) -> tuple[int, ...]:
-    from offload.placement import share_blocks
+    from triforce_offload.placement import share_blocks
 
     return share_blocks(plan.placement.resident_kv_blocks + plan.placement.lent_kv_blocks, 3)

@@ -8,11 +8,6 @@ from itertools import pairwise
 
 import pytest
 
-from offload.errors import DoesNotFitError, UsageError
-from offload.formats import DTYPES
-from offload.machine.profiles import gpu_names, named
-from offload.memory.available import LIBRARY_BYTES
-from offload.placement import KV_SLOTS, check_placement
 from triforce_core.model.shapes import SHAPES, read_model, read_shape
 from triforce_core.model.tensors import stored_layouts
 from triforce_core.planner.acceptance_curve import AcceptanceCurve, expected_tokens
@@ -20,6 +15,11 @@ from triforce_core.planner.candidates import Candidate, candidates
 from triforce_core.planner.case import Case
 from triforce_core.planner.search import BUDGETS, choose
 from triforce_core.settings import MethodSettings
+from triforce_offload.errors import DoesNotFitError, UsageError
+from triforce_offload.formats import DTYPES
+from triforce_offload.machine.profiles import gpu_names, named
+from triforce_offload.memory.available import LIBRARY_BYTES
+from triforce_offload.placement import KV_SLOTS, check_placement
 
 
 def test_a_longer_draft_alone_is_worth_a_third() -> None:
@@ -46,7 +46,11 @@ def random_case(seed: int) -> Case:
     rng = random.Random(seed)
     config = read_shape(rng.choice([name for name in SHAPES if name != "llama-68m"]))
     hardware = named(rng.choice(gpu_names()))
-    gpus = rng.choice([1, 2]) if config.kv_heads % 2 == config.heads % 2 == 0 else 1
+    gpus = (
+        rng.choice([1, 2])
+        if config.attention.kv_heads % 2 == config.attention.heads % 2 == 0
+        else 1
+    )
     rate = hardware.link_bytes_per_second * rng.uniform(0.3, 1.2)
     return Case(
         config,
@@ -289,5 +293,9 @@ def test_known_mixes_take_what_published_files_do() -> None:
         shape = read_model(name)
         nbytes = stored_layouts(shape.config, DTYPES["float32"], shape.pieces).nbytes
         assert nbytes / 1e9 == pytest.approx(published, rel=0.004), name
+    # Rows of 576 numbers are not whole blocks of 256.
+    small = read_model("smollm2-135m:Q4_K_M")
+    assert {kind.name for _, kind in small.pieces("layers.0.qkv")} == {"Q5_0", "Q8_0"}
+    assert {kind.name for _, kind in small.pieces("layers.0.down")} == {"Q6_K"}
     with pytest.raises(UsageError, match="'Q4_K_X' is no known way to quantise; nearest: Q4_K_"):
         read_model("llama3.1-8b:Q4_K_X")

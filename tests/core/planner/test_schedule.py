@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 from helpers import BLOCK, LAYERS, PLACEMENTS, random_ids
 from oracle import greedy
-from trace_file import read_trace
 
-from offload.formats import DTYPES
-from offload.machine.profiles import named
-from offload.simulate import spans
+from bench.plot_trace import read_trace
 from triforce_core import Engine
 from triforce_core.planner.costs import Costs
 from triforce_core.planner.round_cost import RoundCost
+from triforce_offload.formats import DTYPES
+from triforce_offload.machine.profiles import named
+from triforce_offload.simulate import spans
 
 PROMPT = 75
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from running import HELLO, serving, slow, until
 
-from offload.errors import DeviceHungError, LinkError, RankError
 from triforce_core import SamplingParams
 from triforce_core.batch import Batch
 from triforce_core.conversation import Turn
 from triforce_core.decoding.context import Context
 from triforce_core.server.worker import Asked, Job
+from triforce_offload.errors import DeviceHungError, LinkError, RankError
 
 CHAT = "/v1/chat/completions"
 
@@ -49,7 +49,7 @@ def test_what_an_engine_does_not_outlive_ends_the_server(
             thread.start()
         until(lambda: running.worker.running and running.worker.waiting == 1)
 
-        where = "_pass" if status == 500 else "step"
+        where = "_steps" if status == 500 else "step"
         original, calls = getattr(Batch, where), itertools.count()
 
         def fail(*arguments: object) -> None:
@@ -81,7 +81,7 @@ def test_an_error_that_ends_other_ranks_ends_the_server(speaking, monkeypatch) -
             raise LinkError("planted")
 
         # The other rank was told to read, and waits for this one.
-        monkeypatch.setattr(Context, "read_from", fail)
+        monkeypatch.setattr(Context, "prefill_from", fail)
         status, _, answer = running.ask("POST", CHAT, body | {"messages": [*HELLO, *HELLO]})
         assert (status, "planted" in str(answer)) == (500, True)
         assert ended.wait(10)

@@ -15,9 +15,9 @@ from command import heed_signals, run
 from helpers import PLACEMENTS
 from running import CONTEXT, HELLO, Running, serving, slow, until
 
-from offload.errors import UsageError
 from triforce_core import Completion, Engine
 from triforce_core.server.settings import ServerSettings
+from triforce_offload.errors import UsageError
 
 CHAT = "/v1/chat/completions"
 

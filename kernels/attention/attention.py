@@ -1,0 +1,225 @@
+"""Partial attention: attend to one piece of the keys now, merge the pieces later.
+
+Softmax attention over a concatenation of key sets equals the sum of the attentions over each set,
+weighted by softmax of their log-sum-exps (Flash-Decoding; Dao et al., 2023). That is what lets KV
+blocks stream through a few device slots: each block yields `(out, lse)` and can then be dropped.
+
+Queries of all heads that share a KV head are packed as rows, so a key is read once per group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from triforce_kernels.checks import alike, require
+
+_HALF = (torch.float16, torch.bfloat16)
+_FLASH_CAPABILITY = (8, 0)
+_CUDA_MAX_HEAD_DIM = 256
+_MASK_COLUMNS = 16
+_CPU_ROWS = 4
+# What stands in a mask for -inf, or the least that the dtype has: so far below any score that its
+# weight is exactly 0, and finite once it has been turned into powers of 2.
+_LEAST_MASK = -1e30
+
+
+class Partial(NamedTuple):
+    """Attention over a part of the keys.
+
+    out: [kv_heads, rows, head_dim], normalised within the part, dtype of the query
+    lse: [kv_heads, rows], float32, natural log of the sum of exp(scores) over the part
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def partial_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> Partial:
+    """Attention of packed queries over one piece of keys, scaled by head_dim ** -0.5.
+
+    query: [kv_heads, rows, head_dim]
+    key, value: [kv_heads, tokens, head_dim], tokens >= 1, last dimension contiguous
+    mask: additive [rows, tokens] of query's dtype, no row wholly -inf; None attends to all
+    causal: row r attends to keys 0..r; needs rows == tokens, excludes mask
+
+    No row may have scores of -inf alone: torch's operators do not agree on what that gives.
+    Raises ValueError, naming every shape, dtype and device, when the inputs do not fit together.
+    """
+    _check(query, key, value, mask, causal)
+    fits_cuda = query.shape[-1] <= _CUDA_MAX_HEAD_DIM
+    if query.is_cuda and fits_cuda and query.dtype != torch.float64:
+        return _cuda(query, key, value, mask, causal)
+    if query.device.type == "cpu" and query.dtype != torch.float64:
+        mask = None if mask is None else mask[None, None]
+        out, lse = _cpu(query[None], key[None], value[None], mask, causal)
+        return Partial(out[0], lse[0])
+    return reference_attention(query, key, value, mask=mask, causal=causal)
+
+
+def attention_to_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> list[Partial]:
+    """Attention of packed queries to each of some blocks of keys, bitwise as `partial_attention`
+    to one after another.
+
+    query: [kv_heads, rows, head_dim]
+    key, value: [blocks, kv_heads, tokens, head_dim], last dimension contiguous
+
+    On a CPU it is one call, which keeps all threads busy. Raises ValueError.
+    """
+    if query.device.type == "cpu" and query.dtype != torch.float64:
+        _check(query, key[0], value[0], None, causal=False)
+        outs, lses = _cpu(query.expand(len(key), *query.shape), key, value)
+        return [Partial(*both) for both in zip(outs.unbind(), lses.unbind(), strict=True)]
+    return [partial_attention(query, k, v) for k, v in zip(key, value, strict=True)]
+
+
+def merge(partials: Sequence[Partial]) -> torch.Tensor:
+    """Merge partial attentions over disjoint keys, in float32.
+
+    Returns [kv_heads, rows, head_dim] in the dtype of the partial outputs. The result depends on
+    the order only by rounding; callers that need bitwise equality keep one order.
+    """
+    if len(partials) == 1:
+        return partials[0].out
+    weights = torch.stack([part.lse for part in partials]).softmax(0)
+    outs = torch.stack([part.out for part in partials])
+    return outs.float().mul_(weights.unsqueeze(-1)).sum(0).to(outs.dtype)
+
+
+def reference_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> Partial:
+    """What `partial_attention` computes, in plain operations (float32 inside, float64 kept)."""
+    scores = scaled_scores(query, key)
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        above = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(above, float("-inf"))
+    weights, peak = weighed(scores)
+    return plain_partial(weights, peak, value, query.dtype)
+
+
+def weighed(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """exp(scores - peak), in place, and the peak of each row, [..., 1]; 0 for a row of -inf."""
+    peak = finite(scores.amax(-1, keepdim=True))
+    return scores.sub_(peak).exp_(), peak
+
+
+def plain_partial(
+    weights: torch.Tensor, peak: torch.Tensor, value: torch.Tensor, dtype: torch.dtype
+) -> Partial:
+    """Attention by what `weighed` gives. A row that weighs nothing gives zeros, and -inf."""
+    total = weights.sum(-1, keepdim=True)
+    out = (weights @ value.to(weights.dtype)).div_(total.where(total != 0, 1))
+    return Partial(out.to(dtype), total.log_().add_(peak).squeeze(-1))
+
+
+def scaled_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Scores of keys [kv_heads, tokens, head_dim], in float32, or float64 if the query is."""
+    compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+    scaled = query.to(compute) * query.shape[-1] ** -0.5
+    return scaled @ key.to(compute).transpose(-1, -2)
+
+
+def finite(x: torch.Tensor) -> torch.Tensor:
+    """-inf as 0: what is subtracted from scores that are all -inf, to leave them so."""
+    return x.masked_fill(x == float("-inf"), 0)
+
+
+def finite_mask(mask: torch.Tensor) -> torch.Tensor:
+    """An additive mask without -inf, by which attention is the same to the last bit where no row is
+    wholly -inf.
+
+    A kernel that goes through keys block by block subtracts the greatest score so far. While a row
+    has seen keys of -inf alone that is -inf - -inf, no number: PyTorch's memory-efficient kernel
+    has a case for it in some versions. By this mask what such a row adds up is finite, and counts
+    nothing once it is weighed against the first key that the row sees.
+    """
+    return mask.clamp(min=max(_LEAST_MASK, torch.finfo(mask.dtype).min))
+
+
+def _cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of blocks of queries and keys, [blocks, kv_heads, rows or tokens, head_dim]."""
+    rows = query.shape[2]
+    few = rows < _CPU_ROWS and mask is None and not causal
+    if few:
+        # The library's products of fewer rows round by where a thread's buffer lies in memory, and
+        # so by which thread has which head.
+        query = torch.constant_pad_nd(query, (0, 0, 0, _CPU_ROWS - rows))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, causal, attn_mask=mask
+    )
+    if few:
+        return out[:, :, :rows].contiguous(), lse[:, :, :rows].contiguous()
+    return out, lse
+
+
+def _cuda(query, key, value, mask, causal) -> Partial:
+    rows, head_dim = query.shape[-2:]
+    # Both operators want head_dim in multiples of 8; columns of zeros change neither scores (the
+    # scale is given) nor the kept part of the output.
+    pad = -head_dim % 8
+    q, k, v = (F.pad(t, (0, pad))[None] if pad else t[None] for t in (query, key, value))
+    scale = head_dim**-0.5
+    half = query.dtype in _HALF
+    if (
+        mask is None
+        and half
+        and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
+    ):
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, causal, False, scale=scale
+        )
+    else:
+        if mask is not None:
+            # Its rows must begin at multiples of 16 bytes; what pads them is never read.
+            mask = F.pad(finite_mask(mask), (0, -mask.shape[1] % _MASK_COLUMNS))[:, : mask.shape[1]]
+            mask = mask.expand(1, *query.shape[:2], mask.shape[1])
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, mask, True, 0.0, causal, scale=scale
+        )
+    # The log-sum-exp may come padded to a multiple of 32 rows.
+    return Partial(out[0, ..., :head_dim], lse[0, :, :rows])
+
+
+def _check(query, key, value, mask, causal) -> None:
+    kv_heads, rows, head_dim = query.shape
+    tokens = key.shape[1]
+    require(
+        "partial_attention",
+        key.shape == value.shape == (kv_heads, tokens, head_dim)
+        and tokens > 0
+        and rows > 0
+        and alike(query, key, value, mask)
+        and not (causal and (mask is not None or rows != tokens))
+        and (mask is None or mask.shape == (rows, tokens)),
+        query=query,
+        key=key,
+        value=value,
+        mask=mask,
+        causal=causal,
+    )

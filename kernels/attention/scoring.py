@@ -1,0 +1,152 @@
+"""Scores of chunks of keys: what a retrieval cache is chosen by, computed while keys pass through.
+
+A chunk is some consecutive keys; the last one may be shorter. While a query attends, each chunk
+gets its log-sum-exp of scores, or their sum (`streaming`, into a `ScoreBuffer`). When the query's
+log-sum-exp over all keys is known, the former is the exact share of its attention,
+
+    mass = exp(log-sum-exp of the chunk - log-sum-exp of all),
+
+and the latter, over the size of the chunk, is the query times the mean key: the score of the
+published TriForce (Sun et al., 2024). `group_scores` averages either over queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from triforce_kernels.attention.attention import finite
+from triforce_kernels.checks import require
+from triforce_kernels.dispatch import implementation
+
+# A chunk is scored in parts of so many keys at most, those of a kernel's smallest tile: a larger
+# one is several that lie side by side.
+LARGEST = 16
+
+
+@dataclass(frozen=True)
+class ScoreBuffer:
+    """Where scores go.
+
+    out: [kv_heads, rows, chunks] float32; first: the chunk of the next piece's first key
+    size: keys of a chunk, a power of two, LARGEST at most
+    mass: whether a score is the log-sum-exp of the chunk's keys; else their sum
+    """
+
+    out: torch.Tensor
+    first: int
+    size: int
+    mass: bool
+
+    def at(self, chunk: int) -> ScoreBuffer:
+        return replace(self, first=chunk)
+
+    def fits(self, kv_heads: int, rows: int, blocks: int, tokens: int) -> bool:
+        """Whether it takes `blocks` pieces of `tokens` keys each."""
+        chunks = -(-tokens // self.size)
+        return (
+            self.out.shape[:2] == (kv_heads, rows)
+            and self.out.dtype == torch.float32
+            and self.out.stride(-1) == 1
+            and 0 < self.size <= LARGEST
+            and self.size & (self.size - 1) == 0
+            and (blocks == 1 or tokens % self.size == 0)
+            and 0 <= self.first <= self.out.shape[2] - blocks * chunks
+        )
+
+
+def group_scores(
+    scores: torch.Tensor,
+    lse: torch.Tensor | None,
+    keys: int,
+    size: int,
+    chunk: int,
+    tokens: int,
+    out: torch.Tensor,
+) -> None:
+    """What each chunk is worth to groups of consecutive queries, averaged over them and over the
+    heads that share a KV head.
+
+    scores: [kv_heads, rows, pieces] float32, each of `size` of the `keys` keys; rows are heads x
+        tokens, and there may be more pieces than count
+    lse: [kv_heads, rows] float32, over all keys, if the scores are log-sum-exps; None for sums
+    chunk: a whole number of pieces' keys; the last chunk may be shorter
+    out: [groups, kv_heads, chunks], groups <= tokens; token t is in group t * groups // tokens
+
+    Raises ValueError.
+    """
+    kv_heads, rows, pieces = scores.shape
+    groups = out.shape[0]
+    require(
+        "group_scores",
+        keys > 0
+        and chunk % size == 0
+        and out.shape[1:] == (kv_heads, -(-keys // chunk))
+        and 0 < groups <= tokens
+        and rows % tokens == 0
+        and -(-keys // size) <= pieces
+        and scores.dtype == torch.float32
+        and scores.device == out.device
+        and scores.stride(2) == out.stride(2) == 1
+        and (lse is None or (lse.shape == (kv_heads, rows) and lse.is_contiguous())),
+        scores=scores,
+        lse=lse,
+        keys=keys,
+        size=size,
+        chunk=chunk,
+        tokens=tokens,
+        out=out,
+    )
+    implementation("group_scores", scores.device)(scores, lse, keys, size, chunk, tokens, out)
+
+
+def reference_sums(scores: torch.Tensor, buffer: ScoreBuffer) -> None:
+    """Sums over chunks of scores [kv_heads, rows, tokens], whether keys are seen or not."""
+    _store(_pieces(scores, buffer.size).sum(-1), buffer)
+
+
+def reference_masses(weights: torch.Tensor, peak: torch.Tensor, buffer: ScoreBuffer) -> None:
+    """Log-sum-exps of chunks, from exp(scores - peak): weights [kv_heads, rows, tokens], peak
+    [kv_heads, rows, 1]. A chunk whose weights are too small for float32 gets -inf.
+    """
+    _store(_pieces(weights, buffer.size).sum(-1).log_().add_(peak), buffer)
+
+
+def _store(values: torch.Tensor, buffer: ScoreBuffer) -> None:
+    buffer.out[:, :, buffer.first : buffer.first + values.shape[-1]] = values
+
+
+def reference_group_scores(
+    scores: torch.Tensor,
+    lse: torch.Tensor | None,
+    keys: int,
+    size: int,
+    chunk: int,
+    tokens: int,
+    out: torch.Tensor,
+) -> None:
+    groups, _, chunks = out.shape
+    values = scores[..., : -(-keys // size)]
+    if lse is not None:
+        values = (values - finite(lse).unsqueeze(-1)).exp_()
+    if chunk > size:
+        values = _pieces(values, chunk // size).sum(-1)
+    if lse is None:
+        counts = torch.full((chunks,), float(chunk), device=values.device)
+        counts[-1] -= -keys % chunk
+        values = values / counts
+    # Averages over a group's tokens and over heads, as one product.
+    group = torch.arange(tokens, device=values.device) * groups // tokens
+    members = group == torch.arange(groups, device=values.device).unsqueeze(1)
+    shares = members.float().repeat(1, values.shape[1] // tokens)
+    shares /= shares.sum(1, keepdim=True)
+    out.copy_((shares @ values).transpose(0, 1))
+
+
+def _pieces(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[..., n] as [..., pieces, size], filled up with zeros."""
+    if rest := -x.shape[-1] % size:
+        x = F.pad(x, (0, rest))
+    return x.unflatten(-1, (-1, size))

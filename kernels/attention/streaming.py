@@ -1,0 +1,314 @@
+"""Attention to one piece of the keys at a time, merged as the pieces come.
+
+Softmax attention over a concatenation of key sets equals the sum of the attentions over each set,
+weighted by softmax of their log-sum-exps (Flash-Decoding; Dao et al., 2023). That is what lets KV
+blocks stream through a few device slots: a block changes a running state and can then be dropped.
+
+Queries of all heads that share a KV head are packed as rows, so a key is read once per group: row r
+of a KV head is token r % tokens of the group's query head r // tokens.
+
+`attend_blocks` and `attend_tail` serve a pass over blocks and the hot tail, `attend_cache` a
+forward over a short cache, whose end may be known to the device alone. What prefill needs is
+PyTorch's own, in `attention`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from triforce_kernels.attention.attention import (
+    Partial,
+    attention_to_blocks,
+    merge,
+    partial_attention,
+    plain_partial,
+    scaled_scores,
+    weighed,
+)
+from triforce_kernels.attention.scoring import ScoreBuffer, reference_masses, reference_sums
+from triforce_kernels.checks import alike, require
+from triforce_kernels.dispatch import implementation
+
+
+@dataclass
+class Running:
+    """Attention over the keys seen so far, not normalised, in one or more parts.
+
+    acc: [splits, kv_heads, rows, head_dim] sum of exp(score - peak) * value
+    peak, total: [splits, kv_heads, rows] greatest score, and sum of exp(score - peak)
+    fresh: whether nothing was added yet; then the tensors hold anything
+
+    float32, or float64 if the query is. Each split has its own part of every piece of keys, so that
+    a GPU is filled by one sequence; `attend_tail` merges them.
+    """
+
+    acc: torch.Tensor
+    peak: torch.Tensor
+    total: torch.Tensor
+    fresh: bool = True
+
+    @classmethod
+    def of(cls, query: torch.Tensor) -> Running:
+        """A fresh one for queries [kv_heads, rows, head_dim]."""
+        size = (implementation("attention_splits", query.device)(query), *query.shape)
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        acc = torch.empty(size, dtype=dtype, device=query.device)
+        return cls(acc, acc.new_empty(size[:-1]), acc.new_empty(size[:-1]))
+
+
+def attend_blocks(
+    running: Running,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: ScoreBuffer | None = None,
+) -> None:
+    """Adds blocks of keys, all of which every query sees, to `running`, in place.
+
+    query: [kv_heads, rows, head_dim], scaled by head_dim ** -0.5 here
+    key, value: [blocks, kv_heads, tokens, head_dim]; none and zero tokens are fine
+    scores: gets the score of each chunk, see `scoring`
+
+    Keys and values are read once. Blocks that are given together and one by one change `running`
+    bitwise alike. Raises ValueError, naming every shape, stride, dtype and device, when the inputs
+    do not fit together.
+    """
+    kv_heads, rows, head_dim = query.shape
+    blocks, _, tokens, _ = key.shape
+    require(
+        "attend_blocks",
+        key.shape == value.shape == (blocks, kv_heads, tokens, head_dim)
+        and running.acc.shape[1:] == query.shape
+        and running.acc.device == query.device
+        and rows > 0
+        and alike(query, key, value)
+        and (scores is None or scores.fits(kv_heads, rows, blocks, tokens)),
+        query=query,
+        key=key,
+        value=value,
+        acc=running.acc,
+        scores=scores and scores.out,
+    )
+    if blocks * tokens:
+        implementation("attend_blocks", query.device)(running, query, key, value, scores)
+        running.fresh = False
+
+
+def attend_tail(
+    running: Running,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tokens: int,
+    *,
+    visible: torch.Tensor | None = None,
+    scores: ScoreBuffer | None = None,
+) -> Partial:
+    """Adds the keys that end with the queries' own tokens, and gives the whole attention.
+
+    query: [kv_heads, rows, head_dim]; rows are a multiple of `tokens`
+    key, value: [kv_heads, tail, head_dim]: all see the first tail - tokens of them; the last
+        `tokens` are the queries' own, of which each sees those up to itself, or, for a tree of
+        drafts, those that `visible` says: [tokens, tokens] bool, row: query, column: key
+    scores: as for `attend_blocks`; chunks a query does not see get -inf, or nothing is added
+
+    tail = 0 merges only. `running` is spent. Where a query sees no key at all the output is 0 and
+    the log-sum-exp -inf. Raises ValueError.
+    """
+    kv_heads, rows, head_dim = query.shape
+    tail = key.shape[1]
+    require(
+        "attend_tail",
+        key.shape == value.shape == (kv_heads, tail, head_dim)
+        and running.acc.shape[1:] == query.shape
+        and running.acc.device == query.device
+        and 0 < tokens <= rows
+        and rows % tokens == 0
+        and (tail == 0 or tail >= tokens)
+        and alike(query, key, value)
+        and (scores is None or scores.fits(kv_heads, rows, 1, tail))
+        and (
+            visible is None
+            or (
+                (visible.shape == (tokens, tokens) and visible.dtype == torch.bool)
+                and visible.device == query.device
+                and visible.is_contiguous()
+            )
+        ),
+        query=query,
+        key=key,
+        value=value,
+        tokens=tokens,
+        acc=running.acc,
+        visible=visible,
+        scores=scores and scores.out,
+    )
+    return implementation("attend_tail", query.device)(
+        running, query, key, value, tokens, visible, scores
+    )
+
+
+def attend_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tokens: int,
+    end: int | torch.Tensor,
+) -> torch.Tensor:
+    """Causal attention of a few tokens over a cache that holds their keys already.
+
+    query: [kv_heads, rows, head_dim]; rows are a multiple of `tokens`
+    key, value: [kv_heads, capacity, head_dim] in the query's dtype, or whole numbers in int8; those
+        of the queries' tokens are at `end`
+    end: a number, or [1] int64 on the device: then no address, shape or launch depends on it, and
+        the call can be recorded as part of a CUDA graph
+
+    Returns [kv_heads, rows, head_dim]. Raises ValueError.
+    """
+    kv_heads, rows, head_dim = query.shape
+    capacity = key.shape[1]
+    on_device = isinstance(end, torch.Tensor)
+    require(
+        "attend_cache",
+        key.shape == value.shape == (kv_heads, capacity, head_dim)
+        and 0 < tokens <= min(rows, capacity)
+        and rows % tokens == 0
+        and (alike(query, key, value) or (key.dtype == torch.int8 and alike(key, value)))
+        and query.device == key.device
+        and query.stride(-1) == 1
+        and (
+            (end.shape, end.dtype, end.device) == ((1,), torch.int64, query.device)
+            if on_device
+            else 0 <= end <= capacity - tokens
+        ),
+        query=query,
+        key=key,
+        value=value,
+        tokens=tokens,
+        end=end,
+    )
+    return implementation("attend_cache", query.device)(query, key, value, tokens, end)
+
+
+def reference_splits(query: torch.Tensor) -> int:
+    return 1
+
+
+def reference_blocks(
+    running: Running,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: ScoreBuffer | None,
+) -> None:
+    if scores is None:
+        for part in attention_to_blocks(query, key, value):
+            _add(running, part, hides=False)
+        return
+    for keys, values in zip(key, value, strict=True):
+        _add(running, _piece(query, keys, values, None, scores), hides=False)
+        scores = scores.at(scores.first + keys.shape[1] // scores.size)
+
+
+def reference_tail(
+    running: Running,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tokens: int,
+    visible: torch.Tensor | None,
+    scores: ScoreBuffer | None,
+) -> Partial:
+    if tail := key.shape[1]:
+        mask = _tail_mask(query, tokens, tail, visible)
+        part = _piece(query, key, value, mask, scores, plain=visible is not None)
+        _add(running, part, hides=mask is not None)
+    if running.fresh:
+        return Partial(torch.zeros_like(query), torch.full_like(running.peak[0], float("-inf")))
+    return Partial(running.acc[0].to(query.dtype), running.peak[0])
+
+
+def reference_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tokens: int,
+    end: int | torch.Tensor,
+) -> torch.Tensor:
+    if isinstance(end, int):
+        seen = end + tokens
+        key, value = key[:, :seen].to(query.dtype), value[:, :seen].to(query.dtype)
+        if tokens == 1:
+            return partial_attention(query, key, value).out
+        # Two calls, since an operator without a mask is the faster one.
+        own = slice(end, seen)
+        mask = _tail_mask(query, tokens, tokens, None)
+        parts = [partial_attention(query, key[:, own], value[:, own], mask=mask)]
+        if end:
+            parts.insert(0, partial_attention(query, key[:, :end], value[:, :end]))
+        return merge(parts)
+    columns = torch.arange(key.shape[1], device=query.device)
+    hidden = columns > (end + torch.arange(tokens, device=query.device)).unsqueeze(1)
+    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+    mask = mask.masked_fill_(hidden, float("-inf")).repeat(query.shape[1] // tokens, 1)
+    return partial_attention(query, key.to(query.dtype), value.to(query.dtype), mask=mask).out
+
+
+def _piece(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scores: ScoreBuffer | None,
+    plain: bool = False,
+) -> Partial:
+    """Attention to one piece of keys, and the scores of its chunks. plain: by plain operations,
+    which take a mask that hides everything.
+    """
+    if scores is None and not plain:
+        return partial_attention(query, key, value, mask=mask)
+    # Scores of single keys are at hand in plain operations alone; then they serve attention too.
+    exact = scaled_scores(query, key)
+    if scores and not scores.mass:
+        reference_sums(exact, scores)
+    if mask is not None:
+        exact += mask
+    weights, peak = weighed(exact)
+    if scores and scores.mass:
+        reference_masses(weights, peak, scores)
+    return plain_partial(weights, peak, value, weights.dtype)
+
+
+def _add(running: Running, part: Partial, *, hides: bool) -> None:
+    """Merges a part. The state is normalised here: its peak is a log-sum-exp, its total 1.
+
+    hides: whether some query may see nothing of the part
+    """
+    out = part.out.to(running.acc.dtype)
+    if running.fresh:
+        running.acc, running.peak, running.fresh = out[None], part.lse[None], False
+        return
+    before = running.peak[0]
+    share = (part.lse - before).sigmoid_()
+    if hides:
+        # A part of which nothing is seen counts for nothing, even where nothing was seen before.
+        share.masked_fill_(part.lse == float("-inf"), 0)
+    running.acc[0].lerp_(out, share.unsqueeze(-1))
+    running.peak = torch.logaddexp(before, part.lse)[None]
+
+
+def _tail_mask(
+    query: torch.Tensor, tokens: int, tail: int, visible: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Additive [rows, tail] mask in the query's dtype; None hides nothing."""
+    if tokens == 1 and visible is None:
+        return None
+    mask = torch.full((tokens, tail), float("-inf"), dtype=query.dtype, device=query.device)
+    if visible is None:
+        mask.triu_(tail - tokens + 1)
+    else:
+        mask[:, : tail - tokens] = 0
+        mask[:, tail - tokens :].masked_fill_(visible, 0)
+    return mask.repeat(query.shape[1] // tokens, 1)

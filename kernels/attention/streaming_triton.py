@@ -1,0 +1,354 @@
+"""`streaming` on a GPU: one program for a KV head, a part of its keys and a tile of its queries."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from triforce_kernels.attention.attention import Partial
+from triforce_kernels.attention.scoring import ScoreBuffer
+from triforce_kernels.attention.streaming import Running
+from triforce_kernels.limits import MOST_SPLITS
+
+_PROGRAMS_PER_PROCESSOR = 2
+
+
+class Tile(NamedTuple):
+    """Queries and keys that a program has at hand, and how it is compiled."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tile(rows: int, head_dim: int, itemsize: int) -> Tile:
+    """Chosen so that keys and values of two tiles are on their way at once within the 99 KiB of
+    shared memory that a program has on an RTX 3090 or 4090, and nothing spills from registers.
+
+    float32 is multiplied exactly, without tensor cores, from registers: its tiles are small.
+    """
+    width = triton.next_power_of_2(head_dim)
+    if itemsize == 4:
+        most, keys = (32 if width <= 64 else 16), (32 if width <= 128 else 16)
+    else:
+        most, keys = (128 if width <= 128 else 64), (64 if width <= 128 else 32)
+    count = min(most, max(16, triton.next_power_of_2(rows)))
+    if count == 128:
+        keys = 32
+    return Tile(count, keys, 8 if count * width >= 64 * 128 else 4, 2)
+
+
+def splits(query: torch.Tensor) -> int:
+    """Into how many parts keys are divided: enough to fill the device."""
+    kv_heads, rows, head_dim = query.shape
+    programs = kv_heads * triton.cdiv(rows, tile(rows, head_dim, query.dtype.itemsize).rows)
+    wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * _processors(query.device), programs)
+    return min(MOST_SPLITS, triton.next_power_of_2(wanted))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        # The interpreter runs programs one by one; so many show what splits do.
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def _tile(base, stride, row, dim, here):
+    """[rows, dim] of a matrix whose rows are `stride` apart; 0 where it is not `here`."""
+    return tl.load(base + row[:, None] * stride + dim[None, :], mask=here, other=0.0)
+
+
+@triton.jit
+def _chunked(scores, size: tl.constexpr):
+    """[rows, keys] as [rows, chunks, size]"""
+    return tl.reshape(scores, [scores.shape[0], scores.shape[1] // size, size])
+
+
+@triton.jit
+def _exp_from(scores, peak):
+    """exp(scores - peak), where a peak of -inf means that there is nothing."""
+    return tl.exp(scores - tl.where(peak == float("-inf"), 0.0, peak))
+
+
+@triton.jit
+def _step(
+    query, key, value, seen, scale, acc, peak, total, scores_at, kept,
+    SIZE: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile of keys to the running state.
+
+    query: [rows, dim]; key, value: [keys, dim]; seen: [rows or 1, keys], which pairs count
+    scores_at, kept: pointers [rows, chunks] and which of them to store to, if SIZE is not 0
+    """
+    raw = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    scores = tl.where(seen, raw, float("-inf"))
+    if SIZE > 0 and MASS:
+        parts = _chunked(scores, SIZE)
+        tops = tl.max(parts, 2)
+        powers = _exp_from(parts, tops[:, :, None])
+        sums = tl.sum(powers, 2)
+        tl.store(scores_at, tl.where(tops == float("-inf"), tops, tops + tl.log(sums)), mask=kept)
+        highest = tl.maximum(peak, tl.max(tops, 1))
+        # What the chunks' own peaks were taken from serves again: one exponential for each score.
+        weights = tl.reshape(powers * _exp_from(tops, highest[:, None])[:, :, None], scores.shape)
+    else:
+        if SIZE > 0:
+            tl.store(scores_at, tl.sum(_chunked(raw, SIZE), 2), mask=kept)
+        highest = tl.maximum(peak, tl.max(scores, 1))
+        weights = _exp_from(scores, highest[:, None])
+    fade = _exp_from(peak, highest)
+    total = total * fade + tl.sum(weights, 1)
+    acc = acc * fade[:, None]
+    acc = tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
+    return acc, highest, total
+
+
+@triton.jit(
+    do_not_specialize=["rows", "blocks", "keys", "tiles", "first", "fresh", "s_head", "s_row"]
+)
+def _blocks_kernel(
+    query, key, value, acc, peak, total, chunk_scores,
+    q_head, q_row, k_block, k_head, k_key, v_block, v_head, v_key, s_head, s_row,
+    rows, blocks, keys, tiles, first, fresh, scale,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SIZE: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """Blocks of keys that all queries see. tiles: of a block, for each split."""
+    head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kv_heads = tl.num_programs(0)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, WIDTH)
+    real, wide = row < rows, dim < DIM
+    here = real[:, None] & wide[None, :]
+    q = _tile(query + head * q_head, q_row, row, dim, here)
+    state = (split * kv_heads + head) * rows + row
+    spread = state[:, None] * DIM + dim[None, :]
+    if fresh:
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+        s = tl.zeros([ROWS], tl.float32)
+        a = tl.zeros([ROWS, WIDTH], tl.float32)
+    else:
+        m = tl.load(peak + state, mask=real, other=float("-inf"))
+        s = tl.load(total + state, mask=real, other=0.0)
+        a = tl.load(acc + spread, mask=here, other=0.0)
+    for step in range(blocks * tiles):
+        block = (step // tiles).to(tl.int64)
+        column = (split * tiles + step % tiles) * KEYS + tl.arange(0, KEYS)
+        inside = column < keys
+        there = inside[:, None] & wide[None, :]
+        k = _tile(key + block * k_block + head * k_head, k_key, column, dim, there)
+        v = _tile(value + block * v_block + head * v_head, v_key, column, dim, there)
+        scores_at, kept = chunk_scores + row[:, None], here
+        if SIZE > 0:
+            part = (split * tiles + step % tiles) * (KEYS // SIZE) + tl.arange(0, KEYS // SIZE)
+            place = first + block * ((keys + SIZE - 1) // SIZE) + part
+            scores_at = (
+                chunk_scores + head * s_head + row[:, None].to(tl.int64) * s_row + place[None, :]
+            )
+            kept = real[:, None] & (part * SIZE < keys)[None, :]
+        a, m, s = _step(q, k, v, inside[None, :], scale, a, m, s, scores_at, kept, SIZE, MASS)
+    tl.store(peak + state, m, mask=real)
+    tl.store(total + state, s, mask=real)
+    tl.store(acc + spread, a, mask=here)
+
+
+@triton.jit(do_not_specialize=["rows", "parts", "keys", "tokens", "first", "s_head", "s_row"])
+def _tail_kernel(
+    query, key, value, acc, peak, total, chunk_scores, visible, out, lse,
+    q_head, q_row, k_head, k_key, v_head, v_key, s_head, s_row,
+    rows, parts, keys, tokens, first, scale,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SIZE: tl.constexpr, MASS: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """Merges all parts of the running state and the tail, of which the last keys are the queries'
+    own.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    kv_heads = tl.num_programs(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, WIDTH)
+    real, wide = row < rows, dim < DIM
+    here = real[:, None] & wide[None, :]
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    s = tl.zeros([ROWS], tl.float32)
+    a = tl.zeros([ROWS, WIDTH], tl.float32)
+    for split in range(parts):
+        state = (split * kv_heads + head) * rows + row
+        other = tl.load(peak + state, mask=real, other=float("-inf"))
+        highest = tl.maximum(m, other)
+        fade, weight = _exp_from(m, highest), _exp_from(other, highest)
+        s = s * fade + tl.load(total + state, mask=real, other=0.0) * weight
+        there = tl.load(acc + state[:, None] * DIM + dim[None, :], mask=here, other=0.0)
+        a = a * fade[:, None] + there * weight[:, None]
+        m = highest
+    q = _tile(query + head * q_head, q_row, row, dim, here)
+    token = row % tokens
+    for start in range(0, keys, KEYS):
+        column = start + tl.arange(0, KEYS)
+        inside = column < keys
+        there = inside[:, None] & wide[None, :]
+        k = _tile(key + head * k_head, k_key, column, dim, there)
+        v = _tile(value + head * v_head, v_key, column, dim, there)
+        own = column - (keys - tokens)
+        if TREE:
+            drafted = inside & (own >= 0)
+            allowed = tl.load(
+                visible + token[:, None] * tokens + own[None, :],
+                mask=real[:, None] & drafted[None, :], other=0,
+            )  # fmt: skip
+            seen = inside[None, :] & ((own < 0)[None, :] | (allowed != 0))
+        else:
+            seen = inside[None, :] & (own[None, :] <= token[:, None])
+        scores_at, kept = chunk_scores + row[:, None], here
+        if SIZE > 0:
+            part = start // SIZE + tl.arange(0, KEYS // SIZE)
+            scores_at = (
+                chunk_scores
+                + head * s_head
+                + row[:, None].to(tl.int64) * s_row
+                + (first + part)[None, :]
+            )
+            kept = real[:, None] & (part * SIZE < keys)[None, :]
+        a, m, s = _step(q, k, v, seen, scale, a, m, s, scores_at, kept, SIZE, MASS)
+    nothing = s == 0.0
+    a = a / tl.where(nothing, 1.0, s)[:, None]
+    tl.store(
+        out + (head * rows + row)[:, None] * DIM + dim[None, :],
+        a.to(out.dtype.element_ty), mask=here,
+    )  # fmt: skip
+    tl.store(lse + head * rows + row, tl.where(nothing, float("-inf"), m + tl.log(s)), mask=real)
+
+
+@triton.jit(do_not_specialize=["rows", "tokens"])
+def _cache_kernel(
+    query, key, value, acc, peak, total, end,
+    q_head, q_row, k_head, k_key, v_head, v_key,
+    rows, tokens, scale,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """A part of the keys up to `end`, and of the queries' own behind it."""
+    head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kv_heads, parts = tl.num_programs(0), tl.num_programs(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, WIDTH)
+    real, wide = row < rows, dim < DIM
+    here = real[:, None] & wide[None, :]
+    q = _tile(query + head * q_head, q_row, row, dim, here)
+    before = tl.load(end).to(tl.int32)
+    keys = before + tokens
+    last = before + row % tokens
+    # Each part has as many whole tiles as any other, whatever the end is.
+    tiles = ((keys + KEYS - 1) // KEYS + parts - 1) // parts
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    s = tl.zeros([ROWS], tl.float32)
+    a = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(split * tiles * KEYS, tl.minimum((split + 1) * tiles * KEYS, keys), KEYS):
+        column = start + tl.arange(0, KEYS)
+        there = (column < keys)[:, None] & wide[None, :]
+        # Whole numbers of 8 bits are the same in every dtype of queries.
+        k = _tile(key + head * k_head, k_key, column, dim, there).to(q.dtype)
+        v = _tile(value + head * v_head, v_key, column, dim, there).to(q.dtype)
+        seen = column[None, :] <= last[:, None]
+        a, m, s = _step(q, k, v, seen, scale, a, m, s, peak, real, 0, False)
+    state = (split * kv_heads + head) * rows + row
+    tl.store(peak + state, m, mask=real)
+    tl.store(total + state, s, mask=real)
+    tl.store(acc + state[:, None] * DIM + dim[None, :], a, mask=here)
+
+
+def blocks(
+    running: Running,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: ScoreBuffer | None,
+) -> None:
+    kv_heads, rows, head_dim = query.shape
+    count, _, keys, _ = key.shape
+    parts = running.acc.shape[0]
+    t = tile(rows, head_dim, query.dtype.itemsize)
+    chunk_scores, options = _buffer(scores, running.peak)
+    _blocks_kernel[(kv_heads, parts, triton.cdiv(rows, t.rows))](
+        query, key, value, running.acc, running.peak, running.total, chunk_scores,
+        *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *chunk_scores.stride()[:2],
+        rows, count, keys, triton.cdiv(triton.cdiv(keys, t.keys), parts),
+        scores.first if scores else 0, int(running.fresh), head_dim**-0.5,
+        **_options(t, head_dim), **options,
+    )  # fmt: skip
+
+
+def tail(
+    running: Running,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tokens: int,
+    visible: torch.Tensor | None,
+    scores: ScoreBuffer | None,
+) -> Partial:
+    kv_heads, rows, head_dim = query.shape
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+    # More queries at once would spill, for whatever may be asked of a tail.
+    t = tile(min(rows, 64), head_dim, query.dtype.itemsize)
+    chunk_scores, options = _buffer(scores, running.peak)
+    _tail_kernel[(kv_heads, triton.cdiv(rows, t.rows))](
+        query, key, value, running.acc, running.peak, running.total, chunk_scores,
+        query if visible is None else visible.view(torch.uint8), out, lse,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *chunk_scores.stride()[:2],
+        rows, 0 if running.fresh else running.acc.shape[0], key.shape[1], tokens,
+        scores.first if scores else 0, head_dim**-0.5,
+        TREE=visible is not None, **_options(t, head_dim), **options,
+    )  # fmt: skip
+    return Partial(out, lse)
+
+
+def cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tokens: int,
+    end: int | torch.Tensor,
+) -> torch.Tensor:
+    kv_heads, rows, head_dim = query.shape
+    if isinstance(end, int):
+        end = torch.full((1,), end, dtype=torch.int64, device=query.device)
+    running = Running.of(query)
+    running.fresh = False
+    t = tile(rows, head_dim, query.dtype.itemsize)
+    if key.dtype.itemsize < query.dtype.itemsize == 4:
+        # float32 made of whole numbers is in registers twice.
+        t = t._replace(stages=1)
+    _cache_kernel[(kv_heads, running.acc.shape[0], triton.cdiv(rows, t.rows))](
+        query, key, value, running.acc, running.peak, running.total, end,
+        *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
+        rows, tokens, head_dim**-0.5, **_options(t, head_dim),
+    )  # fmt: skip
+    # No keys, of the query's dtype whatever those of the cache have.
+    return tail(running, query, query[:, :0], query[:, :0], tokens, None, None).out
+
+
+def _options(t: Tile, head_dim: int) -> dict[str, int]:
+    return {
+        "DIM": head_dim,
+        "WIDTH": triton.next_power_of_2(head_dim),
+        "ROWS": t.rows,
+        "KEYS": t.keys,
+        "num_warps": t.warps,
+        "num_stages": t.stages,
+        # Or products and sums may be contracted in one version of Triton and not in the next.
+        "enable_fp_fusion": True,
+    }
+
+
+def _buffer(scores: ScoreBuffer | None, unused: torch.Tensor) -> tuple[torch.Tensor, dict]:
+    if scores is None:
+        return unused, {"SIZE": 0, "MASS": False}
+    return scores.out, {"SIZE": scores.size, "MASS": scores.mass}

@@ -1,0 +1,82 @@
+"""Bringing chosen chunks of keys and values to their slots, from wherever they lie."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from triforce_kernels.checks import require
+from triforce_kernels.dispatch import implementation
+
+
+@dataclass(frozen=True)
+class ChunkSource:
+    """Keys and values of all layers by address: blocks, of equal size, then a tail.
+
+    addresses: [layers, blocks + 1] int64 on the device; each points at [2, kv_heads, n, head_dim]
+        with n = block_tokens, the last at one with n = tail_tokens, at multiples of 16 bytes.
+        Device memory, or host memory registered with the driver, which the device reads where it
+        lies. (The reference reads what the processor can.)
+    """
+
+    addresses: torch.Tensor
+    block_tokens: int
+    tail_tokens: int
+
+
+def gather_chunks(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor) -> None:
+    """Copies, for each layer, KV head and slot, the chunk that `moves` names, if it names one.
+
+    moves: [layers, kv_heads, slots] int64, -1 for none
+    target: [layers, 2, kv_heads, slots, chunk, head_dim], the last three contiguous
+
+    Every source must hold its bytes when the device comes to this call. Raises ValueError.
+    """
+    require_moves("gather_chunks", moves, source, target)
+    implementation("gather_chunks", target.device)(moves, source, target)
+
+
+def require_moves(
+    kernel: str, moves: torch.Tensor, source: ChunkSource, target: torch.Tensor
+) -> None:
+    """Raises ValueError, in a kernel's name, unless these fit together."""
+    layers, _, kv_heads, slots, chunk, head_dim = target.shape
+    addresses = source.addresses
+    require(
+        kernel,
+        moves.shape == (layers, kv_heads, slots)
+        and moves.is_contiguous()
+        and moves.dtype == addresses.dtype == torch.int64
+        and moves.device == addresses.device == target.device
+        and addresses.shape[0] == layers
+        and addresses.is_contiguous()
+        and target.shape[1] == 2
+        and target.stride()[3:] == (chunk * head_dim, head_dim, 1)
+        and source.block_tokens % chunk == 0,
+        moves=moves,
+        addresses=addresses,
+        target=target,
+        block_tokens=source.block_tokens,
+        tail_tokens=source.tail_tokens,
+    )
+
+
+def reference_gather(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor) -> None:
+    """One chunk after another, from addresses that the processor can read."""
+    _, _, kv_heads, _, chunk, head_dim = target.shape
+    per_block = source.block_tokens // chunk
+    last = source.addresses.shape[1] - 1
+    for layer, head, slot in (moves >= 0).nonzero().tolist():
+        index = int(moves[layer, head, slot])
+        block = min(index // per_block, last)
+        tokens = source.tail_tokens if block == last else source.block_tokens
+        shape = (2, kv_heads, tokens, head_dim)
+        count = 2 * kv_heads * tokens * head_dim
+        memory = (ctypes.c_uint8 * (count * target.dtype.itemsize)).from_address(
+            int(source.addresses[layer, block])
+        )
+        there = torch.frombuffer(memory, dtype=target.dtype, count=count).view(shape)
+        start = (index - block * per_block) * chunk
+        target[layer, :, head, slot] = there[:, head, start : start + chunk]

@@ -1,0 +1,81 @@
+"""Bringing chosen chunks to their slots from blocks in planes, wherever they lie.
+
+See `gather`: the same for blocks that `kv_planes` coded. Exceptions of a block are read as zeros,
+or as less than any normal number: what is brought is to draft with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from triforce_kernels.checks import require
+from triforce_kernels.dispatch import implementation
+from triforce_kernels.kv.gather import ChunkSource, require_moves
+from triforce_kernels.kv.kv_planes import KVPlanes, decode_chunks
+
+
+@dataclass(frozen=True)
+class PlaneChunkSource(ChunkSource):
+    """The same of blocks in planes; the tail is of bfloat16 as it is.
+
+    upper, lower, base: where these parts of a block begin, in bytes from its beginning
+    """
+
+    upper: int
+    lower: int
+    base: int
+
+
+def gather_plane_chunks(
+    moves: torch.Tensor, source: PlaneChunkSource, target: torch.Tensor
+) -> None:
+    """Copies, for each layer, KV head and slot, the chunk that `moves` names, if it names one.
+
+    moves: [layers, kv_heads, slots] int64, -1 for none
+    target: [layers, 2, kv_heads, slots, chunk, head_dim] bfloat16, the last three contiguous
+
+    Every source must hold its bytes when the device comes to this call. Raises ValueError.
+    """
+    require_moves("gather_plane_chunks", moves, source, target)
+    require(
+        "gather_plane_chunks",
+        target.dtype == torch.bfloat16 and target.shape[5] % 2 == 0,
+        target=target,
+    )
+    implementation("gather_plane_chunks", target.device)(moves, source, target)
+
+
+def reference_gather(moves: torch.Tensor, source: PlaneChunkSource, target: torch.Tensor) -> None:
+    """One chunk after another, from addresses that the processor can read."""
+    _, _, kv_heads, _, chunk, head_dim = target.shape
+    rows, tokens = 2 * kv_heads, source.block_tokens
+    per_block = tokens // chunk
+    last = source.addresses.shape[1] - 1
+
+    def there(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        count = torch.Size(shape).numel()
+        memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+
+    none = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int16)
+    for layer, head, slot in (moves >= 0).nonzero().tolist():
+        index = int(moves[layer, head, slot])
+        block = min(index // per_block, last)
+        address = int(source.addresses[layer, block])
+        if block == last:
+            size = (2, kv_heads, source.tail_tokens, head_dim)
+            start = (index - block * per_block) * chunk
+            tail = there(address, torch.bfloat16, *size)
+            target[layer, :, head, slot] = tail[:, head, start : start + chunk]
+            continue
+        planes = KVPlanes(
+            there(address + source.upper, torch.uint8, rows, tokens, head_dim),
+            there(address + source.lower, torch.uint8, rows, tokens, head_dim // 2),
+            there(address + source.base, torch.uint8, rows, head_dim),
+            *none,
+        )
+        which = torch.tensor([head]), torch.tensor([index - block * per_block])
+        target[layer, :, head, slot] = decode_chunks(planes, *which, chunk)[:, 0]

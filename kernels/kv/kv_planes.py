@@ -1,0 +1,226 @@
+"""Blocks of keys and values in 12 bits a number, bit for bit.
+
+Numbers are coded as `plane_codes` says, with a base for each channel of a head in a block: what a
+channel holds differs less from token to token than a token does from channel to channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from triforce_kernels import limits
+from triforce_kernels.checks import require
+from triforce_kernels.dispatch import implementation
+from triforce_kernels.weights.plane_codes import (
+    add_lower,
+    base_of,
+    lower_codes,
+    upper_bits,
+    upper_codes,
+)
+
+
+class BlockParts(Protocol):
+    """Where the parts of a block in planes lie: bytes from its beginning.
+
+    rows: heads of keys and of values; room: exceptions that a block has room for
+    nbytes: of a block
+    """
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def room(self) -> int: ...
+    @property
+    def upper(self) -> int: ...
+    @property
+    def lower(self) -> int: ...
+    @property
+    def base(self) -> int: ...
+    @property
+    def places(self) -> int: ...
+    @property
+    def patterns(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class KVPlanes:
+    """A block's keys and values, [heads, tokens, head_dim] of bfloat16: first the heads of the
+    keys, then those of the values.
+
+    upper: [heads, tokens, head_dim] uint8
+    lower: [heads, tokens, head_dim / 2] uint8
+    base: [heads, head_dim] uint8, the greatest exponent of each channel's finite numbers
+    places: [room] int32, where exceptions are in the whole block; behind the last one the place of
+        the block's first number, again and again
+    patterns: [room] int16, the bits of what is there
+    """
+
+    upper: torch.Tensor
+    lower: torch.Tensor
+    base: torch.Tensor
+    places: torch.Tensor
+    patterns: torch.Tensor
+
+    @classmethod
+    def of(cls, block: torch.Tensor, at: BlockParts) -> KVPlanes:
+        """Views of a block's bytes, flat uint8."""
+        heads, tokens, head_dim = at.rows, at.tokens, at.head_dim
+        numbers = heads * tokens * head_dim
+        return cls(
+            block[at.upper : at.upper + numbers].view(heads, tokens, head_dim),
+            block[at.lower : at.lower + numbers // 2].view(heads, tokens, head_dim // 2),
+            block[at.base : at.base + heads * head_dim].view(heads, head_dim),
+            block[at.places : at.places + 4 * at.room].view(torch.int32),
+            block[at.patterns : at.patterns + 2 * at.room].view(torch.int16),
+        )
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        heads, tokens, head_dim = self.upper.shape
+        return heads, tokens, head_dim
+
+
+def encode_block(keys_values: torch.Tensor, into: KVPlanes) -> torch.Tensor:
+    """Codes a block, [heads, tokens, head_dim] bfloat16.
+
+    Returns whether its exceptions have room, a bool on the device; if not, `into` holds nothing.
+    Raises ValueError.
+    """
+    _require("encode_block", into, keys_values)
+    into.places.zero_()
+    into.patterns.copy_(keys_values[0, 0, :1].view(torch.int16).expand_as(into.patterns))
+    return implementation("encode_kv_block", keys_values.device)(keys_values, into)
+
+
+def decode_blocks(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -> None:
+    """Writes the numbers of some blocks, however many, by as many launches as one takes.
+
+    blocks: [blocks, at.nbytes or more] uint8, of which rows are contiguous
+    into: [blocks, heads, tokens, head_dim] bfloat16, the last dimension contiguous
+
+    Nothing is made on the way but what computes: a pass decodes a thousand blocks. Raises
+    ValueError.
+    """
+    require(
+        "decode_blocks",
+        blocks.dim() == 2
+        and blocks.dtype == torch.uint8
+        and blocks.shape[1] >= at.nbytes
+        and blocks.stride(1) == 1
+        and into.shape == (len(blocks), at.rows, at.tokens, at.head_dim)
+        and into.dtype == torch.bfloat16
+        and into.stride(3) == 1
+        and at.head_dim % 2 == 0
+        and into.device == blocks.device,
+        blocks=blocks,
+        parts=at,
+        into=into,
+    )
+    implementation("decode_kv_blocks", into.device)(blocks, at, into)
+
+
+def decode_chunks(
+    planes: KVPlanes, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
+) -> torch.Tensor:
+    """Some chunks of `tokens` tokens, keys and values, [2, n, tokens, head_dim] bfloat16, to draft
+    with: exceptions are read as zeros, or as less than any normal number.
+
+    heads, chunks: [n] int64, KV heads and chunks of the block. Raises ValueError.
+    """
+    both, whole, head_dim = planes.shape
+    require(
+        "decode_chunks",
+        both % 2 == 0 and whole % tokens == 0 and heads.shape == chunks.shape,
+        heads=heads,
+        chunks=chunks,
+        tokens=tokens,
+        upper=planes.upper,
+    )
+
+    def chosen(plane: torch.Tensor) -> torch.Tensor:
+        in_chunks = plane.view(2, both // 2, whole // tokens, tokens, plane.shape[2])
+        return in_chunks[:, heads, chunks]
+
+    base = planes.base.view(2, both // 2, 1, head_dim)[:, heads]
+    bits = upper_bits(chosen(planes.upper), base)
+    add_lower(bits, chosen(planes.lower))
+    return bits.view(torch.bfloat16)
+
+
+def reference_encode(keys_values: torch.Tensor, into: KVPlanes) -> torch.Tensor:
+    known = 0
+    for first, part in _slices(into):
+        bits = keys_values[part].contiguous().view(torch.int16)
+        base = base_of(bits, 1)
+        into.base[part] = base.squeeze(1)
+        into.upper[part], outside = upper_codes(bits, base)
+        into.lower[part] = lower_codes(bits)
+        found = outside.flatten().nonzero().squeeze(1)
+        end = known + len(found)
+        if end > len(into.places):
+            return torch.tensor(False)
+        into.places[known:end] = found + first * bits[0].numel()
+        into.patterns[known:end] = bits.flatten()[found]
+        known = end
+    return torch.tensor(True)
+
+
+def reference_decode(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -> None:
+    for block, target in zip(blocks, into.view(torch.int16), strict=True):
+        planes = KVPlanes.of(block, at)
+        for _, part in _slices(planes):
+            bits = upper_bits(planes.upper[part], planes.base[part].unsqueeze(1))
+            add_lower(bits, planes.lower[part])
+            target[part] = bits
+        _put_exceptions(planes, target)
+
+
+def _put_exceptions(planes: KVPlanes, target: torch.Tensor) -> None:
+    """Writes what is in the list. target: the block's bits, int16."""
+    heads, tokens, head_dim = planes.shape
+    places = planes.places.clamp(0, heads * tokens * head_dim - 1)
+    token = places // head_dim
+    target[token // tokens, token % tokens, places % head_dim] = planes.patterns
+
+
+def _slices(planes: KVPlanes) -> Iterator[tuple[int, slice]]:
+    """Heads that are coded at a time: the first, and all."""
+    heads, tokens, head_dim = planes.shape
+    step = max(1, limits.KV_CODED_AT_ONCE // (tokens * head_dim))
+    for first in range(0, heads, step):
+        yield first, slice(first, min(first + step, heads))
+
+
+def _require(kernel: str, planes: KVPlanes, keys_values: torch.Tensor) -> None:
+    heads, tokens, head_dim = planes.shape
+    tensors = (planes.upper, planes.lower, planes.base, planes.places, planes.patterns)
+    require(
+        kernel,
+        keys_values.shape == planes.shape
+        and keys_values.dtype == torch.bfloat16
+        and keys_values.stride(2) == 1
+        and head_dim % 2 == 0
+        and planes.lower.shape == (heads, tokens, head_dim // 2)
+        and planes.base.shape == (heads, head_dim)
+        and planes.places.shape == planes.patterns.shape
+        and [part.dtype for part in tensors] == [torch.uint8] * 3 + [torch.int32, torch.int16]
+        and all(part.is_contiguous() for part in tensors)
+        and all(part.device == keys_values.device for part in tensors),
+        keys_values=keys_values,
+        upper=planes.upper,
+        lower=planes.lower,
+        base=planes.base,
+        places=planes.places,
+        patterns=planes.patterns,
+    )

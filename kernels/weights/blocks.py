@@ -1,0 +1,162 @@
+"""Matrices in blocks of a few bits a number, GGUF's and FP8's, decoded to plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from triforce_kernels import limits
+from triforce_kernels.checks import require
+from triforce_kernels.dispatch import TRITON, backend, implementation
+from triforce_kernels.weights.block_types import BlockType
+from triforce_kernels.weights.stored import StoredWeight
+
+# Types that `blocks_triton` decodes.
+FUSED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F8_E4M3")
+
+
+@dataclass(frozen=True)
+class BlockWeight(StoredWeight):
+    """A matrix [rows, columns], row by row in blocks.
+
+    data: [rows, bytes of a row] uint8
+    """
+
+    data: torch.Tensor
+    kind: BlockType
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def rows_at_once(self) -> int:
+        return max(1, limits.DECODED_AT_ONCE // self.columns)
+
+    def rows(self, first: int, end: int) -> BlockWeight:
+        """StoredWeight.rows."""
+        return replace(self, data=self.data[first:end])
+
+    def dense_rows(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+        """StoredWeight.dense_rows. Raise NoDecoderError."""
+        for first in range(0, self.shape[0], self.rows_at_once):
+            yield first, decode(self.data[first : first + self.rows_at_once], self.kind, dtype)
+
+    def lookup(self, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """StoredWeight.lookup. Raise NoDecoderError."""
+        return decode(self.data[index], self.kind, dtype)
+
+    def small_batch_matmul(self) -> Callable[[torch.Tensor, BlockWeight], torch.Tensor] | None:
+        """StoredWeight.small_batch_matmul."""
+        return block_matmul if has_kernel(self.kind, self.device) else None
+
+
+class NoDecoderError(RuntimeError):
+    """Nothing installed here decodes a block type."""
+
+
+def can_decode(kind: BlockType, device: torch.device) -> bool:
+    """Whether something here decodes it."""
+    return kind.name in _OWN or has_kernel(kind, device) or _library() is not None
+
+
+def has_kernel(kind: BlockType, device: torch.device) -> bool:
+    """Whether a kernel on this device decodes it, also while it multiplies."""
+    return kind.name in FUSED and backend(device) == TRITON
+
+
+def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [n, bytes] uint8 to the numbers that they stand for, in float32 and then in `dtype`:
+    [n, columns].
+
+    Raises NoDecoderError.
+    """
+    if has_kernel(kind, data.device):
+        return implementation("decode_blocks", data.device)(data.contiguous(), kind, dtype)
+    return reference_decode(data, kind, dtype)
+
+
+def block_matmul(x: torch.Tensor, weight: BlockWeight) -> torch.Tensor:
+    """x [rows, in] times the weight, transposed: [rows, out] in x's dtype, summed in float32.
+
+    Meant for few rows, 1 to 64 or so, where the weight's bytes are what it takes.
+    Raises ValueError or NoDecoderError.
+    """
+    require(
+        "block_matmul",
+        x.dim() == 2
+        and x.shape[1] == weight.columns
+        and x.shape[0] > 0
+        and x.stride(1) == 1
+        and weight.data.is_contiguous()
+        and weight.data.shape[1] == weight.kind.row_bytes(weight.columns)
+        and x.device == weight.device,
+        x=x,
+        data=weight.data,
+        kind=weight.kind,
+    )
+    run = reference_matmul
+    if has_kernel(weight.kind, x.device):
+        run = implementation("block_matmul", x.device)
+    return run(x, weight.data, weight.kind)
+
+
+def reference_decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
+    own, library = _OWN.get(kind.name), _library()
+    if own is not None:
+        numbers = own(data.reshape(-1, kind.nbytes))
+    elif library is not None:
+        numbers = library(data.reshape(-1), kind.number)
+    else:
+        raise NoDecoderError(f"{kind.name} weights need transformers 5.23 or newer")
+    return numbers.reshape(data.shape[0], -1).to(dtype)
+
+
+def reference_matmul(x: torch.Tensor, data: torch.Tensor, kind: BlockType) -> torch.Tensor:
+    return F.linear(x, reference_decode(data, kind, x.dtype))
+
+
+def _library() -> Callable[[torch.Tensor, int], torch.Tensor] | None:
+    try:
+        from transformers.integrations.gguf.dequant import dequantize
+    except ImportError:
+        return None
+    return dequantize
+
+
+def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """The half-precision number at a byte of each block, [blocks, 1] float32."""
+    return blocks[:, start : start + 2].view(torch.float16).float()
+
+
+def _fives(blocks: torch.Tensor, start: int) -> torch.Tensor:
+    """Numbers of 5 bits: 32 high bits at a byte of each block, 16 bytes of low halves behind."""
+    bits = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    high = (blocks[:, start : start + 4, None] >> bits & 1).flatten(1)
+    low = blocks[:, start + 4 : start + 20]
+    return (torch.cat((low & 15, low >> 4), 1) | high << 4).float()
+
+
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * (_fives(blocks, 2) - 16)
+
+
+def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * _fives(blocks, 4) + _half(blocks, 2)
+
+
+def _f8_e4m3(blocks: torch.Tensor) -> torch.Tensor:
+    numbers = blocks[:, :128].view(torch.float8_e4m3fn).float()
+    return numbers * blocks[:, 128:].contiguous().view(torch.float32)
+
+
+# What transformers' decoders leave out.
+_OWN = {"Q5_0": _q5_0, "Q5_1": _q5_1, "F8_E4M3": _f8_e4m3}

@@ -1,0 +1,218 @@
+"""`blocks` on a GPU: decoding, and products with a few rows that decode what they read.
+
+Both go through a row in steps of whole bytes of quants. A byte holds two numbers; the numbers of
+its low and of its high half lie side by side in a row each, so nothing is interleaved: see `_step`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from triforce_kernels.weights.block_types import BlockType
+from triforce_kernels.weights.slices import tile_rows
+
+_COLUMNS = 32
+# Steps of a program of `decode`.
+_STEPS = 4
+# How the numbers of a step lie: bytes of quants, and steps of a block.
+_SHAPES = {
+    "Q4_0": (16, 1),
+    "Q4_1": (16, 1),
+    "Q5_0": (16, 1),
+    "Q5_1": (16, 1),
+    "Q8_0": (16, 1),
+    "F8_E4M3": (32, 2),
+    "Q4_K": (32, 4),
+    "Q5_K": (32, 4),
+    "Q6_K": (32, 4),
+}
+
+
+@triton.jit
+def _half(place):
+    """The half-precision number at a byte, which may be odd."""
+    low = tl.load(place).to(tl.uint16)
+    high = tl.load(place + 1).to(tl.uint16)
+    return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _eight(place):
+    """Numbers of 8 bits, 4 of exponent and 3 of mantissa. As half-precision ones of the same bits
+    they are a 256th of themselves, subnormal ones too.
+    """
+    bits = tl.load(place).to(tl.uint16)
+    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def _single(place):
+    """The single-precision number at a byte, which may be odd."""
+    bits = tl.load(place).to(tl.uint32) | (tl.load(place + 1).to(tl.uint32) << 8)
+    bits |= (tl.load(place + 2).to(tl.uint32) << 16) | (tl.load(place + 3).to(tl.uint32) << 24)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale_and_least(block, group):
+    """Of a group of 32 numbers of a Q4_K or Q5_K block: 6 bits each, packed into 12 bytes."""
+    packed = block + 4
+    own, other, before = (
+        tl.load(packed + group),
+        tl.load(packed + group + 4),
+        # Of the first four groups it is no part of these.
+        tl.load(packed + group - 4),
+    )
+    scale = tl.where(group < 4, own & 63, (other & 15) | ((before >> 6) << 4))
+    least = tl.where(group < 4, other & 63, (other >> 4) | ((own >> 6) << 4))
+    return (
+        _half(block) * scale.to(tl.float32),
+        _half(block + 2) * least.to(tl.float32),
+    )
+
+
+@triton.jit
+def _step(row, step, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr,
+          BYTES: tl.constexpr):  # fmt: skip
+    """The numbers of a step of some rows. row: addresses [rows] of the rows' first bytes.
+
+    Returns two tiles [rows, BYTES] of float32, and where in the row each begins.
+    """
+    block = row + step // STEPS * BLOCK_BYTES
+    part = step % STEPS
+    byte = tl.arange(0, BYTES)
+    start = step // STEPS * (STEPS * 2 * BYTES)
+    apart = BYTES
+    if KIND == "Q8_0":
+        place = block[:, None] + 2 + byte[None, :]
+        scale = _half(block)[:, None]
+        low = tl.load(place).to(tl.int8, bitcast=True).to(tl.float32) * scale
+        high = tl.load(place + BYTES).to(tl.int8, bitcast=True).to(tl.float32) * scale
+    elif KIND == "F8_E4M3":
+        place = block[:, None] + part * 64 + byte[None, :]
+        scale = _single(block + 128)[:, None]
+        start += part * 64
+        low, high = _eight(place) * scale, _eight(place + BYTES) * scale
+    elif KIND == "Q6_K":
+        # Halves of 128 numbers, each 64 bytes of low bits; the upper two bits are 32 bytes more.
+        half, quarter = part // 2, part % 2
+        both = tl.load(block[:, None] + half * 64 + quarter * 32 + byte[None, :])
+        upper = tl.load(block[:, None] + 128 + half * 32 + byte[None, :])
+        low = (both & 15).to(tl.int32) | (((upper >> (2 * quarter)) & 3).to(tl.int32) << 4)
+        high = (both >> 4).to(tl.int32) | (((upper >> (2 * quarter + 4)) & 3).to(tl.int32) << 4)
+        scales = block[:, None] + 192 + half * 8 + quarter * 2 + (byte // 16)[None, :]
+        whole = _half(block + 208)[:, None]
+        low_scale = tl.load(scales).to(tl.int8, bitcast=True).to(tl.float32) * whole
+        high_scale = tl.load(scales + 4).to(tl.int8, bitcast=True).to(tl.float32) * whole
+        start += half * 128 + quarter * 32
+        apart = 64
+        low = (low - 32).to(tl.float32) * low_scale
+        high = (high - 32).to(tl.float32) * high_scale
+    elif KIND == "Q4_K" or KIND == "Q5_K":
+        # Pairs of groups of 32 numbers share their bytes; fifth bits of all are 32 bytes before.
+        quants: tl.constexpr = 48 if KIND == "Q5_K" else 16
+        both = tl.load(block[:, None] + quants + part * 32 + byte[None, :])
+        low, high = (both & 15).to(tl.int32), (both >> 4).to(tl.int32)
+        if KIND == "Q5_K":
+            fifth = tl.load(block[:, None] + 16 + byte[None, :])
+            low |= ((fifth >> (2 * part)) & 1).to(tl.int32) << 4
+            high |= ((fifth >> (2 * part + 1)) & 1).to(tl.int32) << 4
+        low_scale, low_least = _scale_and_least(block, 2 * part)
+        high_scale, high_least = _scale_and_least(block, 2 * part + 1)
+        start += part * 64
+        low = low.to(tl.float32) * low_scale[:, None] - low_least[:, None]
+        high = high.to(tl.float32) * high_scale[:, None] - high_least[:, None]
+    else:
+        five: tl.constexpr = KIND == "Q5_0" or KIND == "Q5_1"
+        offset: tl.constexpr = KIND == "Q4_1" or KIND == "Q5_1"
+        fifths: tl.constexpr = 4 if offset else 2
+        after: tl.constexpr = fifths + 4 if five else fifths
+        both = tl.load(block[:, None] + after + byte[None, :])
+        low, high = (both & 15).to(tl.int32), (both >> 4).to(tl.int32)
+        if five:
+            # One bit more of each number, in order.
+            bits = block[:, None] + fifths + (byte // 8)[None, :]
+            low |= ((tl.load(bits) >> (byte % 8)[None, :]) & 1).to(tl.int32) << 4
+            high |= ((tl.load(bits + 2) >> (byte % 8)[None, :]) & 1).to(tl.int32) << 4
+        scale = _half(block)[:, None]
+        if offset:
+            least = _half(block + 2)[:, None]
+            low, high = low.to(tl.float32) * scale + least, high.to(tl.float32) * scale + least
+        else:
+            middle: tl.constexpr = 16 if five else 8
+            low = (low - middle).to(tl.float32) * scale
+            high = (high - middle).to(tl.float32) * scale
+    return low, high, start, start + apart
+
+
+@triton.jit
+def _decode_kernel(
+    data, out, row_bytes, steps, width,
+    KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr, BYTES: tl.constexpr,
+    MANY: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0)
+    row = data + index.to(tl.int64) * row_bytes + tl.arange(0, 1)
+    place = out + index.to(tl.int64) * width + tl.arange(0, BYTES)[None, :]
+    item = out.dtype.element_ty
+    for step in range(tl.program_id(1) * MANY, tl.minimum(tl.program_id(1) * MANY + MANY, steps)):
+        low, high, low_start, high_start = _step(row, step, KIND, BLOCK_BYTES, STEPS, BYTES)
+        tl.store(place + low_start, low.to(item))
+        tl.store(place + high_start, high.to(item))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _matmul_kernel(
+    x, data, out, x_row, row_bytes, rows, columns, steps,
+    KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr, BYTES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    real = row < rows
+    # What is behind the last column reads the last again, and is not stored.
+    weight = data + tl.minimum(column, columns - 1).to(tl.int64) * row_bytes
+    left = x + row[:, None].to(tl.int64) * x_row + tl.arange(0, BYTES)[None, :]
+    item = x.dtype.element_ty
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(steps):
+        low, high, low_start, high_start = _step(weight, step, KIND, BLOCK_BYTES, STEPS, BYTES)
+        low_x = tl.load(left + low_start, mask=real[:, None], other=0.0)
+        high_x = tl.load(left + high_start, mask=real[:, None], other=0.0)
+        acc = tl.dot(low_x, tl.trans(low.to(item)), acc, input_precision="ieee")
+        acc = tl.dot(high_x, tl.trans(high.to(item)), acc, input_precision="ieee")
+    place = out + row[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(place, acc.to(item), mask=real[:, None] & (column < columns)[None, :])
+
+
+def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
+    """`blocks.decode` of one of `blocks.FUSED`."""
+    rows, row_bytes = data.shape
+    blocks = row_bytes // kind.nbytes
+    size, steps = _SHAPES[kind.name]
+    out = torch.empty((rows, blocks * kind.elements), dtype=dtype, device=data.device)
+    grid = (rows, triton.cdiv(blocks * steps, _STEPS))
+    # Not fused, so that numbers are those of the reference to the last bit.
+    _decode_kernel[grid](
+        data, out, row_bytes, blocks * steps, out.shape[1],
+        KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=steps, BYTES=size, MANY=_STEPS,
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def matmul(x: torch.Tensor, data: torch.Tensor, kind: BlockType) -> torch.Tensor:
+    """x [rows, in] times blocks [out, bytes] of one of `blocks.FUSED`, transposed."""
+    (columns, row_bytes), rows = data.shape, x.shape[0]
+    size, steps = _SHAPES[kind.name]
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    tile = tile_rows(x)
+    _matmul_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
+        x, data, out, x.stride(0), row_bytes, rows, columns, row_bytes // kind.nbytes * steps,
+        KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=steps, BYTES=size,
+        ROWS=tile, COLUMNS=_COLUMNS, num_warps=4, num_stages=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,114 @@
+"""Products with a weight, whatever its format. What computes cannot tell how it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from triforce_kernels import limits
+from triforce_kernels.weights.stored import StoredWeight
+
+# On a CPU, products of half precision with more rows than this are made in float32.
+_NARROW_ROWS = 4
+
+
+@dataclass(frozen=True)
+class StackedWeight(StoredWeight):
+    """Matrices of different formats, one above the other: as many columns, each its rows."""
+
+    parts: tuple[Weight, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    def rows(self, first: int, end: int) -> Weight:
+        """StoredWeight.rows, which lie in one part."""
+        for part in self.parts:
+            if first < part.shape[0]:
+                return rows_of(part, first, end)
+            first, end = first - part.shape[0], end - part.shape[0]
+        raise IndexError(f"row {first} behind the last")
+
+    def dense_rows(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+        """StoredWeight.dense_rows."""
+        above = 0
+        for part in self.parts:
+            for first, rows in dense_rows(part, dtype):
+                yield above + first, rows
+            above += part.shape[0]
+
+
+Weight = torch.Tensor | StoredWeight
+
+
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x [rows, in] times a weight [out, in], transposed, plus bias [out]: [rows, out] in x's dtype.
+
+    What is not dense is decoded to x's dtype some rows at a time: the result is that of the dense
+    matrix of the same numbers.
+    """
+    wide = widens(x.device, x.dtype, x.shape[0])
+    if isinstance(weight, torch.Tensor) and not wide:
+        return F.linear(x, weight, bias)
+    few = x.shape[0] <= limits.FEW_ROWS
+    if few and not isinstance(weight, torch.Tensor) and (matmul := weight.small_batch_matmul()):
+        product = matmul(x, weight)
+        return product if bias is None else product.add_(bias)
+    out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
+    if few and isinstance(weight, StackedWeight):
+        first = 0
+        for part in weight.parts:
+            end = first + part.shape[0]
+            out[..., first:end] = linear(x, part, None if bias is None else bias[first:end])
+            first = end
+        return out
+    computed = torch.float32 if wide else x.dtype
+    left, added = x.to(computed), None
+    for first, rows in dense_rows(weight, x.dtype):
+        end = first + rows.shape[0]
+        if bias is not None:
+            added = bias[first:end].to(computed)
+        out[..., first:end] = F.linear(left, rows.to(computed), added)
+    return out
+
+
+def widens(device: torch.device, dtype: torch.dtype, rows: int = _NARROW_ROWS + 1) -> bool:
+    """Whether products with so many rows are made in float32 and rounded then.
+
+    Processors without half-precision units take several times as long otherwise.
+    """
+    return device.type == "cpu" and dtype.itemsize == 2 and rows > _NARROW_ROWS
+
+
+def lookup(weight: Weight, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of a weight [out, in], by index [n]: [n, in], where the weight is. Raises TypeError for
+    a format that layers alone have.
+    """
+    if isinstance(weight, torch.Tensor):
+        return F.embedding(index, weight).to(dtype)
+    return weight.lookup(index, dtype)
+
+
+def rows_of(weight: Weight, first: int, end: int) -> Weight:
+    """Some rows of a weight, which lie in one part of it; a view. Raises IndexError."""
+    if end > weight.shape[0]:
+        raise IndexError(f"rows {first} to {end} of {weight.shape[0]}")
+    return weight[first:end] if isinstance(weight, torch.Tensor) else weight.rows(first, end)
+
+
+def dense_rows(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    """The weight as dense rows [n, in], some at a time, each with the index of its first row."""
+    if not isinstance(weight, torch.Tensor):
+        yield from weight.dense_rows(dtype)
+        return
+    step = max(1, limits.DECODED_AT_ONCE // weight.shape[1])
+    for first, rows in enumerate(weight.split(step)):
+        yield first * step, rows.to(dtype)

@@ -1,0 +1,163 @@
+"""`planes` on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from triforce_kernels import limits
+from triforce_kernels.weights.planes import PlaneWeight
+from triforce_kernels.weights.slices import tile_rows
+
+_BYTES = 256
+_COLUMNS = limits.ROWS_OF_A_START
+# Exceptions that a product takes at a time.
+_LISTED = 16
+
+
+@triton.jit
+def floor_of(base):
+    """The lowest power of two that has a code (`plane_codes`)."""
+    return base.to(tl.int32) - 12
+
+
+@triton.jit
+def number_bits(upper, lower, floor):
+    """The bits of numbers that are no exceptions."""
+    code, sign = upper & 0x7F, (upper & 0x80) << 8
+    above = tl.minimum((code << 4) - 128, (code << 3) + 640) + (floor << 7)
+    return tl.where(code < 8, sign, above | lower | sign)
+
+
+@triton.jit
+def _planes_kernel(
+    upper, lower, base, index, out, columns, HAS_INDEX: tl.constexpr, BYTES: tl.constexpr
+):
+    target = tl.program_id(0).to(tl.int64)
+    row = tl.load(index + target) if HAS_INDEX else target
+    half = columns // 2
+    column = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
+    real = column < half
+    floor = floor_of(tl.load(base + row))
+    low = tl.load(lower + row * half + column, mask=real, other=0).to(tl.int32)
+    first = tl.load(upper + row * columns + column, mask=real, other=0).to(tl.int32)
+    second = tl.load(upper + row * columns + half + column, mask=real, other=0).to(tl.int32)
+    place = out + target * columns + column
+    tl.store(place, number_bits(first, low & 15, floor).to(tl.int16), mask=real)
+    tl.store(place + half, number_bits(second, low >> 4, floor).to(tl.int16), mask=real)
+
+
+@triton.jit
+def _lower_bound(places, room, wanted):
+    """The first of ascending places that is not below `wanted`."""
+    low = wanted * 0
+    high = low + room
+    while low < high:
+        middle = (low + high) // 2
+        below = tl.load(places + middle).to(tl.int64) < wanted
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(below, high, middle)
+    return low
+
+
+@triton.jit
+def _exceptions_kernel(places, patterns, index, out, room, columns, first, HAS_INDEX: tl.constexpr):
+    target = tl.program_id(0).to(tl.int64)
+    row = tl.load(index + target) if HAS_INDEX else target
+    start = (row + first) * columns
+    entry = _lower_bound(places, room, start)
+    end = _lower_bound(places, room, start + columns)
+    while entry < end:
+        column = tl.load(places + entry).to(tl.int64) - start
+        inside = (column >= 0) & (column < columns)
+        tl.store(out + target * columns + column, tl.load(patterns + entry), mask=inside)
+        entry += 1
+
+
+@triton.jit(do_not_specialize=["rows", "room", "first", "groups"])
+def _planes_matmul_kernel(
+    x, upper, lower, base, places, patterns, starts, out, x_row, rows, columns, depth, room, first,
+    groups,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    start = tl.program_id(0) * COLUMNS
+    column = start + tl.arange(0, COLUMNS)
+    step = tl.arange(0, DEPTH)
+    half = depth // 2
+    # What is behind the last column reads the last again, and is not stored.
+    source = tl.minimum(column, columns - 1)
+    floor = floor_of(tl.load(base + source))[:, None]
+    high = upper + source[:, None].to(tl.int64) * depth + step[None, :]
+    low = lower + source[:, None].to(tl.int64) * half + step[None, :]
+    left = x + row[:, None].to(tl.int64) * x_row + step[None, :]
+    item = x.dtype.element_ty
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for begin in range(0, half, DEPTH):
+        real = (step + begin < half)[None, :]
+        some = (row < rows)[:, None] & real
+        nibbles = tl.load(low + begin, mask=real, other=0).to(tl.int32)
+        ahead = tl.load(high + begin, mask=real, other=0).to(tl.int32)
+        ahead = number_bits(ahead, nibbles & 15, floor).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        behind = tl.load(high + begin + half, mask=real, other=0).to(tl.int32)
+        behind = number_bits(behind, nibbles >> 4, floor).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        one = tl.load(left + begin, mask=some, other=0.0)
+        acc = tl.dot(one, tl.trans(ahead.to(item)), acc, input_precision="ieee")
+        other = tl.load(left + begin + half, mask=some, other=0.0)
+        acc = tl.dot(other, tl.trans(behind.to(item)), acc, input_precision="ieee")
+    # Exceptions count as zeros above. Those of these columns follow one another in the list.
+    # They begin with those of whole groups of rows: a part of a matrix may begin within one.
+    above = start + first
+    behind = tl.minimum((above + COLUMNS - 1) // COLUMNS + 1, groups)
+    entry = tl.maximum(tl.load(starts + above // COLUMNS), 0)
+    end = tl.minimum(tl.load(starts + behind), room)
+    while entry < end:
+        which = entry + tl.arange(0, LISTED)
+        place = tl.load(places + which, mask=which < end, other=0).to(tl.int64)
+        place -= above.to(tl.int64) * depth
+        listed = (which < end) & (place >= 0) & (place < COLUMNS * depth)
+        bits = tl.load(patterns + which, mask=listed, other=0)
+        value = bits.to(tl.bfloat16, bitcast=True).to(item)
+        there = (place // depth)[:, None] == tl.arange(0, COLUMNS)[None, :]
+        sparse = tl.where(there & listed[:, None], value[:, None], 0.0).to(item)
+        at = x + row[:, None].to(tl.int64) * x_row + (place % depth)[None, :]
+        some = tl.load(at, mask=(row < rows)[:, None] & listed[None, :], other=0.0)
+        acc = tl.dot(some, sparse, acc, input_precision="ieee")
+        entry += LISTED
+    target = out + row[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(target, acc.to(item), mask=(row < rows)[:, None] & (column < columns)[None, :])
+
+
+def matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
+    """`planes.plane_matmul`."""
+    rows, (columns, depth) = x.shape[0], weight.shape
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    tile = tile_rows(x)
+    _planes_matmul_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
+        x, weight.upper, weight.lower, weight.base, weight.places, weight.patterns, weight.starts,
+        out, x.stride(0), rows, columns, depth, len(weight.places), weight.first,
+        len(weight.starts) - 1,
+        ROWS=tile, COLUMNS=_COLUMNS, DEPTH=128 // x.dtype.itemsize, LISTED=_LISTED,
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+def decode(weight: PlaneWeight, index: torch.Tensor | None) -> torch.Tensor:
+    """`planes.decode_rows`, of all rows without an index."""
+    rows, columns = weight.shape
+    rows = rows if index is None else len(index)
+    out = torch.empty((rows, columns), dtype=torch.int16, device=weight.device)
+    if not rows:
+        return out.view(torch.bfloat16)
+    which = weight.base if index is None else index
+    named = {"HAS_INDEX": index is not None}
+    _planes_kernel[(rows, triton.cdiv(columns // 2, _BYTES))](
+        weight.upper, weight.lower, weight.base, which, out, columns, BYTES=_BYTES, **named
+    )
+    _exceptions_kernel[(rows,)](
+        weight.places, weight.patterns, which, out, len(weight.places), columns, weight.first,
+        num_warps=1, **named,
+    )  # fmt: skip
+    return out.view(torch.bfloat16)

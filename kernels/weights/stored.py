@@ -1,0 +1,56 @@
+"""What every stored format of a weight offers: a format is a class."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import ClassVar, Self
+
+import torch
+
+
+class StoredWeight(ABC):
+    """A matrix [out, in] that is kept otherwise than as a dense tensor."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def rows(self, first: int, end: int) -> Self:
+        """Return some of its rows, a view."""
+
+    @abstractmethod
+    def dense_rows(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield dense rows [n, in], some at a time, each with the index of the first."""
+
+    def lookup(self, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows by index [n]: [n, in]. Raise TypeError for a format of layers alone."""
+        raise TypeError(f"rows of a {type(self).__name__} are not looked up")
+
+    def small_batch_matmul(self) -> Callable[[torch.Tensor, Self], torch.Tensor] | None:
+        """Return the small-batch matmul for this format, or None to dequantise first.
+
+        It multiplies x [rows, in] of few rows (`limits.FEW_ROWS`) with the weight, transposed.
+        """
+        return None
+
+
+class SplitWeight(StoredWeight):
+    """A matrix of numbers that are split into high and low bits: read exactly, or by the high bits
+    alone. dtype: of the numbers
+    """
+
+    dtype: ClassVar[torch.dtype]
+
+    @abstractmethod
+    def joined(self) -> torch.Tensor:
+        """Return the matrix exactly: [out, in] in `dtype`."""
+
+    @abstractmethod
+    def write(self, matrix: torch.Tensor) -> None:
+        """Split a matrix [out, in] into this one's parts. Raise ValueError."""

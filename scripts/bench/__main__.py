@@ -1,0 +1,11 @@
+"""Benchmarks: `python scripts/bench NAME [OPTIONS]`."""
+
+import sys
+from pathlib import Path
+
+# Scripts find each other from the folder above, as bench.*, checks.* and rivals.*.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from commands import run  # noqa: E402
+
+sys.exit(run("bench"))

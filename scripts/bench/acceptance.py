@@ -1,0 +1,174 @@
+"""How many tokens of the retrieval level's drafts the target accepts, on a real model and text.
+
+SmolLM2-135M over stretches of the Python manual, temperature 0.6, top-p 0.9; the retrieval level
+drafts alone. For each policy: the acceptance and the tokens per pass. No figure depends on the
+machine's speed. `--task fact` asks for facts that stand far back, and counts the answers' tokens.
+
+    python scripts/bench acceptance [--budget 1024] [--draft-tokens 24]
+    python scripts/bench acceptance --task fact --new-tokens 12 --draft-tokens 6
+    python scripts/bench acceptance --policies mass --set draft_kv=int8 dtype=float32 --budget 6160
+
+`--set` gives the engine options, such as those of weights and KV in fewer bits: with the whole text
+in the retrieval cache, a rejection follows from the bits alone.
+
+Writes benchmarks/results/bench_acceptance.json or bench_acceptance_fact.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from bench import workloads
+from bench.workloads import FACTS, MODEL, SAMPLING, generate_fully, stretches
+from frame import Benchmark, Figures, Option
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding import acceptance
+from triforce_core.decoding.retrieval import RetrievalCache
+
+NEWEST = "newest"
+# Stats of an answer: of an engine, a prompt, a number of tokens and a seed.
+Answer = Callable[[Engine, list[int], int, int], dict[str, Any]]
+
+
+def measure(args: argparse.Namespace) -> Iterator[Figures]:
+    given = dict(each.split("=", 1) for each in args.set)
+    yield {
+        "model": f"{MODEL} {given.get('dtype', 'float32')}",
+        "task": args.task,
+        "prompt_tokens": args.tokens,
+        **SAMPLING,
+        "chunk_size": 8,
+        "budget": args.budget,
+        "draft_tokens": args.draft_tokens,
+        "options": args.set,
+    }
+    facts = args.task == "fact"
+    if facts:
+        prompts = [
+            workloads.prompt("fact", workloads.tokenizer(), args.tokens, fact)
+            for fact in range(len(FACTS))
+        ]
+    else:
+        prompts = stretches(args.stretches, args.tokens)
+    for policy in args.policies or (["mass", "mean", NEWEST] if facts else ["mass", "mean"]):
+        newest = policy == NEWEST
+        options = {"retrieval": "mass" if newest else policy, "budget": args.budget, **given}
+        with newest_chunks() if newest else nullcontext():
+            answer = short_answer if facts else generate_fully
+            row = accepted(prompts, args.new_tokens, args.draft_tokens, answer, **options)
+        yield {"policies": {policy: row}}
+
+
+def short_answer(engine: Engine, ids: list[int], new_tokens: int, seed: int) -> dict[str, Any]:
+    """Stats of an answer that may end before its length."""
+    params = SamplingParams(new_tokens, **SAMPLING, seed=seed)
+    return engine.generate(ids, params, reuse=False).stats
+
+
+def accepted(
+    prompts: list[list[int]],
+    new_tokens: int,
+    draft_tokens: int,
+    answer: Answer = generate_fully,
+    **options: Any,
+) -> Figures:
+    """Return the acceptance (accepted tokens of those examined) and the tokens per pass, over all
+    prompts, where the retrieval level drafts alone. options: of the engine
+    """
+    runs, expected = [], Expected()
+    context = max(map(len, prompts)) + new_tokens
+    options = {"draft": "none", "draft_tokens": draft_tokens, "max_context": context, **options}
+    with patch.object(acceptance, "accept", expected.accept), workloads.engine(**options) as engine:
+        for seed, ids in enumerate(prompts):
+            stats = answer(engine, ids, new_tokens, seed)
+            lengths = stats["acceptance"]["accepted_lengths"]
+            held = sum(i * n for i, n in enumerate(lengths))
+            examined = held + sum(lengths[:draft_tokens])
+            runs.append(
+                {
+                    "seed": seed,
+                    **{name: stats[name] for name in ("text", "new_tokens", "passes")},
+                    "accepted": held,
+                    "examined": examined,
+                    "acceptance": held / examined,
+                    "tokens_per_pass": stats["tokens_per_pass"],
+                    "accepted_lengths": lengths,
+                    "churn": stats["retrieval"]["churn"],
+                }
+            )
+    # None of a text whose first pass was its last.
+    churns = [run["churn"] for run in runs if run["churn"] is not None]
+    return {
+        "new_tokens": sum(run["new_tokens"] for run in runs),
+        "acceptance": sum(r["accepted"] for r in runs) / sum(r["examined"] for r in runs),
+        "expected_acceptance": expected.mean,
+        "tokens_per_pass": sum(r["new_tokens"] - 1 for r in runs) / sum(r["passes"] for r in runs),
+        "churn": sum(churns) / len(churns) if churns else None,
+        "levels": stats["levels"],
+        "placement": stats["placement"],
+        "runs": runs,
+    }
+
+
+class Expected:
+    """The mean of sum(min(p, q)) over the examined tokens: the acceptance that the draws would have
+    on average. It varies far less than the draws themselves.
+    """
+
+    def __init__(self) -> None:
+        self._sum, self._tokens = 0.0, 0
+        self._accept = acceptance.accept
+
+    @property
+    def mean(self) -> float | None:
+        return self._sum / self._tokens if self._tokens else None
+
+    def accept(
+        self,
+        tokens: torch.Tensor,
+        drafted: torch.Tensor | None,
+        probs: torch.Tensor,
+        generator: torch.Generator,
+    ) -> acceptance.Verdict:
+        verdict = self._accept(tokens, drafted, probs, generator)
+        examined = min(int(verdict.accepted) + 1, tokens.shape[-1])
+        if drafted is not None and examined:
+            both = torch.minimum(drafted[:examined].double(), probs[:examined].double())
+            self._sum += float(both.sum())
+            self._tokens += examined
+        return verdict
+
+
+def newest_chunks() -> Any:
+    """Inside, the retrieval cache takes the first chunk and the newest ones."""
+    score = RetrievalCache._current_scores
+
+    def scores(self: RetrievalCache, tokens: int, chunks: int) -> torch.Tensor:
+        found = score(self, tokens, chunks)
+        newer = torch.arange(chunks, dtype=found.dtype, device=found.device)
+        return newer.expand_as(found).contiguous()
+
+    return patch.object(RetrievalCache, "_current_scores", scores)
+
+
+main = Benchmark(
+    __doc__,
+    lambda args: "bench_acceptance" + ("_fact" if args.task == "fact" else ""),
+    measure,
+    (
+        Option("--tokens", 6000, "tokens of a prompt"),
+        Option("--new-tokens", 160, "generated tokens of each stretch"),
+        Option("--stretches", 4, "number of prompts"),
+        Option("--budget", 1024, "tokens of the retrieval cache"),
+        Option("--draft-tokens", 24, "tokens of a draft"),
+        Option("--policies", (), f"mass and mean; {NEWEST} as well with --task fact"),
+        Option("--set", (), "options of the engine", metavar="NAME=VALUE"),
+        Option("--task", "continuation", choices=("continuation", "fact")),
+    ),
+)

@@ -1,0 +1,82 @@
+"""How fast each kernel is, beside what this GPU reaches and what PyTorch takes for the same.
+
+Ceilings are measured in the same run: a copy on the device, one large product, a copy from pinned
+host memory. Kernels run from a CUDA graph, several calls over different data, so that neither
+launching nor the L2 cache changes their times.
+
+    python scripts/bench kernels [--shape llama2-7b] [--context 131072] [--planes] [--json]
+
+Without a GPU it times the PyTorch references on the CPU, over a small context.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import torch
+
+from bench.kernel_cases import KernelCases
+from bench.plane_cases import PlaneCases
+from frame import Benchmark, Figures, Option, print_table
+from triforce_core.model.shapes import read_shape
+from triforce_kernels.dispatch import REFERENCE, backend
+from triforce_offload.machine.probe import measure_cpu, measure_gpu
+
+
+def measure(args: argparse.Namespace) -> Iterator[Figures]:
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda:0" if cuda else "cpu")
+    rates = measure_gpu() if cuda else measure_cpu()
+    shape = args.shape or ("llama2-7b-128k" if cuda else "smollm2-135m")
+    cases = (PlaneCases if args.planes else KernelCases)(
+        read_shape(shape),
+        args.context or (131072 if cuda else 4096),
+        args.tokens,
+        device,
+        torch.float16 if cuda else torch.float32,
+        rates,
+        args.repeats or (9 if cuda else 3),
+    )
+    yield {"backend": backend(device), "shape": shape, "rates": asdict(rates)}
+    with torch.inference_mode():
+        for row in cases.rows():
+            yield {"rows": [asdict(row)]}
+
+
+def show(record: Figures) -> None:
+    rates = record["rates"]
+    print(
+        f"{record['backend']} kernels; copy {rates['memory_bytes_per_second'] / 1e9:.0f} GB/s, "
+        f"matrix product {rates['flops_per_second'] / 1e12:.2f} TFLOP/s"
+        + ("; REFERENCES, not the kernels" if record["backend"] == REFERENCE else "")
+    )
+    cells = {f"{row['kernel']}: {row['inputs']}": cells_of(row) for row in record["rows"]}
+    print_table("kernel and inputs", cells, ["us", "GB/s", "TFLOP/s", "of ceiling", "rival"])
+
+
+def cells_of(row: Figures) -> dict[str, str]:
+    seconds, rival = row["seconds"], row["rival_seconds"]
+    return {
+        "us": f"{seconds * 1e6:.1f}",
+        "GB/s": f"{row['nbytes'] / seconds / 1e9:.1f}",
+        "TFLOP/s": f"{row['flops'] / seconds / 1e12:.2f}" if row["flops"] else "",
+        "of ceiling": f"{row['ceiling_seconds'] / seconds:.0%} {row['ceiling']}",
+        "rival": f"{rival / seconds:.2f} times as long: {row['rival']}" if rival else "",
+    }
+
+
+main = Benchmark(
+    __doc__,
+    None,
+    measure,
+    (
+        Option("--shape", help="a known model, or a config.json (llama2-7b-128k; smollm2-135m)"),
+        Option("--context", type=int, help="tokens of KV (131072; 4096 without a GPU)"),
+        Option("--tokens", 17, "queries of a pass"),
+        Option("--repeats", type=int, help="rounds of each kernel (9; 3 without a GPU)"),
+        Option("--planes", False, "the kernels of weights and KV in planes alone"),
+    ),
+    show,
+)

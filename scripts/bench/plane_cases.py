@@ -1,0 +1,114 @@
+"""What `bench kernels --planes` times: weights, blocks of KV, and chunks of these blocks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from bench.kernel_cases import CALLS, CHUNK, KernelCases, KernelRow, Run
+from frame import timed
+from triforce_kernels.kv.gather_planes import PlaneChunkSource, gather_plane_chunks
+from triforce_kernels.weights import planes
+from triforce_kernels.weights.upper import UpperWeight, upper_matmul
+from triforce_offload.kv.block_format import PlaneBlocks
+from triforce_offload.kv.shape import KVShape
+
+BLOCK_TOKENS = 1024
+COPY = "copy of as many numbers"
+
+
+@dataclass(frozen=True)
+class PlaneCases(KernelCases):
+    def rows(self) -> Iterator[KernelRow]:
+        for rows in (self._weights, self._blocks_of_kv, self._chunks):
+            yield from rows()
+            self.settle()
+
+    def _weights(self) -> Iterator[KernelRow]:
+        out, width = self.config.layers[0].mlp.width, self.config.hidden
+        dense = [(self.draw(out, width) * 0.02).bfloat16() for _ in range(2)]
+        weights = [planes.encode(each) for each in dense]
+        numbers, shape = out * width, f"{out} x {width}"
+        yield self.row(
+            "decode_planes", shape, numbers * 7 // 2, 0.0,
+            [partial(planes.decode, w) for w in weights], (COPY, [d.clone for d in dense]),
+        )  # fmt: skip
+        if self.device.type == "cpu":
+            # On a GPU weights are encoded by the host, as they are read.
+            runs = [partial(planes.encode, d) for d in dense]
+            yield self.row("planes.encode", shape, numbers * 7 // 2, 0.0, runs)
+        upper = [UpperWeight.of(each) for each in weights]
+        name = "product by upper planes"
+        yield from self.products(name, upper, numbers, upper_matmul, dense, (1, 17))
+
+    def _blocks_of_kv(self) -> Iterator[KernelRow]:
+        shape, exact = self._shape, self._keys_values()
+        coder = PlaneBlocks(shape, self._bytes(shape.dense_block_bytes))
+        buffers = [self._bytes(coder.nbytes) for _ in range(CALLS)]
+        for buffer in buffers:
+            if not coder.write(buffer, exact):
+                raise RuntimeError("a block of random KV has no room for its exceptions")
+        what, nbytes = f"{BLOCK_TOKENS} tokens of a layer", shape.numbers * 7 // 2
+        runs = [partial(coder.read, b) for b in buffers]
+        yield self.row("decode_kv_blocks", what, nbytes, 0.0, runs, (COPY, [exact.clone]))
+
+        def write_all() -> None:
+            for buffer in buffers:
+                coder.write(buffer, exact)
+            self.settle()
+
+        # Encoding waits for the device to say whether there was room: not from a graph.
+        seconds = statistics.median(timed(write_all) for _ in range(self.repeats)) / CALLS
+        yield self.row("encode_kv_block, its wait included", what, nbytes, 0.0, seconds)
+
+    def _chunks(self) -> Iterator[KernelRow]:
+        shape, at = self._shape, self._shape.planes
+        coder = PlaneBlocks(shape, self._bytes(shape.dense_block_bytes))
+        block = self._bytes(coder.nbytes)
+        coder.write(block, self._keys_values())
+        layers, heads = len(self.config.kv_layers), self.config.attention.kv_heads
+        slots = min(4096, self.context // 2) // CHUNK
+        blocks = max(1, self.context // BLOCK_TOKENS)
+        moves = self.moves(blocks * BLOCK_TOKENS // CHUNK, slots)
+        target = torch.zeros(
+            layers, 2, heads, slots, CHUNK, shape.head_dim, dtype=torch.bfloat16,
+            device=self.device,
+        )  # fmt: skip
+        count = int((moves >= 0).sum())
+        numbers = count * 2 * CHUNK * shape.head_dim
+
+        def gathering(where: torch.Tensor) -> Run:
+            addresses = torch.full((layers, blocks + 1), where.data_ptr(), device=self.device)
+            source = PlaneChunkSource(
+                addresses, BLOCK_TOKENS, BLOCK_TOKENS, at.upper, at.lower, at.base
+            )
+            return partial(gather_plane_chunks, moves, source, target)
+
+        inputs = f"{count} chunks of {CHUNK} x {shape.head_dim}"
+        yield from self.gathered(
+            "gather_plane_chunks", inputs, numbers * 3 // 2, numbers * 2, block, gathering
+        )
+
+    def _bytes(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.uint8, device=self.device)
+
+    def _keys_values(self) -> torch.Tensor:
+        shape = self._shape
+        return self.draw(2, shape.kv_heads, BLOCK_TOKENS, shape.head_dim).bfloat16()
+
+    @property
+    def _shape(self) -> KVShape:
+        config = self.config
+        return KVShape(
+            len(config.kv_layers),
+            config.attention.kv_heads,
+            config.attention.head_dim,
+            BLOCK_TOKENS,
+            torch.bfloat16,
+            text_tokens=self.context,
+            in_planes=True,
+        )

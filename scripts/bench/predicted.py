@@ -1,0 +1,88 @@
+"""The planner's predictions of an engine's runs over an emulated link, beside their times.
+
+The rates are those of the probe of `triforce plan`, measured in two seconds in the same process;
+bytes, slots and placement are the engine's own. The numbers of drafted and accepted tokens are the
+run's: the planner predicts seconds, not texts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from triforce_core import Engine
+from triforce_core.model.shapes import read_shape
+from triforce_core.model.tensors import matrices
+from triforce_core.planner.acceptance_curve import AcceptanceCurve
+from triforce_core.planner.candidates import evaluate
+from triforce_core.planner.case import Case
+from triforce_core.planner.round_cost import RoundCost
+from triforce_offload.formats import DTYPES
+from triforce_offload.machine.probe import Rates, emulated, measure_cpu
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Predicts for one model file. rates: of this machine, now."""
+
+    model: str
+    rates: Rates
+
+    @classmethod
+    def now(cls, model: str) -> Predicted:
+        return cls(model, measure_cpu(matrices(read_shape(model))))
+
+    def a_pass(
+        self,
+        engine: Engine,
+        bandwidth: float,
+        length: int,
+        tokens: int,
+        *,
+        early_head: bool = False,
+        **hardware: Any,
+    ) -> float:
+        """Return the seconds of a pass over `tokens` tokens after `length`, in a row of passes.
+
+        early_head: whether the head is computed after the next pass's copies have begun
+        hardware: what differs from one device on an emulated link
+        """
+        case = self._case(engine, bandwidth, **hardware)
+        cost = RoundCost(case.costs, engine.memory_estimate, engine.placement, length, tokens)
+        return replace(cost, early_head=early_head).seconds
+
+    def run(self, engine: Engine, bandwidth: float, stats: dict[str, Any]) -> dict[str, float]:
+        """Return the seconds per pass and per token of a run, from its stats."""
+        case = self._case(engine, bandwidth)
+        drafted = stats["draft_tokens"]["mean"] or 0.0
+        plan = engine.plan
+        plan = replace(plan, method=replace(plan.method, draft_tokens=max(1, round(drafted))))
+        cache = stats["retrieval"]
+        if cache:
+            case = replace(case, curve=AcceptanceCurve(churn=cache["churn"] or 0.0))
+        evaluated = evaluate(case, plan, engine.memory_estimate)
+        drafting = 0.0
+        if cache:
+            fed = 1 + (stats["draft_tokens"]["inner_mean"] or 0.0)
+            keys = cache["budget_tokens"] + round(drafted) // 2
+            step = case.costs.resident_forward(fed, keys, recorded=False) + case.costs.round
+            drafting = cache["steps"] / stats["passes"] * step
+        cost = replace(
+            evaluated.round,
+            length=stats["prompt_tokens"] + stats["new_tokens"] // 2,
+            draft_seconds=drafting,
+        )
+        return {
+            "seconds_per_pass": cost.pass_seconds,
+            "seconds_per_token": cost.seconds / stats["tokens_per_pass"],
+        }
+
+    def _case(self, engine: Engine, bandwidth: float, **hardware: Any) -> Case:
+        machine = replace(emulated(self.rates, bandwidth), **hardware)
+        context = engine.memory_estimate.context_tokens
+        return Case(engine.config, machine, context, 1, dtype=DTYPES["float32"])
+
+
+def compare(predicted: float, measured: float) -> dict[str, float]:
+    """Return both and their ratio, as records have them."""
+    return {"predicted": predicted, "measured": measured, "ratio": predicted / measured}

@@ -1,0 +1,180 @@
+"""Acceptance of drafts that a model makes with its weights and its KV read in fewer bits.
+
+SmolLM2-135M as a bfloat16 checkpoint, computed in float32 by transformers, so that only the fewer
+bits round. It continues stretches of the Python manual at temperature 0.6, top-p 0.9. Then each way
+of reading runs over the same tokens, and its acceptance is the mean of sum(min(p, q)). The kernels
+encode the planes and decode the upper ones. No figure depends on the machine's speed.
+
+    python scripts/bench readings [--tokens 2000 6000] [--stretches 3] [--new-tokens 192]
+
+Writes benchmarks/results/bench_readings.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from bench.material import model_file
+from bench.workloads import MODEL, SAMPLING, stretches
+from frame import Benchmark, Figures, Option
+from triforce_kernels.kv.rounding import rounded, scale_of
+from triforce_kernels.sampling.sampling import law
+from triforce_kernels.weights.int4 import dequantise, quantise
+from triforce_kernels.weights.plane_codes import base_of, middle_bits, upper_codes
+from triforce_kernels.weights.upper import UpperWeight, decode
+
+TEMPERATURE, TOP_P = SAMPLING.values()
+# Tokens of a draft, for the tokens that a pass would give.
+DRAFT = 24
+# Columns that share a scale: those of SmolLM2's own file are 32, which says nothing.
+GROUP = 64
+
+Reading = Callable[[torch.Tensor], torch.Tensor]
+KV = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def upper_planes(numbers: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """By the upper planes of bfloat16, whose bases go along `dim`."""
+    bits = numbers.bfloat16().view(torch.int16)
+    base = base_of(bits, dim)
+    upper, _ = upper_codes(bits, base)
+    return middle_bits(upper, base.to(torch.uint8)).view(torch.bfloat16).float()
+
+
+def upper_bytes(matrix: torch.Tensor) -> torch.Tensor:
+    """By the upper bytes of float16."""
+    both = matrix.half().view(torch.uint8).view(*matrix.shape, 2)
+    return decode(UpperWeight(both[..., 1].contiguous(), None)).float()
+
+
+def groups(matrix: torch.Tensor) -> torch.Tensor:
+    """In groups of 4 bits."""
+    return dequantise(quantise(matrix, GROUP)).float()
+
+
+def whole_numbers(numbers: torch.Tensor) -> torch.Tensor:
+    """In 8 bits with a scale for each channel, as a retrieval cache on a GPU has them."""
+    scale = scale_of(numbers.abs().amax(2, keepdim=True))
+    return rounded(numbers, scale).float() * scale
+
+
+# Of a layer's matrices, of the output matrix, and of keys and values.
+READINGS: dict[str, tuple[float, Reading | None, Reading | None, Reading | None]] = {
+    "layers by upper planes": (8, upper_planes, None, None),
+    "output matrix by upper planes": (8, None, upper_planes, None),
+    "both": (8, upper_planes, upper_planes, None),
+    "layers by upper bytes of float16": (8, upper_bytes, None, None),
+    f"layers in groups of {GROUP} of 4 bits": (4.5, groups, None, None),
+    "KV by upper planes": (8, None, None, lambda kv: upper_planes(kv, 2)),
+    "KV in whole numbers": (8, None, None, whole_numbers),
+    "layers by upper planes, KV in whole numbers": (8, upper_planes, None, whole_numbers),
+    "layers and KV by upper planes": (8, upper_planes, None, lambda kv: upper_planes(kv, 2)),
+}
+
+
+def measure(args: argparse.Namespace) -> Iterator[Figures]:
+    file = model_file()
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, trust_remote_code=False, gguf_file=file.name, dtype=torch.float32
+    )
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16().float()
+    readers = {name: reader(model, *how[1:3]) for name, how in READINGS.items()}
+    yield {
+        "model": f"{MODEL} bfloat16, computed in float32",
+        **SAMPLING,
+        "draft_tokens": DRAFT,
+        "new_tokens": args.new_tokens,
+        "stretches": args.stretches,
+        "readings": {name: {"bits": bits} for name, (bits, *_) in READINGS.items()},
+    }
+    for tokens in args.tokens:
+        rows: dict[str, list[tuple[float, float]]] = {name: [] for name in READINGS}
+        for seed, prompt in enumerate(stretches(args.stretches, tokens)):
+            text, kv = continued(model, torch.tensor([prompt]), args.new_tokens, seed)
+            exact = laws(model, text, kv)
+            for name, (*_, of_kv) in READINGS.items():
+                read = kv if of_kv is None else [(of_kv(k), of_kv(v)) for k, v in kv]
+                held = torch.minimum(exact, laws(readers[name], text, read)).sum(-1)
+                rows[name].append((float(held.mean()), a_pass(held)))
+            print(f"{tokens} tokens, stretch {seed}: {rows}", file=sys.stderr, flush=True)
+        for name, runs in rows.items():
+            acceptance, passes = zip(*runs, strict=True)
+            entry = {
+                "acceptance": sum(acceptance) / len(runs),
+                "tokens_per_pass": sum(passes) / len(runs),
+                "of_each_stretch": acceptance,
+            }
+            yield {"readings": {name: {str(tokens): entry}}}
+
+
+def reader(
+    model: torch.nn.Module, of_layers: Reading | None, of_head: Reading | None
+) -> torch.nn.Module:
+    """Return the model with some of its matrices rounded."""
+    if of_layers is of_head is None:
+        return model
+    made = copy.deepcopy(model)
+    for name, module in made.model.named_modules():
+        if of_layers and name and isinstance(module, torch.nn.Linear):
+            module.weight.data = of_layers(module.weight.data)
+    if of_head:
+        # Not the embedding, which is the same matrix.
+        made.lm_head.weight = torch.nn.Parameter(of_head(model.lm_head.weight.data))
+    return made
+
+
+@torch.no_grad()
+def continued(
+    model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int, seed: int
+) -> tuple[torch.Tensor, KV]:
+    """The text from the last token of the prompt on, [1, 1 + new], and the KV of all before it."""
+    coins, out = torch.Generator().manual_seed(seed), model(prompt, use_cache=True)
+    cache, logits, tokens = out.past_key_values, out.logits[0, -1:], []
+    for _ in range(new_tokens):
+        tokens.append(
+            int(torch.multinomial(law(logits, TEMPERATURE, 0, TOP_P), 1, generator=coins))
+        )
+        out = model(torch.tensor([tokens[-1:]]), past_key_values=cache, use_cache=True)
+        logits = out.logits[0, -1:]
+    before = prompt.shape[1] - 1
+    kv = [
+        (layer.keys[:, :, :before].clone(), layer.values[:, :, :before].clone())
+        for layer in cache.layers
+    ]
+    return torch.cat((prompt[:, -1:], torch.tensor([tokens])), 1), kv
+
+
+@torch.no_grad()
+def laws(model: torch.nn.Module, text: torch.Tensor, kv: KV) -> torch.Tensor:
+    """Of each token of the text but its first, [new, vocab]."""
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(kv):
+        cache.update(keys.clone(), values.clone(), layer)
+    out = model(text[:, :-1], past_key_values=cache, use_cache=True)
+    return law(out.logits[0], TEMPERATURE, 0, TOP_P)
+
+
+def a_pass(held: torch.Tensor) -> float:
+    """Return the tokens of a pass over a draft, on average over places in the text."""
+    starts = range(0, len(held) - DRAFT, 4)
+    each = [1 + float(held[start : start + DRAFT].cumprod(0).sum()) for start in starts]
+    return sum(each) / len(each)
+
+
+main = Benchmark(
+    __doc__,
+    "bench_readings",
+    measure,
+    (
+        Option("--tokens", (2000, 6000), "tokens of a prompt"),
+        Option("--stretches", 3, "number of prompts of each length"),
+        Option("--new-tokens", 192, "tokens that are generated after it"),
+    ),
+)

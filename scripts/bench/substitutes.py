@@ -1,0 +1,100 @@
+"""Seconds per token over an EMULATED link with device memory for a third of the exact layers.
+
+SmolLM2-135M in bfloat16 after 1,500 tokens of the manual. A third of the layers is on the device,
+the others stream in every pass, and the retrieval level computes with int4 copies of those. A pass
+over the link takes 100 times a step of that level over one token.
+
+1. Seconds per token, medians over the prompts: triforce; autoregressive and speculative (n-grams)
+   with the same layers on the device; and both in the same memory, where exact layers take the
+   place of the copies.
+2. Acceptance of the retrieval level, and tokens per pass, on the same texts and coins: with exact
+   weights (all resident: more memory), with copies of the streamed layers, with copies of all.
+
+    python scripts/bench substitutes [--prompts 3]
+
+Writes benchmarks/results/bench_substitutes.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+
+from bench.acceptance import accepted
+from bench.paced import RATIO, PacedBench, ratios_to, workload
+from bench.workloads import stretches
+from frame import Benchmark, Figures, Option
+from triforce_offload.placement import Placement, device_bytes, spread
+
+# Tokens that each method generates. A token of `autoregressive` is a pass, and all passes take the
+# same time.
+NEW_TOKENS = {"autoregressive": 2, "speculative": 6, "triforce": 97}
+RESIDENT_LAYERS = 10
+# Enough text to tell acceptances apart.
+ACCEPTANCE_TOKENS = 193
+STREAMED_COPIES, EXACT = "4 bits of what streams", "exact"
+
+
+def measure(args: argparse.Namespace) -> Iterator[Figures]:
+    new_tokens = max(ACCEPTANCE_TOKENS, *NEW_TOKENS.values())
+    bench = PacedBench(stretches(args.prompts, args.tokens), new_tokens, args.budget)
+    memory, placement = placed(bench)
+    step_seconds, pass_bytes = bench.calibrate(placement=placement)
+    bandwidth = pass_bytes / (RATIO * step_seconds)
+    yield {
+        **workload(args, "bfloat16"),
+        "device_memory_bytes": memory,
+        "level_1_step_seconds": step_seconds,
+        "bytes_per_pass": pass_bytes,
+        "link_bytes_per_second": bandwidth,
+    }
+    methods, acceptances = {}, {}
+    exact_alone = {"placement": replace(placement, substituted_layers=())}
+    for name, options in (
+        ("triforce", {"placement": placement}),
+        ("autoregressive, the same layers", exact_alone),
+        ("speculative, the same layers", exact_alone),
+        ("autoregressive, the same memory", {"device_memory": memory}),
+        ("speculative, the same memory", {"device_memory": memory}),
+    ):
+        method = name.split(",")[0]
+        row = bench.measure(bandwidth, NEW_TOKENS[method], method=method, **options)
+        methods[name] = row
+        yield {"methods": {name: row}}
+    for name, options in (
+        (EXACT, {"draft_weights": "exact"}),
+        (STREAMED_COPIES, {"placement": placement}),
+        ("4 bits of all", {"draft_weights": "int4"}),
+    ):
+        options |= bench.options | {"method": "triforce", "budget": args.budget}
+        row = accepted(bench.prompts, ACCEPTANCE_TOKENS, args.drafts, **options)
+        acceptances[name] = row | {"each": [run["acceptance"] for run in row["runs"]]}
+        yield {"acceptance": {name: acceptances[name]}}
+    kept = acceptances[STREAMED_COPIES]["acceptance"] / acceptances[EXACT]["acceptance"]
+    ratios = ratios_to("triforce", methods)
+    yield {"ratios": ratios | {"acceptance of that with exact weights": kept}}
+
+
+def placed(bench: PacedBench) -> tuple[int, Placement]:
+    """RESIDENT_LAYERS exact layers on the device and int4 copies of the others, and their bytes."""
+    with bench.engine(None, draft_weights="int4") as engine:
+        demand = engine.memory_estimate
+    streamed = sorted(set(range(demand.layers)) - set(spread(RESIDENT_LAYERS, demand.layers)))
+    placement = Placement(
+        tuple(streamed), True, demand.kv_blocks, 2, 3, 2, 0, substituted_layers=tuple(streamed)
+    )
+    return device_bytes(demand, placement), placement
+
+
+main = Benchmark(
+    __doc__,
+    "bench_substitutes",
+    measure,
+    (
+        Option("--tokens", 1500, "tokens of a prompt"),
+        Option("--prompts", 3, "number of prompts"),
+        Option("--budget", 512, "tokens of the retrieval cache"),
+        Option("--drafts", 24, "tokens of a draft, for acceptances"),
+    ),
+)

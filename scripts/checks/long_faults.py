@@ -1,0 +1,88 @@
+"""F6: each place at which a small run may fail, from loading to saving, made to fail once.
+
+The long version of tests/core/test_faults_everywhere.py: each allocation of device and host
+memory, each result of an operation, copy, wait, write and collective in turn. A run must end in a
+typed error or give the same tokens, and the next one be right, with nothing left behind. Where a
+kind has more places than `--each`, as operations do, a sample of that size is tried; `--whole`
+tries all places of the first case.
+
+    python scripts/checks long_faults [--each 500] [--collectives 20] [--whole]
+
+Writes benchmarks/results/long_faults.json, or long_faults_sample.json without `--whole`. Exits with
+1 if a run did anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checks.tests_folder import use_tests
+from frame import Benchmark, Figures, Option
+
+
+def measure(args: argparse.Namespace) -> Iterator[Figures]:
+    use_tests()
+    torch.set_num_threads(1)
+    from fault_points import KINDS
+    from fault_runs import CASES, Runs
+    from helpers import make_model
+
+    yield {"cases": {}, "faults": []}
+    most = dict.fromkeys(KINDS, args.each) | {"collective": args.collectives}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
+        make_model("llama", Path(folder, "model"))
+        for number, case in enumerate(CASES):
+            written = Path(folder, str(number))
+            written.mkdir()
+            runs = Runs(Path(folder, "model"), case, written)
+            every = args.whole and not number
+            row, faults = try_all(runs, runs.counts if every else most)
+            yield {"cases": {case: row}, "faults": [f"{case}: {fault}" for fault in faults]}
+
+
+def try_all(runs: Any, most: dict[str, int]) -> tuple[Figures, list[str]]:
+    """What faults of each kind led to, and what they should not have led to."""
+    from fault_points import KINDS
+
+    outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+    faults: list[str] = []
+    began, choose = time.perf_counter(), random.Random(0)
+    # Ranks try collectives alone: everything else costs seconds a place and is the other cases'.
+    for kind in ["collective"] if runs.counts["collective"] else KINDS:
+        places = runs.places(kind)
+        for _, at in choose.sample(places, min(len(places), most[kind])):
+            try:
+                outcomes[kind][runs.fail_at(kind, at)] += 1
+            except Exception as error:
+                faults.append(f"{kind} {at}: {type(error).__name__}: {error}"[:300])
+                print(f"FAULT {faults[-1]}", file=sys.stderr, flush=True)
+    row = {
+        "places": dict(runs.counts),
+        "outcomes": {kind: dict(found) for kind, found in outcomes.items()},
+        "seconds": round(time.perf_counter() - began),
+    }
+    return row, faults
+
+
+main = Benchmark(
+    __doc__,
+    lambda args: "long_faults" if args.whole else "long_faults_sample",
+    measure,
+    (
+        Option("--each", 500, "places of each kind that are tried"),
+        Option("--collectives", 20, "collectives that are tried; each takes seconds"),
+        Option("--whole", False, "all places of the first case"),
+    ),
+)

@@ -1,0 +1,47 @@
+"""K2: runs that are killed at random moments, each followed by the same run to its end.
+
+On a tiny model whose KV streams, with int4 copies of its layers on disk, stats, a timeline and a
+saved context; the killed run may have been writing any of them. The run after it must give the same
+text, and nothing of the first may be left.
+
+    python scripts/checks long_kills [--count 200]
+
+Writes benchmarks/results/long_kills.json. Exits with 1 if a run left anything, or said another
+text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from checks.small_runs import forks, tiny_model
+from frame import Benchmark, Figures, Option
+
+# Seconds that a fork takes.
+_SECONDS = 0.4
+
+
+def measure(args: argparse.Namespace) -> Iterator[Figures]:
+    choose = random.Random(0)
+    moments = [{"killed": choose.uniform(0, _SECONDS)} for _ in range(args.count)]
+    with tiny_model() as (folder, model):
+        began = time.perf_counter()
+        found = forks(model, folder, moments)
+        seconds = time.perf_counter() - began
+    texts = Counter(run["text"] for run in found)
+    usual = texts.most_common(1)[0][0]
+    yield {
+        "runs": len(found),
+        "killed": sum(run["codes"][0] == -9 for run in found),
+        "had_ended_before": sum(run["codes"][0] == 0 for run in found),
+        "texts": len(texts),
+        "faults": [run for run in found if run["wrong"] or run["text"] != usual],
+        "seconds": round(seconds),
+    }
+
+
+main = Benchmark(__doc__, "long_kills", measure, (Option("--count", 200, "number of runs"),))

@@ -1,0 +1,217 @@
+"""What every benchmark and check shares: its options, its record, its table and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from triforce_offload.files import Output
+from triforce_offload.machine.hardware import provenance
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+Figures = dict[str, Any]
+
+
+class Option:
+    """One option of a command line. Its type is that of its default.
+
+    name: with its dashes; an argument without any is positional
+    default: False makes a switch, a list takes several values
+    more: further arguments of `add_argument`
+    """
+
+    def __init__(self, name: str, default: Any = None, help: str = "", **more: Any) -> None:
+        self.name = name
+        if default is False:
+            self.arguments = {"action": "store_true"}
+        elif isinstance(default, list | tuple):
+            self.arguments = {"nargs": "+", "type": type(default[0]) if default else str}
+        else:
+            self.arguments = {} if default is None else {"type": type(default)}
+        self.arguments |= {"default": default, "help": help, **more}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A script that measures or checks something and records it.
+
+    doc: the docstring of its module; the first line is the help
+    result: the name of its file in benchmarks/results, None if it writes one only when asked;
+        or a function of the arguments that gives it
+    measure: yields parts of the record. Each is merged into it, and the record is written
+    show: prints the record at the end
+    """
+
+    doc: str
+    result: str | Callable[[argparse.Namespace], str] | None
+    measure: Callable[[argparse.Namespace], Iterator[Figures]]
+    options: Sequence[Option] = ()
+    show: Callable[[Figures], None] = lambda record: print_record(record)
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> int:
+        """Return 0, 1 if the record tells of faults, or 130 after an interrupt."""
+        args = self._parser().parse_args(arguments)
+        result = args.result or (self.result(args) if callable(self.result) else self.result)
+        record: Figures = {}
+        path = code = None
+        try:
+            for part in self.measure(args):
+                for name in filter(lambda name: is_table(part[name]), part):
+                    print(f"{name}: {', '.join(map(str, part[name]))}", file=sys.stderr, flush=True)
+                merge(record, part)
+                path = write_result(result, record) if result else None
+        except KeyboardInterrupt:
+            code = 130
+        if args.json:
+            print(json.dumps(provenance(command()) | record, indent=2))
+        elif code is None:
+            self.show(record)
+        if path:
+            print(f"written to {os.path.relpath(path)}", file=sys.stderr)
+        for fault in (faults := faults_of(record)):
+            print(f"FAULT {fault}", file=sys.stderr)
+        return int(bool(faults)) if code is None else code
+
+    def _parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            prog=Path(sys.argv[0]).name,
+            description=self.doc,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        for option in self.options:
+            parser.add_argument(option.name, **option.arguments)
+        parser.add_argument("--result", help="a name in benchmarks/results, or the path of a file")
+        parser.add_argument("--json", action="store_true", help="print the record, not tables")
+        return parser
+
+
+def merge(record: Figures, part: Figures) -> None:
+    """Add a part to a record: dictionaries are merged, lists joined, other values replaced."""
+    for name, value in part.items():
+        known = record.get(name)
+        if isinstance(known, dict) and isinstance(value, dict):
+            merge(known, value)
+        elif isinstance(known, list) and isinstance(value, list):
+            known += value
+        else:
+            record[name] = deepcopy(value)
+
+
+def command() -> str:
+    return shlex.join(["python", *sys.argv[0].split(), *sys.argv[1:]])
+
+
+def result_path(name: str) -> Path:
+    """Return the file of a result. name: of a file in benchmarks/results, or the path of one"""
+    return RESULTS / f"{name.removesuffix('.json')}.json"
+
+
+def write_result(name: str, figures: Figures) -> Path:
+    """Write the date, the command, the hardware, the versions and the figures as JSON."""
+    path = result_path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Output(path, "result").write(json.dumps(provenance(command()) | figures, indent=2) + "\n")
+    return path
+
+
+def faults_of(record: Figures) -> list[Any]:
+    """Everything in a record, at any depth, that says that something was wrong."""
+    faults = [*record.get("faults", ()), *record.get("wrong", ())]
+    faults += [
+        f"{name} is false"
+        for name in ("same_tokens", "same_answer", "holds")
+        if record.get(name) is False
+    ]
+    if record.get("hung_clients"):
+        faults.append(f"{record['hung_clients']} clients hung")
+    least = record.get("least_p_allowed", 0)
+    for name, part in record.items():
+        if isinstance(part, dict):
+            faults += faults_of(part)
+            if part.get("least_p", 1) < least:
+                faults.append(f"{name}: p {part['least_p']}")
+    return faults
+
+
+def print_record(record: Figures) -> None:
+    """Print the figures of a record, its sections as tables. A table's columns are its entries or
+    their figures, whichever are fewer.
+
+    Lists are left out, such as those of runs and samples; the file has them.
+    """
+    for name, value in record.items():
+        if is_table(value):
+            rows = {entry: flat(figures) for entry, figures in value.items()}
+            columns = list(dict.fromkeys(figure for row in rows.values() for figure in row))
+            if len(columns) > len(rows):
+                rows, columns = {c: {e: rows[e].get(c, "") for e in rows} for c in columns}, [*rows]
+            print_table(
+                name,
+                {e: {c: _cell(row.get(c, "")) for c in columns} for e, row in rows.items()},
+                columns,
+            )
+        elif isinstance(value, list) and value and all(isinstance(v, dict) for v in value):
+            if name not in ("samples", "runs", "faults"):
+                print_record({name: {str(i): each for i, each in enumerate(value, 1)}})
+        else:
+            for figure, each in flat({name: value}).items():
+                print(f"{figure}: {_cell(each)}")
+
+
+def is_table(section: Any) -> bool:
+    """Whether a section of a record has named entries with figures each."""
+    return (
+        isinstance(section, dict)
+        and bool(section)
+        and all(isinstance(entry, dict) for entry in section.values())
+    )
+
+
+def flat(figures: Figures, prefix: str = "") -> Figures:
+    """Return the numbers and texts at any depth, by dotted names."""
+    found: Figures = {}
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        elif not isinstance(value, list | tuple):
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def print_table(first: str, rows: Mapping[str, Mapping[str, str]], columns: Sequence[str]) -> None:
+    """Print a row for each entry, its name in the column `first`."""
+    table = Table(Column(first, no_wrap=True), *columns)
+    for name, row in rows.items():
+        table.add_row(name, *(row[column] for column in columns))
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: statistics.median(each) for name, each in seconds.items()}
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began

@@ -1,0 +1,292 @@
+"""A device whose memory another program takes in the middle of a request: less is kept there, and
+the text is the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from fault_points import Faults, temporaries
+from helpers import BLOCK, PLACEMENTS, random_ids
+from recorder import ReplayRecorder
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.retrieval import RetrievalCache
+from triforce_core.model.transformer import Model
+from triforce_offload.errors import DoesNotFitError, OutOfDeviceMemoryError
+from triforce_offload.kv.store import KVStore
+from triforce_offload.placement import Placement
+from triforce_offload.schedule import KV
+
+PROMPT = random_ids(3 * BLOCK - 4)
+GREEDY = SamplingParams(12, temperature=0)
+# Of one seed the text is the same whatever is drafted, and what was said so far changes its law.
+SAMPLED = SamplingParams(12, temperature=0.8, seed=3, repeat_penalty=1.3, presence_penalty=0.5)
+LENT = {"placement": PLACEMENTS["kv-lent"], "draft": "none", "draft_tokens": 3, "budget": 16}
+
+
+def engine(path: Path, **options: object) -> Engine:
+    given = {"device": "cpu", "max_context": 100, "block_tokens": BLOCK, "accept": "coupled"}
+    return Engine.from_pretrained(path, **given | LENT | options)
+
+
+def generate(
+    ours: Engine, params: SamplingParams, faults: Faults
+) -> tuple[list[int], list[warnings.WarningMessage]]:
+    """Tokens, and what was warned of."""
+    with temporaries(faults), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        tokens = ours.generate(PROMPT, params, reuse=False).token_ids
+    return tokens, [it for it in told if "ran out of memory" in str(it.message)]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "model"])
+def test_a_pass_that_finds_no_memory_is_made_again(tiny, drafter: str, params) -> None:
+    """At any operation of a request: text that is read, drafts, passes, chunks that are chosen."""
+    path = tiny("llama")[0]
+    draft = tiny("llama-mqa")[0] if drafter == "model" else drafter
+    faults = Faults()
+    with engine(path, draft=draft) as ours:
+        expected, told = generate(ours, params, faults)
+        count = faults.counts["temporary"]
+        assert told == []
+    assert count > 1000
+    for at in random.Random(len(drafter)).sample(range(1, count), 5):
+        with engine(path, draft=draft) as ours:
+            # Memory is lent from the first pass on, and chunks are of a text that is there.
+            ours.generate(PROMPT, SamplingParams(2, temperature=0))
+            faults.arm("temporary", at)
+            tokens, told = generate(ours, params, faults)
+            assert faults.fired
+            faults.disarm()
+            assert tokens == expected, at
+            assert len(told) <= 1
+            again, told = generate(ours, params, faults)
+            assert (again, told) == (expected, []), at
+
+
+def _fails_once(monkeypatch, owner: type, name: str, at: int, *, after: bool) -> None:
+    """The call number `at` of a method finds no memory, before it does anything or after."""
+    original, calls = getattr(owner, name), 0
+
+    def method(*args: object, **options: object) -> object:
+        nonlocal calls
+        calls += 1
+        given = None if calls == at and not after else original(*args, **options)
+        if calls == at:
+            raise torch.OutOfMemoryError("CUDA out of memory. planted")
+        return given
+
+    monkeypatch.setattr(owner, name, method)
+
+
+@pytest.mark.parametrize(
+    ("method", "owner", "name", "at", "after"),
+    [
+        # The token is kept already, and its logits are not there.
+        ("autoregressive", Model, "logits", 4, False),
+        # The second layer's block has left the tail, and the third's has not.
+        ("autoregressive", KVStore, "_add_block", 8, True),
+        ("triforce", KVStore, "_add_block", 8, True),
+        # What was accepted is the text's, and the next pass's chunks are not chosen.
+        ("triforce", RetrievalCache, "refresh", 2, False),
+        ("triforce", RetrievalCache, "refresh", 2, True),
+    ],
+)
+def test_what_was_kept_of_a_pass_that_failed_is_taken_back(
+    tiny, monkeypatch, method: str, owner: type, name: str, at: int, after: bool
+) -> None:
+    options = {"method": method} | ({} if method == "triforce" else {"budget": None})
+    with engine(tiny("llama")[0], **options) as ours:
+        expected = ours.generate(PROMPT, SAMPLED).token_ids
+    with engine(tiny("llama")[0], **options) as ours:
+        ours.generate(PROMPT[:2], SamplingParams(1))
+        _fails_once(monkeypatch, owner, name, at, after=after)
+        tokens, told = generate(ours, SAMPLED, Faults())
+        assert tokens == expected
+        # Chunks are chosen a moment later: that was all.
+        assert len(told) == (0 if name == "refresh" else 1)
+
+
+class _Shortage(Faults):
+    """From a place on nothing is to be had until enough was given back."""
+
+    def __init__(self, enough: Callable[[], bool]) -> None:
+        super().__init__()
+        self._enough = enough
+
+    def pass_by(self, kind: str) -> None:
+        self.counts[kind] += 1
+        if self._at and self.counts[kind] >= self._at and not self._enough():
+            self.fail(kind)
+
+
+def test_as_much_is_given_back_as_it_takes(tiny) -> None:
+    """Lent memory first, then slots, KV that stays on the device, the retrieval model, the
+    drafter.
+    """
+    path = tiny("llama")[0]
+    placement = replace(PLACEMENTS["kv-lent"], kv_slots=4)
+    seen: list[tuple[int, list[str]]] = []
+    for enough in (
+        lambda runtime, models, kv: kv._mirror is None,
+        lambda runtime, models, kv: len(runtime.conveyor._rings[KV]) == 2,
+        lambda runtime, models, kv: not any(kv._resident.counts),
+        lambda runtime, models, kv: not models.budget,
+        lambda runtime, models, kv: models.small is None,
+    ):
+        with engine(path, draft=tiny("llama-mqa")[0], placement=placement) as ours:
+            expected = ours.generate(PROMPT, GREEDY).token_ids
+            kv = ours._contexts.latest.sequence.kv
+            faults = _Shortage(partial(enough, ours.runtime, ours.models, kv))
+            with temporaries(faults):
+                ours.generate(PROMPT, GREEDY, reuse=False)
+            middle = 2 * faults.counts["temporary"] // 3
+            before = ours.runtime.memory.available_bytes
+            faults.arm("temporary", middle)
+            tokens, told = generate(ours, GREEDY, faults)
+            assert tokens == expected
+            # What was given back is somebody else's: it is not lent.
+            assert ours.runtime.memory.available_bytes > before
+            seen.append((len(told), ours.models.levels))
+            again = ours.generate(PROMPT, GREEDY, reuse=False)
+            assert again.token_ids == expected
+            resident = again.stats["placement"]["resident_kv_blocks"]
+            assert (resident > 0) == (len(told) < 3)
+            assert (ours.runtime.placement.resident_kv_blocks > 0) == (len(told) < 3)
+    assert seen == [
+        (1, ["model", "retrieval", "target"]),
+        (2, ["model", "retrieval", "target"]),
+        (3, ["model", "retrieval", "target"]),
+        (4, ["model", "target"]),
+        (5, ["target"]),
+    ]
+
+
+def test_what_was_given_back_is_not_lent_when_another_level_is_dropped(tiny) -> None:
+    """Only the memory of a level that never paid is lent, and never less than nothing."""
+    with engine(tiny("llama")[0], draft=tiny("llama-mqa")[0]) as ours:
+        expected = ours.generate(PROMPT, GREEDY).token_ids
+        context, models = ours._contexts.latest, ours.models
+        models.freed_bytes = earlier = 5 * models.runtime.demand.kv.block_bytes
+        context.lend()
+        blocks = context.sequence._lent_blocks
+        assert ours.drafting.give_up(context) == "retrieval"
+        assert models.freed_bytes == earlier
+        freed = ours.drafting._drop_drafter(context)
+        assert models.freed_bytes == earlier + freed
+        context.lend()
+        assert context.sequence._lent_blocks >= blocks
+        assert ours.generate(PROMPT, GREEDY).token_ids == expected
+
+
+@pytest.mark.parametrize("kv", ["dense", "planes"])
+def test_kv_that_stays_on_the_device_goes_to_the_host_as_it_is(tiny, monkeypatch, kv: str) -> None:
+    """And if the host has no memory for it, it stays."""
+    options = {"method": "autoregressive", "budget": None, "kv": kv, "dtype": "bfloat16"}
+    placement = replace(PLACEMENTS["kv-in-part"], resident_kv_blocks=3)
+    with engine(tiny("llama")[0], placement=placement, **options) as ours:
+        ours.generate(PROMPT, SamplingParams(1))
+        # Of a prompt that was read before.
+        expected = ours.generate(PROMPT, GREEDY).token_ids
+        sequence, blocks = ours._contexts.latest.sequence, ours.runtime.host_blocks
+        store, before = sequence.kv, ours.runtime.memory.available_bytes
+        was = [store.on_host(layer) for layer in range(store.shape.layers)]
+
+        def refuse(blocks: int) -> None:
+            raise DoesNotFitError("host memory for the test", blocks, 0, "wait")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(blocks, "make_room", refuse)
+            assert not sequence.give_up_resident()
+        assert ours.runtime.memory.available_bytes == before
+        assert sequence.give_up_resident()
+        assert not sequence.give_up_resident()
+        size = store.shape.block_bytes
+        assert ours.runtime.memory.available_bytes == before + 3 * size
+        assert all(not store.on_device(layer) for layer in range(store.shape.layers))
+        for layer, whole in enumerate(was):
+            assert torch.equal(store.on_host(layer), whole)
+        assert ours.generate(PROMPT, GREEDY).token_ids == expected
+
+
+def test_what_was_recorded_is_given_back_before_the_model_it_was_recorded_of(tiny) -> None:
+    recorder, placement = ReplayRecorder(), replace(PLACEMENTS["kv"], kv_slots=2)
+    with engine(tiny("llama")[0], placement=placement) as ours:
+        expected = ours.generate(PROMPT, GREEDY).token_ids
+    with engine(tiny("llama")[0], placement=placement) as ours:
+        ours.models = replace(ours.models, recorder=recorder)
+        assert ours.generate(PROMPT, GREEDY).token_ids == expected
+        count, level = recorder.recorded, ours._contexts.latest.levels.model
+        assert count > 0
+        faults = _Shortage(lambda: level._recorder is None)
+        faults.arm("temporary", 500)
+        tokens, told = generate(ours, GREEDY, faults)
+        assert (tokens, recorder.recorded) == (expected, count)
+        assert [str(it.message).rpartition("; ")[2] for it in told] == [
+            "what drafts is launched kernel by kernel"
+        ]
+        assert ours.models.levels == ["retrieval", "target"]
+
+
+def test_slots_that_are_given_back_are_free(tiny) -> None:
+    """Nobody holds on to their memory, views of layers that came through them neither."""
+    placement = Placement((0, 1, 2), True, 2, 4, 4, 1)
+    options = {"method": "autoregressive", "budget": None, "placement": placement}
+    with engine(tiny("llama")[0], **options) as ours:
+        expected = ours.generate(PROMPT, GREEDY).token_ids
+        slots = [
+            StorageWeakRef(slot.buffer.untyped_storage())
+            for ring in ours.runtime.conveyor._rings.values()
+            for slot in ring
+        ]
+        before = ours.runtime.memory.available_bytes
+        ours.runtime.passes.end()
+        assert ours.runtime.give_up_slots()
+        gc.collect()
+        assert sum(not slot.expired() for slot in slots) == 2 * 2
+        demand = ours.runtime.demand
+        given = 2 * demand.slot_bytes(placement) + 2 * demand.kv.slot_bytes
+        assert ours.runtime.memory.available_bytes == before + given
+        assert not ours.runtime.give_up_slots()
+        assert ours.generate(PROMPT, GREEDY, reuse=False).token_ids == expected
+
+
+def test_kv_stays_where_none_can_stream(tiny) -> None:
+    with engine(
+        tiny("llama")[0], placement=PLACEMENTS["resident"], method="autoregressive", budget=None
+    ) as ours:
+        ours.generate(PROMPT, GREEDY)
+        assert not ours._contexts.latest.sequence.give_up_resident()
+
+
+def test_where_nothing_can_be_given_back_what_was_said_stays(speaking) -> None:
+    placement = replace(PLACEMENTS["kv"], kv_slots=2)
+    options = {"placement": placement, "method": "autoregressive", "budget": None}
+    with engine(speaking, **options) as ours:
+        expected = ours.generate(PROMPT, GREEDY)
+        said, faults = [], Faults()
+        stream = ours.stream(PROMPT, GREEDY, reuse=False)
+
+        def listen() -> None:
+            for piece in stream.pieces():
+                said.append(piece.text)
+                if len(said) == 5:
+                    faults.arm("temporary", 20)
+
+        with temporaries(faults), pytest.raises(OutOfDeviceMemoryError, match="planted"):
+            listen()
+        assert len(said) >= 5
+        assert expected.text.startswith("".join(said))
+        assert ours.generate(PROMPT, GREEDY).token_ids == expected.token_ids

@@ -1,0 +1,103 @@
+"""A few hundred plans, recorded: what a change of the planner's code must not change unnoticed.
+
+`grid.json` has what `triforce plan` gave for each case, and what an engine took on a device with as
+much memory. A change that is meant is recorded anew:
+
+    python tests/core/planner/plan_grid.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+from triforce_core.cli.main import main
+from triforce_core.model.mixes import NAMES
+from triforce_core.model.shapes import SHAPES, read_model
+
+RECORD = Path(__file__).with_name("grid.json")
+COUNT = 320
+# Of what `triforce plan --json` prints: names and figures of the plan, and of its parts.
+FIGURES = (
+    *("method", "seconds_per_token", "seconds_per_round", "seconds_per_pass", "draft_seconds"),
+    *("refresh_seconds", "tokens_per_pass", "bytes_per_pass", "prefetched_bytes"),
+    *("disk_bytes_per_pass", "compute_seconds", "retrieval_step_seconds", "prefill_seconds"),
+    *("acceptance", "placement", "memory"),
+)
+PLAN = (
+    *("weights", "kv", "draft_tokens", "inner_draft_tokens", "draft_weights", "draft_kv"),
+    *("weight_slots", "kv_slots", "staging_slots", "streamed_layers"),
+)
+
+
+def cases() -> list[list[str]]:
+    """Arguments of `triforce plan`: each known shape on one card first, then a seeded sample."""
+    draw = random.Random(33)
+    every = [[name, "--gpu", "rtx4090"] for name in SHAPES]
+    while len(every) < COUNT:
+        every.append(_drawn(draw))
+    return every
+
+
+def _drawn(draw: random.Random) -> list[str]:
+    name = draw.choice(list(SHAPES))
+    quantised = draw.random() < 0.25
+    if quantised:
+        name += f":{draw.choice(NAMES)}"
+    arguments = [name, "--gpu", draw.choice(["rtx4090"] * 3 + ["rtx3060", "rtx5090", "h100"])]
+
+    def maybe(share: float, flag: str, *values: object) -> None:
+        if draw.random() < share:
+            arguments.extend((flag, str(draw.choice(values))))
+
+    maybe(0.3, "--gpus", 2, 2, 4)
+    positions = read_model(name).config.positions
+    contexts = [each for each in (2048, 4096, 16384, 32768, 65536, 131072) if each <= positions]
+    maybe(0.7, "--context", *contexts)
+    maybe(0.2, "--method", "triforce", "speculative", "autoregressive")
+    maybe(0.3, "--device-memory", "4GiB", "8GiB", "12GiB", "16GiB", "20GiB")
+    maybe(0.3, "--host-memory", "16GiB", "32GiB", "64GiB")
+    maybe(0.2, "--disk-bandwidth", "3GB/s")
+    maybe(0.2, "--link", "pcie4x8", "pcie5x16")
+    maybe(0.2, "--budget", 1024, 4096)
+    maybe(0.2, "--draft-tokens", 8, 24)
+    maybe(0.2, "--draft", "none", "llama-68m")
+    maybe(0.2, "--draft-weights", "exact", *([] if quantised else ["int4"]))
+    maybe(0.2, "--draft-kv", "exact", "int8")
+    maybe(0.2, "--resident-kv", 0, "2layers")
+    dtype = draw.choice(["bfloat16", "bfloat16", "float16", "float32"])
+    arguments += ["--dtype", dtype]
+    if dtype == "bfloat16":
+        maybe(0.3, "--kv", "dense", "planes")
+    if dtype != "float32" and not quantised:
+        maybe(0.3, "--weights", "dense", "planes")
+    return arguments
+
+
+def planned(arguments: list[str]) -> dict[str, Any]:
+    """What `triforce plan` gives: figures, or its exit code and the numbers of its refusal."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(["plan", *arguments, "--json"])
+        except SystemExit as error:
+            code = error.code
+    if code:
+        return {"code": code, "numbers": re.findall(r"\d+(?:\.\d+)?", err.getvalue())}
+    given = json.loads(out.getvalue())
+    return {name: given[name] for name in FIGURES} | {name: given["plan"][name] for name in PLAN}
+
+
+def write() -> None:
+    rows = [{"arguments": each, "gives": planned(each)} for each in cases()]
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    RECORD.write_text(f"[\n{lines}\n]\n")
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,206 @@
+"""Everything that the first of several ranks tells the others to do.
+
+Each call is a frozen dataclass with its arguments. `CALLS` lists them all: `parallel/message` sends
+and receives nothing else, and `parallel/serving` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from triforce_core.settings import EngineConfig
+from triforce_offload.ranks import Call, Ranks
+
+
+@dataclass(frozen=True)
+class Load(Call):
+    """Load a rank's share of the checkpoint at `path`, for contexts of `max_context` tokens."""
+
+    path: Path
+    fingerprint: str
+    config: EngineConfig
+    max_context: int
+
+
+@dataclass(frozen=True)
+class Finish(Call):
+    """End: no call follows."""
+
+
+@dataclass(frozen=True)
+class Open(Call):
+    """Make the context."""
+
+
+@dataclass(frozen=True)
+class GoOn(Call):
+    """Go on to the next layer of a prefill."""
+
+
+@dataclass(frozen=True)
+class Stop(Call):
+    """Interrupt a prefill after this layer."""
+
+    settles = True
+
+
+@dataclass(frozen=True)
+class RankStats(Call):
+    """Answer with this rank's figures of the request."""
+
+
+@dataclass(frozen=True)
+class Spans(Call):
+    """Answer with this rank's clock and its timeline."""
+
+
+@dataclass(frozen=True)
+class ClearTrace(Call):
+    """Forget the timeline so far."""
+
+
+@dataclass(frozen=True)
+class ContextCall(Call):
+    """A call to the context. checksum: of the tokens that the first rank's context keeps"""
+
+    checksum: int = field(default=0, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Prefill(ContextCall):
+    """See `Context.prefill`: the first `kept` tokens are reused. `GoOn` or `Stop` follows for each
+    layer.
+    """
+
+    computes = True
+    tokens: list[int]
+    kept: int
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class RunPass(ContextCall):
+    """Run a pass over some rows. See `decoder.Ask`."""
+
+    computes = True
+    tokens: torch.Tensor
+    parents: tuple[int, ...] | None
+    is_kept: bool
+    more: bool
+
+
+@dataclass(frozen=True)
+class Keep(ContextCall):
+    """Keep a path of the last pass's rows."""
+
+    rows: list[int]
+
+
+@dataclass(frozen=True)
+class Refresh(ContextCall):
+    """Choose the chunks of the retrieval cache by the last `scored` tokens, and start the copies of
+    the next pass.
+    """
+
+    scored: int
+
+
+@dataclass(frozen=True)
+class Draft(ContextCall):
+    """Run the retrieval model over some tokens."""
+
+    computes = True
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class KeepDrafted(ContextCall):
+    """Keep a path of the retrieval model's last rows."""
+
+    rows: list[int]
+
+
+@dataclass(frozen=True)
+class End(ContextCall):
+    """Drop a pass that was begun and not run."""
+
+    settles = True
+
+
+@dataclass(frozen=True)
+class Restore(ContextCall):
+    """Take over KV that the first rank hands out. scored: whether scores of chunks follow it"""
+
+    tokens: list[int]
+    scored: bool
+
+
+@dataclass(frozen=True)
+class LayerKV(ContextCall):
+    """Give the KV of this rank's heads in a layer."""
+
+    layer: int
+
+
+@dataclass(frozen=True)
+class ChunkScores(ContextCall):
+    """Give the scores of all chunks for this rank's heads."""
+
+
+@dataclass(frozen=True)
+class DropRetrieval(ContextCall):
+    """Drop the retrieval level for good."""
+
+
+@dataclass(frozen=True)
+class Lend(ContextCall):
+    """Use the memory of dropped levels for KV."""
+
+
+@dataclass(frozen=True)
+class Close(ContextCall):
+    """Close the context."""
+
+
+CALLS: tuple[type[Call], ...] = (
+    *(Load, Finish, Open, GoOn, Stop, RankStats, Spans, ClearTrace),
+    *(Prefill, RunPass, Keep, Refresh, Draft, KeepDrafted, End, Restore),
+    *(LayerKV, ChunkScores, DropRetrieval, Lend, Close),
+)
+
+
+class Teller:
+    """Tells the other ranks what is about to be done to a context, if this rank leads."""
+
+    def __init__(self, ranks: Ranks, checksum: Callable[[], int]) -> None:
+        """checksum: of the tokens that the context keeps"""
+        self._ranks = ranks
+        self._checksum = checksum
+
+    def __call__(self, call: ContextCall) -> None:
+        """Tell the others. Raises RankError."""
+        if self._ranks.count > 1 and not self._ranks.index:
+            self._ranks.tell(self.signed(call))
+
+    def signed(self, call: ContextCall) -> ContextCall:
+        """Return the call with the checksum of what is kept now."""
+        return replace(call, checksum=self._checksum())
+
+    def after_each_layer(self, then: Callable[[int], None]) -> Callable[[int], None]:
+        """Return `then`, after which the others hear whether to go on: a prefill ends on all ranks
+        or on none.
+        """
+
+        def told(layer: int) -> None:
+            try:
+                then(layer)
+            except BaseException:
+                self._ranks.tell(Stop())
+                raise
+            self._ranks.tell(GoOn())
+
+        return told

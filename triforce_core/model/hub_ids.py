@@ -1,0 +1,76 @@
+"""Hub ids of the known shapes, and families that are not supported, told by a model's name."""
+
+from __future__ import annotations
+
+import re
+
+# Shapes by the hub id of a model that has them.
+_MODELS = {
+    "meta-llama/Llama-2-7b-chat-hf": "llama2-7b",
+    "NousResearch/Yarn-Llama-2-7b-128k": "llama2-7b-128k",
+    "NousResearch/Yarn-Llama-2-13b-128k": "llama2-13b-128k",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-8b",
+    "meta-llama/Llama-3.1-70B-Instruct": "llama3.1-70b",
+    "meta-llama/Llama-3.2-1B-Instruct": "llama3.2-1b",
+    "meta-llama/Llama-3.2-3B-Instruct": "llama3.2-3b",
+    "Qwen/Qwen2.5-7B-Instruct": "qwen2.5-7b",
+    "Qwen/Qwen2.5-14B-Instruct": "qwen2.5-14b",
+    "Qwen/Qwen2.5-32B-Instruct": "qwen2.5-32b",
+    "Qwen/Qwen2.5-72B-Instruct": "qwen2.5-72b",
+    "Qwen/Qwen3-4B": "qwen3-4b",
+    "Qwen/Qwen3-8B": "qwen3-8b",
+    "Qwen/Qwen3-14B": "qwen3-14b",
+    "Qwen/Qwen3-32B": "qwen3-32b",
+    "mistralai/Mistral-Small-24B-Instruct-2501": "mistral-small",
+    "mistralai/Mistral-7B-Instruct-v0.3": "mistral-7b",
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
+    "HuggingFaceTB/SmolLM2-1.7B-Instruct": "smollm2-1.7b",
+    "JackFram/llama-68m": "llama-68m",
+}
+# What tells apart models of one shape.
+_VARIANT = re.compile(r"-(hf|chat|base|instruct)(?=-|$)")
+# Families that no config of this runtime can describe, by what their names have in common.
+_UNSUPPORTED = (
+    (r"gemma", "Gemma"),
+    (r"gpt-oss", "gpt-oss"),
+    (r"qwen3[.][5-9]|qwen3-next", "Qwen3.5 and later, and Qwen3-Next"),
+    (r"\d+b-a\d|mixtral|moe", "mixture of experts"),
+    (r"glm", "GLM"),
+    (r"deepseek", "DeepSeek"),
+    (r"(^|/)phi", "Phi"),
+    (r"olmo", "OLMo"),
+    (r"granite", "Granite"),
+    (r"exaone", "EXAONE"),
+    (r"command|(^|/)aya", "Cohere"),
+    (r"nemotron", "Nemotron"),
+    (r"lfm2", "LFM2"),
+    (r"ernie", "ERNIE"),
+    (r"minimax", "MiniMax"),
+    (r"seed-oss", "Seed-OSS"),
+    (r"ministral", "Ministral"),
+)
+
+
+def shape_of(hub_id: str) -> str | None:
+    """The name of the known shape that a hub id has, if it has one."""
+    return _SHAPES.get(_plain(hub_id))
+
+
+def hub_id_of(shape: str) -> str | None:
+    """The hub id of a model that has a known shape."""
+    return next((hub_id for hub_id, name in _MODELS.items() if name == shape), None)
+
+
+def unsupported_family(name: str) -> str | None:
+    """The family of a model by its name, if it is one that is not supported."""
+    return next((what for known, what in _UNSUPPORTED if re.search(known, name.lower())), None)
+
+
+def _plain(hub_id: str) -> str:
+    name = hub_id.lower()
+    while (shorter := _VARIANT.sub("", name)) != name:
+        name = shorter
+    return name
+
+
+_SHAPES = {_plain(hub_id): shape for hub_id, shape in _MODELS.items()}

@@ -1,0 +1,35 @@
+"""What mixes tokens in a layer. A mixer is a class for each kind of `layers` mixer."""
+
+from __future__ import annotations
+
+import torch
+
+from triforce_core.model.layers import Attention
+from triforce_kernels.layer import rms_norm
+from triforce_kernels.weights.linear import linear
+from triforce_offload.feed import Cache, Feed
+from triforce_offload.layouts import Views
+
+
+class AttentionMixer:
+    """Full attention through a cache, which rotates, stores and attends."""
+
+    def __init__(self, spec: Attention, norm_eps: float, kv_layer: int) -> None:
+        """kv_layer: which of the full-attention layers it is, as stores of KV count them."""
+        self._spec = spec
+        self._eps = norm_eps
+        self._kv_layer = kv_layer
+
+    def __call__(self, w: Views, hidden: torch.Tensor, cache: Cache, feed: Feed) -> torch.Tensor:
+        """From hidden states [rows, hidden], before their norm, to the mixer's output [rows,
+        hidden]: where ranks share the model, this one's part of the sum.
+        """
+        spec = self._spec
+        qkv = linear(rms_norm(hidden, w["input_norm"], self._eps), w["qkv"], w.get("qkv_bias"))
+        heads = qkv.view(feed.rows, spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        if spec.qk_norm:
+            queries, keys, _ = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), 1)
+            queries.copy_(rms_norm(queries, w["q_norm"], self._eps))
+            keys.copy_(rms_norm(keys, w["k_norm"], self._eps))
+        mixed = cache.attend(self._kv_layer, heads, feed).transpose(0, 1).reshape(feed.rows, -1)
+        return linear(mixed, w["o"], w.get("o_bias"))

@@ -1,0 +1,68 @@
+"""What bounds a plan, and what would make it faster.
+
+What is left to the planner (`auto`) is not advised: the plan has the best of it.
+"""
+
+from __future__ import annotations
+
+from triforce_core.planner.candidates import Candidate
+from triforce_core.settings import DENSE, EXACT, STORED
+from triforce_offload.units import format_bytes
+
+
+def bottleneck(chosen: Candidate) -> str:
+    """What most of a round goes to, and what would help, in a sentence."""
+    cost = chosen.round
+    wait = max(0.0, cost.pass_seconds - cost.compute_seconds)
+    parts = {"wait": wait, "draft": cost.draft_seconds, "compute": cost.compute_seconds}
+    what = max(parts, key=parts.__getitem__)
+    share = f"{parts[what] / cost.seconds:.0%} of a round of {cost.seconds:.3g} s"
+    if what == "wait":
+        return _of_the_link(chosen, share)
+    if what == "draft":
+        return f"drafting: {share} drafts; {_cheaper_drafts(chosen)} would help"
+    return f"compute: {share} computes what has arrived; a faster GPU would help"
+
+
+def _of_the_link(chosen: Candidate, share: str) -> str:
+    hardware, cost = chosen.case.hardware, chosen.round
+    waits = f"{share} waits for {format_bytes(cost.link_bytes)} to cross"
+    if cost.disk_bytes:
+        rate = (hardware.disk_bytes_per_second or 0.0) / 1e9
+        return (
+            f"the disk: {waits}, of which {format_bytes(cost.disk_bytes)} are read at {rate:.1f} "
+            "GB/s; more host memory would help"
+        )
+    rate = hardware.stream_bytes_per_second / 1e9
+    return f"the link: {waits} at {rate:.1f} GB/s; {_fewer_bytes(chosen)} would help"
+
+
+def _fewer_bytes(chosen: Candidate) -> str:
+    """What lets fewer bytes cross the link in a pass, the most effective first."""
+    case, plan = chosen.case, chosen.plan
+    weights = chosen.demand.streamed_bytes(plan.placement)
+    remedies = []
+    if weights * 2 > chosen.round.link_bytes:
+        if "weights" not in case.auto and case.weights == DENSE and case.dtype.name == "bfloat16":
+            remedies.append("weights in planes (--weights planes)")
+        format_wanted = "fewer bits" if case.weights == STORED else "a Q4_K_M file, say"
+        remedies.append(f"a smaller format of the weights ({format_wanted})")
+    elif "kv" not in case.auto and case.kv == DENSE and case.dtype.name == "bfloat16":
+        remedies.append("KV in planes (--kv planes)")
+    if "draft_tokens" in case.fixed:
+        remedies.append("longer drafts")
+    remedies.append("more device memory")
+    return " or ".join(remedies)
+
+
+def _cheaper_drafts(chosen: Candidate) -> str:
+    """What makes a token of the draft cheaper, or accepted more often."""
+    case, plan = chosen.case, chosen.plan
+    remedies = []
+    if plan.budget and case.method.draft_weights == EXACT:
+        remedies.append("drafting from fewer bits (--draft-weights auto)")
+    if plan.budget and case.method.draft_kv == EXACT:
+        remedies.append("a retrieval cache in 8 bits (--draft-kv auto)")
+    if case.draft_config is None:
+        remedies.append("a small draft model (--draft MODEL)")
+    return " or ".join([*remedies, "faster device memory"])
