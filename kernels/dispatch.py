@@ -46,12 +46,12 @@ KERNELS = {
     "pick": ("sampling.sampling.reference_pick", "sampling.accept_triton.pick"),
     "decode_blocks": ("weights.blocks.reference_decode", "weights.blocks_triton.decode"),
     "block_matmul": ("weights.blocks.reference_matmul", "weights.blocks_triton.matmul"),
-    "decode_planes": ("weights.planes.reference_decode", "weights.planes_triton.decode"),
-    "plane_matmul": ("weights.planes.reference_matmul", "weights.planes_triton.matmul"),
-    "upper_matmul": ("weights.upper.reference_matmul", "weights.upper_triton.matmul"),
-    "gather_plane_chunks": ("kv.gather_planes.reference_gather", "kv.gather_planes_triton.gather"),
-    "encode_kv_block": ("kv.kv_planes.reference_encode", "kv.kv_planes_triton.encode"),
-    "decode_kv_blocks": ("kv.kv_planes.reference_decode", "kv.kv_planes_triton.decode"),
+    "decode_split": ("weights.split_bf16.reference_decode", "weights.split_bf16_triton.decode"),
+    "split_matmul": ("weights.split_bf16.reference_matmul", "weights.split_bf16_triton.matmul"),
+    "high_bits_matmul": ("weights.high_bits.reference_matmul", "weights.high_bits_triton.matmul"),
+    "gather_split_chunks": ("kv.gather_split.reference_gather", "kv.gather_split_triton.gather"),
+    "encode_kv_block": ("kv.split_kv.reference_encode", "kv.split_kv_triton.encode"),
+    "decode_kv_blocks": ("kv.split_kv.reference_decode", "kv.split_kv_triton.decode"),
     "int4_matmul": ("weights.int4.reference_matmul", "weights.int4_triton.matmul"),
 }
 

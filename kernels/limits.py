@@ -14,19 +14,19 @@ GROUPS_AT_ONCE = 1 << 20
 GROUPS_BYTES = 12
 # And of dense ones in half precision whose products are made in float32.
 WIDENED_BYTES = 4
-# Device bytes for each number of planes while they are decoded, the result included.
-PLANES_BYTES = 12
-# On a GPU with a kernel for it: numbers of a matrix in planes that are decoded at a time, and
+# Device bytes for each split number while they are decoded, the result included.
+SPLIT_BYTES = 12
+# On a GPU with a kernel for it: numbers of a matrix split that are decoded at a time, and
 # device bytes for each. With fewer at a time a prompt would launch hundreds of thousands of
 # kernels.
-PLANES_AT_ONCE_ON_GPU = 64 << 20
-PLANES_BYTES_ON_GPU = 2
-# Planes have room for one exception of so many numbers, and for some more.
+SPLIT_AT_ONCE_ON_GPU = 64 << 20
+SPLIT_BYTES_ON_GPU = 2
+# SplitBF16 have room for one exception of so many numbers, and for some more.
 NUMBERS_OF_AN_EXCEPTION = 704
 LEAST_EXCEPTIONS = 32
-# Of a matrix in planes it is known where the exceptions of so many rows begin.
+# Of a matrix split it is known where the exceptions of so many rows begin.
 ROWS_OF_A_START = 32
-# Blocks of KV in planes that lie side by side are decoded so many at a time, by two launches.
+# Blocks of KV split that lie side by side are decoded so many at a time, by two launches.
 KV_BLOCKS_AT_ONCE = 4
 # Numbers of keys and values that are coded or decoded at a time without a kernel, of one head at
 # the least: what that takes stays in a processor's cache. Bytes for each.

@@ -79,7 +79,7 @@ class PassCopies:
                 return self._weights.homes[crossing.layer]
             return sequences[crossing.text].homes(crossing.layer)[crossing.block]
 
-        # A block with more exceptions than planes have room for is larger than the others.
+        # A block with more exceptions than the split format has room for is larger than the others.
         crossings = [c._replace(nbytes=home(c).source.bytes.numel()) for c in crossings]
         self.conveyor.start(Transfer(c.key, c.ring, home(c).source) for c in crossings)
         return crossings

@@ -55,9 +55,10 @@ class CheckpointError(TriforceError):
     exit_code = 4
 
 
-class NoPlanesError(CheckpointError):
-    """Matrices that have more exceptions than planes have room for. path: of the model; names:
-    theirs
+class CannotSplitError(CheckpointError):
+    """Matrices have more exceptions than the split format has room for.
+
+    path: of the model; names: of the matrices
     """
 
     def __init__(self, path: object, names: Collection[str]) -> None:
@@ -66,7 +67,7 @@ class NoPlanesError(CheckpointError):
         and_others = f" and {len(others)} other matrices" if others else ""
         super().__init__(
             f"{path}: more numbers of {first}{and_others} are far below the greatest of their row "
-            "than planes have room for; keep the weights dense"
+            "than the split format has room for; keep the weights dense"
         )
 
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     import torch
 
     from triforce_kernels.weights.blocks import BlockWeight
-    from triforce_kernels.weights.halves import HalfWeight
+    from triforce_kernels.weights.high_bits import HighBitsWeight
     from triforce_kernels.weights.int4 import Int4Weight
     from triforce_kernels.weights.linear import SplitWeight, StackedWeight, Weight
-    from triforce_kernels.weights.planes import PlaneWeight
-    from triforce_kernels.weights.upper import UpperWeight
+    from triforce_kernels.weights.split_bf16 import SplitBF16Weight
+    from triforce_kernels.weights.split_fp16 import SplitFP16Weight
 
 # Bytes. Equal alignment everywhere keeps vectorised kernels bitwise equal at any placement.
 ALIGNMENT = 256
@@ -126,8 +126,8 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Nested(ABC):
-    """A matrix whose numbers are split: upper planes, which can be computed with alone, and lower
+class SplitFormat(ABC):
+    """A matrix whose numbers are split: high bits, which can be computed with alone, and low
     ones, which may lie elsewhere.
     """
 
@@ -136,103 +136,103 @@ class Nested(ABC):
 
     @property
     def nbytes(self) -> int:
-        return self.upper_bytes + self.lower_bytes
+        return self.high_bytes + self.low_bytes
 
     @property
     @abstractmethod
-    def upper_bytes(self) -> int:
-        """Of all but the lower planes."""
+    def high_bytes(self) -> int:
+        """Of all but the low bits."""
 
     @property
     @abstractmethod
-    def lower_bytes(self) -> int:
-        """Of the lower planes, which passes alone read."""
+    def low_bytes(self) -> int:
+        """Of the low bits, which passes alone read."""
 
     @abstractmethod
-    def joined(self, buffer: torch.Tensor, lower: torch.Tensor) -> SplitWeight:
+    def joined(self, buffer: torch.Tensor, low: torch.Tensor) -> SplitWeight:
         """Of two flat buffers."""
 
     @abstractmethod
-    def upper(self, buffer: torch.Tensor) -> UpperWeight:
-        """What can be read without the lower planes."""
+    def high(self, buffer: torch.Tensor) -> HighBitsWeight:
+        """What can be read without the low bits."""
 
     def view(self, buffer: torch.Tensor) -> SplitWeight:
-        return self.joined(buffer[: self.upper_bytes], buffer[self.upper_bytes :])
+        return self.joined(buffer[: self.high_bytes], buffer[self.high_bytes :])
 
 
 @dataclass(frozen=True)
-class Halves(Nested):
-    """A float16 matrix: the upper byte of each number, and the lower one
-    (`triforce_kernels.weights.halves`).
+class SplitFP16(SplitFormat):
+    """A float16 matrix: the high byte of each number, and the low one
+    (`triforce_kernels.weights.split_fp16`).
     """
 
     @property
-    def upper_bytes(self) -> int:
+    def high_bytes(self) -> int:
         return aligned(self.rows * self.columns)
 
     @property
-    def lower_bytes(self) -> int:
+    def low_bytes(self) -> int:
         return aligned(self.rows * self.columns)
 
-    def joined(self, buffer: torch.Tensor, lower: torch.Tensor) -> HalfWeight:
-        from triforce_kernels.weights.halves import HalfWeight
+    def joined(self, buffer: torch.Tensor, low: torch.Tensor) -> SplitFP16Weight:
+        from triforce_kernels.weights.split_fp16 import SplitFP16Weight
 
-        return HalfWeight(self._bytes(buffer), None, self._bytes(lower))
+        return SplitFP16Weight(self._bytes(buffer), None, self._bytes(low))
 
-    def upper(self, buffer: torch.Tensor) -> UpperWeight:
-        from triforce_kernels.weights.upper import UpperWeight
+    def high(self, buffer: torch.Tensor) -> HighBitsWeight:
+        from triforce_kernels.weights.high_bits import HighBitsWeight
 
-        return UpperWeight(self._bytes(buffer), None)
+        return HighBitsWeight(self._bytes(buffer), None)
 
     def _bytes(self, buffer: torch.Tensor) -> torch.Tensor:
         return buffer[: self.rows * self.columns].view(self.rows, -1)
 
 
 @dataclass(frozen=True)
-class Planes(Nested):
+class SplitBF16(SplitFormat):
     """A bfloat16 matrix of an even number of columns in 12 bits a number, and room for exceptions
-    (`triforce_kernels.weights.planes`).
+    (`triforce_kernels.weights.split_bf16`).
     """
 
     @property
-    def upper_bytes(self) -> int:
-        return sum(map(aligned, self._upper_sizes))
+    def high_bytes(self) -> int:
+        return sum(map(aligned, self._high_sizes))
 
     @property
-    def lower_bytes(self) -> int:
+    def low_bytes(self) -> int:
         return aligned(self.rows * self.columns // 2)
 
-    def joined(self, buffer: torch.Tensor, lower: torch.Tensor) -> PlaneWeight:
+    def joined(self, buffer: torch.Tensor, low: torch.Tensor) -> SplitBF16Weight:
         import torch
 
-        from triforce_kernels.weights.planes import PlaneWeight
+        from triforce_kernels.weights.split_bf16 import SplitBF16Weight
 
-        upper, base, places, patterns, starts = self._upper_parts(buffer)
-        return PlaneWeight(
-            upper.view(self.rows, -1),
+        high, base, places, patterns, starts = self._high_parts(buffer)
+        return SplitBF16Weight(
+            high.view(self.rows, -1),
             base,
-            lower[: self.rows * self.columns // 2].view(self.rows, -1),
+            low[: self.rows * self.columns // 2].view(self.rows, -1),
             places.view(torch.int32),
             patterns.view(torch.int16),
             starts.view(torch.int32),
         )
 
-    def upper(self, buffer: torch.Tensor) -> UpperWeight:
-        from triforce_kernels.weights.upper import UpperWeight
+    def high(self, buffer: torch.Tensor) -> HighBitsWeight:
+        from triforce_kernels.weights.high_bits import HighBitsWeight
 
-        upper, base, *_ = self._upper_parts(buffer)
-        return UpperWeight(upper.view(self.rows, -1), base)
+        high, base, *_ = self._high_parts(buffer)
+        return HighBitsWeight(high.view(self.rows, -1), base)
 
-    def _upper_parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+    def _high_parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         parts, start = [], 0
-        for size in self._upper_sizes:
+        for size in self._high_sizes:
             parts.append(buffer[start : start + size])
             start += aligned(size)
         return parts
 
     @property
-    def _upper_sizes(self) -> tuple[int, ...]:
-        """Bytes of upper plane, base exponents, the exceptions' places and patterns, and where
+    def _high_sizes(self) -> tuple[int, ...]:
+        """Bytes of high bits, base exponents, the exceptions' places and patterns, and where
         those of some rows each begin.
         """
         numbers = self.rows * self.columns

@@ -30,7 +30,7 @@ class Source(NamedTuple):
 class Home(Protocol):
     """Where the bytes of a KV block are. Buffers are flat uint8.
 
-    dense: whether it is a block that is kept dense where others are in planes
+    dense: whether it is a block that is kept dense where others are split
     """
 
     dense: bool
@@ -59,10 +59,10 @@ class LayerHome(Home, Protocol):
     def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
         """The layer's tensors, exactly. came: what `read` gave."""
 
-    def draft_views(self, layout: FlatLayout, *, upper: bool) -> Views:
+    def draft_views(self, layout: FlatLayout, *, high: bool) -> Views:
         """The tensors on the device that the retrieval level computes with.
 
-        upper: whether it reads only the upper planes of what is in planes
+        high: whether it reads only the high bits of what is split
         """
 
 
@@ -80,8 +80,8 @@ class DeviceHome:
     def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
         return layout.views(came)
 
-    def draft_views(self, layout: FlatLayout, *, upper: bool) -> Views:
-        return layout.joined(self.memory, None) if upper else layout.views(self.memory)
+    def draft_views(self, layout: FlatLayout, *, high: bool) -> Views:
+        return layout.joined(self.memory, None) if high else layout.views(self.memory)
 
 
 class HostHome:
@@ -106,22 +106,22 @@ class HostHome:
 
 
 class DenseHome(HostHome):
-    """A block of keys and values in host memory that is kept dense, where others are in planes:
+    """A block of keys and values in host memory that is kept dense, where others are split:
     they have no room for its exceptions.
     """
 
     dense = True
 
 
-class HalvedHome:
-    """A layer of which the first bytes, the upper planes among them, stay on the device and the
-    last, the lower planes, cross the link.
+class SplitHome:
+    """A layer of which the first bytes, the high bits among them, stay on the device and the
+    last, the low bits, cross the link.
     """
 
-    def __init__(self, resident: torch.Tensor, lower: torch.Tensor) -> None:
-        """resident: on the device; lower: on the host."""
+    def __init__(self, resident: torch.Tensor, low: torch.Tensor) -> None:
+        """resident: on the device; low: on the host."""
         self.memory = resident
-        self.source = Source(lower)
+        self.source = Source(low)
 
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
         """What came: the rest is `memory`."""
@@ -130,7 +130,7 @@ class HalvedHome:
     def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
         return layout.joined(self.memory, came)
 
-    def draft_views(self, layout: FlatLayout, *, upper: bool) -> Views:
+    def draft_views(self, layout: FlatLayout, *, high: bool) -> Views:
         return layout.joined(self.memory, None)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from triforce_offload.formats import Blocks, Format, Nested, Stack, aligned
+from triforce_offload.formats import Blocks, Format, SplitFormat, Stack, aligned
 
 if TYPE_CHECKING:
     import torch
@@ -22,45 +22,45 @@ Views = Mapping[str, "Weight"]
 class FlatLayout:
     """Where each named tensor, in a format of its own, lies in a flat buffer of `nbytes` bytes.
 
-    lower_offsets: of the lower planes of those that have such, which lie behind everything else
-    upper_bytes: of what lies before these
+    low_offsets: of the low bits of those that have such, which lie behind everything else
+    high_bytes: of what lies before these
     """
 
     formats: Mapping[str, Format]
     offsets: Mapping[str, int]
-    lower_offsets: Mapping[str, int]
-    upper_bytes: int
+    low_offsets: Mapping[str, int]
+    high_bytes: int
     nbytes: int
 
     @classmethod
     def of(cls, formats: Mapping[str, Format]) -> FlatLayout:
-        offsets, lower_offsets, end = {}, {}, 0
+        offsets, low_offsets, end = {}, {}, 0
         for name, stored in formats.items():
             offsets[name] = end
-            end += aligned(stored.upper_bytes if isinstance(stored, Nested) else stored.nbytes)
-        upper_bytes = end
+            end += aligned(stored.high_bytes if isinstance(stored, SplitFormat) else stored.nbytes)
+        high_bytes = end
         for name, stored in formats.items():
-            if isinstance(stored, Nested):
-                lower_offsets[name] = end
-                end += stored.lower_bytes
+            if isinstance(stored, SplitFormat):
+                low_offsets[name] = end
+                end += stored.low_bytes
         return cls(
             MappingProxyType(dict(formats)),
             MappingProxyType(offsets),
-            MappingProxyType(lower_offsets),
-            upper_bytes,
+            MappingProxyType(low_offsets),
+            high_bytes,
             end,
         )
 
     @property
-    def lower_bytes(self) -> int:
-        """Of the lower planes: what passes alone read."""
-        return self.nbytes - self.upper_bytes
+    def low_bytes(self) -> int:
+        """Of the low bits: what passes alone read."""
+        return self.nbytes - self.high_bytes
 
-    def decoded(self) -> Iterator[Blocks | Nested]:
+    def decoded(self) -> Iterator[Blocks | SplitFormat]:
         """The matrices, or parts of such, that are not dense."""
         for stored in self.formats.values():
             parts = stored.parts if isinstance(stored, Stack) else (stored,)
-            yield from (part for part in parts if isinstance(part, Blocks | Nested))
+            yield from (part for part in parts if isinstance(part, Blocks | SplitFormat))
 
     def blocks(self) -> Iterator[Blocks]:
         """Those in a GGUF file's blocks."""
@@ -68,20 +68,20 @@ class FlatLayout:
 
     def views(self, buffer: torch.Tensor) -> dict[str, Weight]:
         """The named tensors as views of a flat uint8 buffer of at least `nbytes` bytes."""
-        return self.joined(buffer[: self.upper_bytes], buffer[self.upper_bytes : self.nbytes])
+        return self.joined(buffer[: self.high_bytes], buffer[self.high_bytes : self.nbytes])
 
-    def joined(self, buffer: torch.Tensor, lower: torch.Tensor | None) -> dict[str, Weight]:
-        """The same of two buffers, of `upper_bytes` and `lower_bytes`. Without the second, what can
-        be read of them by the upper planes.
+    def joined(self, buffer: torch.Tensor, low: torch.Tensor | None) -> dict[str, Weight]:
+        """The same of two buffers, of `high_bytes` and `low_bytes`. Without the second, what can
+        be read of them by the high bits.
         """
         views: dict[str, Weight] = {}
         for name, stored in self.formats.items():
             start = self.offsets[name]
-            if not isinstance(stored, Nested):
+            if not isinstance(stored, SplitFormat):
                 views[name] = stored.view(buffer[start : start + stored.nbytes])
-            elif lower is None:
-                views[name] = stored.upper(buffer[start:])
+            elif low is None:
+                views[name] = stored.high(buffer[start:])
             else:
-                below = self.lower_offsets[name] - self.upper_bytes
-                views[name] = stored.joined(buffer[start:], lower[below:])
+                below = self.low_offsets[name] - self.high_bytes
+                views[name] = stored.joined(buffer[start:], low[below:])
         return views

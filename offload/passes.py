@@ -33,7 +33,7 @@ class Passes:
             # Only then: slots that are cancelled wait for everything that computes now.
             self._copies.cancel()
         for sequence in sequences:
-            sequence.use_lent()
+            sequence.use_reclaimed()
         self._copies.begin(stores)
 
     def cache(self, sequences: Sequence[SequenceKV]) -> Cache:

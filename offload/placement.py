@@ -12,7 +12,7 @@ from triforce_offload.kv.shape import KVShape
 WEIGHT_SLOTS = 2
 KV_SLOTS = 3
 # While a pass attends to so many blocks on the device a link brings one: a card's memory is some 40
-# times as fast as its link, a block in planes is read three or four times over, and kernels for it
+# times as fast as its link, a block split is read three or four times over, and kernels for it
 # are launched.
 _BLOCKS_WHILE_ONE_COMES = 8
 # Whole layers on the host that are read from files ahead of their crossing.
@@ -25,15 +25,15 @@ class Demand:
     """What a model and a context ask for. Sizes in bytes.
 
     layer_bytes: of each layer's weights, as they are stored
-    lower_bytes: of these, what passes alone read: the lower planes; empty where there are none
+    low_bytes: of these, what passes alone read: the low bits; empty where there are none
     head_bytes: final norm and output matrix, always on the device
     embedding_bytes: the input embedding if it is a matrix of its own, 0 when tied to the head
     reading_bytes: temporaries of reading a prompt that fills the context
     pass_bytes: temporaries of a pass, and of drafting and drawing
     drafting_bytes: everything that drafts, such as a retrieval cache, always on the device
-    substitute_bytes: of a layer's copy in fewer bits, which drafts where the layer itself streams;
+    int4_bytes: of a layer's copy in fewer bits, which drafts where the layer itself streams;
         0 where there is none
-    substitute_all: whether resident layers have such a copy too
+    int4_all: whether resident layers have such a copy too
     decoding_bytes: of temporaries that computing with such copies takes besides
     gather_bytes: of buffers through which chunks of streamed KV are retrieved; as many on the host
     sequences: texts that passes are over at once, each of up to context_tokens. What drafts and
@@ -50,10 +50,10 @@ class Demand:
     max_pass_tokens: int
     drafting_bytes: int = 0
     gather_bytes: int = 0
-    substitute_bytes: int = 0
-    substitute_all: bool = False
+    int4_bytes: int = 0
+    int4_all: bool = False
     decoding_bytes: int = 0
-    lower_bytes: tuple[int, ...] = ()
+    low_bytes: tuple[int, ...] = ()
     sequences: int = 1
 
     @property
@@ -76,8 +76,8 @@ class Demand:
 
     def crossing_bytes(self, layer: int, placement: Placement) -> int:
         """What crosses the link of a layer that streams."""
-        halved = layer in placement.halved_layers
-        return self.lower_bytes[layer] if halved else self.layer_bytes[layer]
+        halved = layer in placement.split_layers
+        return self.low_bytes[layer] if halved else self.layer_bytes[layer]
 
     @property
     def kv_blocks(self) -> int:
@@ -103,12 +103,12 @@ class Placement:
 
     resident_kv_blocks: of all layers together, over which they are spread evenly; more than
         there are means all
-    lent_kv_blocks: how many more are on the device between texts that are read, in memory that
+    reclaimed_kv_blocks: how many more are on the device between texts that are read, in memory that
         only reading needs
-    substituted_layers: those with a copy in fewer bits on the device, by which they draft
+    int4_layers: those with a copy in fewer bits on the device, by which they draft
     file_layers: those of the streamed ones that are read from the checkpoint in each pass, since
         the host has no room for them
-    halved_layers: those of the streamed ones of which the lower planes alone stream; by the upper
+    split_layers: those of the streamed ones of which the low bits alone stream; by the high
         ones, which stay on the device, they draft
     """
 
@@ -118,10 +118,10 @@ class Placement:
     weight_slots: int
     kv_slots: int
     staging_slots: int
-    lent_kv_blocks: int = 0
-    substituted_layers: tuple[int, ...] = ()
+    reclaimed_kv_blocks: int = 0
+    int4_layers: tuple[int, ...] = ()
     file_layers: tuple[int, ...] = ()
-    halved_layers: tuple[int, ...] = ()
+    split_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises UsageError for what no placement can hold."""
@@ -129,11 +129,11 @@ class Placement:
             layers = getattr(self, name)
             if not isinstance(layers, tuple) or not all(map(_is_count, layers)):
                 raise UsageError(f"{name} of a placement cannot be {layers!r}")
-        for name in ("file_layers", "halved_layers"):
+        for name in ("file_layers", "split_layers"):
             if not set(layers := getattr(self, name)) <= set(self.streamed_layers):
                 raise UsageError(f"{name} {list(layers)} are not all streamed_layers")
-        if both := sorted(set(self.file_layers) & set(self.halved_layers)):
-            raise UsageError(f"layers {both} cannot be in files and have planes on the device")
+        if both := sorted(set(self.file_layers) & set(self.split_layers)):
+            raise UsageError(f"layers {both} cannot be in files and be split")
         if not isinstance(self.embedding_resident, bool):
             raise UsageError(f"embedding_resident cannot be {self.embedding_resident!r}")
         for name in _COUNTS:
@@ -142,14 +142,14 @@ class Placement:
 
     @property
     def can_draft(self) -> bool:
-        """Whether each layer is on the device, itself, by its upper planes or by a copy in fewer
+        """Whether each layer is on the device, itself, by its high bits or by a copy in fewer
         bits.
         """
-        return set(self.streamed_layers) <= {*self.substituted_layers, *self.halved_layers}
+        return set(self.streamed_layers) <= {*self.int4_layers, *self.split_layers}
 
     def with_resident_blocks(self, blocks: int) -> Placement:
-        """So many KV blocks on the device and none in lent memory; the others stream."""
-        return replace(self, resident_kv_blocks=blocks, lent_kv_blocks=0).with_slots()
+        """So many KV blocks on the device and none in reclaimed memory; the others stream."""
+        return replace(self, resident_kv_blocks=blocks, reclaimed_kv_blocks=0).with_slots()
 
     def with_slots(self) -> Placement:
         """With slots for KV that streams, if it had none."""
@@ -160,8 +160,8 @@ class Placement:
         )
 
 
-LAYER_LISTS = ("streamed_layers", "substituted_layers", "file_layers", "halved_layers")
-_COUNTS = ("resident_kv_blocks", "weight_slots", "kv_slots", "staging_slots", "lent_kv_blocks")
+LAYER_LISTS = ("streamed_layers", "int4_layers", "file_layers", "split_layers")
+_COUNTS = ("resident_kv_blocks", "weight_slots", "kv_slots", "staging_slots", "reclaimed_kv_blocks")
 
 
 def _is_count(value: object) -> bool:
@@ -177,8 +177,8 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
     if device_bytes(demand, everything) <= limit_bytes:
         return everything
     streamed = 0
-    # With all upper planes on the device, or none: by these the whole model drafts.
-    halved = bool(demand.lower_bytes)
+    # With all high bits on the device, or none: by these the whole model drafts.
+    halved = bool(demand.low_bytes)
     if halved:
         halved = device_bytes(demand, _least(demand, demand.layers, halved=True)) <= limit_bytes
     least = _least(demand, streamed, halved=halved)
@@ -193,7 +193,7 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
             )
         # So many more do not suffice: none gives more than the largest, but which ones stream
         # changes too.
-        largest = max(demand.lower_bytes if halved else demand.layer_bytes)
+        largest = max(demand.low_bytes if halved else demand.layer_bytes)
         streamed += max(1, -spare // (2 * largest))
         streamed = min(streamed, demand.layers)
         least = _least(demand, streamed, halved=halved)
@@ -212,7 +212,7 @@ def place(demand: Demand, limit_bytes: int) -> Placement:
         least,
         embedding_resident=embedding_resident,
         resident_kv_blocks=resident,
-        lent_kv_blocks=lent,
+        reclaimed_kv_blocks=lent,
     )
 
 
@@ -244,15 +244,15 @@ def least_bytes(demand: Demand, *, streamed_layers: int) -> int:
 
 
 def _everything(demand: Demand) -> Placement:
-    """All on the device; where blocks are in planes, with a way for one that has no room there."""
-    slots = int(demand.kv.in_planes)
+    """All on the device; where blocks are split, with a way for one that has no room there."""
+    slots = int(demand.kv.split)
     return Placement(
-        (), True, demand.kv_blocks, 0, slots, slots, substituted_layers=_substituted(demand, ())
+        (), True, demand.kv_blocks, 0, slots, slots, int4_layers=_int4_layers(demand, ())
     )
 
 
 def _least(demand: Demand, streamed: int, *, halved: bool = False) -> Placement:
-    """The placement that takes least with so many layers streamed, or their lower planes."""
+    """The placement that takes least with so many layers streamed, or their low bits."""
     kv_slots, staging_slots = (KV_SLOTS, STAGING_SLOTS) if demand.kv_blocks else (0, 0)
     layers = spread(streamed, demand.layers)
     return Placement(
@@ -262,15 +262,15 @@ def _least(demand: Demand, streamed: int, *, halved: bool = False) -> Placement:
         min(WEIGHT_SLOTS, streamed),
         kv_slots,
         staging_slots,
-        substituted_layers=_substituted(demand, () if halved else layers),
-        halved_layers=layers if halved else (),
+        int4_layers=_int4_layers(demand, () if halved else layers),
+        split_layers=layers if halved else (),
     )
 
 
-def _substituted(demand: Demand, streamed: tuple[int, ...]) -> tuple[int, ...]:
-    if not demand.substitute_bytes:
+def _int4_layers(demand: Demand, streamed: tuple[int, ...]) -> tuple[int, ...]:
+    if not demand.int4_bytes:
         return ()
-    return tuple(range(demand.layers)) if demand.substitute_all else streamed
+    return tuple(range(demand.layers)) if demand.int4_all else streamed
 
 
 def device_bytes(demand: Demand, placement: Placement) -> int:
@@ -280,15 +280,15 @@ def device_bytes(demand: Demand, placement: Placement) -> int:
     resident_weights = demand.weights_bytes - demand.streamed_bytes(placement)
     resident_blocks = min(placement.resident_kv_blocks, demand.kv_blocks)
     slots = placement.kv_slots + placement.staging_slots
-    lent = placement.lent_kv_blocks * demand.kv.block_bytes
+    lent = placement.reclaimed_kv_blocks * demand.kv.block_bytes
     return (
         demand.fixed_bytes
         + (demand.gather_bytes if resident_blocks < demand.kv_blocks else 0)
         + max(demand.temporary_bytes, demand.sequences * demand.pass_bytes + lent)
         + (demand.embedding_bytes if placement.embedding_resident else 0)
         + resident_weights
-        + len(placement.substituted_layers) * demand.substitute_bytes
-        + (demand.decoding_bytes if placement.substituted_layers else 0)
+        + len(placement.int4_layers) * demand.int4_bytes
+        + (demand.decoding_bytes if placement.int4_layers else 0)
         + placement.weight_slots * demand.slot_bytes(placement)
         + slots * demand.kv.slot_bytes
         + resident_blocks * demand.kv.block_bytes
@@ -296,8 +296,8 @@ def device_bytes(demand: Demand, placement: Placement) -> int:
 
 
 def crossing_bytes(demand: Demand, placement: Placement) -> int:
-    """What crosses the link in a pass over a full context, once lent memory holds what it can."""
-    on_device = placement.resident_kv_blocks + placement.lent_kv_blocks
+    """Bytes that cross the link in a pass over a full context, with reclaimed memory in use."""
+    on_device = placement.resident_kv_blocks + placement.reclaimed_kv_blocks
     blocks = max(0, demand.kv_blocks - on_device)
     return demand.streamed_bytes(placement) + blocks * demand.kv.block_bytes
 
@@ -325,7 +325,7 @@ def place_on_host(demand: Demand, placement: Placement, limit_bytes: int) -> Pla
     """The same with as many of the streamed layers on the host as `limit_bytes` of it hold; the
     others are read from files in each pass. All are if even that is too much.
     """
-    streamed = [x for x in placement.streamed_layers if x not in placement.halved_layers]
+    streamed = [x for x in placement.streamed_layers if x not in placement.split_layers]
     for count in range(len(placement.file_layers), len(streamed) + 1):
         in_files = tuple(streamed[i] for i in spread(count, len(streamed)))
         placed = replace(placement, file_layers=in_files if count else ())
@@ -341,10 +341,10 @@ def check_placement(demand: Demand, placement: Placement, limit_bytes: int) -> N
     for name in LAYER_LISTS:
         if (last := max(getattr(placement, name), default=0)) >= demand.layers:
             raise UsageError(f"{name} of a placement cannot hold {last} of {demand.layers} layers")
-    if placement.lent_kv_blocks and demand.sequences > 1:
+    if placement.reclaimed_kv_blocks and demand.sequences > 1:
         raise UsageError("a placement lends memory to the KV of one text, not of several at once")
-    if placement.halved_layers and not demand.lower_bytes:
-        raise UsageError("halved_layers of a placement are of weights that are kept in planes")
+    if placement.split_layers and not demand.low_bytes:
+        raise UsageError("split_layers of a placement are of weights that are kept split")
     needed = device_bytes(demand, placement)
     if needed > limit_bytes:
         raise DoesNotFitError(
@@ -352,8 +352,8 @@ def check_placement(demand: Demand, placement: Placement, limit_bytes: int) -> N
         )
     if placement.streamed_layers and placement.weight_slots < 1:
         raise UsageError("a placement that streams weights needs at least one weight slot")
-    # A block that planes have no room for streams, wherever others are.
-    streamed_kv = demand.kv.in_planes or demand.kv_blocks > placement.resident_kv_blocks
+    # A block that cannot be split streams, wherever others are.
+    streamed_kv = demand.kv.split or demand.kv_blocks > placement.resident_kv_blocks
     if streamed_kv and min(placement.kv_slots, placement.staging_slots) < 1:
         raise UsageError("a placement that streams KV needs KV slots and staging slots")
 

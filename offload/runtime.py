@@ -71,7 +71,7 @@ class Runtime:
                 fill,
                 placement.file_layers,
                 loaded,
-                placement.halved_layers,
+                placement.split_layers,
             )
             undo.callback(self.weights.close)
             self._rings: list[list[Allocation]] = []

@@ -58,9 +58,9 @@ class SequenceKV:
         self._demand = demand
         self._placement = placement
         self._scores: ChunkScores | None = None
-        self._lent_blocks = placement.lent_kv_blocks
+        self._reclaimed_blocks = placement.reclaimed_kv_blocks
         self._added_blocks = 0
-        self._lend_due = self._lent_blocks > 0
+        self._reclaim_due = self._reclaimed_blocks > 0
         self._counters = PassCounters()
         self._workspace = memory.reserve(demand.pass_bytes, "workspace")
 
@@ -87,20 +87,20 @@ class SequenceKV:
         if not blocks:
             return
         self._copies.cancel()
-        self.kv.reclaim()
+        self.kv.release_reclaimed()
         self._memory.trim()
         self._added_blocks += blocks
-        self._lent_blocks += blocks
-        self._lend_due = True
+        self._reclaimed_blocks += blocks
+        self._reclaim_due = True
 
-    def give_up_lent(self) -> bool:
+    def release_reclaimed(self) -> bool:
         """Give reclaimed memory back for good, because somebody else has the device's memory.
         Return whether there was any. Not in the middle of a pass.
         """
-        self._lent_blocks, self._lend_due = 0, False
-        was_lent = self.kv.reclaim()
+        self._reclaimed_blocks, self._reclaim_due = 0, False
+        was_used = self.kv.release_reclaimed()
         self._memory.trim()
-        return was_lent
+        return was_used
 
     def give_up_resident(self) -> bool:
         """Evict resident KV to host memory for good. Return whether there was any. No memory may be
@@ -113,15 +113,15 @@ class SequenceKV:
         self._memory.trim()
         return given
 
-    def use_lent(self) -> None:
+    def use_reclaimed(self) -> None:
         """Take the memory that is lent, once after each prefill. Not while copies are under way."""
-        if not self._lend_due:
+        if not self._reclaim_due:
             return
-        self._lend_due = False
+        self._reclaim_due = False
         shape, blocks = self.kv.shape, self._demand.kv_blocks
         resident = min(self._placement.resident_kv_blocks, blocks)
         spare = self._memory.available_bytes // shape.block_bytes
-        lent = min(self._lent_blocks, blocks - resident, spare)
+        lent = min(self._reclaimed_blocks, blocks - resident, spare)
         if not lent:
             return
         shares = zip(
@@ -130,7 +130,7 @@ class SequenceKV:
             strict=True,
         )
         try:
-            self.kv.lend([more - less for less, more in shares])
+            self.kv.use_reclaimed([more - less for less, more in shares])
         except DoesNotFitError as error:
             warnings.warn(
                 f"{lent} KV blocks stream that could lie on the device: {error}",
@@ -209,11 +209,11 @@ class SequenceKV:
     def _take_workspace(self) -> None:
         """Take the memory of a prefill back from KV blocks."""
         self._copies.cancel()
-        if self.kv.reclaim():
+        if self.kv.release_reclaimed():
             # Trim all of it, or the first tensor of the prefill would be cut out of it and the
             # next one would find no room in the rest.
             self._memory.trim()
-        self._lend_due = self._lent_blocks > 0
+        self._reclaim_due = self._reclaimed_blocks > 0
         self._set_workspace(self._demand.reading_bytes)
 
     def _set_workspace(self, size: int) -> None:

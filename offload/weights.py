@@ -10,13 +10,13 @@ from typing import Protocol
 import torch
 
 from triforce_offload.conveyor import Conveyor
-from triforce_offload.homes import DeviceHome, FileHome, HalvedHome, HostHome, LayerHome
+from triforce_offload.homes import DeviceHome, FileHome, HostHome, LayerHome, SplitHome
+from triforce_offload.int4_copies import Int4Copies
 from triforce_offload.layouts import FlatLayout, Views
 from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import Allocation, DeviceMemory
 from triforce_offload.memory.host import HostBuffers, HostMemory
 from triforce_offload.schedule import WEIGHTS
-from triforce_offload.substitutes import Substitutes
 
 # Layers that are read and dequantised at a time.
 _READERS = 4
@@ -52,7 +52,7 @@ class WeightStore:
 
         in_files: streamed layers that are filled anew, into what they cross the link from, each
             time they do. loaded(layer, views) is called after each, in threads; it has no views of
-            those. halved: streamed layers of which the lower planes alone do
+            those. halved: streamed layers of which the low bits alone do
         Raises DoesNotFitError before anything is read.
         """
         self.layouts = layouts
@@ -60,8 +60,8 @@ class WeightStore:
         on_device, on_host = [], []
         for layer, layout in enumerate(layouts):
             if layer in halved:
-                on_device.append(layout.upper_bytes)
-                on_host.append(layout.lower_bytes)
+                on_device.append(layout.high_bytes)
+                on_host.append(layout.low_bytes)
             elif layer not in in_files:
                 (on_host if layer in streamed else on_device).append(layout.nbytes)
         self._host = HostBuffers(on_host, host)
@@ -81,7 +81,7 @@ class WeightStore:
                 continue
             if layer in halved:
                 halves = next(device_buffers), next(host_buffers)
-                self.homes.append(HalvedHome(*halves))
+                self.homes.append(SplitHome(*halves))
                 views.append(layout.joined(*halves))
                 continue
             streams = layer in streamed
@@ -162,19 +162,19 @@ class ResidentWeights:
     """Layers that are all on the device, exact or not: what a level that drafts computes with."""
 
     def __init__(
-        self, store: WeightStore, substitutes: Substitutes | None = None, *, upper: bool = False
+        self, store: WeightStore, int4_copies: Int4Copies | None = None, *, high: bool = False
     ) -> None:
-        """substitutes: of layers that are taken from there, streamed ones or more. upper: whether
-        only the upper planes are read of those that are in planes, as it must be where the lower
+        """int4_copies: of layers that are taken from there, streamed ones or more. high: whether
+        only the high bits are read of those that are split, as it must be where the low
         ones stream.
         """
-        instead = substitutes.views if substitutes else {}
+        instead = int4_copies.views if int4_copies else {}
         self._views: list[Views] = []
         for layer, (layout, home) in enumerate(zip(store.layouts, store.homes, strict=True)):
             if layer in instead:
                 self._views.append(instead[layer])
             else:
-                self._views.append(home.draft_views(layout, upper=upper))
+                self._views.append(home.draft_views(layout, high=high))
 
     def layer(self, index: int) -> AbstractContextManager[Views]:
         """Weights.layer."""

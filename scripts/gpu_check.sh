@@ -7,7 +7,7 @@
 #
 #     bash scripts/gpu_check.sh [RESULT.json]       with MEMORY=24GB, PYTHON=python3, BUDGET=570
 #     LARGE=1 bash scripts/gpu_check.sh RESULT.json  a model larger than the GPU alone, in 70 GB of host
-#     PLANES=1 bash scripts/gpu_check.sh RESULT.json  planes beside what they take the place of
+#     SPLIT=1 bash scripts/gpu_check.sh RESULT.json  split formats beside what they take the place of
 #     SIMULATED_GPU=1 bash scripts/gpu_check.sh RESULT.json  every line of it on tiny shapes, without a
 #         GPU, on the test double of tests/simulated_gpu: its figures say nothing
 set -uo pipefail
@@ -72,15 +72,15 @@ if [[ ${LARGE:-} ]]; then
         --repeats $REPEATS --tests pass,retrieval
     exit $FAILED
 fi
-if [[ ${PLANES:-} ]]; then
-    # One shape with weights and KV as they are, and with either or both in planes; then the kernels.
-    for how in "planes planes" "dense dense" "dense planes" "planes dense"; do
+if [[ ${SPLIT:-} ]]; then
+    # One shape with weights and KV as they are, and with either or both split; then the kernels.
+    for how in "split split" "dense dense" "dense split" "split dense"; do
         read -r weights kv <<<"$how"
         part "llama3.1-8b, weights $weights, KV $kv" 110 "${BENCH[@]}" --dtype bfloat16 \
             --shape "$LLAMA3" --context $LONG --repeats $REPEATS --tests pass,retrieval \
             --weights "$weights" --kv "$kv"
     done
-    part bench-kernels 60 "$PYTHON" scripts/bench kernels --planes --json --shape "$LLAMA3" \
+    part bench-kernels 60 "$PYTHON" scripts/bench kernels --split --json --shape "$LLAMA3" \
         --context $LONG --repeats $CALLS
     exit $FAILED
 fi

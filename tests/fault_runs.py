@@ -25,13 +25,13 @@ from triforce_offload.files import Output, cache_directory
 PROMPT = random_ids(3 * BLOCK - 4)
 GREEDY, FURTHER = SamplingParams(7, temperature=0), SamplingParams(2, temperature=0)
 _DRAFTS = {"draft": "none", "draft_tokens": 3, "budget": 16}
-_PLANES = {"dtype": "bfloat16", "kv": "planes", "method": "speculative", "draft_tokens": 3}
+_SPLIT = {"dtype": "bfloat16", "kv": "split", "method": "speculative", "draft_tokens": 3}
 CASES: dict[str, dict[str, Any]] = {
     "triforce, KV streams": {**_DRAFTS, "placement": PLACEMENTS["kv"]},
-    "triforce, KV is lent memory": {**_DRAFTS, "placement": PLACEMENTS["kv-lent"]},
-    "triforce, copies in 4 bits": {**_DRAFTS, "placement": PLACEMENTS["substituted"]},
+    "triforce, KV is reclaimed memory": {**_DRAFTS, "placement": PLACEMENTS["kv-lent"]},
+    "triforce, copies in 4 bits": {**_DRAFTS, "placement": PLACEMENTS["int4"]},
     "all streams": {"method": "autoregressive", "placement": PLACEMENTS["both"]},
-    "KV in planes": {**_PLANES, "placement": PLACEMENTS["kv-in-part"]},
+    "KV split": {**_SPLIT, "placement": PLACEMENTS["kv-in-part"]},
     "two ranks": {"method": "autoregressive", "placement": PLACEMENTS["kv"], "gpus": 2},
 }
 

@@ -53,7 +53,7 @@ def in_blocks(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
         scales = (random.random(len(blocks)) * 0.01).astype(np.float16)
         blocks[:, start : start + 2] = scales.view(np.uint8).reshape(-1, 2)
     if kind.name == "IQ1_M":
-        # Its scale lies in the upper four bits of each of the last four numbers: .0078.
+        # Its scale lies in the high four bits of each of the last four numbers: .0078.
         blocks[:, -8:] = blocks[:, -8:] & 0x0F | np.array([0, 0, 0, 0, 0, 0, 0, 0x20], np.uint8)
     return data
 

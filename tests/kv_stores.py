@@ -17,7 +17,7 @@ from triforce_offload.memory.host import HostBlocks, HostMemory
 from triforce_offload.schedule import KV
 
 SHAPE = KVShape(layers=2, kv_heads=2, head_dim=8, block_tokens=4, dtype=torch.float32)
-PLANES = replace(SHAPE, dtype=torch.bfloat16, in_planes=True)
+SPLIT = replace(SHAPE, dtype=torch.bfloat16, split=True)
 MAX_PASS = 6
 
 
@@ -106,13 +106,13 @@ def make_store(
 
 
 def kv_of(tokens: Sequence[int], layer: int, shape: KVShape = SHAPE) -> torch.Tensor:
-    """Recognisable KV: [2, kv_heads, tokens, head_dim]. Planes have room for one token of a block
-    that is far smaller than the others, and not for two.
+    """Recognisable KV: [2, kv_heads, tokens, head_dim]. The split format has room for one
+    token of a block that is far smaller than the others, and not for two.
     """
     base = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None] * 10 + layer
     offsets = torch.arange(2 * shape.kv_heads * shape.head_dim).view(2, shape.kv_heads, 1, -1)
     values = base + offsets / 1000
-    if shape.in_planes:
+    if shape.split:
         values = (values + 1).where(base.round() // 10 % 3 > 0, (values + 1) * 2.0**-40)
     return values.to(shape.dtype)
 

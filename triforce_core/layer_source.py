@@ -14,11 +14,11 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.share import Share
 from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.linear import Weight
-from triforce_offload.errors import NoPlanesError
+from triforce_offload.errors import CannotSplitError
+from triforce_offload.int4_copies import Int4Copies
 from triforce_offload.layouts import FlatLayout, Views
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.memory.host import check_available
-from triforce_offload.substitutes import Substitutes
 
 
 class Readable(Protocol):
@@ -58,54 +58,54 @@ class LayerSource:
         checkpoint: Readable,
         memory: DeviceMemory,
         layouts: Sequence[FlatLayout],
-        substitutes: Substitutes | None = None,
+        int4_copies: Int4Copies | None = None,
         report: Callable[[], None] = lambda: None,
     ) -> None:
         """layouts: of each layer. report: called when one is loaded, in any thread."""
         self._checkpoint = checkpoint
         self._memory = memory
         self._layouts = layouts
-        self._substitutes = substitutes
+        self._int4_copies = int4_copies
         self._report = report
-        self._no_planes: dict[int, NoPlanesError] = {}
+        self._cannot_split: dict[int, CannotSplitError] = {}
         self._all_loaded = False
         # No more than one layer that has no place on the host is there at a time.
         self._reading = threading.Lock()
 
     def fill(self, layer: int, views: Views) -> None:
-        """Writes a layer's tensors. Raises CheckpointError; that planes have no room for some is
+        """Writes a layer's tensors. Raises CheckpointError; that cannot be split some is
         told by `end`, once all layers were read.
         """
         # Both are a thread's own.
         with torch.inference_mode(), self._memory.current():
             try:
                 self._checkpoint.read_layer(layer, views)
-            except NoPlanesError as error:
+            except CannotSplitError as error:
                 if self._all_loaded:
                     raise
-                self._no_planes[layer] = error
+                self._cannot_split[layer] = error
 
     def loaded(self, layer: int, views: Views | None) -> None:
         """Makes what stands in for a layer that has its place; in a file, if it has no views."""
-        if layer in self._no_planes:
+        if layer in self._cannot_split:
             # What is in its place is no layer, and no copy of it may be kept.
             self._report()
             return
-        substitutes = self._substitutes
+        int4_copies = self._int4_copies
         with torch.inference_mode(), self._memory.current():
-            if substitutes and layer in substitutes.views and not substitutes.restore(layer):
+            if int4_copies and layer in int4_copies.views and not int4_copies.restore(layer):
                 with self._exact(layer, views) as exact:
-                    substitutes.make(layer, exact)
+                    int4_copies.make(layer, exact)
         self._report()
 
     def end(self) -> None:
-        """Said when all layers are loaded. Raises NoPlanesError for all that planes have no room
-        for: what is in their places is of no use.
+        """Said when all layers are loaded. Raises CannotSplitError for all that cannot be
+        split: what is in their places is of no use.
         """
         self._all_loaded = True
-        if errors := list(self._no_planes.values()):
+        if errors := list(self._cannot_split.values()):
             names = frozenset().union(*(error.names for error in errors))
-            raise NoPlanesError(errors[0].path, names)
+            raise CannotSplitError(errors[0].path, names)
 
     @contextmanager
     def _exact(self, layer: int, views: Views | None) -> Iterator[Views]:

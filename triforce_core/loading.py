@@ -19,19 +19,20 @@ from triforce_core.model.rope import Rope
 from triforce_core.model.share import Share, mlp_unit
 from triforce_core.model.tensors import Layouts, dense_layouts
 from triforce_core.model.transformer import Ends, Model
-from triforce_core.settings import DENSE, INT8, PLANES, STORED, EngineConfig
+from triforce_core.settings import DENSE, INT8, SPLIT, STORED, EngineConfig
 from triforce_core.sizing.demand import Wanted
 from triforce_core.sizing.drafting import small_model_shape, window_tokens
 from triforce_core.sizing.fitting import Fitted, fit, with_what_fits
-from triforce_core.storage import asks_for_kv_planes, choose_layouts, with_planes_unasked
+from triforce_core.storage import asks_for_split_kv, choose_layouts, with_split_unasked
 from triforce_kernels.dispatch import TRITON, backend
 from triforce_kernels.limits import MOST_SPLITS
 from triforce_kernels.weights.blocks import has_kernel
 from triforce_kernels.weights.linear import widens
 from triforce_offload.checkpoint.layer_cache import LayerCache
-from triforce_offload.errors import DoesNotFitError, NoPlanesError, UsageError
+from triforce_offload.errors import CannotSplitError, DoesNotFitError, UsageError
 from triforce_offload.files import cache_directory
 from triforce_offload.graphs import CudaRecorder
+from triforce_offload.int4_copies import RECIPE, Int4Copies
 from triforce_offload.kv.direct import reads_in_place
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.link.staging import StagedLink
@@ -50,7 +51,6 @@ from triforce_offload.placement import (
 )
 from triforce_offload.ranks import Alone, Ranks
 from triforce_offload.runtime import Runtime
-from triforce_offload.substitutes import RECIPE, Substitutes
 from triforce_offload.weights import WeightStore
 
 # Called with what is under way, how much of it is done, and how much there is; by one thread at a
@@ -71,20 +71,20 @@ def load(
 
     Raises UsageError, DoesNotFitError before anything is read, CheckpointError or RankError.
     """
-    without_planes: frozenset[str] = frozenset()
+    unsplit: frozenset[str] = frozenset()
     while True:
         try:
-            return _load(checkpoint, config, max_context, drafter, progress, ranks, without_planes)
-        except NoPlanesError as error:
+            return _load(checkpoint, config, max_context, drafter, progress, ranks, unsplit)
+        except CannotSplitError as error:
             # Ranks would have to begin anew together.
             if ranks is not None and ranks.count > 1:
                 raise
-            without_planes |= error.names
-            which, count = min(without_planes), len(without_planes)
+            unsplit |= error.names
+            which, count = min(unsplit), len(unsplit)
             kept = f"{count} matrices are kept dense, {which} among them"
             warnings.warn(
                 f"{kept if count > 1 else f'{which} is kept dense'}, with more exceptions than "
-                "planes have room for; the model is read once more",
+                "the split format has room for; the model is read once more",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -97,9 +97,9 @@ def _load(
     drafter: Readable | None,
     progress: Progress,
     ranks: Ranks | None,
-    without_planes: frozenset[str],
+    unsplit: frozenset[str],
 ) -> Models:
-    """The same. Raises NoPlanesError for matrices that must be added to `without_planes`."""
+    """The same. Raises CannotSplitError for matrices that must be added to `unsplit`."""
     machine, ranks = config.machine, ranks or Alone()
     device, own_device = rank_device(machine, ranks)
     set_threads(machine, device, ranks)
@@ -128,7 +128,7 @@ def _load(
             splits=MOST_SPLITS if backend(device) == TRITON else 1,
             gathers_through_host=not (machine.pin and reads_in_place(device)),
             widens=widens(device, dtype),
-            kv_in_planes=asks_for_kv_planes(config, dtype),
+            kv_split=asks_for_split_kv(config, dtype),
             rounds_kv=config.method.rounds_kv(on_gpu=on_gpu),
             kernels_on_gpu=on_gpu and backend(device) == TRITON,
             sequences=config.sequences,
@@ -141,23 +141,21 @@ def _load(
             if on_gpu:
                 raise UsageError("ranks that share a GPU need --device-memory, of each")
             limit = host_bytes_here
-        layouts = choose_layouts(
-            checkpoint, config, wanted, device, host_bytes_here, without_planes
-        )
+        layouts = choose_layouts(checkpoint, config, wanted, device, host_bytes_here, unsplit)
         wanted = replace(wanted, layouts=layouts)
         memory = DeviceMemory(device, limit, wanted.stored_bytes)
         stack.callback(memory.close)
         asked = wanted.layouts
-        wanted = with_planes_unasked(
+        wanted = with_split_unasked(
             config,
             wanted,
             device,
             memory.available_bytes,
-            without_planes,
+            unsplit,
             alone=ranks.count == 1,
         )
         # Decoding without a kernel brings small tables from the host, which no graph can hold.
-        fused = backend(device) == TRITON or not wanted.weights.in_planes
+        fused = backend(device) == TRITON or not wanted.weights.split
         fused = fused and all(has_kernel(kind, device) for kind in wanted.weights.block_types)
         graphs = wanted.graphs and fused
         wanted = replace(wanted, graphs=graphs)
@@ -236,17 +234,17 @@ def _load(
             ends = _load_ends(checkpoint, layouts, memory, host, resident, stack)
             if share is not None:
                 ends = replace(ends, first=share.vocab[share.rank].start, widths=share.widths)
-            substitutes = None
-            if fitted.budget and placement.substituted_layers:
-                substitutes = Substitutes(
-                    wanted.substitute,
-                    placement.substituted_layers,
+            int4_copies = None
+            if fitted.budget and placement.int4_layers:
+                int4_copies = Int4Copies(
+                    wanted.int4_layout,
+                    placement.int4_layers,
                     memory,
                     demand.decoding_bytes,
-                    _substitutes_cache(checkpoint, dtype, ranks),
+                    _copies_cache(checkpoint, dtype, ranks),
                 )
-                stack.callback(substitutes.close)
-            source = LayerSource(checkpoint, memory, layouts.layers, substitutes, report)
+                stack.callback(int4_copies.close)
+            source = LayerSource(checkpoint, memory, layouts.layers, int4_copies, report)
             runtime = Runtime(
                 memory,
                 host,
@@ -268,14 +266,14 @@ def _load(
             fitted.budget,
             KVParts(ranks, share.kv_heads if share else [range(demand.kv.kv_heads)]),
             small,
-            substitutes,
+            int4_copies,
             recorder,
             stack.pop_all(),
-            weights=STORED if layouts.block_types else PLANES if layouts.in_planes else DENSE,
+            weights=STORED if layouts.block_types else SPLIT if layouts.split else DENSE,
         )
 
 
-def _substitutes_cache(checkpoint: Readable, dtype: torch.dtype, ranks: Ranks) -> LayerCache | None:
+def _copies_cache(checkpoint: Readable, dtype: torch.dtype, ranks: Ranks) -> LayerCache | None:
     """Where layers in 4 bits are kept; numbers that are in no file are not."""
     if not checkpoint.files:
         return None

@@ -22,11 +22,11 @@ RETRIEVAL = ("mass", "mean")
 ACCEPT = ("optimal", "coupled")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 AUTO, OFF = "auto", "off"
-DENSE, STORED, PLANES = "dense", "stored", "planes"
-WEIGHTS = (AUTO, STORED, DENSE, PLANES)
-KV_FORMATS = (AUTO, DENSE, PLANES)
+DENSE, STORED, SPLIT = "dense", "stored", "split"
+WEIGHTS = (AUTO, STORED, DENSE, SPLIT)
+KV_FORMATS = (AUTO, DENSE, SPLIT)
 EXACT, INT4, INT8 = "exact", "int4", "int8"
-DRAFT_WEIGHTS = (AUTO, EXACT, INT4, PLANES)
+DRAFT_WEIGHTS = (AUTO, EXACT, INT4, SPLIT)
 DRAFT_KV = (AUTO, EXACT, INT8)
 NGRAM, NO_DRAFTER = "ngram", "none"
 DEFAULT_BUDGET = 4096
@@ -104,7 +104,7 @@ class MethodSettings:
     retrieval: "mass" or "mean", see `decoding/retrieval`
     draft_weights: what the retrieval model computes with. "auto": exact layers where they are on
         the device, copies in 4 bits of those that stream; "exact": there is no such level if one
-        streams; "int4": copies of all; "planes": layers by the upper 8 bits of their planes, which
+        streams; "int4": copies of all; "split": layers by the high 8 bits of their split, which
         on a GPU is "auto" where weights are in such; there is no such level if these stream
     draft_kv: how the retrieval cache keeps its tokens: "exact", "int8" (whole numbers, with a scale
         for each channel of a head), or "auto": int8 on a GPU
@@ -170,19 +170,19 @@ class MethodSettings:
         return [name for name in names if name in unused]
 
     def check_weights(self, weights: str) -> None:
-        """Raises UsageError if it drafts by planes that weights so kept do not have."""
-        if self.draft_weights == PLANES and weights != PLANES:
+        """Raise UsageError if it drafts by the high bits of weights that are not split."""
+        if self.draft_weights == SPLIT and weights != SPLIT:
             raise UsageError(
-                "draft_weights planes reads those of weights that are kept in planes: give weights "
-                "planes too"
+                "draft_weights split reads those of weights that are kept split: give weights "
+                "split too"
             )
 
-    def reads_upper(self, weights: str, *, on_gpu: bool) -> bool:
-        """Whether the retrieval model reads layers that are on the device by their upper planes
+    def reads_high_bits(self, weights: str, *, on_gpu: bool) -> bool:
+        """Whether the retrieval model reads layers that are on the device by their high bits
         alone. A CPU decodes longer than it reads.
         """
         auto = on_gpu and self.draft_weights == AUTO
-        return weights == PLANES and (auto or self.draft_weights == PLANES)
+        return weights == SPLIT and (auto or self.draft_weights == SPLIT)
 
     def rounds_kv(self, *, on_gpu: bool) -> bool:
         """Whether the retrieval cache keeps its tokens in 8 bits. A CPU takes longer to multiply
@@ -239,12 +239,12 @@ class EngineConfig:
 
     machine, method: as their classes say
     dtype: of weights and KV: "auto", "float32", "bfloat16" or "float16"
-    weights: "dense" (every number in dtype), "stored" (a GGUF file's blocks as they are), "planes"
+    weights: "dense" (every number in dtype), "stored" (a GGUF file's blocks as they are), "split"
         (bfloat16 in 12 bits a number, the same to the last bit; float16 in two bytes), or "auto":
-        as stored on a GPU, and on the emulated device where dense ones would stream; planes of
+        as stored on a GPU, and on the emulated device where dense ones would stream; split of
         bfloat16 on a GPU where something would
-    kv: "dense", "planes" (blocks of bfloat16 in 12 bits, the same to the last bit), or "auto":
-        planes on a GPU where some KV would stream
+    kv: "dense", "split" (blocks of bfloat16 in 12 bits, the same to the last bit), or "auto":
+        split on a GPU where some KV would stream
     sequences: texts that passes may be over at once, each with its KV and what drafts for it; what
         streams of the weights crosses once for all of them
     max_context: prompt and new tokens that will be needed at most; the model's positions if None.

@@ -18,7 +18,7 @@ from triforce_core.opening import OpenModel
 from triforce_core.parallel.start import start_ranks
 from triforce_core.planner.plan import Plan
 from triforce_core.saved import digest
-from triforce_core.settings import DENSE, PLANES, EngineConfig
+from triforce_core.settings import DENSE, SPLIT, EngineConfig
 from triforce_offload.errors import UsageError
 from triforce_offload.files import Output
 from triforce_offload.memory.device import device_name
@@ -52,7 +52,7 @@ class Loaded:
         """What lives where, and how long drafts are."""
         models, runtime = self.models, self.models.runtime
         plan = Plan.of(models.method, runtime.demand, runtime.placement, models.budget)
-        kv = PLANES if runtime.demand.kv.in_planes else DENSE
+        kv = SPLIT if runtime.demand.kv.split else DENSE
         plan = replace(plan, weights=models.weights, kv=kv, gpus=models.ranks.count)
         return plan.named(self.name, self.whole, device_name(runtime.memory.device))
 

@@ -125,9 +125,9 @@ def request_stats(
         "placement": {
             "layers": demand.layers,
             "resident_weight_layers": runtime.weights.resident_layers,
-            "substituted_layers": len(placement.substituted_layers),
+            "int4_layers": len(placement.int4_layers),
             "file_layers": len(placement.file_layers),
-            "halved_layers": len(placement.halved_layers),
+            "split_layers": len(placement.split_layers),
             "embedding_resident": placement.embedding_resident,
             "block_tokens": demand.kv.block_tokens,
             "resident_kv_layers": sum(resident == whole for resident, whole in blocks),
@@ -179,10 +179,10 @@ def _streams_kv(demand: Demand, placement: Placement) -> bool:
 def _drafted_bytes(models: Models, layer: int) -> int:
     """What the retrieval model reads of a layer."""
     demand, placement = models.runtime.demand, models.runtime.placement
-    if layer in placement.substituted_layers:
-        return demand.substitute_bytes
-    if models.reads_upper or layer in placement.halved_layers:
-        return demand.layer_bytes[layer] - demand.lower_bytes[layer]
+    if layer in placement.int4_layers:
+        return demand.int4_bytes
+    if models.reads_high_bits or layer in placement.split_layers:
+        return demand.layer_bytes[layer] - demand.low_bytes[layer]
     return demand.layer_bytes[layer]
 
 
@@ -199,7 +199,7 @@ def rank_stats(runtime: Runtime, context: Context) -> dict[str, Any]:
         "device_peak_bytes": runtime.memory.peak_bytes,
         "host_bytes": runtime.host.nbytes,
         "resident_weight_layers": runtime.weights.resident_layers,
-        "substituted_layers": len(placement.substituted_layers),
+        "int4_layers": len(placement.int4_layers),
         "checksum": context.checksum,
     }
 
@@ -240,8 +240,8 @@ def drafting_stats(
             "churn": _told(lambda: cache.churn),
             "bytes_read_in_place": _told(lambda: cache.bytes_read_in_place),
             "steps": inner.rounds,
-            "reads_upper_planes": models.reads_upper
-            or bool(models.runtime.placement.halved_layers),
+            "reads_high_bits": models.reads_high_bits
+            or bool(models.runtime.placement.split_layers),
             "in_8_bits": models.rounds_kv,
         }
         if cache

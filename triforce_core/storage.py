@@ -1,4 +1,4 @@
-"""How weights and KV are kept: the numbers themselves, as a file stores them, or in planes."""
+"""How weights and KV are kept: the numbers themselves, as a file stores them, or split."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 
 from triforce_core.layer_source import Readable
-from triforce_core.model.tensors import Layouts, plane_layouts, stored_layouts
-from triforce_core.settings import AUTO, DENSE, PLANES, EngineConfig
+from triforce_core.model.tensors import Layouts, split_layouts, stored_layouts
+from triforce_core.settings import AUTO, DENSE, SPLIT, EngineConfig
 from triforce_core.sizing.demand import Wanted
 from triforce_kernels.dispatch import TRITON, backend
 from triforce_kernels.weights.blocks import can_decode
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.placement import device_bytes, host_bytes, place, streams
 
-# Of weights: their planes nest. Those of KV have to be smaller, too.
+# Of weights. Split KV has to be smaller than dense KV, too.
 _SPLIT = (torch.bfloat16, torch.float16)
 
 
@@ -26,25 +26,26 @@ def choose_layouts(
     wanted: Wanted,
     device: torch.device,
     available: int,
-    without_planes: Collection[str] = (),
+    unsplit: Collection[str] = (),
 ) -> Layouts:
     """How the weights will lie in memory, as far as the device's memory has no say in it (see
-    `with_planes_unasked`). wanted: with dense ones. available: bytes of the host.
+    `with_split_unasked`). wanted: with dense ones. available: bytes of the host.
 
-    without_planes: matrices that have too many exceptions for such
+    unsplit: matrices that have too many exceptions for such
 
     Raises UsageError.
     """
     dense = wanted.weights
     if config.weights == DENSE:
         return dense
-    if config.weights == PLANES:
+    if config.weights == SPLIT:
         if wanted.dtype not in _SPLIT:
             name = str(wanted.dtype).removeprefix("torch.")
             raise UsageError(
-                f"planes hold bfloat16 or float16, and weights are in {name} here: use --dtype"
+                f"only bfloat16 and float16 can be split, and weights are in {name} here: use "
+                "--dtype"
             )
-        return plane_layouts(wanted.config, wanted.dtype, without_planes)
+        return split_layouts(wanted.config, wanted.dtype, unsplit)
     stored = stored_layouts(wanted.config, wanted.dtype, checkpoint.pieces)
     unknown = [kind.name for kind in stored.block_types if not can_decode(kind, device)]
     if config.weights == AUTO:
@@ -77,37 +78,39 @@ def _would_stream(wanted: Wanted, config: EngineConfig, available: int) -> bool:
     return bool(placement.streamed_layers) or needed > available
 
 
-def asks_for_kv_planes(config: EngineConfig, dtype: torch.dtype) -> bool:
-    """Whether blocks of KV have to be in planes. Raises UsageError."""
-    if config.kv == PLANES and dtype != torch.bfloat16:
+def asks_for_split_kv(config: EngineConfig, dtype: torch.dtype) -> bool:
+    """Whether blocks of KV have to be split. Raises UsageError."""
+    if config.kv == SPLIT and dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
-        raise UsageError(f"planes hold bfloat16, and KV is in {name} here: use --dtype bfloat16")
-    return config.kv == PLANES
+        raise UsageError(
+            f"only bfloat16 can be split, and KV is in {name} here: use --dtype bfloat16"
+        )
+    return config.kv == SPLIT
 
 
-def with_planes_unasked(
+def with_split_unasked(
     config: EngineConfig,
     wanted: Wanted,
     device: torch.device,
     available: int,
-    without_planes: Collection[str] = (),
+    unsplit: Collection[str] = (),
     *,
     alone: bool = True,
 ) -> Wanted:
-    """With weights, and KV then, in planes where these are `auto` and of bfloat16, and a GPU would
+    """With weights, and KV then, split where these are `auto` and of bfloat16, and a GPU would
     otherwise let some of either stream. wanted: with the layouts chosen so far. available: bytes of
     the device. alone: whether the model is one rank's; weights that several share are refused if
-    planes have no room for them, and so are in planes only where that was asked for.
+    the split format has no room for them, and so are split only where that was asked for.
     """
     kernels = device.type == "cuda" and backend(device) == TRITON
     # A CPU takes longer to decode a block than its own link to bring a dense one.
     if not kernels or wanted.dtype != torch.bfloat16 or not _streams(config, wanted, available):
         return wanted
     if alone and config.weights == AUTO and not wanted.weights.decoded_numbers:
-        layouts = plane_layouts(wanted.config, wanted.dtype, without_planes)
+        layouts = split_layouts(wanted.config, wanted.dtype, unsplit)
         wanted = replace(wanted, layouts=layouts)
     if config.kv == AUTO and _lets_kv_stream(config, wanted, available):
-        wanted = replace(wanted, kv_in_planes=True)
+        wanted = replace(wanted, kv_split=True)
     return wanted
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from triforce_kernels.kv.kv_planes import KVPlanes, decode_blocks, decode_chunks, encode_block
+from triforce_kernels.kv.split_kv import SplitKV, decode_blocks, decode_chunks, encode_block
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.link.waiting import number
 
@@ -73,20 +73,20 @@ class DenseBlocks:
         return as_chunks(self.read(buffer), tokens)[:, heads, chunks]
 
 
-class PlaneBlocks:
-    """The planes of bfloat16 numbers."""
+class SplitBlocks:
+    """The split bfloat16 numbers."""
 
     def __init__(self, shape: KVShape, scratch: torch.Tensor) -> None:
         """scratch: flat uint8, where blocks are decoded, as many at a time as it has room for."""
         self.nbytes = shape.block_bytes
-        self._layout = shape.planes
+        self._layout = shape.parts
         room = scratch[: scratch.numel() // shape.dense_block_bytes * shape.dense_block_bytes]
         self._decoded = _as_blocks(room.view(-1, shape.dense_block_bytes), shape)
         self._flat = self._decoded.flatten(1, 2)
 
     def write(self, buffer: torch.Tensor, keys_values: torch.Tensor) -> bool:
-        planes = KVPlanes.of(buffer, self._layout)
-        return bool(number(encode_block(keys_values.flatten(0, 1), planes)))
+        split = SplitKV.of(buffer, self._layout)
+        return bool(number(encode_block(keys_values.flatten(0, 1), split)))
 
     def read(self, buffer: torch.Tensor) -> torch.Tensor:
         decode_blocks(buffer.unsqueeze(0), self._layout, self._flat[:1])
@@ -103,7 +103,7 @@ class PlaneBlocks:
     def chunks(
         self, buffer: torch.Tensor, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
     ) -> torch.Tensor:
-        return decode_chunks(KVPlanes.of(buffer, self._layout), heads, chunks, tokens)
+        return decode_chunks(SplitKV.of(buffer, self._layout), heads, chunks, tokens)
 
 
 def _as_blocks(blocks: torch.Tensor, shape: KVShape) -> torch.Tensor:

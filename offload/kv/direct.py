@@ -8,7 +8,7 @@ import torch
 
 from triforce_kernels.dispatch import TRITON, backend
 from triforce_kernels.kv.gather import ChunkSource, gather_chunks
-from triforce_kernels.kv.gather_planes import PlaneChunkSource, gather_plane_chunks
+from triforce_kernels.kv.gather_split import SplitChunkSource, gather_split_chunks
 from triforce_offload.errors import LinkError
 from triforce_offload.kv.gather import ChunkReader, Reader
 from triforce_offload.kv.store import KVStore
@@ -23,8 +23,8 @@ class DirectReader:
     """Copies chunks of all layers by one kernel, which reads registered host memory in place: the
     processor collects nothing and the host waits for nothing.
 
-    Where some block lies in memory that the driver would not register, or planes had no room for
-    one, a ChunkReader does it all.
+    Where some block lies in memory that the driver would not register, or could not be split,
+    a ChunkReader does it all.
 
     Invariants, and why they hold:
     - A host block is read only after its own bytes have come: whenever homes have changed, the
@@ -62,11 +62,11 @@ class DirectReader:
             return
         addresses = self._addresses[first : first + moves.shape[0]]
         tokens = shape.block_tokens, store.tail_capacity
-        if shape.in_planes:
-            at = shape.planes
-            gather_plane_chunks(
+        if shape.split:
+            at = shape.parts
+            gather_split_chunks(
                 moves,
-                PlaneChunkSource(addresses, *tokens, at.upper, at.lower, at.base),
+                SplitChunkSource(addresses, *tokens, at.high, at.low, at.base),
                 target,
             )
         else:
@@ -80,7 +80,7 @@ class DirectReader:
         block = moves // (shape.block_tokens // chunk_tokens)
         crossing = (block >= self._on_device) & (block < len(store.homes(0)))
         nbytes = 2 * chunk_tokens * shape.head_dim * shape.dtype.itemsize
-        if shape.in_planes:
+        if shape.split:
             # 12 bits of 16, and the bases.
             nbytes = nbytes * 3 // 4 + 2 * shape.head_dim
         self._read = self._read + crossing.sum() * nbytes
@@ -101,7 +101,7 @@ class DirectReader:
         self._direct = True
         for layer in range(store.shape.layers):
             for home in store.homes(layer):
-                # A block without planes is laid out otherwise.
+                # A block that could not be split is laid out otherwise.
                 self._direct &= not home.dense
                 if home.source is not None:
                     for event in home.source.after:

@@ -41,9 +41,7 @@ class RoundedKV(DenseKV):
         self._dtype = shape.dtype
         self._scales = memory.allocate(scale_bytes(shape), purpose)
         try:
-            super().__init__(
-                replace(shape, dtype=torch.int8, in_planes=False), tokens, memory, purpose
-            )
+            super().__init__(replace(shape, dtype=torch.int8, split=False), tokens, memory, purpose)
         except BaseException:
             memory.free(self._scales)
             raise

@@ -15,7 +15,7 @@ class KVShape:
 
     dtype: a torch.dtype where there are tensors; sizes alone need its `itemsize`
     text_tokens: of the longest text; a block that is longer never fills
-    in_planes: whether blocks are kept as `kernels/kv/kv_planes` has them, 12 bits a number, and not
+    split: whether blocks are kept as `kernels/kv/split_kv` has them, 12 bits a number, and not
         as the numbers themselves
     """
 
@@ -25,7 +25,7 @@ class KVShape:
     block_tokens: int
     dtype: ElementType
     text_tokens: int | None = None
-    in_planes: bool = False
+    split: bool = False
 
     @property
     def token_bytes(self) -> int:
@@ -40,21 +40,21 @@ class KVShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block as it is kept."""
-        return self.planes.nbytes if self.in_planes else self.dense_block_bytes
+        return self.split.nbytes if self.split else self.dense_block_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a place for any block: one that planes have no room for is kept dense."""
+        """Bytes of a place for any block: one that cannot be split is kept dense."""
         return max(self.block_bytes, self.dense_block_bytes)
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of the place where blocks are decoded, a few at a time."""
-        return self.decoded_at_once * self.dense_block_bytes if self.in_planes else 0
+        return self.decoded_at_once * self.dense_block_bytes if self.split else 0
 
     @property
     def decoded_at_once(self) -> int:
-        """Blocks in planes that are decoded at a time: no more than a text has in a layer."""
+        """Blocks split that are decoded at a time: no more than a text has in a layer."""
         if self.text_tokens is None:
             return KV_BLOCKS_AT_ONCE
         return max(1, min(KV_BLOCKS_AT_ONCE, self.text_tokens // self.block_tokens))
@@ -70,8 +70,8 @@ class KVShape:
         return 2 * self.kv_heads * self.block_tokens * self.head_dim
 
     @cached_property
-    def planes(self) -> PlaneBlockLayout:
-        return PlaneBlockLayout.of(2 * self.kv_heads, self.block_tokens, self.head_dim)
+    def parts(self) -> SplitBlockLayout:
+        return SplitBlockLayout.of(2 * self.kv_heads, self.block_tokens, self.head_dim)
 
     def tail_tokens(self, max_pass_tokens: int) -> int:
         """Tokens of a layer's hot tail: a block that fills, and room for a whole pass."""
@@ -86,8 +86,8 @@ class KVShape:
 
 
 @dataclass(frozen=True)
-class PlaneBlockLayout:
-    """Where the parts of a block in planes lie: bytes from its beginning.
+class SplitBlockLayout:
+    """Where the parts of a block split lie: bytes from its beginning.
 
     rows: heads of keys and of values; room: exceptions that it has room for
     """
@@ -96,21 +96,21 @@ class PlaneBlockLayout:
     tokens: int
     head_dim: int
     room: int
-    upper: int
-    lower: int
+    high: int
+    low: int
     base: int
     places: int
     patterns: int
     nbytes: int
 
     @classmethod
-    def of(cls, rows: int, tokens: int, head_dim: int) -> PlaneBlockLayout:
+    def of(cls, rows: int, tokens: int, head_dim: int) -> SplitBlockLayout:
         numbers = rows * tokens * head_dim
         room = max(LEAST_EXCEPTIONS, numbers // NUMBERS_OF_AN_EXCEPTION)
         # What has larger elements comes first, so that each part begins where it may.
         places, patterns = 0, 4 * room
-        upper = -(-6 * room // 64) * 64
-        lower = upper + numbers
-        base = lower + numbers // 2
+        high = -(-6 * room // 64) * 64
+        low = high + numbers
+        base = low + numbers // 2
         nbytes = aligned(base + rows * head_dim)
-        return cls(rows, tokens, head_dim, room, upper, lower, base, places, patterns, nbytes)
+        return cls(rows, tokens, head_dim, room, high, low, base, places, patterns, nbytes)

@@ -60,7 +60,7 @@ def dense_capacity(tokens: int) -> int:
 
 def coding_bytes(shape: KVShape) -> int:
     """Device bytes of temporaries while a block is coded or decoded."""
-    if not shape.in_planes:
+    if not shape.split:
         return 0
     at_once = max(KV_CODED_AT_ONCE, shape.block_tokens * shape.head_dim)
     return KV_CODING_BYTES * min(shape.numbers, at_once)

@@ -9,7 +9,7 @@ import torch
 
 from triforce_offload.errors import DoesNotFitError, LinkError
 from triforce_offload.homes import DenseHome, DeviceHome, Home, HostHome, MirroredHome
-from triforce_offload.kv.block_format import BlockFormat, DenseBlocks, KeysValues, PlaneBlocks
+from triforce_offload.kv.block_format import BlockFormat, DenseBlocks, KeysValues, SplitBlocks
 from triforce_offload.kv.blocks import DeviceBlocks
 from triforce_offload.kv.leaving import StagingSlots
 from triforce_offload.kv.shape import KVShape
@@ -50,7 +50,7 @@ class KVStore:
         """resident_blocks: for each layer, how many of its first blocks stay on the device.
 
         staging: what blocks leave through; has a slot if any goes to the host.
-        dense_blocks: for blocks that planes have no room for. Raises DoesNotFitError.
+        dense_blocks: for blocks that cannot be split. Raises DoesNotFitError.
         """
         self.shape = shape
         self.length = 0
@@ -73,8 +73,8 @@ class KVStore:
             undo.pop_all()
         self._dense = DenseBlocks(shape)
         self._format: BlockFormat = self._dense
-        if shape.in_planes:
-            self._format = PlaneBlocks(shape, self._scratch.bytes)
+        if shape.split:
+            self._format = SplitBlocks(shape, self._scratch.bytes)
 
     @property
     def tail_length(self) -> int:
@@ -254,18 +254,18 @@ class KVStore:
 
         Raises DoesNotFitError.
         """
-        self._mirror = DeviceBlocks(self.shape, counts, self._memory, "KV in lent memory")
+        self._mirror = DeviceBlocks(self.shape, counts, self._memory, "KV in reclaimed memory")
 
     def settle(self, layer: int, index: int, block: torch.Tensor) -> None:
         """Keeps a copy of a block that was brought, if there is memory for it. block: its bytes."""
         home = self._homes[layer][index]
-        if home.source and (copy := self._lent_for(layer, index)) is not None:
+        if home.source and (copy := self._reclaimed_for(layer, index)) is not None:
             copy.copy_(block)
             self._homes[layer][index] = MirroredHome(home, copy)
             self.version += 1
 
     def reclaim(self) -> bool:
-        """Gives lent memory back, and says whether there was any: its blocks stream again."""
+        """Gives reclaimed memory back, and says whether there was any: its blocks stream again."""
         if self._mirror is None:
             return False
         for homes in self._homes:
@@ -375,7 +375,7 @@ class KVStore:
     def _format_of(self, home: Home) -> BlockFormat:
         return self._dense if home.dense else self._format
 
-    def _lent_for(self, layer: int, index: int) -> torch.Tensor | None:
+    def _reclaimed_for(self, layer: int, index: int) -> torch.Tensor | None:
         place = index - self._resident.counts[layer]
         if self._mirror is None or not 0 <= place < self._mirror.counts[layer]:
             return None

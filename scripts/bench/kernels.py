@@ -4,7 +4,7 @@ Ceilings are measured in the same run: a copy on the device, one large product, 
 host memory. Kernels run from a CUDA graph, several calls over different data, so that neither
 launching nor the L2 cache changes their times.
 
-    python scripts/bench kernels [--shape llama2-7b] [--context 131072] [--planes] [--json]
+    python scripts/bench kernels [--shape llama2-7b] [--context 131072] [--split] [--json]
 
 Without a GPU it times the PyTorch references on the CPU, over a small context.
 """
@@ -18,7 +18,7 @@ from dataclasses import asdict
 import torch
 
 from bench.kernel_cases import KernelCases
-from bench.plane_cases import PlaneCases
+from bench.plane_cases import SplitCases
 from frame import Benchmark, Figures, Option, print_table
 from triforce_core.model.shapes import read_shape
 from triforce_kernels.dispatch import REFERENCE, backend
@@ -30,7 +30,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
     device = torch.device("cuda:0" if cuda else "cpu")
     rates = measure_gpu() if cuda else measure_cpu()
     shape = args.shape or ("llama2-7b-128k" if cuda else "smollm2-135m")
-    cases = (PlaneCases if args.planes else KernelCases)(
+    cases = (SplitCases if args.split else KernelCases)(
         read_shape(shape),
         args.context or (131072 if cuda else 4096),
         args.tokens,
@@ -76,7 +76,7 @@ main = Benchmark(
         Option("--context", type=int, help="tokens of KV (131072; 4096 without a GPU)"),
         Option("--tokens", 17, "queries of a pass"),
         Option("--repeats", type=int, help="rounds of each kernel (9; 3 without a GPU)"),
-        Option("--planes", False, "the kernels of weights and KV in planes alone"),
+        Option("--split", False, "the kernels of weights and KV split alone"),
     ),
     show,
 )

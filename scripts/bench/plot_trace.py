@@ -91,7 +91,7 @@ def draw(trace: Path, path: Path, begin: float, end: float) -> None:
     seen = set()
     for row, events in enumerate(tracks.values()):
         shown = [e for e in events if e.ended >= begin and e.began <= end]
-        # Nested events are drawn last, over those that contain them.
+        # SplitFormat events are drawn last, over those that contain them.
         for event in sorted(shown, key=lambda event: -event.seconds):
             seen.add(event.name)
             color = _COLORS.get(event.name, "#999999")

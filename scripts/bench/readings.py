@@ -3,7 +3,7 @@
 SmolLM2-135M as a bfloat16 checkpoint, computed in float32 by transformers, so that only the fewer
 bits round. It continues stretches of the Python manual at temperature 0.6, top-p 0.9. Then each way
 of reading runs over the same tokens, and its acceptance is the mean of sum(min(p, q)). The kernels
-encode the planes and decode the upper ones. No figure depends on the machine's speed.
+split the numbers and decode the high bits. No figure depends on the machine's speed.
 
     python scripts/bench readings [--tokens 2000 6000] [--stretches 3] [--new-tokens 192]
 
@@ -25,9 +25,9 @@ from bench.workloads import MODEL, SAMPLING, stretches
 from frame import Benchmark, Figures, Option
 from triforce_kernels.kv.rounding import rounded, scale_of
 from triforce_kernels.sampling.sampling import law
+from triforce_kernels.weights.high_bits import HighBitsWeight, decode
 from triforce_kernels.weights.int4 import dequantise, quantise
-from triforce_kernels.weights.plane_codes import base_of, middle_bits, upper_codes
-from triforce_kernels.weights.upper import UpperWeight, decode
+from triforce_kernels.weights.split_codes import base_of, high_codes, middle_bits
 
 TEMPERATURE, TOP_P = SAMPLING.values()
 # Tokens of a draft, for the tokens that a pass would give.
@@ -39,18 +39,18 @@ Reading = Callable[[torch.Tensor], torch.Tensor]
 KV = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def upper_planes(numbers: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """By the upper planes of bfloat16, whose bases go along `dim`."""
+def high_bits(numbers: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """By the high bits of bfloat16, whose bases go along `dim`."""
     bits = numbers.bfloat16().view(torch.int16)
     base = base_of(bits, dim)
-    upper, _ = upper_codes(bits, base)
-    return middle_bits(upper, base.to(torch.uint8)).view(torch.bfloat16).float()
+    high, _ = high_codes(bits, base)
+    return middle_bits(high, base.to(torch.uint8)).view(torch.bfloat16).float()
 
 
-def upper_bytes(matrix: torch.Tensor) -> torch.Tensor:
-    """By the upper bytes of float16."""
+def high_bytes(matrix: torch.Tensor) -> torch.Tensor:
+    """By the high bytes of float16."""
     both = matrix.half().view(torch.uint8).view(*matrix.shape, 2)
-    return decode(UpperWeight(both[..., 1].contiguous(), None)).float()
+    return decode(HighBitsWeight(both[..., 1].contiguous(), None)).float()
 
 
 def groups(matrix: torch.Tensor) -> torch.Tensor:
@@ -66,15 +66,15 @@ def whole_numbers(numbers: torch.Tensor) -> torch.Tensor:
 
 # Of a layer's matrices, of the output matrix, and of keys and values.
 READINGS: dict[str, tuple[float, Reading | None, Reading | None, Reading | None]] = {
-    "layers by upper planes": (8, upper_planes, None, None),
-    "output matrix by upper planes": (8, None, upper_planes, None),
-    "both": (8, upper_planes, upper_planes, None),
-    "layers by upper bytes of float16": (8, upper_bytes, None, None),
+    "layers by high bits": (8, high_bits, None, None),
+    "output matrix by high bits": (8, None, high_bits, None),
+    "both": (8, high_bits, high_bits, None),
+    "layers by high bytes of float16": (8, high_bytes, None, None),
     f"layers in groups of {GROUP} of 4 bits": (4.5, groups, None, None),
-    "KV by upper planes": (8, None, None, lambda kv: upper_planes(kv, 2)),
+    "KV by high bits": (8, None, None, lambda kv: high_bits(kv, 2)),
     "KV in whole numbers": (8, None, None, whole_numbers),
-    "layers by upper planes, KV in whole numbers": (8, upper_planes, None, whole_numbers),
-    "layers and KV by upper planes": (8, upper_planes, None, lambda kv: upper_planes(kv, 2)),
+    "layers by high bits, KV in whole numbers": (8, high_bits, None, whole_numbers),
+    "layers and KV by high bits": (8, high_bits, None, lambda kv: high_bits(kv, 2)),
 }
 
 

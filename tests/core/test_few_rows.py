@@ -7,17 +7,17 @@ from dataclasses import replace
 import torch
 
 from triforce_core.model.shapes import read_shape
-from triforce_core.model.tensors import plane_layouts
+from triforce_core.model.tensors import split_layouts
 from triforce_core.settings import MethodSettings
 from triforce_core.sizing.demand import Wanted
 from triforce_kernels.limits import (
     DECODED_AT_ONCE,
-    PLANES_AT_ONCE_ON_GPU,
-    PLANES_BYTES,
-    PLANES_BYTES_ON_GPU,
+    SPLIT_AT_ONCE_ON_GPU,
+    SPLIT_BYTES,
+    SPLIT_BYTES_ON_GPU,
 )
 from triforce_kernels.weights import linear as products
-from triforce_kernels.weights.planes import PlaneWeight, encode
+from triforce_kernels.weights.split_bf16 import SplitBF16Weight, encode
 from triforce_offload.formats import DTYPES
 
 
@@ -29,7 +29,7 @@ def test_a_pass_over_the_longest_automatic_draft_decodes_no_weight_first(monkeyp
         multiplied.append(x.shape[0])
         return x[:, :2]
 
-    monkeypatch.setattr(PlaneWeight, "small_batch_matmul", lambda weight: matmul)
+    monkeypatch.setattr(SplitBF16Weight, "small_batch_matmul", lambda weight: matmul)
     weight = encode(torch.ones(2, 4, dtype=torch.bfloat16))
     rows = MethodSettings().max_draft_tokens + 1
     products.linear(torch.ones(rows, 4), weight)
@@ -43,9 +43,9 @@ def test_the_slices_that_a_prompt_decodes_on_a_gpu_are_counted() -> None:
     shape, longest = read_shape("llama3.1-8b"), MethodSettings(draft_tokens=64)
     for name, passes_join in (("bfloat16", False), ("float16", True)):
         dtype = DTYPES[name]
-        wanted = Wanted(shape, dtype, 8192, MethodSettings(), layouts=plane_layouts(shape, dtype))
+        wanted = Wanted(shape, dtype, 8192, MethodSettings(), layouts=split_layouts(shape, dtype))
         kernels = replace(wanted, kernels_on_gpu=True)
-        more = PLANES_AT_ONCE_ON_GPU * PLANES_BYTES_ON_GPU - DECODED_AT_ONCE * PLANES_BYTES
+        more = SPLIT_AT_ONCE_ON_GPU * SPLIT_BYTES_ON_GPU - DECODED_AT_ONCE * SPLIT_BYTES
         here, there = wanted.demand(0), kernels.demand(0)
         assert there.reading_bytes - here.reading_bytes == more > 0
         assert there.pass_bytes - here.pass_bytes == (more if passes_join else 0)

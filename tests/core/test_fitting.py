@@ -94,8 +94,8 @@ def test_lent_memory_counts_as_the_devices_own() -> None:
     placement = next(
         p for p in placed if p.resident_kv_blocks < asks.kv_blocks and not streams(asks, p)
     )
-    assert placement.lent_kv_blocks
-    assert streams(asks, replace(placement, lent_kv_blocks=placement.lent_kv_blocks - 1))
+    assert placement.reclaimed_kv_blocks
+    assert streams(asks, replace(placement, reclaimed_kv_blocks=placement.reclaimed_kv_blocks - 1))
 
 
 @pytest.mark.parametrize(("shape", "context"), [("llama3.1-8b", 131072), ("qwen2.5-32b", 8192)])

@@ -118,11 +118,11 @@ def test_whatever_the_budget_it_holds_or_is_refused(tiny) -> None:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("block_tokens", [None, pytest.param(BLOCK, marks=pytest.mark.slow)])
-def test_whatever_the_budget_kv_in_planes_holds_or_is_refused(tiny, block_tokens) -> None:
+def test_whatever_the_budget_kv_split_holds_or_is_refused(tiny, block_tokens) -> None:
     """Before anything is loaded: no request asks for more than a placement counts."""
     path, _ = tiny("llama")
     prompt, params = random_ids(200), SamplingParams(max_new_tokens=30, temperature=0)
-    options = {"dtype": "bfloat16", "kv": "planes", "block_tokens": block_tokens}
+    options = {"dtype": "bfloat16", "kv": "split", "block_tokens": block_tokens}
     kept, streamed = 0, 0
     for budget in range(300_000, 2_400_000, 40_000):
         try:
@@ -146,7 +146,7 @@ def test_accounted_bytes_cover_what_planes_of_kv_take(
     tmp_path, two_threads, placement: str, method: str
 ) -> None:
     make_model("llama", tmp_path, max_position_embeddings=2048, num_key_value_heads=4)
-    options = {"method": method, "dtype": "bfloat16", "kv": "planes", "block_tokens": 128}
+    options = {"method": method, "dtype": "bfloat16", "kv": "split", "block_tokens": 128}
     if method == "triforce":
         options |= {"draft": "none", "budget": 256}
     stats = {}

@@ -54,13 +54,13 @@ def test_what_was_saved_goes_on_as_it_would_have(tiny, tmp_path, placement: str)
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("saves", "loads"), [("resident", "kv"), ("both-one-slot", "resident")])
-@pytest.mark.parametrize("kv", ["dense", "planes"])
+@pytest.mark.parametrize("kv", ["dense", "split"])
 def test_it_may_be_loaded_where_other_things_stream(
     tiny, tmp_path, saves: str, loads: str, kv: str
 ) -> None:
     path, _ = tiny("llama")
     saved, params = tmp_path / "context", SamplingParams(NEXT, temperature=0)
-    options = {"kv": kv, "dtype": "bfloat16" if kv == "planes" else "float32"}
+    options = {"kv": kv, "dtype": "bfloat16" if kv == "split" else "float32"}
     texts = []
     with engine(path, saves, **options) as first:
         first.generate(PROMPT, SamplingParams(1))

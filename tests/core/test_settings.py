@@ -141,7 +141,7 @@ def test_placements_that_no_engine_can_take_are_named(tiny) -> None:
         ((("0",), True, 0, 0, 3, 2), "streamed_layers"),
         (((), 1, 0, 0, 3, 2), "embedding_resident"),
         (((), True, -1, 0, 3, 2), "resident_kv_blocks"),
-        (((), True, 0, 0, 3, 2, 1.5), "lent_kv_blocks"),
+        (((), True, 0, 0, 3, 2, 1.5), "reclaimed_kv_blocks"),
     ):
         with pytest.raises(UsageError, match=said):
             Placement(*wrong)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from triforce_core.model.shapes import read_shape
-from triforce_core.model.tensors import plane_layouts
+from triforce_core.model.tensors import split_layouts
 from triforce_core.settings import EngineConfig, MethodSettings
 from triforce_core.sizing.demand import Wanted
-from triforce_core.storage import asks_for_kv_planes, with_planes_unasked
+from triforce_core.storage import asks_for_split_kv, with_split_unasked
 from triforce_kernels.dispatch import REFERENCE, TRITON
 from triforce_offload.errors import UsageError
 from triforce_offload.placement import Placement, device_bytes, place, streams
@@ -28,12 +28,12 @@ def kernels(monkeypatch) -> None:
 
 
 def chosen(available: int, wanted: Wanted = LLAMA, **config: object) -> tuple[bool, bool]:
-    """Whether weights are in planes, and whether KV is."""
-    made = with_planes_unasked(EngineConfig(**config), wanted, GPU, available)
-    return made.weights.in_planes, made.kv_in_planes
+    """Whether weights are split, and whether KV is."""
+    made = with_split_unasked(EngineConfig(**config), wanted, GPU, available)
+    return made.weights.split, made.kv_split
 
 
-def test_what_would_stream_is_in_planes_on_a_gpu() -> None:
+def test_what_would_stream_is_split_on_a_gpu() -> None:
     assert chosen(22 * GIB) == (True, True)
     assert chosen(22 * GIB, weights="dense") == (False, True)
     assert chosen(22 * GIB, kv="dense") == (True, False)
@@ -45,7 +45,7 @@ def test_what_fits_is_dense() -> None:
     assert chosen(60 * GIB) == (False, False)
 
 
-def test_kv_is_dense_where_it_fits_once_weights_are_in_planes() -> None:
+def test_kv_is_dense_where_it_fits_once_weights_are_split() -> None:
     demand = LLAMA.demand(0)
     resident = Placement((), True, demand.kv_blocks, 0, 0, 0)
     little_less = device_bytes(demand, resident) - 2 * GIB
@@ -65,30 +65,30 @@ def test_a_placement_that_was_asked_for_is_asked() -> None:
 
 def test_weights_that_ranks_share_stay_dense() -> None:
     """Unasked: if one rank has a matrix without room for its exceptions, all would be refused."""
-    made = with_planes_unasked(EngineConfig(), LLAMA, GPU, 22 * GIB, alone=False)
-    assert (made.weights.in_planes, made.kv_in_planes) == (False, True)
+    made = with_split_unasked(EngineConfig(), LLAMA, GPU, 22 * GIB, alone=False)
+    assert (made.weights.split, made.kv_split) == (False, True)
 
 
 def test_other_numbers_devices_and_backends_have_none(monkeypatch) -> None:
     half = replace(LLAMA, dtype=torch.float16)
     assert chosen(22 * GIB, half) == (False, False)
     config = EngineConfig()
-    assert with_planes_unasked(config, LLAMA, torch.device("cpu"), 22 * GIB) is LLAMA
+    assert with_split_unasked(config, LLAMA, torch.device("cpu"), 22 * GIB) is LLAMA
     monkeypatch.setattr("triforce_core.storage.backend", lambda device: REFERENCE)
     assert chosen(22 * GIB) == (False, False)
 
 
 def test_matrices_without_room_for_their_exceptions_stay_dense() -> None:
     names = {"layers.3.down", "head"}
-    made = with_planes_unasked(EngineConfig(), LLAMA, GPU, 22 * GIB, names)
-    assert made.layouts == plane_layouts(LLAMA.config, LLAMA.dtype, names)
-    assert made.layouts != plane_layouts(LLAMA.config, LLAMA.dtype)
+    made = with_split_unasked(EngineConfig(), LLAMA, GPU, 22 * GIB, names)
+    assert made.layouts == split_layouts(LLAMA.config, LLAMA.dtype, names)
+    assert made.layouts != split_layouts(LLAMA.config, LLAMA.dtype)
 
 
-def test_kv_in_planes_that_was_asked_for() -> None:
-    assert asks_for_kv_planes(EngineConfig(kv="planes"), torch.bfloat16)
-    assert not asks_for_kv_planes(EngineConfig(), torch.bfloat16)
-    with pytest.raises(UsageError, match="planes hold bfloat16, and KV is in float16 here"):
-        asks_for_kv_planes(EngineConfig(kv="planes"), torch.float16)
-    asked = replace(LLAMA, kv_in_planes=True)
-    assert chosen(60 * GIB, asked, kv="planes") == (False, True)
+def test_kv_split_that_was_asked_for() -> None:
+    assert asks_for_split_kv(EngineConfig(kv="split"), torch.bfloat16)
+    assert not asks_for_split_kv(EngineConfig(), torch.bfloat16)
+    with pytest.raises(UsageError, match="only bfloat16 can be split, and KV is in float16 here"):
+        asks_for_split_kv(EngineConfig(kv="split"), torch.float16)
+    asked = replace(LLAMA, kv_split=True)
+    assert chosen(60 * GIB, asked, kv="split") == (False, True)

@@ -135,11 +135,11 @@ def test_the_host_never_waits_without_a_limit(tiny, options: dict) -> None:
 
 
 # Formats of weights and KV, each by itself: `auto` would choose by what streams.
-FORMATS = [("float32", "dense"), ("bfloat16", "dense"), ("bfloat16", "planes")]
+FORMATS = [("float32", "dense"), ("bfloat16", "dense"), ("bfloat16", "split")]
 # Placements that a format alone has: high bits of a layer on the device, its low bits elsewhere.
 SPLIT = {
     "dense": {},
-    "planes": {"split": Placement((0, 2), False, 1, 1, 2, 1, halved_layers=(0, 2))},
+    "split": {"split": Placement((0, 2), False, 1, 1, 2, 1, split_layers=(0, 2))},
 }
 
 
@@ -164,8 +164,8 @@ def test_streamed_logits_are_bitwise_those_of_resident_weights_and_kv(
     options = {"max_context": 200, "block_tokens": BLOCK, "dtype": dtype, "weights": stored}
     for name, placement in (PLACEMENTS | SPLIT[stored]).items():
         rows.clear()
-        if stored == "planes":
-            # A block that planes have no room for streams, wherever the others are.
+        if stored == "split":
+            # A block that cannot be split streams, wherever the others are.
             slots = max(1, placement.kv_slots), max(1, placement.staging_slots)
             placement = replace(placement, kv_slots=slots[0], staging_slots=slots[1])
         with Engine.from_pretrained(
@@ -183,13 +183,13 @@ def test_streamed_logits_are_bitwise_those_of_resident_weights_and_kv(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["kv", "split"])
-def test_graphs_change_no_text_of_weights_and_kv_in_planes(tiny, placement: str) -> None:
+def test_graphs_change_no_text_of_weights_and_kv_split(tiny, placement: str) -> None:
     """The retrieval level computes with high bits, over a cache of 8 bits, as on a GPU unasked."""
     path, _ = tiny("llama")
     options = {"device": "cuda:0", "max_context": 200, "block_tokens": BLOCK, "dtype": "bfloat16"}
-    options |= {"weights": "planes", "kv": "planes", "draft_kv": "int8", "draft_weights": "planes"}
+    options |= {"weights": "split", "kv": "split", "draft_kv": "int8", "draft_weights": "split"}
     options |= {"draft": "none", "budget": 48, "draft_tokens": 6}
-    where = (PLACEMENTS | SPLIT["planes"])[placement]
+    where = (PLACEMENTS | SPLIT["split"])[placement]
     prompt = random_ids(38) * 2
     texts, accepted = [], []
     for graphs in (False, True):

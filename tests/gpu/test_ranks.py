@@ -21,7 +21,7 @@ DEVICES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("placement", ["resident", "kv", "both", "substituted"])
+@pytest.mark.parametrize("placement", ["resident", "kv", "both", "int4"])
 @pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3"])
 def test_two_ranks_say_what_one_says(tiny, family: str, placement: str, device: str) -> None:
     path, _ = tiny(family)

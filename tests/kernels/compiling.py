@@ -29,20 +29,20 @@ from triforce_kernels.attention.scoring import ScoreBuffer, group_scores
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.dispatch import KERNELS
 from triforce_kernels.kv.gather import ChunkSource, gather_chunks
-from triforce_kernels.kv.gather_planes import PlaneChunkSource, gather_plane_chunks
-from triforce_kernels.kv.kv_planes import KVPlanes, decode_blocks, encode_block
+from triforce_kernels.kv.gather_split import SplitChunkSource, gather_split_chunks
 from triforce_kernels.kv.rounding import round_chunks
 from triforce_kernels.kv.selection import choose_chunks
+from triforce_kernels.kv.split_kv import SplitKV, decode_blocks, encode_block
 from triforce_kernels.layer import rms_norm, rope_into, swiglu
 from triforce_kernels.sampling.sampling import accept, law, pick
 from triforce_kernels.weights import blocks
 from triforce_kernels.weights.block_types import ALL_TYPES
 from triforce_kernels.weights.blocks import FUSED, BlockWeight, block_matmul, decode
+from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
 from triforce_kernels.weights.int4 import int4_matmul, quantise
-from triforce_kernels.weights.planes import decode as decode_planes
-from triforce_kernels.weights.planes import decode_rows, encode, plane_matmul
-from triforce_kernels.weights.upper import UpperWeight, upper_matmul
-from triforce_offload.kv.shape import PlaneBlockLayout
+from triforce_kernels.weights.split_bf16 import decode as decode_split
+from triforce_kernels.weights.split_bf16 import decode_rows, encode, split_matmul
+from triforce_offload.kv.shape import SplitBlockLayout
 
 LAUNCHERS = {reference.rpartition(".")[0] for reference, _ in KERNELS.values()}
 
@@ -203,23 +203,23 @@ def launch_others(dtype: torch.dtype) -> None:
     for rows in (1, 17, 64):
         int4_matmul(empty(rows, 4096), quantise(torch.zeros(4096, 4096, dtype=dtype)))
     weight = encode(torch.zeros(64, 4096, dtype=torch.bfloat16))
-    decode_planes(weight)
+    decode_split(weight)
     decode_rows(weight, torch.zeros(3, dtype=torch.int64))
     for rows in (1, 64):
-        plane_matmul(empty(rows, 4096), weight)
-        upper_matmul(empty(rows, 4096), UpperWeight.of(weight))
-        upper_matmul(empty(rows, 4096), UpperWeight(weight.upper, None))
+        split_matmul(empty(rows, 4096), weight)
+        high_bits_matmul(empty(rows, 4096), HighBitsWeight.of(weight))
+        high_bits_matmul(empty(rows, 4096), HighBitsWeight(weight.high, None))
     heads, tokens, head_dim = 4, 64, 128
     block = torch.zeros(heads, tokens, head_dim, dtype=torch.bfloat16)
-    at = PlaneBlockLayout.of(heads, tokens, head_dim)
+    at = SplitBlockLayout.of(heads, tokens, head_dim)
     coded = torch.zeros(2, at.nbytes, dtype=torch.uint8)
     addresses = torch.zeros(2, 9, dtype=torch.int64)
     slots = torch.zeros(2, 2, 4, dtype=torch.int64)
     chunks = torch.zeros(2, 2, 2, 4, 8, head_dim, dtype=torch.bfloat16)
-    gather_plane_chunks(
-        slots, PlaneChunkSource(addresses, tokens, 100, at.upper, at.lower, at.base), chunks
+    gather_split_chunks(
+        slots, SplitChunkSource(addresses, tokens, 100, at.high, at.low, at.base), chunks
     )
-    encode_block(block, KVPlanes.of(coded[0], at))
+    encode_block(block, SplitKV.of(coded[0], at))
     decode_blocks(coded, at, block.expand(2, *block.shape))
     for name in FUSED:
         kind = ALL_TYPES[name]

@@ -17,7 +17,7 @@ pytest.importorskip("triton.backends.nvidia")
 # Shared memory of a program on compute capabilities 8.6 and 8.9: RTX 3090, RTX 4090.
 SHARED_BYTES = 99 << 10
 SPILT_BYTES = 32
-READS_HOST_MEMORY = ("_gather_kernel", "_gather_planes_kernel")
+READS_HOST_MEMORY = ("_gather_kernel", "_gather_split_kernel")
 ROUNDS_TO_8_BITS = ("_round_kernel", "_rope_kernel")
 # Kernels are looked up there by what they are compiled from: a second run compiles what changed.
 CACHE = Path(__file__).parents[2] / ".triton_cache"

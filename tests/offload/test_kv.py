@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from kv_stores import MAX_PASS, PLANES, SHAPE, LateLink, kv_of, make_store, start
+from kv_stores import MAX_PASS, SHAPE, SPLIT, LateLink, kv_of, make_store, start
 
 from triforce_offload.conveyor import Conveyor
 from triforce_offload.errors import DoesNotFitError, LinkError
@@ -61,10 +61,10 @@ def check(store: KVStore, conveyor: Conveyor, tokens: Sequence[int], rows: int =
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize("resident", [(0, 0), (2, 1), (9, 9)])
 @pytest.mark.parametrize("staging", [1, 2])
-@pytest.mark.parametrize("shape", [SHAPE, PLANES], ids=["dense", "planes"])
+@pytest.mark.parametrize("shape", [SHAPE, SPLIT], ids=["dense", "split"])
 def test_random_passes_leave_exactly_what_was_kept(resident, staging, shape) -> None:
     """Passes of any length, any path of them kept, text appended and rolled back at any length,
-    memory lent and taken back, across many block borders; in planes, some without room for them.
+    memory lent and taken back, across many block borders; split, some without room for them.
     """
     for seed in range(15):
         choose = random.Random(seed)

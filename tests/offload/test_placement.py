@@ -36,7 +36,7 @@ def test_slots_take_what_comes_while_blocks_on_the_device_are_read() -> None:
     for memory in range(17, 86):
         placement = place(demand, memory * GIB)
         assert device_bytes(demand, placement) <= memory * GIB
-        kept = (placement.resident_kv_blocks + placement.lent_kv_blocks) / demand.layers
+        kept = (placement.resident_kv_blocks + placement.reclaimed_kv_blocks) / demand.layers
         left = demand.kv_blocks / demand.layers - kept
         if placement.resident_kv_blocks < demand.kv_blocks:
             assert placement.kv_slots >= KV_SLOTS
@@ -54,7 +54,7 @@ def test_no_slots_are_added_where_nothing_streams_once_memory_is_lent() -> None:
     for missing in (10, 40, 150):
         limit = device_bytes(demand, whole) - missing * demand.kv.block_bytes
         placement = place(demand, limit)
-        lent = placement.lent_kv_blocks
+        lent = placement.reclaimed_kv_blocks
         assert lent
         assert placement.resident_kv_blocks + lent == demand.kv_blocks
         assert placement.kv_slots == KV_SLOTS
@@ -100,11 +100,12 @@ def test_a_placement_fits_and_leaves_no_room_unused(
     assert used <= limit
     check_placement(demand, placement, limit)
     assert len(placement.streamed_layers) == len(set(placement.streamed_layers)) <= layers
-    lent = placement.lent_kv_blocks
+    lent = placement.reclaimed_kv_blocks
     assert placement.resident_kv_blocks + lent <= demand.kv_blocks
     if placement.resident_kv_blocks < demand.kv_blocks:
         # While a prompt is read, or if that is more in passes, no block more would fit.
-        assert device_bytes(demand, replace(placement, lent_kv_blocks=0)) + kv.block_bytes > limit
+        unclaimed = replace(placement, reclaimed_kv_blocks=0)
+        assert device_bytes(demand, unclaimed) + kv.block_bytes > limit
     if placement.resident_kv_blocks + lent < demand.kv_blocks:
         assert device_bytes(replace(demand, reading_bytes=0), placement) + kv.block_bytes > limit
     if placement.streamed_layers and placement.resident_kv_blocks:
@@ -142,7 +143,7 @@ def test_llama2_7b_at_128k_on_24_gb_streams_kv_and_keeps_weights() -> None:
     assert 0 < placement.resident_kv_blocks < llama2_7b().kv_blocks
     assert placement.kv_slots * llama2_7b().kv.block_bytes <= 256 << 20
     # What only reading needs holds blocks afterwards.
-    assert placement.lent_kv_blocks == (5 * GIB // 2) // llama2_7b().kv.block_bytes
+    assert placement.reclaimed_kv_blocks == (5 * GIB // 2) // llama2_7b().kv.block_bytes
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers() -> None:

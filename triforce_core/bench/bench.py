@@ -204,18 +204,18 @@ class Bench:
         seconds = self._times(step, 4 * self.settings.repeats, before=USES_BEFORE + 1)
         demand, placement = self.runtime.demand, self.runtime.placement
         # Copies in 4 bits of some layers, the others themselves.
-        instead = placement.substituted_layers
+        instead = placement.int4_layers
         exact = set(range(demand.layers)) - set(instead)
-        upper = exact if self.models.reads_upper else placement.halved_layers
+        high = exact if self.models.reads_high_bits else placement.split_layers
         read = sum(demand.layer_bytes[layer] for layer in exact) + demand.head_bytes
-        read -= sum(demand.lower_bytes[layer] for layer in upper)
-        read += len(instead) * demand.substitute_bytes
+        read -= sum(demand.low_bytes[layer] for layer in high)
+        read += len(instead) * demand.int4_bytes
         kept = demand.kv.token_bytes * demand.layers * cache.kv.end
         read += kept // demand.kv.dtype.itemsize if self.models.rounds_kv else kept
         floor = read / self.device_copy_bytes_per_second
         what = f"one token over {cache.kv.end}"
-        if upper:
-            what += f", {len(upper)} layers by their upper planes"
+        if high:
+            what += f", {len(high)} layers by their high bits"
         if self.models.rounds_kv:
             what += ", in 8 bits"
         if instead:

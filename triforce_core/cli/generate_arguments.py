@@ -219,7 +219,7 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     add(
         "draft_weights",
         "of the retrieval model: auto takes copies in 4 bits of layers that stream, int4 of all; "
-        "planes reads 8 of the 12 bits of --weights planes",
+        "split reads 8 of the 12 bits of --weights split",
         choices=DRAFT_WEIGHTS,
     )
     add("draft_kv", "of the retrieval cache: auto is int8 on a GPU", choices=DRAFT_KV)

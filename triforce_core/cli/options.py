@@ -105,14 +105,14 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     add(
         "weights",
         "stored: a GGUF file's blocks stay as they are, on device, host and link; auto: so on a "
-        "GPU, and on cpu where dense ones would stream; planes: bfloat16 in 12 bits a number, the "
+        "GPU, and on cpu where dense ones would stream; split: bfloat16 in 12 bits a number, the "
         "same to the last bit; auto: so on a GPU where something would stream",
         EngineConfig,
         choices=WEIGHTS,
     )
     add(
         "kv",
-        "planes: blocks of bfloat16 in 12 bits a number, the same to the last bit; auto: so on a "
+        "split: blocks of bfloat16 in 12 bits a number, the same to the last bit; auto: so on a "
         "GPU where some KV would stream",
         EngineConfig,
         choices=KV_FORMATS,

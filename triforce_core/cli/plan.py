@@ -30,7 +30,7 @@ from triforce_core.settings import (
     MOST_DRAFT_TOKENS,
     NGRAM,
     NO_DRAFTER,
-    PLANES,
+    SPLIT,
     STORED,
     MethodSettings,
 )
@@ -116,9 +116,9 @@ def _case(args: argparse.Namespace) -> Case:
         curve=_curve(args, draft_config, context - args.new_tokens // 2),
         draft=draft,
         draft_config=draft_config,
-        pieces=None if weights in (DENSE, PLANES) else shape.pieces,
-        planes=weights == PLANES,
-        kv_planes=kv == PLANES,
+        pieces=None if weights in (DENSE, SPLIT) else shape.pieces,
+        split=weights == SPLIT,
+        split_kv=kv == SPLIT,
         auto=frozenset(n for n, kept in (("weights", weights), ("kv", kv)) if kept == AUTO),
         method=method,
     )
@@ -231,7 +231,7 @@ def _of_file(args: argparse.Namespace, case: Case) -> Candidate:
         if (length := getattr(planned.method, name)) != AUTO:
             fixed[name] = length
     if "resident_kv_blocks" in case.fixed:
-        del fixed["lent_kv_blocks"]
+        del fixed["reclaimed_kv_blocks"]
     return choose(replace(case, fixed=fixed | case.fixed))
 
 

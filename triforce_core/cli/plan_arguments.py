@@ -86,20 +86,20 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default=AUTO,
         choices=WEIGHTS,
         help="of a quantised model: stored as they are, which is auto, or dense in --dtype; of one "
-        "in bfloat16 or float16: planes, 12 bits a number of the first, or dense (auto: the "
+        "in bfloat16 or float16: split, 12 bits a number of the first, or dense (auto: the "
         "faster, of KV too)",
     )
     add(
         "--kv",
         default=AUTO,
         choices=KV_FORMATS,
-        help="of a model in bfloat16: blocks in planes of 12 bits a number, or dense",
+        help="of a model in bfloat16: blocks split of 12 bits a number, or dense",
     )
     add(
         "--draft-weights",
         choices=DRAFT_WEIGHTS,
         help="of the retrieval model: copies in 4 bits of all layers, of those that stream (auto, "
-        "or whatever is faster), or none; planes: 8 of 12 bits of those that are in planes",
+        "or whatever is faster), or none; split: 8 of 12 bits of those that are split",
     )
     add(
         "--draft-kv",

@@ -103,7 +103,7 @@ def _places(prediction: Prediction, gpus: int) -> Table:
     in_files = placement["file_layers"]
     streamed = layers - resident - in_files
     blocks, kept = placement["kv_blocks"], placement["resident_kv_blocks"]
-    lent = placement["lent_kv_blocks"]
+    lent = placement["reclaimed_kv_blocks"]
     workspace = "workspace"
     if lent:
         workspace += f" of the prompt, then KV, {lent} blocks"
@@ -113,7 +113,7 @@ def _places(prediction: Prediction, gpus: int) -> Table:
         (f"weights, {in_files} layers", "disk, streamed", "file_weights_bytes"),
         (f"KV, {kept - lent} of {blocks} blocks and the tail", "device", "resident_kv_bytes"),
         (f"KV, {blocks - kept} blocks", "host, streamed", "streamed_kv_bytes"),
-        (f"{placement['substituted_layers']} layers in 4 bits", "device", "substitutes_bytes"),
+        (f"{placement['int4_layers']} layers in 4 bits", "device", "int4_bytes"),
         (f"what drafts, budget {placement['budget']}", "device", "drafting_bytes"),
         ("slots", "device", "slots_bytes"),
         (workspace, "device", "workspace_bytes"),

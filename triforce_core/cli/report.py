@@ -57,8 +57,8 @@ def print_run(stats: dict[str, Any]) -> None:
     add("model", f"{Path(stats['model']).name} ({stats['dtype']}, {stats['device']})")
     weights, layers = placement["resident_weight_layers"], placement["layers"]
     held = f"{weights} of {layers} layers resident, {layers - weights} streamed"
-    if halved := placement["halved_layers"]:
-        held += f", {halved} of them by their lower planes alone"
+    if halved := placement["split_layers"]:
+        held += f", {halved} of them by their low bits alone"
     if in_files := placement["file_layers"]:
         held += f", {in_files} of them read from disk in each pass"
     add("weights", held)

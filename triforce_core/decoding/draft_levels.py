@@ -145,7 +145,7 @@ class DraftLevels:
         resources.callback(cache.close)
         model = ResidentModel(
             models.target,
-            ResidentWeights(runtime.weights, models.substitutes, upper=models.reads_upper),
+            ResidentWeights(runtime.weights, models.int4_copies, high=models.reads_high_bits),
             cache.kv,
             models.recorder,
             runtime.trace,

@@ -69,7 +69,7 @@ class MemoryFallback:
         """Give back what costs least, and say what; None if only levels are left."""
         runtime, sequence = self._models.runtime, context.sequence
         steps: tuple[tuple[Callable[[], bool], str], ...] = (
-            (sequence.give_up_lent, "KV in reclaimed memory streams"),
+            (sequence.release_reclaimed, "KV in reclaimed memory streams"),
             (runtime.give_up_slots, "copies run less far ahead"),
             (lambda: runtime.give_up_resident(sequence), "all KV streams"),
             (context.levels.give_up_recorded, "what drafts is launched kernel by kernel"),

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 from triforce_core.decoding.kv_parts import KVParts
 from triforce_core.model.transformer import Model
-from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, PLANES, STORED, MethodSettings
+from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, SPLIT, STORED, MethodSettings
 from triforce_offload.graphs import Recorder
+from triforce_offload.int4_copies import Int4Copies
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.ranks import Ranks
 from triforce_offload.runtime import Runtime
-from triforce_offload.substitutes import Substitutes
 from triforce_offload.weights import WeightStore
 
 
@@ -60,7 +60,7 @@ class Models:
     method: as asked for, but for what was dropped
     budget: tokens of the retrieval cache, 0 if there is no such level
     small: the model that drafts, if one does
-    substitutes: of layers that the retrieval model does not take from the target, if it has any
+    int4_copies: of layers that the retrieval model does not take from the target, if it has any
     recorder: records forwards of what drafts as graphs, if given
     resources: closes all of it
     dropped: what drafted once, in the order in which it was dropped
@@ -75,7 +75,7 @@ class Models:
     budget: int
     kv_parts: KVParts
     small: SmallModel | None = None
-    substitutes: Substitutes | None = None
+    int4_copies: Int4Copies | None = None
     recorder: Recorder | None = None
     resources: ExitStack = field(default_factory=ExitStack)
     dropped: list[Dropped] = field(default_factory=list)
@@ -100,9 +100,9 @@ class Models:
         return replace(self.runtime.demand.kv, kv_heads=self.kv_parts.count)
 
     @property
-    def reads_upper(self) -> bool:
-        """See MethodSettings.reads_upper."""
-        return self.method.reads_upper(self.weights, on_gpu=self.target.device.type == "cuda")
+    def reads_high_bits(self) -> bool:
+        """See MethodSettings.reads_high_bits."""
+        return self.method.reads_high_bits(self.weights, on_gpu=self.target.device.type == "cuda")
 
     @property
     def rounds_kv(self) -> bool:
@@ -120,8 +120,8 @@ class Models:
             return "there is no room for it"
         if self.method.draft_weights == EXACT:
             return "weights stream"
-        if self.method.draft_weights == PLANES:
-            return "the upper planes of some layers stream"
+        if self.method.draft_weights == SPLIT:
+            return "the high bits of some layers stream"
         if self.weights == STORED:
             return "quantised weights stream, which nothing stands in for yet"
         return "weights stream and no copies of them in 4 bits are on the device"
@@ -142,9 +142,9 @@ class Models:
         uses it has let go of it.
         """
         self.budget = 0
-        if self.substitutes is not None:
-            self.substitutes.close()
-            self.substitutes = None
+        if self.int4_copies is not None:
+            self.int4_copies.close()
+            self.int4_copies = None
 
     @property
     def levels(self) -> list[str]:

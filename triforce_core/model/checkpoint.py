@@ -17,8 +17,8 @@ from triforce_offload.checkpoint.identity import sampled, state
 from triforce_offload.checkpoint.safetensors import SCALE_SUFFIX, SafetensorsSource
 from triforce_offload.checkpoint.source import TensorSource
 from triforce_offload.errors import (
+    CannotSplitError,
     CheckpointError,
-    NoPlanesError,
     TriforceError,
     UnsupportedModelError,
     UsageError,
@@ -86,7 +86,7 @@ class Checkpoint:
     def read_layer(self, layer: int, views: Mapping[str, Weight]) -> None:
         """Writes every tensor of a layer, named and shaped as `LayerSpec.shapes`.
 
-        Raises CheckpointError, also if a file has changed, or NoPlanesError at the end.
+        Raises CheckpointError, also if a file has changed, or CannotSplitError at the end.
         """
         for path, status in self._opened.items():
             if state(path) not in (status, None):
@@ -95,10 +95,10 @@ class Checkpoint:
         for part, view in views.items():
             try:
                 self.read(f"layers.{layer}.{part}", view)
-            except NoPlanesError as error:
+            except CannotSplitError as error:
                 dense |= error.names
         if dense:
-            raise NoPlanesError(self.path, dense)
+            raise CannotSplitError(self.path, dense)
 
     def rope_factors(self) -> torch.Tensor | None:
         """Divisors of the inverse frequencies, [head_dim / 2], which GGUF stores for Llama 3."""
@@ -142,9 +142,9 @@ class Checkpoint:
         """Writes `embedding`, `head`, `norm` or `layers.N.PART`. Raises CheckpointError."""
         from triforce_kernels.weights.blocks import BlockWeight
         from triforce_kernels.weights.linear import rows_of
-        from triforce_kernels.weights.planes import PlanesError
+        from triforce_kernels.weights.split_bf16 import SplitError
         from triforce_kernels.weights.stored import SplitWeight
-        from triforce_offload.checkpoint.planes import read_in_planes
+        from triforce_offload.checkpoint.split import read_split
 
         first, pieces = 0, self._names(name)
         if self._share is not None:
@@ -156,9 +156,9 @@ class Checkpoint:
             if isinstance(part, SplitWeight):
                 head_rows = piece.rows // piece.heads if piece.heads else 0
                 try:
-                    read_in_planes(self._source, piece.name, part, piece.corner, head_rows)
-                except PlanesError as error:
-                    raise NoPlanesError(self.path, [name]) from error
+                    read_split(self._source, piece.name, part, piece.corner, head_rows)
+                except SplitError as error:
+                    raise CannotSplitError(self.path, [name]) from error
                 continue
             stored = isinstance(part, BlockWeight)
             rows = part.data if stored else part

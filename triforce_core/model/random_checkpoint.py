@@ -11,8 +11,8 @@ import torch
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.share import Share
 from triforce_kernels.weights.stored import SplitWeight
-from triforce_offload.checkpoint.planes import read_in_planes
 from triforce_offload.checkpoint.source import WHOLE, Corner
+from triforce_offload.checkpoint.split import read_split
 
 
 class RandomCheckpoint:
@@ -50,7 +50,7 @@ class RandomCheckpoint:
         key = (type(into), tuple(into.shape))
         if key not in self._coded:
             here = _on_host(into)
-            read_in_planes(_Noise(self), name, here, WHOLE, 0)
+            read_split(_Noise(self), name, here, WHOLE, 0)
             self._coded[key] = here
         for field, source in _tensors(self._coded[key]).items():
             getattr(into, field).copy_(source)
@@ -83,7 +83,7 @@ class RandomCheckpoint:
 
 
 class _Noise:
-    """A TensorSource, as far as `read_in_planes` asks it."""
+    """A TensorSource, as far as `read_split` asks it."""
 
     def __init__(self, checkpoint: RandomCheckpoint) -> None:
         self._checkpoint = checkpoint

@@ -11,7 +11,7 @@ from triforce_core.model.layers import LayerSpec
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import UsageError
 
-# Columns of the MLP are shared in multiples of this, so that groups of a substitute stay whole.
+# Columns of the MLP are shared in multiples of this, so that groups of an int4 copy stay whole.
 _UNIT = 64
 
 # Of a tensor, by name: the rows of its pieces, and the block types they are stored in.

@@ -16,16 +16,16 @@ from triforce_offload.formats import (
     ElementType,
     Format,
     Groups,
-    Halves,
-    Nested,
-    Planes,
+    SplitBF16,
+    SplitFormat,
+    SplitFP16,
     dtype_name,
     matrix,
 )
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.layouts import FlatLayout
 
-# Columns of a group of a substitute, the first that divides a row. SmolLM2-135M accepts .937 of
+# Columns of a group of an int4 copy, the first that divides a row. SmolLM2-135M accepts .937 of
 # what its weights in groups of 64 draft, and .891 with groups of 192.
 _GROUPS = (64, 32)
 
@@ -36,7 +36,7 @@ def matrices(config: ModelConfig) -> tuple[tuple[int, int], ...]:
     return tuple((s[0], s[1]) for s in chain.from_iterable(shapes) if len(s) == 2)
 
 
-def substitute_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
+def int4_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
     """A layer whose matrices are in 4 bits, as far as their rows are whole groups."""
     shapes = config.layers[0].shapes(config.hidden)
     return FlatLayout.of({name: _grouped(shape, dtype) for name, shape in shapes.items()})
@@ -79,9 +79,10 @@ class Layouts:
         return max((part.rows * part.columns for part in parts), default=0)
 
     @cached_property
-    def in_planes(self) -> bool:
+    def split(self) -> bool:
         """Whether some matrices are."""
-        return any(isinstance(part, Nested) for layout in self._all() for part in layout.decoded())
+        parts = (part for layout in self._all() for part in layout.decoded())
+        return any(isinstance(part, SplitFormat) for part in parts)
 
     @cached_property
     def block_types(self) -> frozenset[BlockType]:
@@ -109,20 +110,20 @@ def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> L
     return _layouts(config, dtype, lambda name, shape: matrix(pieces(name), shape[1], dtype))
 
 
-def plane_layouts(config: ModelConfig, dtype: ElementType, dense: Collection[str] = ()) -> Layouts:
-    """Matrices in planes, everything else in `dtype`: bfloat16, of rows that are even, or float16.
+def split_layouts(config: ModelConfig, dtype: ElementType, dense: Collection[str] = ()) -> Layouts:
+    """Matrices split, everything else in `dtype`: bfloat16, of rows that are even, or float16.
 
     dense: names of matrices that are not, `head`, `embedding` or `layers.N.PART`
     """
 
     halves = dtype_name(dtype) == "float16"
 
-    def planes(name: str, shape: tuple[int, ...]) -> Format:
+    def split(name: str, shape: tuple[int, ...]) -> Format:
         if halves:
-            return Halves(*shape)
-        return Dense(shape, dtype) if shape[1] % 2 or name in dense else Planes(*shape)
+            return SplitFP16(*shape)
+        return Dense(shape, dtype) if shape[1] % 2 or name in dense else SplitBF16(*shape)
 
-    return _layouts(config, dtype, planes)
+    return _layouts(config, dtype, split)
 
 
 def _layouts(
@@ -147,13 +148,13 @@ def _layouts(
 
 class Read(Enum):
     """How a kernel makes numbers of a matrix's bytes: none is needed, or it is not counted; by both
-    planes of bfloat16; by the upper ones alone; from the bytes of float16, which are joined first;
+    split bfloat16; by the high bits alone; from the bytes of float16, which are joined first;
     from groups of 4 bits.
     """
 
     AS_STORED = "as stored"
-    PLANES = "planes"
-    UPPER = "upper"
+    SPLIT = "split"
+    UPPER = "high"
     HALVES = "halves"
     GROUPS = "groups"
 
@@ -190,30 +191,30 @@ class MatrixBytes:
         reads = _read(layer.formats["qkv"]), self.head_read
         return MatrixBytes(*sizes, True, *reads)
 
-    def with_upper(self, layer: FlatLayout) -> MatrixBytes:
-        """With the upper planes of layers alone, and the same head."""
-        sizes = {name: _upper_bytes(stored) for name, stored in layer.formats.items()}
+    def with_high_bits(self, layer: FlatLayout) -> MatrixBytes:
+        """With the high bits of layers alone, and the same head."""
+        sizes = {name: _high_bytes(stored) for name, stored in layer.formats.items()}
         nbytes = sizes["qkv"], sum(sizes.values()) - sizes["qkv"], self.head
         reads = Read.AS_STORED
-        if isinstance(layer.formats["qkv"], Nested):
-            reads = Read.UPPER
+        if isinstance(layer.formats["qkv"], SplitFormat):
+            reads = Read.HIGH
         return MatrixBytes(*nbytes, True, reads, self.head_read)
 
 
 def _read(stored: Format) -> Read:
     match stored:
-        case Planes():
-            return Read.PLANES
-        case Halves():
-            return Read.HALVES
+        case SplitBF16():
+            return Read.SPLIT_BF16
+        case SplitFP16():
+            return Read.SPLIT_FP16
         case Groups():
             return Read.GROUPS
     return Read.AS_STORED
 
 
-def _upper_bytes(stored: Format) -> int:
-    """What is read of a matrix where its upper planes will do."""
-    return stored.rows * stored.columns if isinstance(stored, Nested) else stored.nbytes
+def _high_bytes(stored: Format) -> int:
+    """What is read of a matrix where its high bits will do."""
+    return stored.rows * stored.columns if isinstance(stored, SplitFormat) else stored.nbytes
 
 
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVShape:

@@ -23,15 +23,15 @@ NGRAM_PROPOSED = 0.2
 # to 1.56 (TriForce), about what one accepted token in two gives.
 MODEL_ACCEPTANCE = 0.5
 # A model accepts this share of what it drafts itself with all layers in 4 bits. SmolLM2-135M:
-# .910 where exact weights have .964 (scripts/bench substitutes); larger models lose less:
+# .910 where exact weights have .964 (scripts/bench int4_copies); larger models lose less:
 # Qwen2.5-7B makes 28 tokens a pass of such drafts (SubSpec, arXiv 2509.18344). Not measured here on
 # any of their size.
-SUBSTITUTE_ACCEPTANCE = 0.95
-# And this share with all layers read by their upper planes, 8 bits a number. SmolLM2-135M in
+INT4_ACCEPTANCE = 0.95
+# And this share with all layers read by their high bits, 8 bits a number. SmolLM2-135M in
 # float32, three stretches each: .982 after 2,000 tokens, .978 after 6,000 (bench_readings). With
 # its output matrix read so too .969 and .960, so that is not done.
-PLANES_ACCEPTANCE = 0.98
-# Of float16 the upper byte has two bits of mantissa: .952 and .933.
+SPLIT_ACCEPTANCE = 0.98
+# Of float16 the high byte has two bits of mantissa: .952 and .933.
 HALVES_ACCEPTANCE = 0.942
 # And this share with a retrieval cache in 8 bits. SmolLM2-135M in float32, with all of a text in
 # the cache: .995 (bench_rounded_kv), .995 and .994 (bench_readings).
@@ -50,8 +50,8 @@ class AcceptanceCurve:
     """outer: of the retrieval model's tokens by the target, at `budget` tokens
     inner: of the drafter's tokens by the model above it
     churn: share of the retrieval cache that a refresh moves
-    substitutes: of what a model all of whose layers are in 4 bits drafts, by itself with the exact
-        ones; planes, halves: of one that reads the upper planes of all layers, in bfloat16 and in
+    int4_copies: of what a model all of whose layers are in 4 bits drafts, by itself with the exact
+        ones; split, halves: of one that reads the high bits of all layers, in bfloat16 and in
         float16; rounded: of one whose retrieval cache is in 8 bits
     assumed: whether `outer` and `inner` are the defaults, and nobody measured or gave them
 
@@ -64,8 +64,8 @@ class AcceptanceCurve:
     budget: int = DEFAULT_BUDGET
     inner: float = NGRAM_ACCEPTANCE
     churn: float = 0.06
-    substitutes: float = SUBSTITUTE_ACCEPTANCE
-    planes: float = PLANES_ACCEPTANCE
+    int4_copies: float = INT4_ACCEPTANCE
+    split: float = SPLIT_ACCEPTANCE
     halves: float = HALVES_ACCEPTANCE
     rounded: float = ROUNDED_ACCEPTANCE
     context: int | None = None
@@ -80,8 +80,8 @@ class AcceptanceCurve:
         self,
         budget: int,
         context: int | None = None,
-        substituted: float = 0.0,
-        by_planes: float = 0.0,
+        int4: float = 0.0,
+        by_high_bits: float = 0.0,
         *,
         halves: bool = False,
         rounded: bool = False,
@@ -89,16 +89,16 @@ class AcceptanceCurve:
         """Acceptance with another budget. Nothing is rejected for what a budget leaves out of a
         text that it holds.
 
-        context: tokens of the text, far more than any budget if None. substituted: share of the
-            layers in 4 bits; by_planes: of those that are read by their upper planes; halves:
+        context: tokens of the text, far more than any budget if None. int4: share of the
+            layers in 4 bits; by_high_bits: of those that are read by their high bits; halves:
             whether these are bytes of float16; rounded: whether the retrieval cache is in 8 bits
         """
         rejected = (1 - self.outer) * (self.budget / budget) ** _EXPONENT
         if left_out := _left_out(self.budget, self.context):
             rejected *= _left_out(budget, context) / left_out
         held = min(max(0.0, 1 - rejected), max(_MOST, self.outer))
-        weights = 1 - substituted * (1 - self.substitutes)
-        weights *= 1 - by_planes * (1 - (self.halves if halves else self.planes))
+        weights = 1 - int4 * (1 - self.int4_copies)
+        weights *= 1 - by_high_bits * (1 - (self.halves if halves else self.split))
         if rounded:
             weights = min(self.rounded, weights * _ROUNDED_TOO)
         return held * weights
@@ -118,11 +118,11 @@ class AcceptanceCurve:
                     inner=float(acceptance["retrieval"] or 0.0)
                     * min(1.0, float(stats["draft_tokens"]["inner_mean"] or 0.0)),
                 )
-                if stats["placement"].get("substituted_layers"):
+                if stats["placement"].get("int4_layers"):
                     # It is in what was measured.
-                    curve = replace(curve, substitutes=1.0)
-                if cache.get("reads_upper_planes"):
-                    curve = replace(curve, planes=1.0, halves=1.0)
+                    curve = replace(curve, int4_copies=1.0)
+                if cache.get("reads_high_bits"):
+                    curve = replace(curve, split=1.0, halves=1.0)
                 if cache.get("in_8_bits"):
                     curve = replace(curve, rounded=1.0)
                 if cache["churn"] is not None:

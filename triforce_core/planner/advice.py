@@ -44,11 +44,11 @@ def _fewer_bytes(chosen: Candidate) -> str:
     remedies = []
     if weights * 2 > chosen.round.link_bytes:
         if "weights" not in case.auto and case.weights == DENSE and case.dtype.name == "bfloat16":
-            remedies.append("weights in planes (--weights planes)")
+            remedies.append("weights split (--weights split)")
         format_wanted = "fewer bits" if case.weights == STORED else "a Q4_K_M file, say"
         remedies.append(f"a smaller format of the weights ({format_wanted})")
     elif "kv" not in case.auto and case.kv == DENSE and case.dtype.name == "bfloat16":
-        remedies.append("KV in planes (--kv planes)")
+        remedies.append("KV split (--kv split)")
     if "draft_tokens" in case.fixed:
         remedies.append("longer drafts")
     remedies.append("more device memory")

@@ -179,7 +179,7 @@ def _fit(case: Case, method: MethodSettings) -> Fitted:
         splits=MOST_SPLITS if hardware.asynchronous else 1,
         gathers_through_host=not hardware.asynchronous,
         layouts=case.layouts,
-        kv_in_planes=case.kv_planes,
+        kv_split=case.split_kv,
         rounds_kv=method.rounds_kv(on_gpu=hardware.asynchronous),
         kernels_on_gpu=hardware.asynchronous,
     )
@@ -194,7 +194,7 @@ def _fit(case: Case, method: MethodSettings) -> Fitted:
     placement, blocks = fitted.placement, fitted.demand.kv_blocks
     if "resident_kv_blocks" in fixed:
         fixed["resident_kv_blocks"] = min(fixed["resident_kv_blocks"], blocks)
-        fixed.setdefault("lent_kv_blocks", 0)
+        fixed.setdefault("reclaimed_kv_blocks", 0)
     placement = replace(placement, **fixed)
     if placement.resident_kv_blocks < blocks:
         placement = placement.with_slots()
@@ -247,7 +247,7 @@ def _refresh_seconds(case: Case, chosen: Plan, demand: Demand) -> float:
         * shape.token_bytes
         * shape.layers
     )
-    kept = chosen.placement.resident_kv_blocks + chosen.placement.lent_kv_blocks
+    kept = chosen.placement.resident_kv_blocks + chosen.placement.reclaimed_kv_blocks
     away = 1 - min(1.0, kept / max(1, demand.kv_blocks))
     moved = case.curve.churn * cache * away
     launches = 20 if hardware.asynchronous else 40 + 20 * shape.layers

@@ -11,15 +11,15 @@ from triforce_core.model.tensors import (
     Layouts,
     MatrixBytes,
     dense_layouts,
-    plane_layouts,
+    int4_layout,
+    split_layouts,
     stored_layouts,
-    substitute_layout,
 )
 from triforce_core.params import SamplingParams
 from triforce_core.planner.acceptance_curve import AcceptanceCurve
 from triforce_core.planner.costs import Costs
 from triforce_core.planner.plan import Plan
-from triforce_core.settings import AUTO, DENSE, PLANES, STORED, MethodSettings
+from triforce_core.settings import AUTO, DENSE, SPLIT, STORED, MethodSettings
 from triforce_core.sizing.drafting import fitting_budget
 from triforce_offload.errors import UsageError
 from triforce_offload.formats import DTYPES, Dtype
@@ -35,8 +35,8 @@ BLOCK_BYTES = 16 << 20
 class Case:
     """What is planned for. draft_config: of a small model that drafts, None for n-grams.
 
-    pieces: of its matrices, if they are kept as they are quantised; planes: whether they are kept
-        in such; kv_planes: whether KV is
+    pieces: of its matrices, if they are kept as they are quantised; split: whether they are kept
+        in such; split_kv: whether KV is
     auto: which of "weights" and "kv" may also be kept otherwise, if that is faster
     method: what a plan leaves as it is: how chunks are chosen, how drafts are accepted; and what
         drafts, if that is not `auto`
@@ -53,8 +53,8 @@ class Case:
     draft: str = AUTO
     draft_config: ModelConfig | None = None
     pieces: Pieces | None = None
-    planes: bool = False
-    kv_planes: bool = False
+    split: bool = False
+    split_kv: bool = False
     auto: frozenset[str] = frozenset()
     block_bytes: int = BLOCK_BYTES
     method: MethodSettings = field(default_factory=MethodSettings)
@@ -73,8 +73,8 @@ class Case:
     @cached_property
     def layouts(self) -> Layouts:
         """Of one GPU's share of the weights."""
-        if self.planes:
-            return plane_layouts(self.rank, self.dtype)
+        if self.split:
+            return split_layouts(self.rank, self.dtype)
         if self.pieces is None:
             return dense_layouts(self.rank, self.dtype)
         return stored_layouts(self.rank, self.dtype, self.share.pieces(self.pieces))
@@ -82,27 +82,28 @@ class Case:
     @property
     def weights(self) -> str:
         """As EngineConfig has it."""
-        return PLANES if self.planes else STORED if self.pieces else DENSE
+        return SPLIT if self.split else STORED if self.pieces else DENSE
 
     @property
     def kv(self) -> str:
         """As EngineConfig has it."""
-        return PLANES if self.kv_planes else DENSE
+        return SPLIT if self.split_kv else DENSE
 
     @cached_property
     def costs(self) -> Costs:
         return Costs(self.rank, self.dtype, self.hardware, MatrixBytes.of(self.layouts))
 
     @cached_property
-    def substitute_costs(self) -> Costs:
+    def int4_costs(self) -> Costs:
         """Of a model whose layers are in 4 bits."""
-        layer = substitute_layout(self.rank, self.dtype)
+        layer = int4_layout(self.rank, self.dtype)
         return replace(self.costs, stored=self.costs.matrices.with_layer(layer))
 
     @cached_property
-    def upper_costs(self) -> Costs:
-        """Of a model whose layers are read by their upper planes."""
-        return replace(self.costs, stored=self.costs.matrices.with_upper(self.layouts.layers[0]))
+    def high_costs(self) -> Costs:
+        """Of a model whose layers are read by their high bits."""
+        matrices = self.costs.matrices.with_high_bits(self.layouts.layers[0])
+        return replace(self.costs, stored=matrices)
 
     @property
     def length(self) -> int:
@@ -122,14 +123,14 @@ class Case:
         """The share of the retrieval model's tokens that holds. What the context cannot fill adds
         nothing.
         """
-        substituted = len(plan.placement.substituted_layers) / len(self.config.layers)
+        int4 = len(plan.placement.int4_layers) / len(self.config.layers)
         budget = fitting_budget(plan.budget, self.chunk_tokens, self.context)
-        by_planes = self._upper_layers(plan) / len(self.config.layers)
+        by_high_bits = self._high_layers(plan) / len(self.config.layers)
         return self.curve.at(
             budget,
             self.length,
-            substituted,
-            by_planes,
+            int4,
+            by_high_bits,
             halves=self.dtype.name == "float16",
             rounded=self.rounds_kv(plan),
         )
@@ -138,37 +139,37 @@ class Case:
         """See MethodSettings.rounds_kv."""
         return plan.method.rounds_kv(on_gpu=self.hardware.asynchronous)
 
-    def _reads_upper(self, plan: Plan) -> bool:
-        return plan.method.reads_upper(self.weights, on_gpu=self.hardware.asynchronous)
+    def _reads_high_bits(self, plan: Plan) -> bool:
+        return plan.method.reads_high_bits(self.weights, on_gpu=self.hardware.asynchronous)
 
-    def _upper_layers(self, plan: Plan) -> int:
-        """Layers that the retrieval model reads by their upper planes."""
+    def _high_layers(self, plan: Plan) -> int:
+        """Layers that the retrieval model reads by their high bits."""
         placement = plan.placement
-        if self._reads_upper(plan):
-            return len(self.rank.layers) - len(placement.substituted_layers)
-        return len(placement.halved_layers)
+        if self._reads_high_bits(plan):
+            return len(self.rank.layers) - len(placement.int4_layers)
+        return len(placement.split_layers)
 
     def draft_forward(self, tokens: int, keys: int, plan: Plan) -> float:
         """Seconds of a forward of the retrieval model."""
-        instead, upper = len(plan.placement.substituted_layers), self._upper_layers(plan)
-        kinds = [(len(self.rank.layers) - instead - upper, self.costs)]
-        if upper:
-            kinds.append((upper, self.upper_costs))
+        instead, high = len(plan.placement.int4_layers), self._high_layers(plan)
+        kinds = [(len(self.rank.layers) - instead - high, self.costs)]
+        if high:
+            kinds.append((high, self.high_costs))
         if instead:
-            kinds.append((instead, self.substitute_costs))
+            kinds.append((instead, self.int4_costs))
         rounded = self.rounds_kv(plan)
         layers = sum(n * costs.resident_layer(tokens, keys, rounded=rounded) for n, costs in kinds)
         return layers + self.costs.head(tokens, recorded=True)
 
     def check(self) -> None:
-        """Raises UsageError for a context that the model cannot have, or planes that it has not."""
+        """Raise UsageError for a context or a format that the model cannot have."""
         self.method.check_weights(self.weights)
-        if self.planes and self.dtype.name not in ("bfloat16", "float16"):
+        if self.split and self.dtype.name not in ("bfloat16", "float16"):
             raise UsageError(
-                f"planes hold bfloat16 or float16, and weights are in {self.dtype.name} here"
+                f"only bfloat16 and float16 can be split, and weights are in {self.dtype.name} here"
             )
-        if self.kv_planes and self.dtype.name != "bfloat16":
-            raise UsageError(f"planes hold bfloat16, and KV is in {self.dtype.name} here")
+        if self.split_kv and self.dtype.name != "bfloat16":
+            raise UsageError(f"only bfloat16 can be split, and KV is in {self.dtype.name} here")
         positions = self.config.positions
         if self.context > positions:
             raise UsageError(

@@ -69,8 +69,8 @@ LAW_STEP_NUMBERS, LAW_PASSES, LAW_SEARCH_STEPS, LAW_STEP_SECONDS = 4096, 4, 34, 
 # multiplied with, at most: counted in the loops that Triton 3.9 compiles for compute capabilities
 # 8.0 and 8.9. With more than 16 rows several warps of a program decode the same numbers.
 OPERATIONS = {
-    Read.PLANES: ((16, 13.0), (FEW_ROWS, 50.0)),
-    Read.UPPER: ((16, 12.0), (FEW_ROWS, 23.0)),
+    Read.SPLIT_BF16: ((16, 13.0), (FEW_ROWS, 50.0)),
+    Read.HIGH: ((16, 12.0), (FEW_ROWS, 23.0)),
     # Conversions to floats included.
     Read.GROUPS: ((16, 4.0), (FEW_ROWS, 15.0)),
 }
@@ -194,7 +194,7 @@ class Costs:
 
     def decode_block(self, shape: KVShape) -> float:
         """What a block of KV takes to become the numbers that are attended to."""
-        if not shape.in_planes:
+        if not shape.split:
             return 0.0
         hardware = self.hardware
         decoding = shape.numbers * hardware.decode_seconds_per_number
@@ -275,10 +275,10 @@ class Costs:
     def _product(self, tokens: int, elements: int, nbytes: float, read: Read) -> float:
         """Seconds of a product of a matrix of so many elements and bytes with `tokens` rows."""
         hardware, dense = self.hardware, elements * self.dtype.itemsize
-        joins = read is Read.HALVES or (read is Read.PLANES and tokens > FEW_ROWS)
+        joins = read is Read.SPLIT_FP16 or (read is Read.SPLIT_BF16 and tokens > FEW_ROWS)
         if hardware.asynchronous and joins:
             decoding = (nbytes + dense) / hardware.memory_bytes_per_second
-            if read is Read.PLANES:
+            if read is Read.SPLIT_BF16:
                 decoding = max(decoding, self._integers(elements * DECODE_OPERATIONS))
             return decoding + self._product(tokens, elements, dense, Read.AS_STORED)
         if hardware.asynchronous and (counted := OPERATIONS.get(read)):

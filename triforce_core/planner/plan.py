@@ -13,7 +13,7 @@ from triforce_core.settings import (
     AUTO,
     INT8,
     KV_FORMATS,
-    PLANES,
+    SPLIT,
     WEIGHTS,
     EngineConfig,
     MethodSettings,
@@ -139,25 +139,25 @@ class Plan:
     def line(self, layers: int, kv_blocks: int) -> str:
         """The plan on one line. kv_blocks: of all layers, when the context is full."""
         method, placement = self.method, self.placement
-        resident = min(placement.resident_kv_blocks + placement.lent_kv_blocks, kv_blocks)
+        resident = min(placement.resident_kv_blocks + placement.reclaimed_kv_blocks, kv_blocks)
         parts = [
             f"{layers - len(placement.streamed_layers)} of {layers} layers' weights resident"
             + (f", {len(placement.file_layers)} on disk" if placement.file_layers else "")
             + (
-                f", the upper planes of {len(placement.halved_layers)}"
-                if placement.halved_layers
+                f", the high bits of {len(placement.split_layers)}"
+                if placement.split_layers
                 else ""
             ),
             f"{resident} of {kv_blocks} KV blocks of {self.block_tokens} tokens resident",
         ]
-        if planes := [n for n in ("weights", "kv") if getattr(self, n) == PLANES]:
-            parts.append(f"{' and '.join(planes).replace('kv', 'KV')} in planes")
+        if split := [n for n in ("weights", "kv") if getattr(self, n) == SPLIT]:
+            parts.append(f"{' and '.join(split).replace('kv', 'KV')} split")
         if self.budget:
             drafting = f"retrieval budget {self.budget}"
             if method.draft_kv == INT8:
                 drafting += " in 8 bits"
-            if substituted := len(placement.substituted_layers):
-                drafting += f" with {substituted} layers in 4 bits"
+            if int4 := len(placement.int4_layers):
+                drafting += f" with {int4} layers in 4 bits"
             parts.append(drafting)
         if method.drafts and (self.budget or method.has_drafter):
             drafts = f"drafts of {_length(method.draft_tokens)}"
@@ -186,6 +186,10 @@ class Plan:
             raise UsageError(f"cannot read a plan from {path}: {error}") from error
         if not isinstance(raw, dict):
             raise UsageError(f"{path} holds no plan, which is a JSON object")
+        raw = {_OLD_NAMES.get(name, name): value for name, value in raw.items()}
+        for name in ("weights", "kv", "draft_weights"):
+            if raw.get(name) == _OLD_SPLIT:
+                raw[name] = SPLIT
         known = [*_OWN, *_METHOD, *_PLACEMENT]
         if unknown := sorted(raw.keys() - set(known)):
             raise UsageError(f"{path}: a plan has no {unknown[0]!r}; it has {', '.join(known)}")
@@ -213,10 +217,17 @@ def _length(tokens: int | str) -> str:
 _METHOD = tuple(field.name for field in fields(MethodSettings))
 _PLACEMENT = tuple(field.name for field in fields(Placement))
 _OWN = tuple(f.name for f in fields(Plan) if f.name not in ("method", "placement"))
+# Names in plans that earlier versions wrote.
+_OLD_NAMES = {
+    "substituted_layers": "int4_layers",
+    "halved_layers": "split_layers",
+    "lent_kv_blocks": "reclaimed_kv_blocks",
+}
+_OLD_SPLIT = "planes"
 # What a plan may lack: files from before there was such a choice do.
 _OPTIONAL = {
     "gpus", "made_for", "predicted", "chunk_size", "retrieval", "accept", "draft_weights",
     "draft_kv",
-    "weights", "kv", "lent_kv_blocks", "substituted_layers",
-    "file_layers", "halved_layers",
+    "weights", "kv", "reclaimed_kv_blocks", "int4_layers",
+    "file_layers", "split_layers",
 }  # fmt: skip

@@ -107,14 +107,14 @@ def _placement(chosen: Candidate) -> dict[str, Any]:
     return {
         "layers": demand.layers,
         "resident_weight_layers": demand.layers - len(placement.streamed_layers),
-        "substituted_layers": len(placement.substituted_layers),
+        "int4_layers": len(placement.int4_layers),
         "file_layers": len(placement.file_layers),
-        "halved_layers": len(placement.halved_layers),
+        "split_layers": len(placement.split_layers),
         "embedding_resident": placement.embedding_resident,
         "block_tokens": demand.kv.block_tokens,
         "kv_blocks": demand.kv_blocks,
-        "resident_kv_blocks": placement.resident_kv_blocks + placement.lent_kv_blocks,
-        "lent_kv_blocks": placement.lent_kv_blocks,
+        "resident_kv_blocks": placement.resident_kv_blocks + placement.reclaimed_kv_blocks,
+        "reclaimed_kv_blocks": placement.reclaimed_kv_blocks,
         "budget": chosen.plan.budget,
     }
 
@@ -124,7 +124,7 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
     demand, placement = chosen.demand, chosen.plan.placement
     resident, streamed = placement.resident_kv_blocks, demand.streamed_bytes(placement)
     block = demand.kv.block_bytes
-    lent = placement.lent_kv_blocks * block
+    lent = placement.reclaimed_kv_blocks * block
     return {
         "device_bytes": chosen.device_bytes,
         "device_available_bytes": chosen.case.hardware.memory_bytes,
@@ -135,16 +135,16 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
         + (demand.embedding_bytes if placement.embedding_resident else 0),
         "resident_kv_bytes": resident * block
         + demand.sequences * demand.kv.tail_bytes(demand.max_pass_tokens),
-        "substitutes_bytes": len(placement.substituted_layers) * demand.substitute_bytes,
+        "int4_bytes": len(placement.int4_layers) * demand.int4_bytes,
         "drafting_bytes": demand.drafting_bytes
         + (demand.gather_bytes if resident < demand.kv_blocks else 0),
         "slots_bytes": placement.weight_slots * demand.slot_bytes(placement)
         + (placement.kv_slots + placement.staging_slots) * demand.kv.slot_bytes
         + demand.sequences * demand.kv.scratch_bytes,
         "workspace_bytes": max(demand.temporary_bytes, demand.sequences * demand.pass_bytes + lent)
-        + (demand.decoding_bytes if placement.substituted_layers else 0)
+        + (demand.decoding_bytes if placement.int4_layers else 0)
         + chosen.case.library_bytes,
-        "lent_kv_bytes": lent,
+        "reclaimed_kv_bytes": lent,
         "streamed_weights_bytes": streamed - chosen.round.disk_bytes,
         "file_weights_bytes": chosen.round.disk_bytes,
         "streamed_kv_bytes": (demand.kv_blocks - resident) * block - lent,

@@ -36,9 +36,9 @@ class RoundCost:
 
     @cached_property
     def places(self) -> Places:
-        """Between texts that are read: lent memory holds KV."""
+        """Between texts that are read: reclaimed memory holds KV."""
         demand, placement = self.demand, self.placement
-        resident = placement.resident_kv_blocks + placement.lent_kv_blocks
+        resident = placement.resident_kv_blocks + placement.reclaimed_kv_blocks
         resident = min(resident, demand.kv_blocks) // demand.sequences
         shares = share_blocks(resident, demand.layers)
         return Places(

@@ -34,7 +34,7 @@ def choose(case: Case) -> Candidate:
 
 
 def _ways(case: Case) -> list[Case]:
-    """The case with what is auto kept in each way that may be the fastest: in 16 bits, in planes;
+    """The case with what is auto kept in each way that may be the fastest: in 16 bits, split;
     and dense if it is quantised, on the emulated device, where decoding takes longer than reading.
     """
     ways = [case]
@@ -42,9 +42,9 @@ def _ways(case: Case) -> list[Case]:
         if case.pieces and case.hardware.emulated:
             ways.append(replace(case, pieces=None))
         elif not case.pieces and case.dtype.name in ("bfloat16", "float16"):
-            ways.append(replace(case, planes=True))
+            ways.append(replace(case, split=True))
     if "kv" in case.auto and case.dtype.name == "bfloat16":
-        ways += [replace(each, kv_planes=True) for each in ways]
+        ways += [replace(each, split_kv=True) for each in ways]
     return ways
 
 
@@ -103,9 +103,7 @@ def _budgets(case: Case) -> tuple[int, ...]:
         return (0,)
     streamed = case.fixed.get("streamed_layers", ())
     instead = [
-        layer
-        for name in ("substituted_layers", "halved_layers")
-        for layer in case.fixed.get(name, ())
+        layer for name in ("int4_layers", "split_layers") for layer in case.fixed.get(name, ())
     ]
     if not set(streamed) <= set(instead):
         if budget:
@@ -124,7 +122,7 @@ def _draft_weights(case: Case, budget: int) -> tuple[str, ...]:
     weights is what its steps take.
     """
     asked = case.method.draft_weights
-    if not budget or asked != AUTO or "substituted_layers" in case.fixed:
+    if not budget or asked != AUTO or "int4_layers" in case.fixed:
         return (asked,)
     both = case.hardware.asynchronous and case.pieces is None
     return (AUTO, INT4) if both else (AUTO,)

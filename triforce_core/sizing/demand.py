@@ -9,11 +9,11 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.tensors import (
     Layouts,
     dense_layouts,
+    int4_layout,
     kv_shape,
     matrices,
-    substitute_layout,
 )
-from triforce_core.settings import EXACT, INT4, PLANES, MethodSettings
+from triforce_core.settings import EXACT, INT4, SPLIT, MethodSettings
 from triforce_core.sizing.drafting import (
     LONGEST_RECORDED,
     fitting_budget,
@@ -27,8 +27,8 @@ from triforce_core.sizing.workspace import (
     groups_bytes,
     law_bytes,
     pass_bytes,
-    planes_bytes,
     reading_bytes,
+    split_bytes,
     widened_bytes,
 )
 from triforce_kernels.limits import FEW_ROWS
@@ -67,9 +67,9 @@ class Wanted:
     gathers_through_host: whether the host puts retrieved chunks together (`kv/gather`); where it
         should not have to, what that takes is found when it does
     widens: whether products of half precision are made in float32 (`kernels/weights/linear`)
-    kv_in_planes: whether blocks of KV are kept in planes
+    kv_split: whether blocks of KV are kept split
     rounds_kv: whether the retrieval cache keeps its tokens in 8 bits
-    kernels_on_gpu: whether a GPU's kernels decode weights in planes
+    kernels_on_gpu: whether a GPU's kernels decode weights split
     sequences: texts that passes are over at once
     """
 
@@ -85,7 +85,7 @@ class Wanted:
     gathers_through_host: bool = True
     layouts: Layouts | None = None
     widens: bool = False
-    kv_in_planes: bool = False
+    kv_split: bool = False
     rounds_kv: bool = False
     kernels_on_gpu: bool = False
     sequences: int = 1
@@ -95,13 +95,13 @@ class Wanted:
         return self.layouts or dense_layouts(self.config, self.dtype)
 
     @property
-    def substitute(self) -> FlatLayout | None:
+    def int4_layout(self) -> FlatLayout | None:
         """Of a layer's copy in 4 bits, if the retrieval model may compute with such.
 
         Raises UsageError if it has to and none can be made.
         """
         asked = self.method.draft_weights
-        if asked in (EXACT, PLANES) or self.method.method != "triforce":
+        if asked in (EXACT, SPLIT) or self.method.method != "triforce":
             return None
         if self.weights.block_types:
             if asked == INT4:
@@ -109,7 +109,7 @@ class Wanted:
                     "weights to draft with are made of dense ones, and these are kept as stored"
                 )
             return None
-        return substitute_layout(self.config, self.dtype)
+        return int4_layout(self.config, self.dtype)
 
     def demand(self, budget: int) -> Demand:
         """What that asks for. budget: tokens of the retrieval cache, 0 for none.
@@ -119,13 +119,11 @@ class Wanted:
         config, method, itemsize = self.config, self.method, self.dtype.itemsize
         shape, verified = self._kv_shape(), method.max_draft_tokens + 1
         scored = method.chunk_size if budget else 0
-        weights, substitute = self.weights, self.substitute if budget else None
+        weights, int4_layout = self.weights, self.int4_layout if budget else None
         read_at_once = min(PREFILL_CHUNK, self.max_context)
         return Demand(
             layer_bytes=tuple(layer.nbytes for layer in weights.layers),
-            lower_bytes=tuple(layer.lower_bytes for layer in weights.layers)
-            if weights.in_planes
-            else (),
+            low_bytes=tuple(layer.low_bytes for layer in weights.layers) if weights.split else (),
             head_bytes=weights.head.nbytes,
             embedding_bytes=weights.embedding.nbytes if weights.embedding else 0,
             reading_bytes=reading_bytes(
@@ -150,10 +148,10 @@ class Wanted:
             max_pass_tokens=verified,
             drafting_bytes=self._drafting_bytes(shape, budget),
             gather_bytes=self._gather_bytes(shape, budget),
-            substitute_bytes=substitute.nbytes if substitute else 0,
-            substitute_all=method.draft_weights == INT4,
+            int4_bytes=int4_layout.nbytes if int4_layout else 0,
+            int4_all=method.draft_weights == INT4,
             decoding_bytes=groups_bytes(config, verified, self._largest, itemsize)
-            if substitute
+            if int4_layout
             else 0,
             sequences=self.sequences,
         )
@@ -169,10 +167,10 @@ class Wanted:
         """What products with weights take besides their results."""
         config = self.config
         sizes = config, tokens, self.weights.decoded_numbers, self.dtype.itemsize
-        if self.weights.in_planes:
-            # Few rows are multiplied with planes as they are; halves are always joined first.
+        if self.weights.split:
+            # Split bfloat16 is multiplied as it is with few rows; split float16 is always joined.
             joins = tokens * self.sequences > FEW_ROWS or dtype_name(self.dtype) == "float16"
-            total = planes_bytes(*sizes, by_kernel=self.kernels_on_gpu and joins)
+            total = split_bytes(*sizes, by_kernel=self.kernels_on_gpu and joins)
         else:
             total = decode_bytes(*sizes)
         if self.widens:
@@ -197,7 +195,7 @@ class Wanted:
             block_tokens=tokens,
             text_tokens=self.max_context,
             # Of a block that never fills nothing is coded.
-            in_planes=self.kv_in_planes and tokens <= self.max_context,
+            split=self.kv_split and tokens <= self.max_context,
         )
 
     def _rounding_bytes(self, shape: KVShape, budget: int) -> int:

@@ -45,7 +45,7 @@ def fit(
 
     placement: where everything goes, instead of `place`'s choice. most_budget: tokens of the
     retrieval cache that other ranks have room for. The retrieval model computes with
-    the target's own layers, or, of those that stream, with upper planes or copies in 4 bits: it is
+    the target's own layers, or, of those that stream, with high bits or copies in 4 bits: it is
     there if one or the other of each is on the device. Its cache is the largest with which no layer
     streams, or else the largest that fits. The level is left out where nothing streams and a pass
     reads little more than it would; the drafter then proposes to the target directly. A budget
@@ -77,7 +77,7 @@ def _fit(
             raise needs_weights(method.budget, len(placement.streamed_layers))
         return Fitted(without, placement, 0)
     if placement and method.draft_weights == INT4:
-        placement = replace(placement, substituted_layers=tuple(range(without.layers)))
+        placement = replace(placement, int4_layers=tuple(range(without.layers)))
     if method.budget is None:
         placed = placement or place(without, available_bytes)
         streaming = streams(without, placed)
@@ -153,7 +153,7 @@ def needs_weights(budget: int, streamed: int) -> UsageError:
     """The refusal of a retrieval cache where so many layers stream that nothing stands in for."""
     return UsageError(
         f"a retrieval budget of {budget} tokens needs all weights on the device, themselves, their "
-        f"upper planes or in 4 bits, and the placement streams {streamed} layers"
+        f"high bits or in 4 bits, and the placement streams {streamed} layers"
     )
 
 
@@ -161,8 +161,8 @@ def _can_draft(wanted: Wanted, placement: Placement) -> bool:
     """Whether every layer is on the device, itself or a copy that there is."""
     if not placement.streamed_layers:
         return True
-    copied = set(placement.streamed_layers) - set(placement.halved_layers)
-    return placement.can_draft and (not copied or wanted.substitute is not None)
+    copied = set(placement.streamed_layers) - set(placement.split_layers)
+    return placement.can_draft and (not copied or wanted.int4_layout is not None)
 
 
 def _is_hidden(demand: Demand, placement: Placement) -> bool:

@@ -11,9 +11,9 @@ from triforce_kernels.limits import (
     DECODED_AT_ONCE,
     GROUPS_AT_ONCE,
     GROUPS_BYTES,
-    PLANES_AT_ONCE_ON_GPU,
-    PLANES_BYTES,
-    PLANES_BYTES_ON_GPU,
+    SPLIT_AT_ONCE_ON_GPU,
+    SPLIT_BYTES,
+    SPLIT_BYTES_ON_GPU,
     WIDENED_BYTES,
 )
 from triforce_offload.kv.sizes import SCORED_TOKENS
@@ -55,13 +55,13 @@ def decode_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) 
     return _sliced_bytes(config, tokens, numbers, itemsize, DECODED_AT_ONCE, DECODE_BYTES)
 
 
-def planes_bytes(
+def split_bytes(
     config: ModelConfig, tokens: int, numbers: int, itemsize: int, *, by_kernel: bool
 ) -> int:
-    """The same of weights in planes. by_kernel: whether a GPU's kernel decodes them."""
-    at_once, each = DECODED_AT_ONCE, PLANES_BYTES
+    """The same of weights split. by_kernel: whether a GPU's kernel decodes them."""
+    at_once, each = DECODED_AT_ONCE, SPLIT_BYTES
     if by_kernel:
-        at_once, each = PLANES_AT_ONCE_ON_GPU, PLANES_BYTES_ON_GPU
+        at_once, each = SPLIT_AT_ONCE_ON_GPU, SPLIT_BYTES_ON_GPU
     return _sliced_bytes(config, tokens, numbers, itemsize, at_once, each)
 
 

@@ -16,7 +16,7 @@ from triforce_core.model.shapes import for_timing, read_shape
 from triforce_core.planner.costs import prefill_flops
 from triforce_core.settings import EngineConfig, MachineSettings
 from triforce_offload.errors import LinkError, UsageError
-from triforce_offload.formats import Halves, Planes
+from triforce_offload.formats import SplitBF16, SplitFP16
 from triforce_offload.placement import KV_SLOTS, WEIGHT_SLOTS
 
 TINY = {
@@ -94,16 +94,16 @@ def test_the_floor_of_a_pass_is_its_bytes_over_the_link(capsys, tiny_shape) -> N
 
 
 def test_kv_is_kept_in_the_format_that_is_asked_for(capsys, tiny_shape) -> None:
-    # Weights stream, and KV is in several blocks: one block for all of it is never in planes.
+    # Weights stream, and KV is in several blocks: one block for all of it is never split.
     tiny_shape.write_text(json.dumps(TINY | {"num_hidden_layers": LAYERS}))
     options = ("--tests", "link", "--output", "json", "--dtype", "bfloat16", "--draft-shape")
     options += ("none", "--context", "400", "--device-memory", "2000KiB", "--kv")
     stored = {}
-    for kv in ("dense", "planes"):
+    for kv in ("dense", "split"):
         code, out, _ = run(capsys, tiny_shape, *options, kv)
         assert code == 0
         stored[kv] = json.loads(out)["bits_per_number"]["kv"]["stored"]
-    assert stored["planes"] < stored["dense"] == 16
+    assert stored["split"] < stored["dense"] == 16
 
 
 def test_every_option_of_the_engine_reaches_it(capsys, monkeypatch, tiny_shape) -> None:
@@ -114,11 +114,11 @@ def test_every_option_of_the_engine_reaches_it(capsys, monkeypatch, tiny_shape) 
         raise UsageError("planted")
 
     monkeypatch.setattr("triforce_core.cli.bench.Bench", refuse)
-    options = ("--dtype", "bfloat16", "--weights", "planes", "--kv", "planes", "--threads", "1")
+    options = ("--dtype", "bfloat16", "--weights", "split", "--kv", "split", "--threads", "1")
     code, _, err = run(capsys, tiny_shape, *options)
     assert (code, "planted" in err) == (2, True)
     (config,) = configs
-    assert (config.dtype, config.weights, config.kv) == ("bfloat16", "planes", "planes")
+    assert (config.dtype, config.weights, config.kv) == ("bfloat16", "split", "split")
     assert config.machine == MachineSettings(device="cpu", threads=1)
 
 
@@ -220,10 +220,10 @@ def test_flops_of_a_prompt_are_those_of_its_products() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "stored"), [(torch.bfloat16, Planes(192, 64)), (torch.float16, Halves(192, 64))]
+    ("dtype", "stored"), [(torch.bfloat16, SplitBF16(192, 64)), (torch.float16, SplitFP16(192, 64))]
 )
 def test_random_weights_come_in_split_formats_too(
-    monkeypatch, dtype: torch.dtype, stored: Planes | Halves
+    monkeypatch, dtype: torch.dtype, stored: SplitBF16 | SplitFP16
 ) -> None:
     """As every bfloat16 benchmark on a GPU needs them where something streams."""
     # Several slices, and more numbers than are drawn.

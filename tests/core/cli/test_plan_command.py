@@ -128,7 +128,7 @@ def test_acceptance_that_nobody_measured_is_said_to_be_assumed(capsys) -> None:
     ("arguments", "advice"),
     [
         (("qwen2.5-32b", "--context", 131072), "a smaller format of the weights"),
-        (("llama2-7b-128k", "--dtype", "bfloat16", "--kv", "dense"), "KV in planes (--kv planes)"),
+        (("llama2-7b-128k", "--dtype", "bfloat16", "--kv", "dense"), "KV split (--kv split)"),
         (("llama2-7b-128k", "--draft-tokens", 8), "longer drafts"),
         (("qwen3-14b", "--context", 32768, "--dtype", "bfloat16"), "a small draft model"),
         (("Qwen/Qwen3-8B", "--draft-kv", "exact"), "--draft-kv auto"),

@@ -293,7 +293,7 @@ def test_lent_memory_comes_back_after_a_reading_that_is_interrupted(
         with pytest.warns(RuntimeWarning, match="planted") if refused else nullcontext():
             # So few tokens are a pass.
             context.prefill([*prompt, 1], 20, lambda _: None)
-        lent = 0 if refused else placement.lent_kv_blocks
+        lent = 0 if refused else placement.reclaimed_kv_blocks
         assert on_device() == placement.resident_kv_blocks + lent
         context.close()
 

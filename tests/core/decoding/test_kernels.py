@@ -17,12 +17,12 @@ pytest.importorskip("triton")
 DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 # What is not dense has tests of its own; an emulated link has to carry what is gathered.
 PACKED = {"int4_matmul", "decode_blocks", "block_matmul"}
-# Of bfloat16, which products in the interpreter do not know; see kernels/test_planes.py.
-PLANES = {
-    *("decode_planes", "plane_matmul", "upper_matmul"),
-    *("encode_kv_block", "decode_kv_blocks", "gather_plane_chunks"),
+# Of bfloat16, which products in the interpreter do not know; see kernels/test_split_bf16.py.
+SPLIT = {
+    *("decode_split", "split_matmul", "high_bits_matmul"),
+    *("encode_kv_block", "decode_kv_blocks", "gather_split_chunks"),
 }
-NOT_USED = PACKED | PLANES | ({"gather_chunks"} if DEVICE == "cpu" else set())
+NOT_USED = PACKED | SPLIT | ({"gather_chunks"} if DEVICE == "cpu" else set())
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_sampled_text_is_the_same_if_coins_fall_alike(tiny, monkeypatch) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", ["stored", "substituted"])
+@pytest.mark.parametrize("packed", ["stored", "int4"])
 def test_weights_that_are_not_dense_give_the_same_text(
     tmp_path, monkeypatch, used, packed: str
 ) -> None:
@@ -93,12 +93,12 @@ def test_weights_that_are_not_dense_give_the_same_text(
     if packed == "stored":
         options |= {"weights": "stored", "placement": PLACEMENTS["weights-one-slot"]}
     else:
-        options |= {"budget": 32, "placement": PLACEMENTS["substituted"]}
+        options |= {"budget": 32, "placement": PLACEMENTS["int4"]}
     texts = []
     for name in (REFERENCE, TRITON):
         monkeypatch.setenv(VARIABLE, name)
         with Engine.from_pretrained(path, **options) as engine:
             texts.append(engine.generate(random_ids(24), SamplingParams(6, temperature=0)))
     assert texts[0].token_ids == texts[1].token_ids
-    expected = {"int4_matmul"} if packed == "substituted" else PACKED - {"int4_matmul"}
+    expected = {"int4_matmul"} if packed == "int4" else PACKED - {"int4_matmul"}
     assert {kernel for kernel in PACKED if KERNELS[kernel][1] in used} == expected

@@ -181,17 +181,17 @@ def test_what_was_given_back_is_not_lent_when_another_level_is_dropped(tiny) -> 
         context, models = ours._contexts.latest, ours.models
         models.freed_bytes = earlier = 5 * models.runtime.demand.kv.block_bytes
         context.lend()
-        blocks = context.sequence._lent_blocks
+        blocks = context.sequence._reclaimed_blocks
         assert ours.drafting.give_up(context) == "retrieval"
         assert models.freed_bytes == earlier
         freed = ours.drafting._drop_drafter(context)
         assert models.freed_bytes == earlier + freed
         context.lend()
-        assert context.sequence._lent_blocks >= blocks
+        assert context.sequence._reclaimed_blocks >= blocks
         assert ours.generate(PROMPT, GREEDY).token_ids == expected
 
 
-@pytest.mark.parametrize("kv", ["dense", "planes"])
+@pytest.mark.parametrize("kv", ["dense", "split"])
 def test_kv_that_stays_on_the_device_goes_to_the_host_as_it_is(tiny, monkeypatch, kv: str) -> None:
     """And if the host has no memory for it, it stays."""
     options = {"method": "autoregressive", "budget": None, "kv": kv, "dtype": "bfloat16"}

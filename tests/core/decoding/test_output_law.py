@@ -19,8 +19,8 @@ from thread_ranks import ThreadLeader
 from triforce_core import Completion, Engine, SamplingParams
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.distributions import distributions
+from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.int4 import Int4Weight
-from triforce_kernels.weights.upper import UpperWeight
 from triforce_offload.placement import Placement
 
 VOCAB = 8
@@ -41,7 +41,7 @@ SIZES = {
 # How samples are made: every drafter, both policies, both rules, whatever the retrieval model
 # computes with, random bytes included, all with the same exact law; on two ranks; several at once;
 # and once with nothing kept from one request to the next.
-STREAMED = Placement((0,), False, 1, 1, 2, 1, substituted_layers=(0,))
+STREAMED = Placement((0,), False, 1, 1, 2, 1, int4_layers=(0,))
 WAYS: dict[str, dict[str, object]] = {
     "ngram": {"draft": "ngram"},
     "none": {"draft": "none"},
@@ -60,7 +60,7 @@ WAYS: dict[str, dict[str, object]] = {
     "coupled": {"draft": "{model}", "accept": "coupled"},
     "afresh": {"draft": "{model}"},
     "int4": {"draft": "{model}", "draft_weights": "int4"},
-    "substituted": {"draft": "none", "placement": STREAMED},
+    "int4, no drafter": {"draft": "none", "placement": STREAMED},
     "noise": {"draft": "{model}", "placement": STREAMED},
     "noisy cache": {"draft": "{model}", "draft_kv": "int8"},
     "ranks": {"draft": "{model}", "gpus": 2},
@@ -89,8 +89,8 @@ def making_noise() -> Iterator[None]:
         for part in (into.packed, into.scale, into.offset):
             part.view(torch.uint8).random_(generator=generator)
 
-    uncached = patch("triforce_core.loading._substitutes_cache", lambda *_: None)
-    with patch("triforce_offload.substitutes._quantise_into", fill), uncached:
+    uncached = patch("triforce_core.loading._copies_cache", lambda *_: None)
+    with patch("triforce_offload.int4_copies._quantise_into", fill), uncached:
         yield
 
 
@@ -233,18 +233,18 @@ def test_three_tokens_have_the_exact_law(
     assert whole["noisy cache"] < whole["model"] / 2, "few drafts of noise hold whole"
 
 
-# Weights in planes, of bfloat16: read by their upper planes to draft, while the lower ones stream,
+# Weights split, of bfloat16: read by their high bits to draft, while the low bits stream,
 # and with noise for what is read.
-BY_PLANES: dict[str, dict[str, object]] = {
-    "upper": {"placement": PLACEMENTS["kv-in-part"]},
-    "halved": {"placement": Placement((0,), False, 1, 1, 2, 1, halved_layers=(0,))},
+BY_SPLIT: dict[str, dict[str, object]] = {
+    "high": {"placement": PLACEMENTS["kv-in-part"]},
+    "halved": {"placement": Placement((0,), False, 1, 1, 2, 1, split_layers=(0,))},
     "noise": {"placement": PLACEMENTS["kv-in-part"]},
-    "kv": {"placement": PLACEMENTS["kv-in-part"], "kv": "planes"},
+    "kv": {"placement": PLACEMENTS["kv-in-part"], "kv": "split"},
 }
 
 
-def noisy_product(x: torch.Tensor, weight: UpperWeight) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(weight.upper.numel())
+def noisy_product(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(weight.high.numel())
     return torch.randn(x.shape[0], weight.shape[0], generator=generator).to(x.dtype)
 
 
@@ -270,10 +270,10 @@ def prod_of(factors: Iterable[torch.Tensor]) -> torch.Tensor:
     ("way", "samples"),
     [
         ("halved", SAMPLES // 16),
-        *(pytest.param(way, SAMPLES // 4, marks=pytest.mark.slow) for way in BY_PLANES),
+        *(pytest.param(way, SAMPLES // 4, marks=pytest.mark.slow) for way in BY_SPLIT),
     ],
 )
-def test_three_tokens_have_the_exact_law_whatever_is_read_of_planes(
+def test_three_tokens_have_the_exact_law_whatever_bits_are_read(
     models, way: str, samples: int
 ) -> None:
     options = {"device": "cpu", "dtype": "bfloat16", "max_context": 64, "block_tokens": BLOCK}
@@ -282,8 +282,8 @@ def test_three_tokens_have_the_exact_law_whatever_is_read_of_planes(
         exact = law_of_engine(plain)
     counts: Counter = Counter()
     accepted: Counter = Counter()
-    patched = patch("triforce_kernels.weights.upper.upper_matmul", noisy_product)
-    drafting |= BY_PLANES[way] | {"weights": "planes", "draft_weights": "planes"}
+    patched = patch("triforce_kernels.weights.high_bits.high_bits_matmul", noisy_product)
+    drafting |= BY_SPLIT[way] | {"weights": "split", "draft_weights": "split"}
     with (
         patched if way == "noise" else nullcontext(),
         Engine.from_pretrained(models[0], **options, **drafting) as engine,
@@ -291,7 +291,7 @@ def test_three_tokens_have_the_exact_law_whatever_is_read_of_planes(
         for seed in range(samples):
             params = SamplingParams(TOKENS + 1, temperature=1.0, seed=seed)
             result = engine.generate(PROMPT, params)
-            assert result.stats["retrieval"]["reads_upper_planes"]
+            assert result.stats["retrieval"]["reads_high_bits"]
             counts[tuple(result.token_ids[:TOKENS])] += 1
             for length, count in enumerate(result.stats["acceptance"]["accepted_lengths"]):
                 accepted[length] += count

@@ -40,8 +40,8 @@ def test_the_text_is_that_of_exact_kv(tiny, family: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv": "planes", "dtype": "bfloat16"},
-        {"weights": "planes", "draft_weights": "planes", "dtype": "bfloat16"},
+        {"kv": "split", "dtype": "bfloat16"},
+        {"weights": "split", "draft_weights": "split", "dtype": "bfloat16"},
         pytest.param({"gpus": 2}, marks=pytest.mark.slow),
         {"retrieval": "mean"},
         {"draft": "ngram"},

@@ -69,7 +69,7 @@ def test_heads_that_do_not_divide(tmp_path, leaders, ranks: int) -> None:
     model = make_model("llama", tmp_path, **sizes)
     prompt = random_ids(PROMPT)
     theirs = transformers_text(model, prompt)
-    for placement in ("kv", "both", "substituted"):
+    for placement in ("kv", "both", "int4"):
         with engine(tmp_path, ranks, placement, **METHODS["triforce"]) as ours:
             result = ours.generate(prompt, greedy(NEW))
         assert_equal_but_for_ties(model, prompt, result.token_ids, theirs)

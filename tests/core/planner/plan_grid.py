@@ -73,9 +73,9 @@ def _drawn(draw: random.Random) -> list[str]:
     dtype = draw.choice(["bfloat16", "bfloat16", "float16", "float32"])
     arguments += ["--dtype", dtype]
     if dtype == "bfloat16":
-        maybe(0.3, "--kv", "dense", "planes")
+        maybe(0.3, "--kv", "dense", "split")
     if dtype != "float32" and not quantised:
-        maybe(0.3, "--weights", "dense", "planes")
+        maybe(0.3, "--weights", "dense", "split")
     return arguments
 
 

@@ -131,16 +131,16 @@ def test_planes_are_planned_where_they_are_faster_and_not_where_integers_bound_t
         read_shape("llama3.1-8b"), named("rtx4090"), 131072, dtype=bfloat16, auto=auto, fixed=fixed
     )
     here = choose(case)
-    assert here.plan.weights == here.plan.kv == "planes"
+    assert here.plan.weights == here.plan.kv == "split"
     there = choose(replace(case, hardware=named("h200")))
     assert there.plan.weights == there.plan.kv == "dense"
     # Without that rate it would be planned there too.
     endless = replace(named("h200"), integer_ops_per_second=None)
-    assert choose(replace(case, hardware=endless)).plan.weights == "planes"
+    assert choose(replace(case, hardware=endless)).plan.weights == "split"
 
 
 def test_planes_under_more_rows_than_a_tile_are_decoded_first() -> None:
     case = Case(read_shape("llama3.1-8b"), named("rtx4090"), 8192, dtype=DTYPES["bfloat16"])
-    few, more = (replace(case, planes=True).costs.after(rows) for rows in (64, 65))
+    few, more = (replace(case, split=True).costs.after(rows) for rows in (64, 65))
     dense = case.costs.after(65)
     assert more > dense + few / 3

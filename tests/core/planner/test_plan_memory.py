@@ -67,4 +67,4 @@ def test_planned_bytes_are_the_measured_peak(tmp_path, method: str, memory: int)
 def _shares(plan) -> tuple[int, ...]:
     from triforce_offload.placement import share_blocks
 
-    return share_blocks(plan.placement.resident_kv_blocks + plan.placement.lent_kv_blocks, 3)
+    return share_blocks(plan.placement.resident_kv_blocks + plan.placement.reclaimed_kv_blocks, 3)

@@ -185,7 +185,7 @@ def test_planes_and_a_cache_in_8_bits_are_planned_with_all_that_they_take() -> N
     small kernels, laws and operations on whole numbers were counted.
     """
     fixed = {"budget": 4096, "draft_tokens": 12, "inner_draft_tokens": 3}
-    bfloat16, both = DTYPES["bfloat16"], {"planes": True, "kv_planes": True}
+    bfloat16, both = DTYPES["bfloat16"], {"split": True, "split_kv": True}
     case = Case(read_shape("llama3.1-8b"), named("rtx4090"), 131072, dtype=bfloat16, **both)
     chosen = choose(replace(case, fixed=fixed))
     assert 0.022 < chosen.seconds_per_token <= 0.023
@@ -213,21 +213,21 @@ def test_layers_that_stream_draft_in_4_bits() -> None:
     placement = chosen.plan.placement
     assert chosen.plan.budget
     assert placement.streamed_layers
-    assert placement.substituted_layers == placement.streamed_layers
+    assert placement.int4_layers == placement.streamed_layers
     exact = choose(replace(case, method=MethodSettings(draft_weights="exact")))
     assert exact.plan.budget == 0
     assert chosen.seconds_per_token < exact.seconds_per_token / 4
     # What they are accepted is what it rests on.
-    poor = choose(replace(case, curve=AcceptanceCurve(substitutes=0.3)))
+    poor = choose(replace(case, curve=AcceptanceCurve(int4_copies=0.3)))
     assert poor.seconds_per_token > 2 * chosen.seconds_per_token
 
 
 def test_resident_layers_draft_in_4_bits_where_that_is_faster() -> None:
-    sure = AcceptanceCurve(outer=0.99, substitutes=0.999)
+    sure = AcceptanceCurve(outer=0.99, int4_copies=0.999)
     case = Case(read_shape("llama3.1-8b"), named("rtx4090"), 65536, curve=sure)
     chosen = choose(case)
     assert not chosen.plan.placement.streamed_layers
-    assert len(chosen.plan.placement.substituted_layers) == 32
+    assert len(chosen.plan.placement.int4_layers) == 32
     assert chosen.plan.method.draft_weights == "int4"
     exact = choose(replace(case, method=MethodSettings(draft_weights="exact")))
     assert chosen.step_seconds < 0.6 * exact.step_seconds

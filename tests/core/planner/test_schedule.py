@@ -41,7 +41,7 @@ def test_a_run_copies_what_its_simulation_does_in_the_same_order(
         trace=file,
     ) as engine:
         stats = engine.generate(random_ids(PROMPT), greedy(40)).stats
-        demand, lent = engine.runtime.demand, engine.runtime.placement.lent_kv_blocks
+        demand, lent = engine.runtime.demand, engine.runtime.placement.reclaimed_kv_blocks
         chosen = engine.runtime.placement
     copied = [described(event.name, event.args) for event in read_trace(file)["copy in"]]
     costs = Costs(engine.config, DTYPES["float32"], named("rtx4090", 4))
@@ -49,8 +49,8 @@ def test_a_run_copies_what_its_simulation_does_in_the_same_order(
         ("weights", layer, None, demand.layer_bytes[layer]) for layer in chosen.streamed_layers
     ]
     for length in range(PROMPT, PROMPT + stats["passes"]):
-        # Blocks come to lie in lent memory as they cross in the first pass.
-        placed = replace(chosen, lent_kv_blocks=0) if length == PROMPT else chosen
+        # Blocks come to lie in reclaimed memory as they cross in the first pass.
+        placed = replace(chosen, reclaimed_kv_blocks=0) if length == PROMPT else chosen
         crossings, works, timeline = RoundCost(costs, demand, placed, length, 1).executed
         shown = spans(crossings, works, timeline, 0.0)
         expected += [described(s.name, s.args) for s in shown if s.track == "copy in"]

@@ -1,4 +1,4 @@
-"""`upper` on a GPU: products with a few rows that read a byte of each number of the weight."""
+"""`high_part` on a GPU: products with a few rows that read a byte of each number of the weight."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
-from triforce_kernels.weights.planes_triton import floor_of
+from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.slices import tile_rows
-from triforce_kernels.weights.upper import UpperWeight
+from triforce_kernels.weights.split_bf16_triton import floor_of
 
 _COLUMNS = 32
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _upper_kernel(
-    x, upper, base, out, x_row, rows, columns, depth,
+def _high_bits_kernel(
+    x, high_part, base, out, x_row, rows, columns, depth,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BASE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -25,7 +25,7 @@ def _upper_kernel(
     source = tl.minimum(column, columns - 1)
     if HAS_BASE:
         floor = (floor_of(tl.load(base + source)) << 7)[:, None]
-    weight = upper + source[:, None].to(tl.int64) * depth + step[None, :]
+    weight = high_part + source[:, None].to(tl.int64) * depth + step[None, :]
     left = x + row[:, None].to(tl.int64) * x_row + step[None, :]
     item = x.dtype.element_ty
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -33,7 +33,7 @@ def _upper_kernel(
         real = step + start < depth
         coded = tl.load(weight + start, mask=real[None, :], other=0).to(tl.int32)
         if HAS_BASE:
-            # In the middle of what the lower bits may be.
+            # In the middle of what the low_part bits may be.
             code = coded & 0x7F
             above = tl.minimum((code << 4) - 120, (code << 3) + 644) + floor
             bits = tl.where(code < 8, 0, above | ((coded & 0x80) << 8))
@@ -48,13 +48,13 @@ def _upper_kernel(
     tl.store(place, acc.to(item), mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
-def matmul(x: torch.Tensor, weight: UpperWeight) -> torch.Tensor:
-    """`upper.upper_matmul`."""
+def matmul(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
+    """`high_bits.high_bits_matmul`."""
     rows, (columns, depth) = x.shape[0], weight.shape
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     tile = tile_rows(x)
-    _upper_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
-        x, weight.upper, weight.upper if weight.base is None else weight.base, out,
+    _high_bits_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
+        x, weight.high, weight.high if weight.base is None else weight.base, out,
         x.stride(0), rows, columns, depth,
         ROWS=tile, COLUMNS=_COLUMNS, DEPTH=256 // x.dtype.itemsize,
         HAS_BASE=weight.base is not None, num_warps=4, num_stages=4,

@@ -1,4 +1,4 @@
-"""`planes` on a GPU."""
+"""`split_bf16` on a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from triforce_kernels import limits
-from triforce_kernels.weights.planes import PlaneWeight
 from triforce_kernels.weights.slices import tile_rows
+from triforce_kernels.weights.split_bf16 import SplitBF16Weight
 
 _BYTES = 256
 _COLUMNS = limits.ROWS_OF_A_START
@@ -18,21 +18,21 @@ _LISTED = 16
 
 @triton.jit
 def floor_of(base):
-    """The lowest power of two that has a code (`plane_codes`)."""
+    """The lowest power of two that has a code (`split_codes`)."""
     return base.to(tl.int32) - 12
 
 
 @triton.jit
-def number_bits(upper, lower, floor):
+def number_bits(high_part, low_part, floor):
     """The bits of numbers that are no exceptions."""
-    code, sign = upper & 0x7F, (upper & 0x80) << 8
+    code, sign = high_part & 0x7F, (high_part & 0x80) << 8
     above = tl.minimum((code << 4) - 128, (code << 3) + 640) + (floor << 7)
-    return tl.where(code < 8, sign, above | lower | sign)
+    return tl.where(code < 8, sign, above | low_part | sign)
 
 
 @triton.jit
-def _planes_kernel(
-    upper, lower, base, index, out, columns, HAS_INDEX: tl.constexpr, BYTES: tl.constexpr
+def _split_kernel(
+    high_part, low_part, base, index, out, columns, HAS_INDEX: tl.constexpr, BYTES: tl.constexpr
 ):
     target = tl.program_id(0).to(tl.int64)
     row = tl.load(index + target) if HAS_INDEX else target
@@ -40,9 +40,9 @@ def _planes_kernel(
     column = tl.program_id(1) * BYTES + tl.arange(0, BYTES)
     real = column < half
     floor = floor_of(tl.load(base + row))
-    low = tl.load(lower + row * half + column, mask=real, other=0).to(tl.int32)
-    first = tl.load(upper + row * columns + column, mask=real, other=0).to(tl.int32)
-    second = tl.load(upper + row * columns + half + column, mask=real, other=0).to(tl.int32)
+    low = tl.load(low_part + row * half + column, mask=real, other=0).to(tl.int32)
+    first = tl.load(high_part + row * columns + column, mask=real, other=0).to(tl.int32)
+    second = tl.load(high_part + row * columns + half + column, mask=real, other=0).to(tl.int32)
     place = out + target * columns + column
     tl.store(place, number_bits(first, low & 15, floor).to(tl.int16), mask=real)
     tl.store(place + half, number_bits(second, low >> 4, floor).to(tl.int16), mask=real)
@@ -76,9 +76,9 @@ def _exceptions_kernel(places, patterns, index, out, room, columns, first, HAS_I
 
 
 @triton.jit(do_not_specialize=["rows", "room", "first", "groups"])
-def _planes_matmul_kernel(
-    x, upper, lower, base, places, patterns, starts, out, x_row, rows, columns, depth, room, first,
-    groups,
+def _split_matmul_kernel(
+    x, high_part, low_part, base, places, patterns, starts, out, x_row, rows, columns,
+    depth, room, first, groups,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -89,8 +89,8 @@ def _planes_matmul_kernel(
     # What is behind the last column reads the last again, and is not stored.
     source = tl.minimum(column, columns - 1)
     floor = floor_of(tl.load(base + source))[:, None]
-    high = upper + source[:, None].to(tl.int64) * depth + step[None, :]
-    low = lower + source[:, None].to(tl.int64) * half + step[None, :]
+    high = high_part + source[:, None].to(tl.int64) * depth + step[None, :]
+    low = low_part + source[:, None].to(tl.int64) * half + step[None, :]
     left = x + row[:, None].to(tl.int64) * x_row + step[None, :]
     item = x.dtype.element_ty
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -129,13 +129,13 @@ def _planes_matmul_kernel(
     tl.store(target, acc.to(item), mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
-def matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
-    """`planes.plane_matmul`."""
+def matmul(x: torch.Tensor, weight: SplitBF16Weight) -> torch.Tensor:
+    """`split_bf16.split_matmul`."""
     rows, (columns, depth) = x.shape[0], weight.shape
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     tile = tile_rows(x)
-    _planes_matmul_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
-        x, weight.upper, weight.lower, weight.base, weight.places, weight.patterns, weight.starts,
+    _split_matmul_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
+        x, weight.high, weight.low, weight.base, weight.places, weight.patterns, weight.starts,
         out, x.stride(0), rows, columns, depth, len(weight.places), weight.first,
         len(weight.starts) - 1,
         ROWS=tile, COLUMNS=_COLUMNS, DEPTH=128 // x.dtype.itemsize, LISTED=_LISTED,
@@ -144,8 +144,8 @@ def matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
     return out
 
 
-def decode(weight: PlaneWeight, index: torch.Tensor | None) -> torch.Tensor:
-    """`planes.decode_rows`, of all rows without an index."""
+def decode(weight: SplitBF16Weight, index: torch.Tensor | None) -> torch.Tensor:
+    """`split_bf16.decode_rows`, of all rows without an index."""
     rows, columns = weight.shape
     rows = rows if index is None else len(index)
     out = torch.empty((rows, columns), dtype=torch.int16, device=weight.device)
@@ -153,8 +153,8 @@ def decode(weight: PlaneWeight, index: torch.Tensor | None) -> torch.Tensor:
         return out.view(torch.bfloat16)
     which = weight.base if index is None else index
     named = {"HAS_INDEX": index is not None}
-    _planes_kernel[(rows, triton.cdiv(columns // 2, _BYTES))](
-        weight.upper, weight.lower, weight.base, which, out, columns, BYTES=_BYTES, **named
+    _split_kernel[(rows, triton.cdiv(columns // 2, _BYTES))](
+        weight.high, weight.low, weight.base, which, out, columns, BYTES=_BYTES, **named
     )
     _exceptions_kernel[(rows,)](
         weight.places, weight.patterns, which, out, len(weight.places), columns, weight.first,

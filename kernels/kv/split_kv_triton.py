@@ -1,4 +1,4 @@
-"""`kv_planes` on a GPU."""
+"""`split_kv` on a GPU."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import torch
 import triton
 import triton.language as tl
 
-from triforce_kernels.kv.kv_planes import BlockParts, KVPlanes
-from triforce_kernels.weights.planes_triton import floor_of, number_bits
+from triforce_kernels.kv.split_kv import BlockParts, SplitKV
+from triforce_kernels.weights.split_bf16_triton import floor_of, number_bits
 
 _TOKENS = 64
 
 
 @triton.jit
 def _decode_kernel(
-    blocks, upper_at, lower_at, base_at, out, block_bytes, out_block, out_head, out_token, tokens,
+    blocks, high_at, low_at, base_at, out, block_bytes, out_block, out_head, out_token, tokens,
     half, TOKENS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     index = tl.program_id(2).to(tl.int64)
     block = blocks + index * block_bytes
-    upper, lower, base = block + upper_at, block + lower_at, block + base_at
+    high_part, low_part, base = block + high_at, block + low_at, block + base_at
     out += index * out_block
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.arange(0, HALF)
     real = (token < tokens)[:, None] & (channel < half)[None, :]
     row = (head * tokens + token)[:, None]
-    low = tl.load(lower + row * half + channel[None, :], mask=real, other=0).to(tl.int32)
+    low = tl.load(low_part + row * half + channel[None, :], mask=real, other=0).to(tl.int32)
     bases = base + head * 2 * half + channel
-    uppers = upper + row * 2 * half + channel[None, :]
+    highs = high_part + row * 2 * half + channel[None, :]
     place = out + head * out_head + token.to(tl.int64)[:, None] * out_token + channel[None, :]
     floor = floor_of(tl.load(bases, mask=channel < half, other=0))
-    first = tl.load(uppers, mask=real, other=0).to(tl.int32)
+    first = tl.load(highs, mask=real, other=0).to(tl.int32)
     tl.store(place, number_bits(first, low & 15, floor[None, :]).to(tl.int16), mask=real)
     floor = floor_of(tl.load(bases + half, mask=channel < half, other=0))
-    second = tl.load(uppers + half, mask=real, other=0).to(tl.int32)
+    second = tl.load(highs + half, mask=real, other=0).to(tl.int32)
     tl.store(place + half, number_bits(second, low >> 4, floor[None, :]).to(tl.int16), mask=real)
 
 
@@ -72,15 +72,15 @@ def _base_kernel(
 
 @triton.jit
 def _code(bits, floor):
-    """The upper byte, and whether the number is an exception."""
+    """The high byte, and whether the number is an exception."""
     magnitude = bits & 0x7FFF
     above = magnitude - (floor << 7)
     inside = (above >= 0) & (above < 13 << 7)
     exception = (inside == 0) & (magnitude > 0)
     sign = (bits >> 8) & 0x80
     code = tl.maximum((above >> 4) + 8, (above >> 3) - 80)
-    upper = tl.where(inside, sign | code, tl.where(exception, 7, sign))
-    return upper, exception
+    high_part = tl.where(inside, sign | code, tl.where(exception, 7, sign))
+    return high_part, exception
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def _list(bits, place, exception, places, patterns, known, room):
 
 @triton.jit
 def _encode_kernel(
-    x, upper, lower, base, places, patterns, known, x_head, x_token, tokens, half, room,
+    x, high_part, low_part, base, places, patterns, known, x_head, x_token, tokens, half, room,
     TOKENS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
@@ -108,20 +108,20 @@ def _encode_kernel(
     bits = tl.load(source, mask=real, other=0).to(tl.int32)
     floor = floor_of(tl.load(floors, mask=channel < half, other=0))
     coded, exception = _code(bits, floor[None, :])
-    tl.store(upper + place, coded.to(tl.uint8), mask=real)
+    tl.store(high_part + place, coded.to(tl.uint8), mask=real)
     _list(bits, place, exception, places, patterns, known, room)
     low = bits & 15
     bits = tl.load(source + half, mask=real, other=0).to(tl.int32)
     floor = floor_of(tl.load(floors + half, mask=channel < half, other=0))
     coded, exception = _code(bits, floor[None, :])
-    tl.store(upper + place + half, coded.to(tl.uint8), mask=real)
+    tl.store(high_part + place + half, coded.to(tl.uint8), mask=real)
     _list(bits, place + half, exception, places, patterns, known, room)
     low |= (bits & 15) << 4
-    tl.store(lower + row * half + channel[None, :], low.to(tl.uint8), mask=real)
+    tl.store(low_part + row * half + channel[None, :], low.to(tl.uint8), mask=real)
 
 
-def encode(keys_values: torch.Tensor, into: KVPlanes) -> torch.Tensor:
-    """`kv_planes.encode_block`."""
+def encode(keys_values: torch.Tensor, into: SplitKV) -> torch.Tensor:
+    """`split_kv.encode_block`."""
     heads, tokens, head_dim = into.shape
     bits, half = keys_values.view(torch.int16), head_dim // 2
     base = torch.zeros((heads, head_dim), dtype=torch.int32, device=bits.device)
@@ -134,21 +134,21 @@ def encode(keys_values: torch.Tensor, into: KVPlanes) -> torch.Tensor:
     )  # fmt: skip
     into.base.copy_(base)
     _encode_kernel[grid](
-        bits, into.upper, into.lower, base, into.places, into.patterns, known, *strides, tokens,
+        bits, into.high, into.low, base, into.places, into.patterns, known, *strides, tokens,
         half, len(into.places), TOKENS=_TOKENS, HALF=triton.next_power_of_2(half),
     )  # fmt: skip
     return known[0] <= len(into.places)
 
 
 def decode(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -> None:
-    """`kv_planes.decode_blocks`."""
+    """`split_kv.decode_blocks`."""
     heads, tokens, head_dim, count = at.rows, at.tokens, at.head_dim, len(blocks)
     if not count:
         return
     out, half = into.view(torch.int16), head_dim // 2
     steps = blocks.stride(0), *out.stride()[:3]
     _decode_kernel[(triton.cdiv(tokens, _TOKENS), heads, count)](
-        blocks, at.upper, at.lower, at.base, out, *steps, tokens, half,
+        blocks, at.high, at.low, at.base, out, *steps, tokens, half,
         TOKENS=_TOKENS, HALF=triton.next_power_of_2(half),
     )  # fmt: skip
     room, entries = at.room, 256

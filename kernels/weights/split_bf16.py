@@ -1,6 +1,6 @@
-"""bfloat16 matrices in 12 bits a number, bit for bit, whose upper 8 are a number by themselves.
+"""bfloat16 matrices in 12 bits a number, bit for bit, whose high 8 are a number by themselves.
 
-Numbers are coded as `plane_codes` says, with a base for each row; a list has where exceptions are,
+Numbers are coded as `split_codes` says, with a base for each row; a list has where exceptions are,
 and their 16 bits.
 """
 
@@ -15,15 +15,15 @@ import torch
 from triforce_kernels import limits
 from triforce_kernels.checks import require
 from triforce_kernels.dispatch import TRITON, backend, implementation
-from triforce_kernels.weights.plane_codes import (
-    EXCEPTION,
-    add_lower,
-    base_of,
-    lower_codes,
-    upper_bits,
-    upper_codes,
-)
 from triforce_kernels.weights.slices import sliced_product
+from triforce_kernels.weights.split_codes import (
+    EXCEPTION,
+    add_low,
+    base_of,
+    high_bits,
+    high_codes,
+    low_codes,
+)
 from triforce_kernels.weights.stored import SplitWeight, StoredWeight
 
 # Behind the last exception of a list.
@@ -32,34 +32,34 @@ NOTHING = 2**31 - 1
 _CODED_AT_ONCE = 1 << 17
 
 
-class PlanesError(ValueError):
-    """A matrix does not fit its planes, or a list of exceptions is damaged."""
+class SplitError(ValueError):
+    """A matrix does not fit its split, or a list of exceptions is damaged."""
 
 
 @dataclass(frozen=True)
-class UpperPlanes(StoredWeight):
-    """What every reading of planes needs of a matrix [rows, columns].
+class CodedMatrix(StoredWeight):
+    """What every way to read split numbers needs of a matrix [rows, columns].
 
-    upper: [rows, columns] uint8
+    high: [rows, columns] uint8
     base: [rows] uint8, the greatest exponent of each row's finite numbers; None of float16, whose
-        upper bytes need none (`halves`)
+        high bytes need none (`split_fp16`)
     """
 
-    upper: torch.Tensor
+    high: torch.Tensor
     base: torch.Tensor | None
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.upper.shape[0], self.upper.shape[1]
+        return self.high.shape[0], self.high.shape[1]
 
     @property
     def device(self) -> torch.device:
-        return self.upper.device
+        return self.high.device
 
     def rows(self, first: int, end: int) -> Self:
         """StoredWeight.rows."""
         base = None if self.base is None else self.base[first:end]
-        return replace(self, upper=self.upper[first:end], base=base)
+        return replace(self, high=self.high[first:end], base=base)
 
     @property
     def decoded_at_once(self) -> int:
@@ -74,10 +74,10 @@ class UpperPlanes(StoredWeight):
 
 
 @dataclass(frozen=True)
-class PlaneWeight(UpperPlanes, SplitWeight):
+class SplitBF16Weight(CodedMatrix, SplitWeight):
     """A matrix [rows, columns] of bfloat16, whose columns are even.
 
-    lower: [rows, columns / 2] uint8; the first half of a row lies in the low 4 bits
+    low: [rows, columns / 2] uint8; the first half of a row lies in the low 4 bits
     places: [room] int32, where exceptions are in the whole matrix, ascending, NOTHING behind them
     patterns: [room] int16, their bits
     starts: [ceil(rows of the whole matrix / 32) + 1] int32, the first exception of each 32 rows
@@ -87,16 +87,16 @@ class PlaneWeight(UpperPlanes, SplitWeight):
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
-    lower: torch.Tensor
+    low: torch.Tensor
     places: torch.Tensor
     patterns: torch.Tensor
     starts: torch.Tensor
     first: int = 0
 
-    def rows(self, first: int, end: int) -> PlaneWeight:
+    def rows(self, first: int, end: int) -> SplitBF16Weight:
         """StoredWeight.rows."""
         part = super().rows(first, end)
-        return replace(part, lower=self.lower[first:end], first=self.first + first)
+        return replace(part, low=self.low[first:end], first=self.first + first)
 
     @property
     def decoded_at_once(self) -> int:
@@ -111,60 +111,60 @@ class PlaneWeight(UpperPlanes, SplitWeight):
         """StoredWeight.lookup."""
         return decode_rows(self, index).to(dtype)
 
-    def small_batch_matmul(self) -> Callable[[torch.Tensor, PlaneWeight], torch.Tensor] | None:
+    def small_batch_matmul(self) -> Callable[[torch.Tensor, SplitBF16Weight], torch.Tensor] | None:
         """StoredWeight.small_batch_matmul. Without a kernel it would decode too."""
-        return plane_matmul if backend(self.device) == TRITON else None
+        return split_matmul if backend(self.device) == TRITON else None
 
     def joined(self) -> torch.Tensor:
         """SplitWeight.joined."""
         return decode(self)
 
     def write(self, matrix: torch.Tensor) -> None:
-        """SplitWeight.write. Raise PlanesError for more exceptions than there is room for."""
+        """SplitWeight.write. Raise SplitError for more exceptions than there is room for."""
         encode_into(matrix, self)
 
 
 def joined_at_once(device: torch.device) -> int:
-    """Numbers of a matrix whose planes are joined at a time, before they are multiplied."""
+    """Return how many numbers of a split matrix are joined at a time for a product."""
     by_kernel = device.type == "cuda" and backend(device) == TRITON
-    return limits.PLANES_AT_ONCE_ON_GPU if by_kernel else limits.DECODED_AT_ONCE
+    return limits.SPLIT_AT_ONCE_ON_GPU if by_kernel else limits.DECODED_AT_ONCE
 
 
 class _Coded(NamedTuple):
     """Some rows, coded. places: of their exceptions, int64, from the first of these rows on."""
 
-    upper: torch.Tensor
-    lower: torch.Tensor
+    high: torch.Tensor
+    low: torch.Tensor
     base: torch.Tensor
     places: torch.Tensor
     patterns: torch.Tensor
 
 
-def encode(matrix: torch.Tensor) -> PlaneWeight:
-    """Planes of a bfloat16 matrix [rows, columns], with the room that its exceptions take.
+def encode(matrix: torch.Tensor) -> SplitBF16Weight:
+    """SplitBF16 of a bfloat16 matrix [rows, columns], with the room that its exceptions take.
 
     Raises ValueError.
     """
     parts = [_code(part) for part in _slices(matrix)]
-    above = torch.tensor([0, *(part.upper.numel() for part in parts)]).cumsum(0).tolist()
+    above = torch.tensor([0, *(part.high.numel() for part in parts)]).cumsum(0).tolist()
     places = [part.places + before for part, before in zip(parts, above, strict=False)]
     listed = torch.cat(places).int()
     groups = -(-matrix.shape[0] // limits.ROWS_OF_A_START)
-    return PlaneWeight(
-        torch.cat([part.upper for part in parts]),
+    return SplitBF16Weight(
+        torch.cat([part.high for part in parts]),
         torch.cat([part.base for part in parts]),
-        torch.cat([part.lower for part in parts]),
+        torch.cat([part.low for part in parts]),
         listed,
         torch.cat([part.patterns for part in parts]),
         _starts(listed, groups + 1, matrix.shape[1]),
     )
 
 
-def encode_into(matrix: torch.Tensor, into: PlaneWeight) -> None:
+def encode_into(matrix: torch.Tensor, into: SplitBF16Weight) -> None:
     """Writes a bfloat16 matrix [rows, columns] into these rows of a larger one, wherever it lies.
 
     The rows of the larger one are written in ascending order: exceptions behind these are
-    forgotten. Raises ValueError, or PlanesError for more exceptions than there is room for.
+    forgotten. Raises ValueError, or SplitError for more exceptions than there is room for.
     """
     columns, row = matrix.shape[1], 0
     if matrix.shape != into.shape:
@@ -175,14 +175,14 @@ def encode_into(matrix: torch.Tensor, into: PlaneWeight) -> None:
     into.places[known:] = NOTHING
     for part in _slices(matrix):
         coded, end = _code(part), row + part.shape[0]
-        into.upper[row:end] = coded.upper
-        into.lower[row:end] = coded.lower
+        into.high[row:end] = coded.high
+        into.low[row:end] = coded.low
         into.base[row:end] = coded.base
         known_then = known + len(coded.places)
         if known_then > len(into.places):
-            raise PlanesError(
+            raise SplitError(
                 f"more than {len(into.places)} numbers of a matrix are far below the greatest of "
-                "their row, which is what planes have room for"
+                "their row, which is what the split format has room for"
             )
         into.places[known:known_then] = (coded.places + place).int()
         into.patterns[known:known_then] = coded.patterns
@@ -190,87 +190,87 @@ def encode_into(matrix: torch.Tensor, into: PlaneWeight) -> None:
     into.starts.copy_(_starts(into.places, len(into.starts), columns))
 
 
-def decode(weight: PlaneWeight) -> torch.Tensor:
+def decode(weight: SplitBF16Weight) -> torch.Tensor:
     """The matrix [rows, columns] in bfloat16. Raises ValueError."""
     _require("decode", weight)
-    return implementation("decode_planes", weight.device)(weight, None)
+    return implementation("decode_split", weight.device)(weight, None)
 
 
-def decode_rows(weight: PlaneWeight, index: torch.Tensor) -> torch.Tensor:
+def decode_rows(weight: SplitBF16Weight, index: torch.Tensor) -> torch.Tensor:
     """Rows of the matrix by index [n] int64: [n, columns] bfloat16. Raises ValueError."""
     _require("decode_rows", weight)
-    return implementation("decode_planes", weight.device)(weight, index)
+    return implementation("decode_split", weight.device)(weight, index)
 
 
-def plane_matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
+def split_matmul(x: torch.Tensor, weight: SplitBF16Weight) -> torch.Tensor:
     """x [rows, in] times the weight, transposed: [rows, out] in x's dtype, summed in float32.
 
     Meant for few rows, 1 to 64 or so, where the weight's bytes are what it takes.
     Raises ValueError.
     """
-    _require("plane_matmul", weight)
+    _require("split_matmul", weight)
     require(
-        "plane_matmul",
+        "split_matmul",
         x.dim() == 2
         and x.shape[0] > 0
         and x.shape[1] == weight.shape[1]
         and x.stride(1) == 1
         and x.device == weight.device,
         x=x,
-        upper=weight.upper,
+        high=weight.high,
     )
-    return implementation("plane_matmul", x.device)(x, weight)
+    return implementation("split_matmul", x.device)(x, weight)
 
 
-def check(weight: PlaneWeight) -> None:
-    """Raises PlanesError unless the exceptions of a whole matrix are those that its codes say, and
+def check(weight: SplitBF16Weight) -> None:
+    """Raises SplitError unless the exceptions of a whole matrix are those that its codes say, and
     begin where it says so.
     """
-    coded = (weight.upper == EXCEPTION).flatten().nonzero().squeeze(1)
+    coded = (weight.high == EXCEPTION).flatten().nonzero().squeeze(1)
     places = weight.places
     if (
         not torch.equal(places[: len(coded)].long(), coded)
         or (places[len(coded) :] < NOTHING).any()
         or not torch.equal(weight.starts, _starts(places, len(weight.starts), weight.shape[1]))
     ):
-        raise PlanesError(
+        raise SplitError(
             f"a list of {int((places != NOTHING).sum())} exceptions is not that of the "
             f"{len(coded)} numbers that are coded as such"
         )
 
 
-def reference_decode(weight: PlaneWeight, index: torch.Tensor | None) -> torch.Tensor:
-    upper, lower, base = weight.upper, weight.lower, weight.base
+def reference_decode(weight: SplitBF16Weight, index: torch.Tensor | None) -> torch.Tensor:
+    high, low, base = weight.high, weight.low, weight.base
     if index is None:
         index = torch.arange(weight.shape[0], device=weight.device)
     else:
-        upper, lower, base = upper[index], lower[index], base[index]
-    bits = upper_bits(upper, base.unsqueeze(1))
-    add_lower(bits, lower)
+        high, low, base = high[index], low[index], base[index]
+    bits = high_bits(high, base.unsqueeze(1))
+    add_low(bits, low)
     _put_exceptions(bits, weight, index)
     return bits.view(torch.bfloat16)
 
 
-def reference_matmul(x: torch.Tensor, weight: PlaneWeight) -> torch.Tensor:
+def reference_matmul(x: torch.Tensor, weight: SplitBF16Weight) -> torch.Tensor:
     return sliced_product(x, weight.shape[0], ((i, decode(part)) for i, part in weight.slices()))
 
 
-def _require(kernel: str, weight: PlaneWeight) -> None:
+def _require(kernel: str, weight: SplitBF16Weight) -> None:
     rows, columns = weight.shape
-    numbers, listed = (weight.upper, weight.lower, weight.base), (weight.places, weight.starts)
+    numbers, listed = (weight.high, weight.low, weight.base), (weight.places, weight.starts)
     tensors = (*numbers, *listed, weight.patterns)
     kinds = [torch.uint8] * 3 + [torch.int32] * 2 + [torch.int16]
     require(
         kernel,
         columns % 2 == 0
-        and weight.lower.shape == (rows, columns // 2)
+        and weight.low.shape == (rows, columns // 2)
         and weight.base.shape == (rows,)
         and weight.places.shape == weight.patterns.shape
         and (weight.first + rows - 1) // limits.ROWS_OF_A_START + 1 < len(weight.starts)
         and [part.dtype for part in tensors] == kinds
         and all(part.is_contiguous() and part.device == weight.device for part in tensors),
-        upper=weight.upper,
-        lower=weight.lower,
+        high=weight.high,
+        low=weight.low,
         base=weight.base,
         places=weight.places,
         patterns=weight.patterns,
@@ -293,10 +293,10 @@ def _slices(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _code(matrix: torch.Tensor) -> _Coded:
     bits = matrix.contiguous().view(torch.int16)
     base = base_of(bits, 1)
-    upper, outside = upper_codes(bits, base)
+    high, outside = high_codes(bits, base)
     return _Coded(
-        upper,
-        lower_codes(bits),
+        high,
+        low_codes(bits),
         base.squeeze(1).to(torch.uint8),
         outside.flatten().nonzero().squeeze(1),
         bits[outside],
@@ -304,14 +304,14 @@ def _code(matrix: torch.Tensor) -> _Coded:
 
 
 def _starts(places: torch.Tensor, count: int, columns: int) -> torch.Tensor:
-    """PlaneWeight.starts, `count` of them, by where exceptions are."""
+    """SplitBF16Weight.starts, `count` of them, by where exceptions are."""
     rows = torch.arange(count, device=places.device) * limits.ROWS_OF_A_START
     # Behind the last row all exceptions have begun.
     wanted = (rows * columns).clamp_(max=NOTHING).int()
     return torch.searchsorted(places, wanted, out_int32=True)
 
 
-def _put_exceptions(bits: torch.Tensor, weight: PlaneWeight, index: torch.Tensor) -> None:
+def _put_exceptions(bits: torch.Tensor, weight: SplitBF16Weight, index: torch.Tensor) -> None:
     """Writes what is in the list for some rows. A damaged list cannot make it write elsewhere."""
     columns = bits.shape[1]
     rows = (index + weight.first) * columns

@@ -1,4 +1,4 @@
-"""KV in planes: bitwise what dense blocks of bfloat16 give, in three quarters of the bytes."""
+"""KV split: bitwise what dense blocks of bfloat16 give, in three quarters of the bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers import BLOCK, PLACEMENTS, placed, random_ids
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.decoder import Ask
-from triforce_kernels.kv import kv_planes
+from triforce_kernels.kv import split_kv
 from triforce_offload.errors import UsageError
 from triforce_offload.homes import DenseHome
 from triforce_offload.kv.store import KVStore
@@ -27,18 +27,18 @@ def engine(path: Path, kv: str, **options: object) -> Engine:
 
 
 def with_slots(placement: Placement) -> Placement:
-    """A block that planes have no room for streams, at every placement."""
+    """A block that cannot be split streams, at every placement."""
     return placement.with_slots()
 
 
 @pytest.fixture(params=["as they are", "some without room"])
 def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Also where every third block has more exceptions than its planes take."""
+    """Also where every third block has more exceptions than the split format takes."""
     if request.param != "as they are":
         calls = iter(range(10**9))
-        encode = kv_planes.encode_block
+        encode = split_kv.encode_block
 
-        def some(keys_values: torch.Tensor, into: kv_planes.KVPlanes) -> bool:
+        def some(keys_values: torch.Tensor, into: split_kv.SplitKV) -> bool:
             return encode(keys_values, into) and next(calls) % 3 != 1
 
         monkeypatch.setattr("triforce_offload.kv.block_format.encode_block", some)
@@ -51,7 +51,7 @@ def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 def test_logits_are_bitwise_those_of_dense_kv(tiny, room, family: str, placement: str) -> None:
     path, _ = tiny(family)
     logits = []
-    for kv in ("dense", "planes"):
+    for kv in ("dense", "split"):
         where = with_slots(PLACEMENTS[placement])
         options = {"method": "speculative", "draft_tokens": 4, "placement": where}
         with engine(path, kv, **options) as running:
@@ -61,9 +61,9 @@ def test_logits_are_bitwise_those_of_dense_kv(tiny, room, family: str, placement
             several = context.run(Ask(torch.tensor([7, 8, 9])))
             context.close()
         logits.append(torch.cat((read, *fed, several)))
-    dense, planes = logits
+    dense, split = logits
     assert dense.std() > 1e-3, "it would be no test"
-    assert torch.equal(planes, dense)
+    assert torch.equal(split, dense)
 
 
 @pytest.mark.one_in(8)
@@ -75,7 +75,7 @@ def test_texts_are_the_same_at_every_placement(tiny, room, placement: str) -> No
     options = placed(placement, {"budget": 32, "accept": "coupled", "draft_tokens": 4})
     options["placement"] = with_slots(options["placement"])
     texts = []
-    for kv in ("dense", "planes"):
+    for kv in ("dense", "split"):
         with engine(path, kv, **options) as running:
             result = running.generate(PROMPT, params)
             again = running.generate([*PROMPT[:50], 3, 4, 5], params)
@@ -98,7 +98,7 @@ def test_blocks_without_room_are_dense_ones_that_stream(tiny, monkeypatch) -> No
     monkeypatch.setattr(KVStore, "close", closing)
     monkeypatch.setattr("triforce_offload.kv.block_format.encode_block", lambda *_: False)
     where = with_slots(PLACEMENTS["resident"])
-    with engine(path, "planes", method="autoregressive", placement=where) as running:
+    with engine(path, "split", method="autoregressive", placement=where) as running:
         result = running.generate(PROMPT, SamplingParams(8, temperature=0))
     assert homes
     assert all(isinstance(home, DenseHome) for layer in homes for home in layer)
@@ -110,7 +110,7 @@ def test_blocks_without_room_are_dense_ones_that_stream(tiny, monkeypatch) -> No
 def test_three_quarters_cross_the_link_and_lie_on_the_host(tiny) -> None:
     path, _ = tiny("llama-mha")
     found = []
-    for kv in ("dense", "planes"):
+    for kv in ("dense", "split"):
         options = {"method": "autoregressive", "placement": PLACEMENTS["kv"], "max_context": 512}
         with Engine.from_pretrained(
             path, kv=kv, dtype="bfloat16", device="cpu", block_tokens=128, **options
@@ -121,9 +121,9 @@ def test_three_quarters_cross_the_link_and_lie_on_the_host(tiny) -> None:
         found.append((stats["link"]["bytes_to_device"], taken))
         bits = stats["bits_per_number"]["kv"]
         assert bits["stored"] == bits["link"]
-    for dense, planes in zip(*found, strict=True):
+    for dense, split in zip(*found, strict=True):
         assert dense
-        assert planes < 0.77 * dense
+        assert split < 0.77 * dense
     assert bits["stored"] < 12.3, "blocks of 128 tokens, whose bases take 8 / 128 bits"
 
 
@@ -135,33 +135,33 @@ def test_auto_keeps_dense_blocks_on_a_cpu(tiny) -> None:
 
 def test_a_plan_keeps_what_it_was_made_with(tiny, tmp_path) -> None:
     path, _ = tiny("llama")
-    with engine(path, "planes", placement=PLACEMENTS["kv"]) as running:
+    with engine(path, "split", placement=PLACEMENTS["kv"]) as running:
         running.plan.write(tmp_path / "plan.json")
-    assert json.loads((tmp_path / "plan.json").read_text())["kv"] == "planes"
+    assert json.loads((tmp_path / "plan.json").read_text())["kv"] == "split"
     with Engine.from_pretrained(
         path, device="cpu", dtype="bfloat16", plan=tmp_path / "plan.json"
     ) as running:
-        assert running.plan.kv == "planes"
-        assert running.runtime.demand.kv.in_planes
+        assert running.plan.kv == "split"
+        assert running.runtime.demand.kv.split
 
 
-def test_what_cannot_be_in_planes_is_refused(tiny) -> None:
+def test_what_cannot_be_split_is_refused(tiny) -> None:
     path, _ = tiny("llama")
-    with pytest.raises(UsageError, match="planes hold bfloat16, and KV is in float32 here"):
-        engine(path, "planes", dtype="float32")
-    with pytest.raises(UsageError, match="kv 'halves' is not one of auto, dense, planes"):
+    with pytest.raises(UsageError, match="only bfloat16 can be split, and KV is in float32 here"):
+        engine(path, "split", dtype="float32")
+    with pytest.raises(UsageError, match="kv 'halves' is not one of auto, dense, split"):
         engine(path, "halves")
     with pytest.raises(UsageError, match="needs KV slots"):
-        engine(path, "planes", placement=PLACEMENTS["resident"])
+        engine(path, "split", placement=PLACEMENTS["resident"])
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("kv", ["dense", "planes"])
+@pytest.mark.parametrize("kv", ["dense", "split"])
 @pytest.mark.parametrize("placement", ["kv", "kv-in-part", "kv-lent"])
 def test_chunks_that_are_read_where_they_lie_are_the_same(
     tiny, monkeypatch, room, kv: str, placement: str
 ) -> None:
-    """As a GPU reads registered memory; where some block has no planes the host collects."""
+    """As a GPU reads registered memory; where some block could not be split the host collects."""
     path, _ = tiny("llama")
     options = {"draft": "none", "budget": 64, "draft_tokens": 4, "accept": "coupled"}
     options["placement"] = with_slots(PLACEMENTS[placement])

@@ -1,4 +1,4 @@
-"""P1 of KV: a block in planes is the block, to the last bit, or is refused."""
+"""P1 of KV: a block split is the block, to the last bit, or is refused."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 from exactness import DEVICE
 
 from triforce_kernels.dispatch import REFERENCE
-from triforce_kernels.kv.gather_planes import PlaneChunkSource, gather_plane_chunks
-from triforce_kernels.kv.kv_planes import KVPlanes, decode_blocks, decode_chunks, encode_block
-from triforce_offload.kv.block_format import PlaneBlocks
-from triforce_offload.kv.shape import KVShape, PlaneBlockLayout
+from triforce_kernels.kv.gather_split import SplitChunkSource, gather_split_chunks
+from triforce_kernels.kv.split_kv import SplitKV, decode_blocks, decode_chunks, encode_block
+from triforce_offload.kv.block_format import SplitBlocks
+from triforce_offload.kv.shape import KVShape, SplitBlockLayout
 
 HEADS, TOKENS, HEAD_DIM = 4, 40, 16
 ROOM = 32
@@ -18,16 +18,16 @@ ROOM = 32
 
 def stored(
     heads: int = HEADS, tokens: int = TOKENS, head_dim: int = HEAD_DIM, blocks: int = 1
-) -> tuple[torch.Tensor, PlaneBlockLayout]:
+) -> tuple[torch.Tensor, SplitBlockLayout]:
     """Blocks side by side that hold anything, flat."""
-    at = PlaneBlockLayout.of(heads, tokens, head_dim)
+    at = SplitBlockLayout.of(heads, tokens, head_dim)
     return torch.full((blocks, at.nbytes + 256), 0x5A, dtype=torch.uint8, device=DEVICE), at
 
 
-def planes(heads: int = HEADS, tokens: int = TOKENS, head_dim: int = HEAD_DIM) -> KVPlanes:
+def empty_split(heads: int = HEADS, tokens: int = TOKENS, head_dim: int = HEAD_DIM) -> SplitKV:
     """Of what holds anything."""
     blocks, at = stored(heads, tokens, head_dim)
-    return KVPlanes.of(blocks[0], at)
+    return SplitKV.of(blocks[0], at)
 
 
 def normal(heads: int = HEADS, tokens: int = TOKENS, head_dim: int = HEAD_DIM) -> torch.Tensor:
@@ -36,7 +36,7 @@ def normal(heads: int = HEADS, tokens: int = TOKENS, head_dim: int = HEAD_DIM) -
 
 
 def of_each_kind() -> torch.Tensor:
-    """Numbers that planes list, of each kind, and the first number of the block among them."""
+    """Exceptions of each kind, the first number of the block among them."""
     block = normal()
     block[0, 0, 0] = block[3, 39, 15] = 1e-30
     block[0, 1, 2], block[1, 5, 8] = torch.inf, -torch.inf
@@ -82,7 +82,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def test_every_block_comes_back_to_the_last_bit(backend, name: str) -> None:
     block = BLOCKS[name]()
     blocks, at = stored(*block.shape)
-    assert encode_block(block, KVPlanes.of(blocks[0], at))
+    assert encode_block(block, SplitKV.of(blocks[0], at))
     found = torch.empty_like(block)
     decode_blocks(blocks, at, found[None])
     assert same(found, block)
@@ -98,12 +98,12 @@ def test_blocks_that_lie_side_by_side_are_decoded_by_the_launches_of_one(
     backend, monkeypatch
 ) -> None:
     kinds = [of_each_kind(), normal(), torch.zeros_like(normal()), normal().flip(1), normal() * 3]
-    shape = KVShape(1, HEADS // 2, HEAD_DIM, TOKENS, torch.bfloat16, in_planes=True)
+    shape = KVShape(1, HEADS // 2, HEAD_DIM, TOKENS, torch.bfloat16, split=True)
     scratch = torch.empty(2 * shape.dense_block_bytes + 8, dtype=torch.uint8, device=DEVICE)
-    coder = PlaneBlocks(shape, scratch)
+    coder = SplitBlocks(shape, scratch)
     blocks, at = stored(blocks=len(kinds))
     for block, kind in zip(blocks, kinds, strict=True):
-        assert encode_block(kind, KVPlanes.of(block, at))
+        assert encode_block(kind, SplitKV.of(block, at))
     decoded: list[int] = []
     decode = decode_blocks
 
@@ -125,7 +125,7 @@ def test_every_pattern_of_a_finite_number_comes_back(backend, head: int) -> None
     block = block.where(block.isfinite(), 1.0)
     # An exponent and a sign in each channel: all of it has codes, but for what is subnormal.
     blocks, at = stored(*block.shape)
-    if encode_block(block, KVPlanes.of(blocks[0], at)):
+    if encode_block(block, SplitKV.of(blocks[0], at)):
         found = torch.empty_like(block)
         decode_blocks(blocks, at, found[None])
         assert same(found, block)
@@ -140,7 +140,7 @@ def test_a_block_with_more_exceptions_than_room_is_refused(backend, more: int) -
     block[block.abs() < 0.01] = 0.01
     block.view(-1)[torch.arange(ROOM + more) * 7 + 1] *= 2.0**-40
     blocks, at = stored()
-    assert encode_block(block, KVPlanes.of(blocks[0], at)) == (more == 0)
+    assert encode_block(block, SplitKV.of(blocks[0], at)) == (more == 0)
     if not more:
         found = torch.empty_like(block)
         decode_blocks(blocks, at, found[None])
@@ -152,7 +152,7 @@ def test_exceptions_of_every_slice_are_put_where_they_belong(monkeypatch) -> Non
     monkeypatch.setattr("triforce_kernels.limits.KV_CODED_AT_ONCE", 2 * TOKENS * HEAD_DIM)
     block = of_each_kind()
     blocks, at = stored()
-    assert encode_block(block, KVPlanes.of(blocks[0], at))
+    assert encode_block(block, SplitKV.of(blocks[0], at))
     found = torch.empty_like(block)
     decode_blocks(blocks, at, found[None])
     assert same(found, block)
@@ -160,7 +160,7 @@ def test_exceptions_of_every_slice_are_put_where_they_belong(monkeypatch) -> Non
 
 def test_chunks_are_the_numbers_but_for_exceptions() -> None:
     block = of_each_kind()
-    coded = planes()
+    coded = empty_split()
     assert encode_block(block, coded)
     heads = torch.tensor([1, 0, 1], device=DEVICE)
     chunks = torch.tensor([4, 0, 1], device=DEVICE)
@@ -180,12 +180,12 @@ def test_chunks_are_gathered_from_blocks_and_from_the_tail(
     backend, head_dim: int, chunk: int
 ) -> None:
     layers, kv_heads, blocks, tokens, tail_tokens, slots = 2, 2, 2, 40, 80, 5
-    shape = KVShape(layers, kv_heads, head_dim, tokens, torch.bfloat16, in_planes=True)
+    shape = KVShape(layers, kv_heads, head_dim, tokens, torch.bfloat16, split=True)
     made = normal(2 * kv_heads, layers * (blocks * tokens + tail_tokens), head_dim).cpu()
     # Without exceptions, which chunks come without.
     made = made.where(made.abs() > 0.01, 0.5)
     texts = made.view(2, kv_heads, layers, -1, head_dim).unbind(2)
-    stored = PlaneBlocks(shape, torch.empty(shape.scratch_bytes, dtype=torch.uint8))
+    stored = SplitBlocks(shape, torch.empty(shape.scratch_bytes, dtype=torch.uint8))
     kept: list[list[torch.Tensor]] = []
     for text in texts:
         parts = [torch.empty(shape.block_bytes, dtype=torch.uint8) for _ in range(blocks)]
@@ -206,11 +206,11 @@ def test_chunks_are_gathered_from_blocks_and_from_the_tail(
         expected[layer, :, head, there] = texts[layer][:, head, first : first + chunk]
     device = torch.device("cpu") if backend == REFERENCE else DEVICE
     rows = rows.to(device)
-    at = shape.planes
-    gather_plane_chunks(
+    at = shape.parts
+    gather_split_chunks(
         moves.to(device),
-        PlaneChunkSource(
-            torch.tensor(table, device=device), tokens, tail_tokens, at.upper, at.lower, at.base
+        SplitChunkSource(
+            torch.tensor(table, device=device), tokens, tail_tokens, at.high, at.low, at.base
         ),
         rows[:, :, :, : slots * chunk].unflatten(3, (slots, chunk)),
     )
@@ -222,14 +222,14 @@ def test_chunks_are_gathered_from_blocks_and_from_the_tail(
     [(8, 128, 4096), (3, 64, 512), (32, 128, 1024), (1, 64, 1024)],
 )
 def test_a_block_takes_twelve_bits_and_a_tenth(kv_heads: int, head_dim: int, tokens: int) -> None:
-    shape = KVShape(1, kv_heads, head_dim, tokens, torch.bfloat16, in_planes=True)
+    shape = KVShape(1, kv_heads, head_dim, tokens, torch.bfloat16, split=True)
     assert 12 < shape.bits_per_number <= 12.1
     assert shape.slot_bytes == shape.dense_block_bytes == 16 / 8 * shape.numbers
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ValueError, match="encode_block"):
-        encode_block(normal().float(), planes())
+        encode_block(normal().float(), empty_split())
     blocks, at = stored()
     for into in (normal()[None, :, :, ::2], normal()[None].float(), normal()):
         with pytest.raises(ValueError, match="decode_blocks"):
@@ -237,6 +237,6 @@ def test_what_does_not_fit_together_is_refused() -> None:
     with pytest.raises(ValueError, match="decode_blocks"):
         decode_blocks(blocks[:, : at.nbytes - 1], at, normal()[None])
     with pytest.raises(ValueError, match="encode_block"):
-        encode_block(normal(HEADS, TOKENS + 1), planes())
+        encode_block(normal(HEADS, TOKENS + 1), empty_split())
     with pytest.raises(ValueError, match="decode_chunks"):
-        decode_chunks(planes(), torch.tensor([0]), torch.tensor([0]), 7)
+        decode_chunks(empty_split(), torch.tensor([0]), torch.tensor([0]), 7)

@@ -1,4 +1,4 @@
-"""Substitutes: layers in 4 bits on the device, for what drafts while the exact ones stream."""
+"""Int4Copies: layers in 4 bits on the device, for what drafts while the exact ones stream."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from triforce_offload.memory.device import DeviceMemory
 RECIPE = "int4-1"
 
 
-class Substitutes:
+class Int4Copies:
     """Copies of some layers, each a flat buffer on the device.
 
-    Exact and substituted tensors of a layer have the same names; matrices are Int4Weights here, as
+    Exact tensors of a layer and their copies have the same names; matrices are Int4Weights here, as
     far as the layout says so, everything else is as it was.
 
     views: by layer
@@ -43,9 +43,9 @@ class Substitutes:
         self._cache = cache
         # One at a time: what is quantised takes memory while it is.
         self._quantising = threading.Lock()
-        self._allocation = memory.allocate(len(layers) * layout.nbytes, "substitutes")
+        self._allocation = memory.allocate(len(layers) * layout.nbytes, "int4 draft copies")
         try:
-            self._decoding = memory.reserve(decoding_bytes, "substitutes' workspace")
+            self._decoding = memory.reserve(decoding_bytes, "workspace of int4 draft copies")
         except BaseException:
             memory.free(self._allocation)
             raise
@@ -54,11 +54,11 @@ class Substitutes:
         self.views = {layer: layout.views(buffer) for layer, buffer in self._buffers.items()}
 
     def restore(self, layer: int) -> bool:
-        """Fills the substitute of a layer from the cache; says whether it was there."""
+        """Fill the copy of a layer from the cache. Return whether it was there."""
         return self._cache is not None and self._cache.read(layer, self._buffers[layer])
 
     def make(self, layer: int, exact: Views) -> None:
-        """Fills the substitute of a layer from the exact tensors, wherever these are, and keeps it.
+        """Fill the copy of a layer from the exact tensors, wherever these are, and cache it.
         Threads may call it for different layers.
         """
         buffer = self._buffers[layer]

@@ -1,4 +1,4 @@
-"""Weights of float16 in two byte planes: bitwise what dense ones give, at every placement."""
+"""Weights of float16 in two byte split: bitwise what dense ones give, at every placement."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.context import Context
 from triforce_core.decoding.decoder import Ask
 from triforce_core.model.shapes import read_shape
-from triforce_core.model.tensors import dense_layouts, plane_layouts
+from triforce_core.model.tensors import dense_layouts, split_layouts
 from triforce_offload.formats import Dtype
 from triforce_offload.placement import Placement
 
 PROMPT, GREEDY = random_ids(75), SamplingParams(24, temperature=0)
-HALVED = Placement((0, 1, 2), True, 10**6, 2, 0, 0, halved_layers=(0, 1, 2))
+HALVED = Placement((0, 1, 2), True, 10**6, 2, 0, 0, split_layers=(0, 1, 2))
 
 
 def engine(path: Path, weights: str, **options: object) -> Engine:
@@ -30,7 +30,7 @@ def engine(path: Path, weights: str, **options: object) -> Engine:
 def test_logits_are_bitwise_those_of_dense_weights(tiny, family: str, placement: str) -> None:
     path, _ = tiny(family)
     logits = []
-    for weights in ("dense", "planes"):
+    for weights in ("dense", "split"):
         where = HALVED if placement == "halved" else PLACEMENTS[placement]
         if weights == "dense" and placement == "halved":
             where = PLACEMENTS["weights"]
@@ -42,9 +42,9 @@ def test_logits_are_bitwise_those_of_dense_weights(tiny, family: str, placement:
             several = context.run(Ask(torch.tensor([7, 8, 9])))
             context.close()
         logits.append(torch.cat((read, one, several)))
-    dense, planes = logits
+    dense, split = logits
     assert dense.std() > 1e-3, "it would be no test"
-    assert torch.equal(planes, dense)
+    assert torch.equal(split, dense)
 
 
 @pytest.mark.one_in(3)
@@ -54,11 +54,11 @@ def test_texts_are_the_same_at_every_placement(tiny, placement: str) -> None:
     params = SamplingParams(24, temperature=0.8, top_p=0.9, seed=3)
     options = {"budget": 32, "accept": "coupled", "draft_tokens": 4, "draft_weights": "auto"}
     texts = []
-    for weights in ("dense", "planes"):
+    for weights in ("dense", "split"):
         own = dict(options)
         if placement != "halved":
             own = placed(placement, own)
-        elif weights == "planes":
+        elif weights == "split":
             own |= {"placement": HALVED}
         with engine(path, weights, **own) as running:
             result = running.generate(PROMPT, params)
@@ -76,13 +76,13 @@ def test_half_of_a_pass_streams_and_half_of_a_number_drafts(tmp_path) -> None:
         expected = plain.generate(PROMPT, GREEDY)
     less = expected.stats["memory"]["device_peak_bytes"] - int(0.3 * dense_bytes)
     options = {"draft": "none", "draft_tokens": 4, "budget": 32, "device_memory": less}
-    with engine(tmp_path, "planes", **options) as running:
+    with engine(tmp_path, "split", **options) as running:
         placement = running.runtime.placement
         stats = running.generate(PROMPT, GREEDY).stats
-    assert placement.halved_layers == placement.streamed_layers
-    assert len(placement.halved_layers) > 0
+    assert placement.split_layers == placement.streamed_layers
+    assert len(placement.split_layers) > 0
     assert stats["levels"] == ["retrieval", "target"]
-    streamed = len(placement.halved_layers) / 24
+    streamed = len(placement.split_layers) / 24
     assert stats["link"]["bytes_to_device"] / stats["passes"] <= 0.51 * streamed * dense_bytes
     bits = stats["bits_per_number"]["weights"]
     # Vectors, and what fills up rows of 256 bytes.
@@ -91,7 +91,7 @@ def test_half_of_a_pass_streams_and_half_of_a_number_drafts(tmp_path) -> None:
 
 def test_a_model_takes_what_it_took() -> None:
     config, dtype = read_shape("llama2-7b"), Dtype("float16", 2)
-    dense, planes = dense_layouts(config, dtype), plane_layouts(config, dtype)
-    assert planes.in_planes
-    assert planes.nbytes == dense.nbytes
-    assert planes.layers[0].lower_bytes == pytest.approx(dense.layers[0].nbytes / 2, rel=0.001)
+    dense, split = dense_layouts(config, dtype), split_layouts(config, dtype)
+    assert split.split
+    assert split.nbytes == dense.nbytes
+    assert split.layers[0].low_bytes == pytest.approx(dense.layers[0].nbytes / 2, rel=0.001)

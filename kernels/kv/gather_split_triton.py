@@ -1,4 +1,4 @@
-"""`gather_planes` on a GPU: one program for a slot of a KV head of a layer."""
+"""`gather_split` on a GPU: one program for a slot of a KV head of a layer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from triforce_kernels.kv.gather_planes import PlaneChunkSource
-from triforce_kernels.weights.planes_triton import floor_of, number_bits
+from triforce_kernels.kv.gather_split import SplitChunkSource
+from triforce_kernels.weights.split_bf16_triton import floor_of, number_bits
 
 # Tokens that a program has on their way at once.
 _TOKENS = 16
@@ -19,9 +19,9 @@ _ALIGNED = 16
 
 
 @triton.jit(do_not_specialize=["slots", "blocks", "per_block", "tail_tokens"])
-def _gather_planes_kernel(
+def _gather_split_kernel(
     moves, addresses, target, t_layer, t_half, t_head,
-    kv_heads, slots, blocks, per_block, block_tokens, tail_tokens, upper, lower, base,
+    kv_heads, slots, blocks, per_block, block_tokens, tail_tokens, high_part, low_part, base,
     CHUNK: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
@@ -51,10 +51,10 @@ def _gather_planes_kernel(
                     memory = address.to(tl.pointer_type(tl.uint8))
                     at = (row * block_tokens + start + token)[:, None]
                     # Addresses out of a table: nothing else says how they are aligned.
-                    low = memory + lower + at * HALF + channel[None, :]
+                    low = memory + low_part + at * HALF + channel[None, :]
                     low = tl.multiple_of(low, (1, ALIGNED))
                     low = tl.load(low, mask=real, other=0).to(tl.int32)
-                    high = memory + upper + at * (2 * HALF) + channel[None, :]
+                    high = memory + high_part + at * (2 * HALF) + channel[None, :]
                     high = tl.multiple_of(high, (1, ALIGNED))
                     bases = tl.multiple_of(memory + base + row * (2 * HALF) + channel, ALIGNED)
                     floor = floor_of(tl.load(bases, mask=channel < HALF, other=0))
@@ -67,16 +67,16 @@ def _gather_planes_kernel(
                     tl.store(there + HALF, bits.to(tl.int16), mask=real)
 
 
-def gather(moves: torch.Tensor, source: PlaneChunkSource, target: torch.Tensor) -> None:
-    """`gather_planes.gather_plane_chunks`."""
+def gather(moves: torch.Tensor, source: SplitChunkSource, target: torch.Tensor) -> None:
+    """`gather_split.gather_split_chunks`."""
     layers, _, kv_heads, slots, chunk, head_dim = target.shape
     numbers = target.view(torch.int16)
     width = triton.next_power_of_2(head_dim // 2)
     tokens = min(_TOKENS, triton.next_power_of_2(chunk))
-    _gather_planes_kernel[(layers, kv_heads, slots)](
+    _gather_split_kernel[(layers, kv_heads, slots)](
         moves, source.addresses, numbers, *numbers.stride()[:3],
         kv_heads, slots, source.addresses.shape[1] - 1, source.block_tokens // chunk,
-        source.block_tokens, source.tail_tokens, source.upper, source.lower, source.base,
+        source.block_tokens, source.tail_tokens, source.high, source.low, source.base,
         CHUNK=chunk, HALF=head_dim // 2, WIDTH=width, TOKENS=tokens,
         ALIGNED=math.gcd(head_dim // 2, _ALIGNED),
         # No more threads than read whole words: what crosses the link crosses in few requests.

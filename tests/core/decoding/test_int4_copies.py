@@ -27,9 +27,9 @@ from triforce_offload.checkpoint.layer_cache import LayerCache
 from triforce_offload.errors import UsageError
 from triforce_offload.files import cache_directory
 from triforce_offload.formats import Dense, Groups
+from triforce_offload.int4_copies import Int4Copies
 from triforce_offload.layouts import FlatLayout
 from triforce_offload.memory.device import DeviceMemory
-from triforce_offload.substitutes import Substitutes
 
 PROMPT, NEW = random_ids(75), 40
 GREEDY = SamplingParams(NEW, temperature=0)
@@ -63,8 +63,8 @@ def test_the_text_is_that_of_exact_weights(tiny, family: str) -> None:
     with engine(path, method="autoregressive") as plain:
         expected = plain.generate(PROMPT, GREEDY).token_ids
     for count, options in (
-        (3, {"placement": PLACEMENTS["substituted"]}),
-        (2, {"placement": PLACEMENTS["substituted-in-part"]}),
+        (3, {"placement": PLACEMENTS["int4"]}),
+        (2, {"placement": PLACEMENTS["int4-in-part"]}),
         (3, {"placement": PLACEMENTS["kv"], "draft_weights": "int4"}),
     ):
         with engine(path, **options) as drafting:
@@ -73,7 +73,7 @@ def test_the_text_is_that_of_exact_weights(tiny, family: str) -> None:
         assert result.token_ids == expected
         assert result.stats["levels"] == ["ngram", "retrieval", "target"]
         assert result.stats["draft_tokens"]["mean"] > 1
-        assert result.stats["placement"]["substituted_layers"] == count
+        assert result.stats["placement"]["int4_layers"] == count
         assert f"retrieval budget 32 with {count} layers in 4 bits" in line
 
 
@@ -83,7 +83,7 @@ def test_exact_layers_draft_better_than_those_in_4_bits(tmp_path, dtype: str) ->
     path = tmp_path / "model"
     make_model("llama", path, initializer_range=0.15, hidden_size=128, intermediate_size=256)
     held = {}
-    for name, weights in (("kv", "exact"), ("substituted-in-part", "auto"), ("kv", "int4")):
+    for name, weights in (("kv", "exact"), ("int4-in-part", "auto"), ("kv", "int4")):
         options = {"placement": PLACEMENTS[name], "draft_weights": weights, "draft": "none"}
         with engine(path, dtype=dtype, budget=112, **options) as drafting:
             params = SamplingParams(NEW, temperature=1.0, seed=3)
@@ -115,7 +115,7 @@ def test_less_memory_than_the_weights_take_still_drafts_from_the_device(tmp_path
         seen.append((len(placement.streamed_layers), drafts))
         assert result.stats["memory"]["device_peak_bytes"] <= memory
         if drafts:
-            assert placement.substituted_layers == placement.streamed_layers
+            assert placement.int4_layers == placement.streamed_layers
     assert len(texts) == 1
     assert any(streamed and drafts for streamed, drafts in seen)
     first = seen.index(next(each for each in seen if each[1]))
@@ -132,7 +132,7 @@ def test_every_slice_of_a_copy_is_made_of_its_own_rows(monkeypatch) -> None:
     layout = FlatLayout.of(
         {"matrix": Groups(10, 128, 64, torch.float32), "norm": Dense((10,), torch.float32)}
     )
-    copies = Substitutes(layout, [2], DeviceMemory(torch.device("cpu"), None))
+    copies = Int4Copies(layout, [2], DeviceMemory(torch.device("cpu"), None))
     copies.make(2, {"matrix": exact, "norm": exact[:, 0]})
     found, expected = copies.views[2]["matrix"], quantise(exact, 64)
     assert torch.equal(found.packed, expected.packed)
@@ -143,7 +143,7 @@ def test_every_slice_of_a_copy_is_made_of_its_own_rows(monkeypatch) -> None:
 
 def test_exact_weights_alone_may_be_asked_for(tiny) -> None:
     path, _ = tiny("llama")
-    options = {"placement": PLACEMENTS["substituted"], "draft_weights": "exact"}
+    options = {"placement": PLACEMENTS["int4"], "draft_weights": "exact"}
     with engine(path, budget=None, **options) as drafting:
         assert drafting.generate(PROMPT, GREEDY).stats["levels"] == ["ngram", "target"]
         assert "no retrieval model, since weights stream" in drafting.plan_line
@@ -155,12 +155,12 @@ def test_exact_weights_alone_may_be_asked_for(tiny) -> None:
 
 def test_dropping_the_level_gives_its_weights_back(tiny) -> None:
     path, _ = tiny("llama")
-    with engine(path, placement=PLACEMENTS["substituted"]) as drafting:
+    with engine(path, placement=PLACEMENTS["int4"]) as drafting:
         drafting.generate(PROMPT, GREEDY)
         purposes = drafting.runtime.memory.by_purpose()
-        assert purposes["substitutes"] == 3 * drafting.runtime.demand.substitute_bytes
+        assert purposes["int4 draft copies"] == 3 * drafting.runtime.demand.int4_bytes
         drafting._contexts.latest.levels.drop_retrieval()
-        assert "substitutes" not in drafting.runtime.memory.by_purpose()
+        assert "int4 draft copies" not in drafting.runtime.memory.by_purpose()
 
 
 def test_what_was_made_is_read_again(tmp_path, kept, monkeypatch) -> None:
@@ -172,11 +172,11 @@ def test_what_was_made_is_read_again(tmp_path, kept, monkeypatch) -> None:
         made.append(into)
         original(exact, into)
 
-    from triforce_offload import substitutes
+    from triforce_offload import int4_copies
 
-    original = substitutes._quantise_into
-    monkeypatch.setattr(substitutes, "_quantise_into", counting)
-    options = {"placement": PLACEMENTS["substituted"], "draft_tokens": 4, "accept": "coupled"}
+    original = int4_copies._quantise_into
+    monkeypatch.setattr(int4_copies, "_quantise_into", counting)
+    options = {"placement": PLACEMENTS["int4"], "draft_tokens": 4, "accept": "coupled"}
     lengths = []
     for _ in range(2):
         with engine(path, **options) as drafting:
@@ -203,7 +203,7 @@ def test_what_was_made_is_read_again(tmp_path, kept, monkeypatch) -> None:
 def test_a_damaged_cache_counts_for_nothing(tmp_path, kept, damage: str) -> None:
     path = tmp_path / "model"
     make_model("llama", path)
-    options = {"placement": PLACEMENTS["substituted"]}
+    options = {"placement": PLACEMENTS["int4"]}
     with engine(path, **options) as drafting:
         expected = drafting.generate(PROMPT, GREEDY).stats["acceptance"]
     (directory,) = kept.iterdir()
@@ -225,7 +225,7 @@ def test_a_damaged_cache_counts_for_nothing(tmp_path, kept, damage: str) -> None
 def test_a_cache_that_cannot_be_written_warns_once(tmp_path, kept, monkeypatch, fault: str) -> None:
     path = tmp_path / "model"
     make_model("llama", path)
-    options = {"placement": PLACEMENTS["substituted"]}
+    options = {"placement": PLACEMENTS["int4"]}
     with engine(path, method="autoregressive") as plain:
         expected = plain.generate(PROMPT, GREEDY).token_ids
     if fault == "full":

@@ -1,6 +1,6 @@
-"""Bringing chosen chunks to their slots from blocks in planes, wherever they lie.
+"""Bringing chosen chunks to their slots from blocks split, wherever they lie.
 
-See `gather`: the same for blocks that `kv_planes` coded. Exceptions of a block are read as zeros,
+See `gather`: the same for blocks that `split_kv` coded. Exceptions of a block are read as zeros,
 or as less than any normal number: what is brought is to draft with.
 """
 
@@ -14,23 +14,23 @@ import torch
 from triforce_kernels.checks import require
 from triforce_kernels.dispatch import implementation
 from triforce_kernels.kv.gather import ChunkSource, require_moves
-from triforce_kernels.kv.kv_planes import KVPlanes, decode_chunks
+from triforce_kernels.kv.split_kv import SplitKV, decode_chunks
 
 
 @dataclass(frozen=True)
-class PlaneChunkSource(ChunkSource):
-    """The same of blocks in planes; the tail is of bfloat16 as it is.
+class SplitChunkSource(ChunkSource):
+    """The same of blocks split; the tail is of bfloat16 as it is.
 
-    upper, lower, base: where these parts of a block begin, in bytes from its beginning
+    high, low, base: where these parts of a block begin, in bytes from its beginning
     """
 
-    upper: int
-    lower: int
+    high: int
+    low: int
     base: int
 
 
-def gather_plane_chunks(
-    moves: torch.Tensor, source: PlaneChunkSource, target: torch.Tensor
+def gather_split_chunks(
+    moves: torch.Tensor, source: SplitChunkSource, target: torch.Tensor
 ) -> None:
     """Copies, for each layer, KV head and slot, the chunk that `moves` names, if it names one.
 
@@ -39,16 +39,16 @@ def gather_plane_chunks(
 
     Every source must hold its bytes when the device comes to this call. Raises ValueError.
     """
-    require_moves("gather_plane_chunks", moves, source, target)
+    require_moves("gather_split_chunks", moves, source, target)
     require(
-        "gather_plane_chunks",
+        "gather_split_chunks",
         target.dtype == torch.bfloat16 and target.shape[5] % 2 == 0,
         target=target,
     )
-    implementation("gather_plane_chunks", target.device)(moves, source, target)
+    implementation("gather_split_chunks", target.device)(moves, source, target)
 
 
-def reference_gather(moves: torch.Tensor, source: PlaneChunkSource, target: torch.Tensor) -> None:
+def reference_gather(moves: torch.Tensor, source: SplitChunkSource, target: torch.Tensor) -> None:
     """One chunk after another, from addresses that the processor can read."""
     _, _, kv_heads, _, chunk, head_dim = target.shape
     rows, tokens = 2 * kv_heads, source.block_tokens
@@ -71,11 +71,11 @@ def reference_gather(moves: torch.Tensor, source: PlaneChunkSource, target: torc
             tail = there(address, torch.bfloat16, *size)
             target[layer, :, head, slot] = tail[:, head, start : start + chunk]
             continue
-        planes = KVPlanes(
-            there(address + source.upper, torch.uint8, rows, tokens, head_dim),
-            there(address + source.lower, torch.uint8, rows, tokens, head_dim // 2),
+        split = SplitKV(
+            there(address + source.high, torch.uint8, rows, tokens, head_dim),
+            there(address + source.low, torch.uint8, rows, tokens, head_dim // 2),
             there(address + source.base, torch.uint8, rows, head_dim),
             *none,
         )
         which = torch.tensor([head]), torch.tensor([index - block * per_block])
-        target[layer, :, head, slot] = decode_chunks(planes, *which, chunk)[:, 0]
+        target[layer, :, head, slot] = decode_chunks(split, *which, chunk)[:, 0]

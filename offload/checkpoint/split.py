@@ -1,4 +1,4 @@
-"""Reading a tensor into planes: some rows at a time, so that no matrix is dense as a whole."""
+"""Reading a tensor into a split format, some rows at a time: no matrix is dense as a whole."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from triforce_kernels.weights.stored import SplitWeight
 from triforce_offload.checkpoint.source import Corner, TensorSource
 
 
-def read_in_planes(
+def read_split(
     source: TensorSource, name: str, into: SplitWeight, corner: Corner, head_rows: int
 ) -> None:
-    """Writes tensor `name`, or the part of it that begins at `corner`, into planes.
+    """Writes tensor `name`, or the part of it that begins at `corner`, into high and low bits.
 
     head_rows: rows of a head, if the file has the halves of each head interleaved; else 0
-    Raises CheckpointError, or PlanesError.
+    Raises CheckpointError, or SplitError.
     """
     unit = head_rows or 1
     step = max(1, limits.DECODED_AT_ONCE // into.shape[1] // unit) * unit

@@ -1,4 +1,4 @@
-"""P1: planes hold bfloat16 to the last bit, whatever its bits are."""
+"""P1: the split format holds bfloat16 to the last bit, whatever its bits are."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from exactness import DEVICE, TOLERANCE, assert_near
 
 from triforce_kernels import dispatch
 from triforce_kernels.dispatch import REFERENCE, TRITON
+from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
+from triforce_kernels.weights.high_bits import decode as decode_high_bits
 from triforce_kernels.weights.linear import dense_rows, linear, lookup, rows_of
-from triforce_kernels.weights.planes import (
+from triforce_kernels.weights.split_bf16 import (
     NOTHING,
-    PlanesError,
-    PlaneWeight,
+    SplitBF16Weight,
+    SplitError,
     check,
     decode,
     decode_rows,
     encode,
     encode_into,
     joined_at_once,
-    plane_matmul,
+    split_matmul,
 )
-from triforce_kernels.weights.upper import UpperWeight, upper_matmul
-from triforce_kernels.weights.upper import decode as decode_upper
-from triforce_offload.formats import Planes
+from triforce_offload.formats import SplitBF16
 
 ROWS, COLUMNS = 24, 96
 
@@ -44,9 +44,9 @@ def normal(rows: int = ROWS, columns: int = COLUMNS) -> torch.Tensor:
     return (torch.randn(rows, columns, generator=generator) * 0.02).bfloat16().to(DEVICE)
 
 
-def in_planes(matrix: torch.Tensor) -> PlaneWeight:
+def split(matrix: torch.Tensor) -> SplitBF16Weight:
     """In a flat buffer that holds anything."""
-    form = Planes(*matrix.shape)
+    form = SplitBF16(*matrix.shape)
     weight = form.view(torch.full((form.nbytes,), 0xA5, dtype=torch.uint8, device=matrix.device))
     encode_into(matrix, weight)
     return weight
@@ -103,9 +103,9 @@ def test_every_pattern_in_every_position_of_a_row() -> None:
 
 def test_what_trained_weights_look_like_takes_twelve_bits_and_little_more() -> None:
     matrix = normal(1536, 576)
-    form = Planes(1536, 576)
+    form = SplitBF16(1536, 576)
     assert 8 * form.nbytes / matrix.numel() <= 12.1
-    weight = in_planes(matrix)
+    weight = split(matrix)
     check(weight)
     assert same(decode(weight), matrix)
     listed = int((weight.places != NOTHING).sum())
@@ -117,9 +117,9 @@ def test_what_trained_weights_look_like_takes_twelve_bits_and_little_more() -> N
 def test_parts_are_written_one_after_the_other_and_again() -> None:
     matrix = normal(96, 512)
     matrix[::7, ::11] = 1e-20
-    form = Planes(96, 512)
+    form = SplitBF16(96, 512)
     roomy = replace(
-        in_planes(normal(96, 512)),
+        split(normal(96, 512)),
         places=torch.full((8000,), 7, dtype=torch.int32, device=DEVICE),
         patterns=torch.zeros(8000, dtype=torch.int16, device=DEVICE),
     )
@@ -128,7 +128,7 @@ def test_parts_are_written_one_after_the_other_and_again() -> None:
             encode_into(matrix[first:end], roomy.rows(first, end))
         check(roomy)
         assert same(decode(roomy), matrix)
-    with pytest.raises(PlanesError, match=r"more than \d+ numbers of a matrix are far below"):
+    with pytest.raises(SplitError, match=r"more than \d+ numbers of a matrix are far below"):
         encode_into(matrix, form.view(torch.zeros(form.nbytes, dtype=torch.uint8, device=DEVICE)))
     with pytest.raises(ValueError, match="encode_into of"):
         encode_into(matrix, roomy.rows(0, 95))
@@ -152,9 +152,9 @@ def test_a_damaged_list_is_refused_and_never_written_past_its_rows(backend, dama
     matrix = normal()
     matrix[3, ::9] = 1e-20
     matrix[20, 7] = 1e-20
-    weight = in_planes(matrix)
+    weight = split(matrix)
     damage(weight.places)
-    with pytest.raises(PlanesError, match="exceptions is not that of the"):
+    with pytest.raises(SplitError, match="exceptions is not that of the"):
         check(weight)
     # Wrong, but of these rows alone, and no more of it than was coded as exceptions or listed.
     found = decode(weight.rows(1, 22))
@@ -169,9 +169,9 @@ def test_where_exceptions_begin_is_checked_and_never_read_past(backend, draw, st
     assert weight.starts.tolist() == [0, 6, 10]
     check(weight)
     weight.starts.copy_(torch.tensor(starts))
-    with pytest.raises(PlanesError, match="exceptions is not that of the"):
+    with pytest.raises(SplitError, match="exceptions is not that of the"):
         check(weight)
-    assert plane_matmul(draw(2, 64), weight).isfinite().all()
+    assert split_matmul(draw(2, 64), weight).isfinite().all()
 
 
 def test_a_gpu_with_kernels_decodes_larger_slices(monkeypatch) -> None:
@@ -184,7 +184,7 @@ def test_a_gpu_with_kernels_decodes_larger_slices(monkeypatch) -> None:
     weight = encode(normal(5, 64))
     for numbers, steps in ((128, [0, 2, 4]), (1 << 20, [0])):
         monkeypatch.setattr(
-            "triforce_kernels.weights.planes.joined_at_once", lambda _, n=numbers: n
+            "triforce_kernels.weights.split_bf16.joined_at_once", lambda _, n=numbers: n
         )
         assert [first for first, _ in weight.slices()] == steps
 
@@ -194,7 +194,7 @@ def test_products_and_lookups_are_those_of_the_dense_matrix(backend, draw) -> No
     matrix = normal(40, 64)
     matrix[7, 3:9] = 1e-20
     matrix[9, 3:60] = 0
-    weight = in_planes(matrix)
+    weight = split(matrix)
     for rows in (1, 3, 9, 70):
         x = draw(rows, 64, dtype=torch.bfloat16)
         if backend == REFERENCE or rows > 64:
@@ -219,23 +219,23 @@ def test_products_with_few_rows_count_every_exception(backend, draw, dtype: torc
         numbers = decode(part).to(dtype).double()
         for rows in (1, 5, 17):
             x = draw(rows, 208, dtype=dtype)[:, :200]
-            found = plane_matmul(x, part)
+            found = split_matmul(x, part)
             assert_near(found, x.double() @ numbers.T, TOLERANCE[dtype])
-    with pytest.raises(ValueError, match=r"plane_matmul cannot take x \(2, 64\)"):
-        plane_matmul(draw(2, 64), weight)
+    with pytest.raises(ValueError, match=r"split_matmul cannot take x \(2, 64\)"):
+        split_matmul(draw(2, 64), weight)
 
 
 def test_upper_planes_are_within_a_sixteenth_of_every_number_but_exceptions() -> None:
     matrix = normal(300, 200)
     matrix[5, ::9] = 1e-20
     weight = encode(matrix)
-    read = decode_upper(UpperWeight.of(weight)).float()
+    read = decode_high_bits(HighBitsWeight.of(weight)).float()
     listed = torch.zeros(matrix.numel(), dtype=torch.bool, device=DEVICE)
     listed[weight.places.long()] = True
     listed = listed.view(matrix.shape)
     assert (read[listed] == 0).all()
     # 3 bits of mantissa, in the middle of what follows them: half of 2 ** -3 at most. 4 bits of
-    # numbers in the upper two powers of two of their row.
+    # numbers in the high two powers of two of their row.
     size = matrix.float().abs()
     gap = (read - matrix.float()).abs() / size
     assert gap[~listed].max() <= 1 / 16
@@ -247,22 +247,22 @@ def test_upper_planes_are_within_a_sixteenth_of_every_number_but_exceptions() ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_products_with_upper_planes_are_those_of_the_numbers_they_say(
+def test_products_with_high_bits_planes_are_those_of_the_numbers_they_say(
     backend, draw, dtype: torch.dtype
 ) -> None:
     matrix = normal(37, 200)
     matrix[7, 3:90] = 1e-20
     matrix[8, 3:90] = 0
-    weight = UpperWeight.of(encode(matrix))
-    numbers = decode_upper(weight).double()
+    weight = HighBitsWeight.of(encode(matrix))
+    numbers = decode_high_bits(weight).double()
     for rows in (1, 5, 17):
         x = draw(rows, 208, dtype=dtype)[:, :200]
         exact = x.double() @ numbers.T
-        found = upper_matmul(x, weight)
+        found = high_bits_matmul(x, weight)
         assert_near(found, exact, TOLERANCE[dtype])
         assert torch.equal(linear(x, weight), found)
     # Many rows decode it first.
     x = draw(70, 200, dtype=dtype)
     assert_near(linear(x, weight), x.double() @ numbers.T, TOLERANCE[dtype])
-    with pytest.raises(ValueError, match=r"upper_matmul cannot take x \(2, 64\)"):
-        upper_matmul(draw(2, 64), weight)
+    with pytest.raises(ValueError, match=r"high_bits_matmul cannot take x \(2, 64\)"):
+        high_bits_matmul(draw(2, 64), weight)

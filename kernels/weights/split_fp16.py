@@ -1,9 +1,9 @@
-"""float16 matrices in two byte planes, of which the upper is a number by itself.
+"""float16 matrices in two byte split, of which the high is a number by itself.
 
-A float16 number is a sign, 5 bits of exponent and 10 of mantissa, so its upper byte is a number as
+A float16 number is a sign, 5 bits of exponent and 10 of mantissa, so its high byte is a number as
 it stands: sign, exponent and 2 bits of the mantissa. Nothing is coded, and nothing is saved where a
-whole matrix lies; but one that does not fit may have its upper bytes on the device and its lower
-ones elsewhere, and drafts read half of it (`upper`).
+whole matrix lies; but one that does not fit may have its high bytes on the device and its low
+ones elsewhere, and drafts read half of it (`high`).
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import ClassVar
 import torch
 
 from triforce_kernels.checks import require
-from triforce_kernels.weights.planes import UpperPlanes, joined_at_once
+from triforce_kernels.weights.split_bf16 import CodedMatrix, joined_at_once
 from triforce_kernels.weights.stored import SplitWeight
 
 
 @dataclass(frozen=True)
-class HalfWeight(UpperPlanes, SplitWeight):
+class SplitFP16Weight(CodedMatrix, SplitWeight):
     """A matrix [rows, columns] of float16. Its `base` is None.
 
-    lower: [rows, columns] uint8
+    low: [rows, columns] uint8
     """
 
     dtype: ClassVar[torch.dtype] = torch.float16
 
-    lower: torch.Tensor
+    low: torch.Tensor
 
-    def rows(self, first: int, end: int) -> HalfWeight:
+    def rows(self, first: int, end: int) -> SplitFP16Weight:
         """StoredWeight.rows."""
-        return replace(super().rows(first, end), lower=self.lower[first:end])
+        return replace(super().rows(first, end), low=self.low[first:end])
 
     @property
     def decoded_at_once(self) -> int:
@@ -56,25 +56,25 @@ class HalfWeight(UpperPlanes, SplitWeight):
         split_into(matrix, self)
 
 
-def split_into(matrix: torch.Tensor, into: HalfWeight) -> None:
-    """Writes a float16 matrix [rows, columns] into planes, wherever they lie. Raises ValueError."""
+def split_into(matrix: torch.Tensor, into: SplitFP16Weight) -> None:
+    """Split a float16 matrix [rows, columns] into the parts of `into`. Raise ValueError."""
     require(
         "split_into",
         matrix.dtype == torch.float16 and tuple(matrix.shape) == into.shape,
         matrix=matrix,
-        upper=into.upper,
+        high=into.high,
     )
-    # The lower byte of a number comes first.
+    # The low byte of a number comes first.
     both = matrix.contiguous().view(torch.uint8).view(*into.shape, 2)
-    into.lower.copy_(both[..., 0])
-    into.upper.copy_(both[..., 1])
+    into.low.copy_(both[..., 0])
+    into.high.copy_(both[..., 1])
 
 
-def join(weight: HalfWeight) -> torch.Tensor:
+def join(weight: SplitFP16Weight) -> torch.Tensor:
     """The matrix [rows, columns] in float16."""
-    return torch.stack((weight.lower, weight.upper), -1).view(torch.float16).squeeze(-1)
+    return torch.stack((weight.low, weight.high), -1).view(torch.float16).squeeze(-1)
 
 
-def join_rows(weight: HalfWeight, index: torch.Tensor) -> torch.Tensor:
+def join_rows(weight: SplitFP16Weight, index: torch.Tensor) -> torch.Tensor:
     """Rows of the matrix by index [n] int64: [n, columns] float16."""
-    return join(replace(weight, lower=weight.lower[index], upper=weight.upper[index]))
+    return join(replace(weight, low=weight.low[index], high=weight.high[index]))

@@ -1,4 +1,4 @@
-"""Weights in planes: bitwise what dense ones of bfloat16 give, in three quarters of the bytes."""
+"""Weights split: bitwise what dense ones of bfloat16 give, in three quarters of the bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from triforce_core.decoding.models import Models
 from triforce_core.model.checkpoint import open_checkpoint
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.share import Share
-from triforce_core.model.tensors import dense_layouts, plane_layouts
-from triforce_kernels.weights.planes import PlaneWeight, check, decode
-from triforce_kernels.weights.upper import UpperWeight, upper_matmul
+from triforce_core.model.tensors import dense_layouts, split_layouts
+from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
+from triforce_kernels.weights.split_bf16 import SplitBF16Weight, check, decode
 from triforce_offload.errors import CheckpointError, UsageError
 from triforce_offload.formats import DTYPES, Dense
 from triforce_offload.placement import Placement
@@ -63,7 +63,7 @@ def clear(tiny) -> tuple[list[int], list[int]]:
 def test_logits_are_bitwise_those_of_dense_weights(tiny, family: str, placement: str) -> None:
     path, _ = tiny(family)
     logits = []
-    for weights in ("dense", "planes"):
+    for weights in ("dense", "split"):
         options = {"method": "speculative", "draft_tokens": 4, "placement": PLACEMENTS[placement]}
         with engine(path, weights, **options) as running:
             context = Context(running.models)
@@ -72,9 +72,9 @@ def test_logits_are_bitwise_those_of_dense_weights(tiny, family: str, placement:
             several = context.run(Ask(torch.tensor([7, 8, 9])))
             context.close()
         logits.append(torch.cat((read, one, several)))
-    dense, planes = logits
+    dense, split = logits
     assert dense.std() > 1e-3, "it would be no test"
-    assert torch.equal(planes, dense)
+    assert torch.equal(split, dense)
 
 
 @pytest.mark.one_in(6)
@@ -84,7 +84,7 @@ def test_texts_are_the_same_at_every_placement(tiny, placement: str) -> None:
     params = SamplingParams(NEW, temperature=0.8, top_p=0.9, seed=3)
     options = placed(placement, {"budget": 32, "accept": "coupled", "draft_tokens": 4})
     texts = []
-    for weights in ("dense", "planes"):
+    for weights in ("dense", "split"):
         with engine(path, weights, **options) as running:
             result = running.generate(PROMPT, params)
         texts.append(result.token_ids)
@@ -97,7 +97,7 @@ def test_three_quarters_cross_the_link(tmp_path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
     make_model("llama", tmp_path, **sizes, initializer_range=0.05)
     crossed, taken, texts = [], [], []
-    for weights in ("dense", "planes"):
+    for weights in ("dense", "split"):
         options = {"method": "autoregressive", "placement": PLACEMENTS["weights"]}
         with engine(tmp_path, weights, **options) as running:
             result = running.generate(PROMPT, GREEDY)
@@ -111,7 +111,7 @@ def test_three_quarters_cross_the_link(tmp_path) -> None:
     assert taken[1] < 0.76 * taken[0]
 
 
-@pytest.mark.parametrize("placement", ["kv", "kv-in-part", "substituted-in-part"])
+@pytest.mark.parametrize("placement", ["kv", "kv-in-part", "int4-in-part"])
 def test_what_drafts_by_upper_planes_leaves_the_text_as_it_is(
     tiny, clear, monkeypatch, placement: str
 ) -> None:
@@ -121,31 +121,31 @@ def test_what_drafts_by_upper_planes_leaves_the_text_as_it_is(
     params = SamplingParams(len(expected), temperature=0)
     products = []
 
-    def counted(x: torch.Tensor, weight: UpperWeight) -> torch.Tensor:
+    def counted(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
         products.append(weight.shape)
-        return upper_matmul(x, weight)
+        return high_bits_matmul(x, weight)
 
-    monkeypatch.setattr("triforce_kernels.weights.upper.upper_matmul", counted)
+    monkeypatch.setattr("triforce_kernels.weights.high_bits.high_bits_matmul", counted)
     copies = not placement.startswith("kv")
-    for draft_weights in ("auto",) if copies else ("exact", "planes"):
+    for draft_weights in ("auto",) if copies else ("exact", "split"):
         options |= {"draft": "none", "draft_weights": draft_weights}
         if copies:
             # As on a GPU, without being asked for.
-            monkeypatch.setattr(Models, "reads_upper", True)
-        with engine(path, "planes", **options) as running:
+            monkeypatch.setattr(Models, "reads_high_bits", True)
+        with engine(path, "split", **options) as running:
             result = running.generate(prompt, params)
         assert result.token_ids == expected
         reads = draft_weights != "exact"
-        assert result.stats["retrieval"]["reads_upper_planes"] == reads
+        assert result.stats["retrieval"]["reads_high_bits"] == reads
         assert bool(products) == reads
 
 
-# Lower planes stream of all layers, of some, of some beside layers that stream wholly.
+# Low bits stream of all layers, of some, of some beside layers that stream wholly.
 HALVED = {
-    "all": Placement((0, 1, 2), True, 10**6, 2, 0, 0, halved_layers=(0, 1, 2)),
-    "one slot": Placement((0, 2), False, 4, 1, 1, 1, halved_layers=(0, 2)),
-    "and whole ones": Placement((0, 1, 2), True, 0, 2, 3, 2, halved_layers=(1,)),
-    "and copies": Placement((0, 1), True, 0, 2, 3, 2, halved_layers=(1,), substituted_layers=(0,)),
+    "all": Placement((0, 1, 2), True, 10**6, 2, 0, 0, split_layers=(0, 1, 2)),
+    "one slot": Placement((0, 2), False, 4, 1, 1, 1, split_layers=(0, 2)),
+    "and whole ones": Placement((0, 1, 2), True, 0, 2, 3, 2, split_layers=(1,)),
+    "and copies": Placement((0, 1), True, 0, 2, 3, 2, split_layers=(1,), int4_layers=(0,)),
 }
 
 
@@ -160,7 +160,7 @@ def test_what_streams_by_its_lower_planes_gives_the_text(
     if method == "triforce" and placement.can_draft:
         options |= {"budget": 32, "draft": "none", "draft_tokens": 4}
     prompt, expected = clear
-    with engine(path, "planes", **options) as running:
+    with engine(path, "split", **options) as running:
         result = running.generate(prompt, SamplingParams(len(expected), temperature=0))
         demand = running.runtime.demand
     assert result.token_ids == expected
@@ -170,7 +170,7 @@ def test_what_streams_by_its_lower_planes_gives_the_text(
         assert result.stats["levels"] == ["retrieval", "target"]
     if name == "all" and method == "autoregressive":
         crossed = result.stats["link"]["bytes_to_device"]
-        assert crossed == sum(demand.lower_bytes) * result.stats["passes"]
+        assert crossed == sum(demand.low_bytes) * result.stats["passes"]
 
 
 def test_a_pass_carries_the_lower_planes_alone_where_the_others_fit(tmp_path) -> None:
@@ -180,38 +180,38 @@ def test_a_pass_carries_the_lower_planes_alone_where_the_others_fit(tmp_path) ->
     with engine(tmp_path, "dense", method="autoregressive") as plain:
         dense_bytes = plain.runtime.demand.weights_bytes
         peak = plain.generate(PROMPT, GREEDY).stats["memory"]["device_peak_bytes"]
-    with engine(tmp_path, "planes", device_memory=peak) as running:
+    with engine(tmp_path, "split", device_memory=peak) as running:
         assert not running.runtime.placement.streamed_layers
     less = peak - int(0.35 * dense_bytes)
     options = {"device_memory": less, "draft": "none", "draft_tokens": 4, "budget": 32}
-    with engine(tmp_path, "planes", **options) as running:
+    with engine(tmp_path, "split", **options) as running:
         placement = running.runtime.placement
         stats = running.generate(PROMPT, GREEDY).stats
-    assert placement.halved_layers == placement.streamed_layers
+    assert placement.split_layers == placement.streamed_layers
     assert stats["levels"] == ["retrieval", "target"]
     assert stats["link"]["bytes_to_device"] / stats["passes"] <= 0.27 * dense_bytes
-    # Not even the upper planes of all fit.
-    with engine(tmp_path, "planes", device_memory=peak - int(0.8 * dense_bytes)) as running:
+    # Not even the high bits of all fit.
+    with engine(tmp_path, "split", device_memory=peak - int(0.8 * dense_bytes)) as running:
         placement = running.runtime.placement
     assert placement.streamed_layers
-    assert not placement.halved_layers
+    assert not placement.split_layers
 
 
 def test_a_placement_halves_planes_alone(tiny) -> None:
     path, _ = tiny("llama")
-    with pytest.raises(UsageError, match="halved_layers of a placement are of weights that are"):
+    with pytest.raises(UsageError, match="split_layers of a placement are of weights that are"):
         engine(path, "dense", placement=HALVED["all"], method="autoregressive")
-    with pytest.raises(UsageError, match=r"halved_layers \[1\] are not all streamed_layers"):
-        Placement((0,), True, 0, 1, 1, 1, halved_layers=(1,))
-    with pytest.raises(UsageError, match=r"layers \[0\] cannot be in files and have planes on the"):
-        Placement((0,), True, 0, 1, 1, 1, halved_layers=(0,), file_layers=(0,))
+    with pytest.raises(UsageError, match=r"split_layers \[1\] are not all streamed_layers"):
+        Placement((0,), True, 0, 1, 1, 1, split_layers=(1,))
+    with pytest.raises(UsageError, match=r"layers \[0\] cannot be in files and be split"):
+        Placement((0,), True, 0, 1, 1, 1, split_layers=(0,), file_layers=(0,))
 
 
 @pytest.mark.parametrize("name", ["llama3.1-8b", "qwen3-14b", "llama2-7b"])
 def test_models_take_twelve_bits_a_number(name: str) -> None:
     config, dtype = read_shape(name), DTYPES["bfloat16"]
-    dense, planes = dense_layouts(config, dtype), plane_layouts(config, dtype)
-    assert 16 * planes.nbytes / dense.nbytes <= 12.1
+    dense, split = dense_layouts(config, dtype), split_layouts(config, dtype)
+    assert 16 * split.nbytes / dense.nbytes <= 12.1
 
 
 def test_a_gguf_file_and_layers_in_files(tmp_path) -> None:
@@ -224,7 +224,7 @@ def test_a_gguf_file_and_layers_in_files(tmp_path) -> None:
     in_files = Placement(layers, False, 0, 2, 3, 2, file_layers=layers)
     texts = []
     both = PLACEMENTS["both"]
-    for weights, placement in (("dense", both), ("planes", both), ("planes", in_files)):
+    for weights, placement in (("dense", both), ("split", both), ("split", in_files)):
         options = {"placement": placement, "method": "autoregressive"}
         with engine(tmp_path / "m.gguf", weights, **options) as running:
             texts.append(running.generate(PROMPT, GREEDY).token_ids)
@@ -238,36 +238,36 @@ def test_a_rank_encodes_its_share(tiny) -> None:
             share = Share.of(whole.config, rank, 2)
             checkpoint = whole.shared(share)
             read = []
-            for made in (dense_layouts, plane_layouts):
+            for made in (dense_layouts, split_layouts):
                 layout = made(checkpoint.config, torch.bfloat16).layers[1]
                 views = layout.views(torch.zeros(layout.nbytes, dtype=torch.uint8))
                 checkpoint.read_layer(1, views)
                 read.append(views)
-            dense, planes = read
-            for name, view in planes.items():
-                if isinstance(view, PlaneWeight):
+            dense, split = read
+            for name, view in split.items():
+                if isinstance(view, SplitBF16Weight):
                     check(view)
                     view = decode(view)
                 assert torch.equal(view, dense[name])
 
 
-def test_what_has_no_planes_is_refused_in_a_sentence(tiny, tmp_path) -> None:
+def test_what_has_cannot_split_is_refused_in_a_sentence(tiny, tmp_path) -> None:
     path, _ = tiny("llama")
     with pytest.raises(UsageError, match="bfloat16 or float16, and weights are in float32"):
-        engine(path, "planes", dtype="float32")
-    with pytest.raises(UsageError, match="weights that are kept in planes: give weights planes"):
-        engine(path, "dense", draft_weights="planes")
+        engine(path, "split", dtype="float32")
+    with pytest.raises(UsageError, match="weights that are kept split: give weights split"):
+        engine(path, "dense", draft_weights="split")
 
 
 def test_planes_that_were_asked_for_to_draft_with_are_not_replaced_by_copies(tiny) -> None:
     path, _ = tiny("llama")
-    options = {"draft_weights": "planes", "placement": PLACEMENTS["weights-one-slot"]}
-    with engine(path, "planes", **options) as ours:
+    options = {"draft_weights": "split", "placement": PLACEMENTS["weights-one-slot"]}
+    with engine(path, "split", **options) as ours:
         assert "retrieval" not in ours.models.levels
-        assert "the upper planes of some layers stream" in ours.plan_line
-    copies = options | {"placement": PLACEMENTS["substituted-in-part"], "budget": 32}
-    with pytest.raises(UsageError, match="themselves, their upper planes or in 4 bits"):
-        engine(path, "planes", **copies)
+        assert "the high bits of some layers stream" in ours.plan_line
+    copies = options | {"placement": PLACEMENTS["int4-in-part"], "budget": 32}
+    with pytest.raises(UsageError, match="themselves, their high bits or in 4 bits"):
+        engine(path, "split", **copies)
 
 
 @pytest.mark.parametrize("placement", ["resident", "halved", "weights-one-slot"])
@@ -280,31 +280,31 @@ def test_a_matrix_that_planes_have_no_room_for_is_dense(tmp_path, placement: str
         model.model.layers[1].self_attn.o_proj.weight[::2, ::2] = 1e-20
         model.lm_head.weight[:, ::2] = 1e-20
     model.save_pretrained(tmp_path)
-    halved = Placement((0, 1, 2), True, 10**6, 2, 0, 0, halved_layers=(0, 1, 2))
+    halved = Placement((0, 1, 2), True, 10**6, 2, 0, 0, split_layers=(0, 1, 2))
     options = {"placement": halved if placement == "halved" else PLACEMENTS[placement]}
     options |= {"method": "autoregressive"}
     with engine(tmp_path, "dense", **options | {"placement": PLACEMENTS["resident"]}) as dense:
         expected = dense.generate(PROMPT, GREEDY).token_ids
     read: list[str] = []
     with pytest.warns(RuntimeWarning, match="kept dense") as told:
-        planes = engine(tmp_path, "planes", progress=lambda *at: read.append(at[0]), **options)
+        split = engine(tmp_path, "split", progress=lambda *at: read.append(at[0]), **options)
     # The head at once, then the layers, all of them.
     assert [str(it.message)[:2] for it in told] == ["he", "4 "]
     assert read == ["load"] * 2 * LAYERS
-    with planes:
-        assert planes.generate(PROMPT, GREEDY).token_ids == expected
-        bits = planes.generate(PROMPT, GREEDY).stats["bits_per_number"]["weights"]["stored"]
+    with split:
+        assert split.generate(PROMPT, GREEDY).token_ids == expected
+        bits = split.generate(PROMPT, GREEDY).stats["bits_per_number"]["weights"]["stored"]
         assert 12 < bits < 16
         dense_ones = {
             f"{index}.{name}"
-            for index, layout in enumerate(planes.runtime.weights.layouts)
+            for index, layout in enumerate(split.runtime.weights.layouts)
             for name, stored in layout.formats.items()
             if isinstance(stored, Dense) and len(stored.shape) == 2
         }
     assert dense_ones == {"0.down", "1.down", "1.o"}
 
 
-def test_drafts_read_a_dense_matrix_among_planes(tmp_path) -> None:
+def test_drafts_read_a_dense_matrix_among_split_ones(tmp_path) -> None:
     model = make_model("llama", tmp_path)
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[:, ::2] = 1e-20
@@ -313,10 +313,10 @@ def test_drafts_read_a_dense_matrix_among_planes(tmp_path) -> None:
     with engine(tmp_path, "dense", **options) as dense:
         expected = dense.generate(PROMPT, GREEDY).token_ids
     with pytest.warns(RuntimeWarning, match=r"layers\.1\.down is kept dense"):
-        planes = engine(tmp_path, "planes", draft_weights="planes", **options)
-    with planes:
-        result = planes.generate(PROMPT, GREEDY)
-        assert result.stats["retrieval"]["reads_upper_planes"]
+        split = engine(tmp_path, "split", draft_weights="split", **options)
+    with split:
+        result = split.generate(PROMPT, GREEDY)
+        assert result.stats["retrieval"]["reads_high_bits"]
         assert result.token_ids == expected
 
 
@@ -326,9 +326,9 @@ def test_no_copy_is_kept_of_a_layer_that_planes_had_no_room_for(tmp_path, monkey
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[:, ::2] = 1e-20
     model.save_pretrained(tmp_path / "model")
-    options = {"placement": PLACEMENTS["substituted"], "draft": "none", "budget": 16}
+    options = {"placement": PLACEMENTS["int4"], "draft": "none", "budget": 16}
     kept = []
-    for weights in ("dense", "planes"):
+    for weights in ("dense", "split"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / weights))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -345,4 +345,4 @@ def test_ranks_refuse_a_matrix_that_planes_have_no_room_for(tmp_path) -> None:
         model.model.layers[1].mlp.down_proj.weight[:, ::2] = 1e-20
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"more numbers of layers\.1\.down are far below"):
-        engine(tmp_path, "planes", gpus=2)
+        engine(tmp_path, "split", gpus=2)

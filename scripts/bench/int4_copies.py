@@ -10,9 +10,9 @@ over the link takes 100 times a step of that level over one token.
 2. Acceptance of the retrieval level, and tokens per pass, on the same texts and coins: with exact
    weights (all resident: more memory), with copies of the streamed layers, with copies of all.
 
-    python scripts/bench substitutes [--prompts 3]
+    python scripts/bench int4_copies [--prompts 3]
 
-Writes benchmarks/results/bench_substitutes.json.
+Writes benchmarks/results/bench_int4_copies.json.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
         "link_bytes_per_second": bandwidth,
     }
     methods, acceptances = {}, {}
-    exact_alone = {"placement": replace(placement, substituted_layers=())}
+    exact_alone = {"placement": replace(placement, int4_layers=())}
     for name, options in (
         ("triforce", {"placement": placement}),
         ("autoregressive, the same layers", exact_alone),
@@ -82,14 +82,14 @@ def placed(bench: PacedBench) -> tuple[int, Placement]:
         demand = engine.memory_estimate
     streamed = sorted(set(range(demand.layers)) - set(spread(RESIDENT_LAYERS, demand.layers)))
     placement = Placement(
-        tuple(streamed), True, demand.kv_blocks, 2, 3, 2, 0, substituted_layers=tuple(streamed)
+        tuple(streamed), True, demand.kv_blocks, 2, 3, 2, 0, int4_layers=tuple(streamed)
     )
     return device_bytes(demand, placement), placement
 
 
 main = Benchmark(
     __doc__,
-    "bench_substitutes",
+    "bench_int4_copies",
     measure,
     (
         Option("--tokens", 1500, "tokens of a prompt"),

@@ -1,4 +1,4 @@
-"""What `bench kernels --planes` times: weights, blocks of KV, and chunks of these blocks."""
+"""What `bench kernels --split` times: weights, blocks of KV, and chunks of these blocks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 from bench.kernel_cases import CALLS, CHUNK, KernelCases, KernelRow, Run
 from frame import timed
-from triforce_kernels.kv.gather_planes import PlaneChunkSource, gather_plane_chunks
-from triforce_kernels.weights import planes
-from triforce_kernels.weights.upper import UpperWeight, upper_matmul
-from triforce_offload.kv.block_format import PlaneBlocks
+from triforce_kernels.kv.gather_split import SplitChunkSource, gather_split_chunks
+from triforce_kernels.weights import split_bf16
+from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
+from triforce_offload.kv.block_format import SplitBlocks
 from triforce_offload.kv.shape import KVShape
 
 BLOCK_TOKENS = 1024
@@ -22,7 +22,7 @@ COPY = "copy of as many numbers"
 
 
 @dataclass(frozen=True)
-class PlaneCases(KernelCases):
+class SplitCases(KernelCases):
     def rows(self) -> Iterator[KernelRow]:
         for rows in (self._weights, self._blocks_of_kv, self._chunks):
             yield from rows()
@@ -31,23 +31,23 @@ class PlaneCases(KernelCases):
     def _weights(self) -> Iterator[KernelRow]:
         out, width = self.config.layers[0].mlp.width, self.config.hidden
         dense = [(self.draw(out, width) * 0.02).bfloat16() for _ in range(2)]
-        weights = [planes.encode(each) for each in dense]
+        weights = [split_bf16.encode(each) for each in dense]
         numbers, shape = out * width, f"{out} x {width}"
         yield self.row(
-            "decode_planes", shape, numbers * 7 // 2, 0.0,
-            [partial(planes.decode, w) for w in weights], (COPY, [d.clone for d in dense]),
+            "decode_split", shape, numbers * 7 // 2, 0.0,
+            [partial(split_bf16.decode, w) for w in weights], (COPY, [d.clone for d in dense]),
         )  # fmt: skip
         if self.device.type == "cpu":
             # On a GPU weights are encoded by the host, as they are read.
-            runs = [partial(planes.encode, d) for d in dense]
-            yield self.row("planes.encode", shape, numbers * 7 // 2, 0.0, runs)
-        upper = [UpperWeight.of(each) for each in weights]
-        name = "product by upper planes"
-        yield from self.products(name, upper, numbers, upper_matmul, dense, (1, 17))
+            runs = [partial(split_bf16.encode, d) for d in dense]
+            yield self.row("split_bf16.encode", shape, numbers * 7 // 2, 0.0, runs)
+        high = [HighBitsWeight.of(each) for each in weights]
+        name = "product by high bits"
+        yield from self.products(name, high, numbers, high_bits_matmul, dense, (1, 17))
 
     def _blocks_of_kv(self) -> Iterator[KernelRow]:
         shape, exact = self._shape, self._keys_values()
-        coder = PlaneBlocks(shape, self._bytes(shape.dense_block_bytes))
+        coder = SplitBlocks(shape, self._bytes(shape.dense_block_bytes))
         buffers = [self._bytes(coder.nbytes) for _ in range(CALLS)]
         for buffer in buffers:
             if not coder.write(buffer, exact):
@@ -67,7 +67,7 @@ class PlaneCases(KernelCases):
 
     def _chunks(self) -> Iterator[KernelRow]:
         shape, at = self._shape, self._shape.planes
-        coder = PlaneBlocks(shape, self._bytes(shape.dense_block_bytes))
+        coder = SplitBlocks(shape, self._bytes(shape.dense_block_bytes))
         block = self._bytes(coder.nbytes)
         coder.write(block, self._keys_values())
         layers, heads = len(self.config.kv_layers), self.config.attention.kv_heads
@@ -83,14 +83,14 @@ class PlaneCases(KernelCases):
 
         def gathering(where: torch.Tensor) -> Run:
             addresses = torch.full((layers, blocks + 1), where.data_ptr(), device=self.device)
-            source = PlaneChunkSource(
-                addresses, BLOCK_TOKENS, BLOCK_TOKENS, at.upper, at.lower, at.base
+            source = SplitChunkSource(
+                addresses, BLOCK_TOKENS, BLOCK_TOKENS, at.high, at.low, at.base
             )
-            return partial(gather_plane_chunks, moves, source, target)
+            return partial(gather_split_chunks, moves, source, target)
 
         inputs = f"{count} chunks of {CHUNK} x {shape.head_dim}"
         yield from self.gathered(
-            "gather_plane_chunks", inputs, numbers * 3 // 2, numbers * 2, block, gathering
+            "gather_split_chunks", inputs, numbers * 3 // 2, numbers * 2, block, gathering
         )
 
     def _bytes(self, count: int) -> torch.Tensor:
@@ -110,5 +110,5 @@ class PlaneCases(KernelCases):
             BLOCK_TOKENS,
             torch.bfloat16,
             text_tokens=self.context,
-            in_planes=True,
+            split=True,
         )

@@ -1,6 +1,6 @@
 """Blocks of keys and values in 12 bits a number, bit for bit.
 
-Numbers are coded as `plane_codes` says, with a base for each channel of a head in a block: what a
+Numbers are coded as `split_codes` says, with a base for each channel of a head in a block: what a
 channel holds differs less from token to token than a token does from channel to channel.
 """
 
@@ -15,17 +15,17 @@ import torch
 from triforce_kernels import limits
 from triforce_kernels.checks import require
 from triforce_kernels.dispatch import implementation
-from triforce_kernels.weights.plane_codes import (
-    add_lower,
+from triforce_kernels.weights.split_codes import (
+    add_low,
     base_of,
-    lower_codes,
-    upper_bits,
-    upper_codes,
+    high_bits,
+    high_codes,
+    low_codes,
 )
 
 
 class BlockParts(Protocol):
-    """Where the parts of a block in planes lie: bytes from its beginning.
+    """Where the parts of a block split lie: bytes from its beginning.
 
     rows: heads of keys and of values; room: exceptions that a block has room for
     nbytes: of a block
@@ -40,9 +40,9 @@ class BlockParts(Protocol):
     @property
     def room(self) -> int: ...
     @property
-    def upper(self) -> int: ...
+    def high(self) -> int: ...
     @property
-    def lower(self) -> int: ...
+    def low(self) -> int: ...
     @property
     def base(self) -> int: ...
     @property
@@ -54,32 +54,32 @@ class BlockParts(Protocol):
 
 
 @dataclass(frozen=True)
-class KVPlanes:
+class SplitKV:
     """A block's keys and values, [heads, tokens, head_dim] of bfloat16: first the heads of the
     keys, then those of the values.
 
-    upper: [heads, tokens, head_dim] uint8
-    lower: [heads, tokens, head_dim / 2] uint8
+    high: [heads, tokens, head_dim] uint8
+    low: [heads, tokens, head_dim / 2] uint8
     base: [heads, head_dim] uint8, the greatest exponent of each channel's finite numbers
     places: [room] int32, where exceptions are in the whole block; behind the last one the place of
         the block's first number, again and again
     patterns: [room] int16, the bits of what is there
     """
 
-    upper: torch.Tensor
-    lower: torch.Tensor
+    high: torch.Tensor
+    low: torch.Tensor
     base: torch.Tensor
     places: torch.Tensor
     patterns: torch.Tensor
 
     @classmethod
-    def of(cls, block: torch.Tensor, at: BlockParts) -> KVPlanes:
+    def of(cls, block: torch.Tensor, at: BlockParts) -> SplitKV:
         """Views of a block's bytes, flat uint8."""
         heads, tokens, head_dim = at.rows, at.tokens, at.head_dim
         numbers = heads * tokens * head_dim
         return cls(
-            block[at.upper : at.upper + numbers].view(heads, tokens, head_dim),
-            block[at.lower : at.lower + numbers // 2].view(heads, tokens, head_dim // 2),
+            block[at.high : at.high + numbers].view(heads, tokens, head_dim),
+            block[at.low : at.low + numbers // 2].view(heads, tokens, head_dim // 2),
             block[at.base : at.base + heads * head_dim].view(heads, head_dim),
             block[at.places : at.places + 4 * at.room].view(torch.int32),
             block[at.patterns : at.patterns + 2 * at.room].view(torch.int16),
@@ -87,11 +87,11 @@ class KVPlanes:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        heads, tokens, head_dim = self.upper.shape
+        heads, tokens, head_dim = self.high.shape
         return heads, tokens, head_dim
 
 
-def encode_block(keys_values: torch.Tensor, into: KVPlanes) -> torch.Tensor:
+def encode_block(keys_values: torch.Tensor, into: SplitKV) -> torch.Tensor:
     """Codes a block, [heads, tokens, head_dim] bfloat16.
 
     Returns whether its exceptions have room, a bool on the device; if not, `into` holds nothing.
@@ -131,41 +131,41 @@ def decode_blocks(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -> N
 
 
 def decode_chunks(
-    planes: KVPlanes, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
+    split: SplitKV, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
 ) -> torch.Tensor:
     """Some chunks of `tokens` tokens, keys and values, [2, n, tokens, head_dim] bfloat16, to draft
     with: exceptions are read as zeros, or as less than any normal number.
 
     heads, chunks: [n] int64, KV heads and chunks of the block. Raises ValueError.
     """
-    both, whole, head_dim = planes.shape
+    both, whole, head_dim = split.shape
     require(
         "decode_chunks",
         both % 2 == 0 and whole % tokens == 0 and heads.shape == chunks.shape,
         heads=heads,
         chunks=chunks,
         tokens=tokens,
-        upper=planes.upper,
+        high=split.high,
     )
 
     def chosen(plane: torch.Tensor) -> torch.Tensor:
         in_chunks = plane.view(2, both // 2, whole // tokens, tokens, plane.shape[2])
         return in_chunks[:, heads, chunks]
 
-    base = planes.base.view(2, both // 2, 1, head_dim)[:, heads]
-    bits = upper_bits(chosen(planes.upper), base)
-    add_lower(bits, chosen(planes.lower))
+    base = split.base.view(2, both // 2, 1, head_dim)[:, heads]
+    bits = high_bits(chosen(split.high), base)
+    add_low(bits, chosen(split.low))
     return bits.view(torch.bfloat16)
 
 
-def reference_encode(keys_values: torch.Tensor, into: KVPlanes) -> torch.Tensor:
+def reference_encode(keys_values: torch.Tensor, into: SplitKV) -> torch.Tensor:
     known = 0
     for first, part in _slices(into):
         bits = keys_values[part].contiguous().view(torch.int16)
         base = base_of(bits, 1)
         into.base[part] = base.squeeze(1)
-        into.upper[part], outside = upper_codes(bits, base)
-        into.lower[part] = lower_codes(bits)
+        into.high[part], outside = high_codes(bits, base)
+        into.low[part] = low_codes(bits)
         found = outside.flatten().nonzero().squeeze(1)
         end = known + len(found)
         if end > len(into.places):
@@ -178,49 +178,49 @@ def reference_encode(keys_values: torch.Tensor, into: KVPlanes) -> torch.Tensor:
 
 def reference_decode(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -> None:
     for block, target in zip(blocks, into.view(torch.int16), strict=True):
-        planes = KVPlanes.of(block, at)
-        for _, part in _slices(planes):
-            bits = upper_bits(planes.upper[part], planes.base[part].unsqueeze(1))
-            add_lower(bits, planes.lower[part])
+        split = SplitKV.of(block, at)
+        for _, part in _slices(split):
+            bits = high_bits(split.high[part], split.base[part].unsqueeze(1))
+            add_low(bits, split.low[part])
             target[part] = bits
-        _put_exceptions(planes, target)
+        _put_exceptions(split, target)
 
 
-def _put_exceptions(planes: KVPlanes, target: torch.Tensor) -> None:
+def _put_exceptions(split: SplitKV, target: torch.Tensor) -> None:
     """Writes what is in the list. target: the block's bits, int16."""
-    heads, tokens, head_dim = planes.shape
-    places = planes.places.clamp(0, heads * tokens * head_dim - 1)
+    heads, tokens, head_dim = split.shape
+    places = split.places.clamp(0, heads * tokens * head_dim - 1)
     token = places // head_dim
-    target[token // tokens, token % tokens, places % head_dim] = planes.patterns
+    target[token // tokens, token % tokens, places % head_dim] = split.patterns
 
 
-def _slices(planes: KVPlanes) -> Iterator[tuple[int, slice]]:
+def _slices(split: SplitKV) -> Iterator[tuple[int, slice]]:
     """Heads that are coded at a time: the first, and all."""
-    heads, tokens, head_dim = planes.shape
+    heads, tokens, head_dim = split.shape
     step = max(1, limits.KV_CODED_AT_ONCE // (tokens * head_dim))
     for first in range(0, heads, step):
         yield first, slice(first, min(first + step, heads))
 
 
-def _require(kernel: str, planes: KVPlanes, keys_values: torch.Tensor) -> None:
-    heads, tokens, head_dim = planes.shape
-    tensors = (planes.upper, planes.lower, planes.base, planes.places, planes.patterns)
+def _require(kernel: str, split: SplitKV, keys_values: torch.Tensor) -> None:
+    heads, tokens, head_dim = split.shape
+    tensors = (split.high, split.low, split.base, split.places, split.patterns)
     require(
         kernel,
-        keys_values.shape == planes.shape
+        keys_values.shape == split.shape
         and keys_values.dtype == torch.bfloat16
         and keys_values.stride(2) == 1
         and head_dim % 2 == 0
-        and planes.lower.shape == (heads, tokens, head_dim // 2)
-        and planes.base.shape == (heads, head_dim)
-        and planes.places.shape == planes.patterns.shape
+        and split.low.shape == (heads, tokens, head_dim // 2)
+        and split.base.shape == (heads, head_dim)
+        and split.places.shape == split.patterns.shape
         and [part.dtype for part in tensors] == [torch.uint8] * 3 + [torch.int32, torch.int16]
         and all(part.is_contiguous() for part in tensors)
         and all(part.device == keys_values.device for part in tensors),
         keys_values=keys_values,
-        upper=planes.upper,
-        lower=planes.lower,
-        base=planes.base,
-        places=planes.places,
-        patterns=planes.patterns,
+        high=split.high,
+        low=split.low,
+        base=split.base,
+        places=split.places,
+        patterns=split.patterns,
     )

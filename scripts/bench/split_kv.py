@@ -1,14 +1,14 @@
-"""Seconds per token over an EMULATED link with KV in planes and with dense KV, in one memory.
+"""Seconds per token over an EMULATED link with KV split and with dense KV, in one memory.
 
 SmolLM2-135M in bfloat16, its weights on the device, after 6,000 tokens of the manual. The device
 has room for a share of the dense KV, half of it by default. The link is so slow that a pass without
-drafts over dense KV takes 100 times a step of the retrieval level over one token. Blocks in planes
+drafts over dense KV takes 100 times a step of the retrieval level over one token. Blocks split
 take three quarters of the bytes, so more of them stay on the device too.
 
-    python scripts/bench kv_planes [--prompts 6] [--new-tokens 384]
-    python scripts/bench kv_planes --share 0.667 --prompts 3 --result bench_kv_planes_two_thirds
+    python scripts/bench split_kv [--prompts 6] [--new-tokens 384]
+    python scripts/bench split_kv --share 0.667 --prompts 3 --result bench_split_kv_two_thirds
 
-Writes benchmarks/results/bench_kv_planes.json.
+Writes benchmarks/results/bench_split_kv.json.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
     }
     methods = {}
     for method, tokens, kinds in (
-        ("triforce", args.new_tokens, ("planes", "dense")),
-        ("autoregressive", PLAIN_TOKENS, ("dense", "planes")),
+        ("triforce", args.new_tokens, ("split", "dense")),
+        ("autoregressive", PLAIN_TOKENS, ("dense", "split")),
     ):
         for kv in kinds:
             options = {"method": method, "kv": kv, "placement": placements[kv]}
             name = f"{method}, {kv}"
             methods[name] = bench.measure(bandwidth, tokens, **options)
             yield {"methods": {name: methods[name]}}
-    yield {"ratios": ratios_to("triforce, planes", methods)}
+    yield {"ratios": ratios_to("triforce, split", methods)}
 
 
 def placed(bench: PacedBench, share: float) -> tuple[int, dict[str, Placement]]:
@@ -59,17 +59,17 @@ def placed(bench: PacedBench, share: float) -> tuple[int, dict[str, Placement]]:
         demand = engine.memory_estimate
     dense = Placement((), True, int(demand.kv_blocks * share), 0, 3, 2)
     memory = device_bytes(demand, dense)
-    with bench.engine(None, kv="planes") as engine:
+    with bench.engine(None, kv="split") as engine:
         demand = engine.memory_estimate
-    planes = replace(dense, resident_kv_blocks=0)
-    spare = (memory - device_bytes(demand, planes)) // demand.kv.block_bytes
-    planes = replace(planes, resident_kv_blocks=min(spare, demand.kv_blocks))
-    return memory, {"dense": dense, "planes": planes}
+    split = replace(dense, resident_kv_blocks=0)
+    spare = (memory - device_bytes(demand, split)) // demand.kv.block_bytes
+    split = replace(split, resident_kv_blocks=min(spare, demand.kv_blocks))
+    return memory, {"dense": dense, "split": split}
 
 
 main = Benchmark(
     __doc__,
-    "bench_kv_planes",
+    "bench_split_kv",
     measure,
     (
         Option("--tokens", 6000, "tokens of a prompt"),
