@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from triforce_offload.conveyor import Conveyor, Transfer
 from triforce_offload.homes import Home
 from triforce_offload.kv.store import KVStore
-from triforce_offload.placement import Placement
 from triforce_offload.schedule import Crossing, KVPlaces, Places, pass_schedule
 from triforce_offload.weights import WeightStore
 
@@ -18,10 +17,9 @@ class PassCopies:
     At most one pass is begun at a time; `cancel` drops its copies.
     """
 
-    def __init__(self, conveyor: Conveyor, weights: WeightStore, placement: Placement) -> None:
+    def __init__(self, conveyor: Conveyor, weights: WeightStore) -> None:
         self.conveyor = conveyor
         self._weights = weights
-        self._placement = placement
         # Of each sequence in the pass that was begun, the bytes that cross for it.
         self._shares: dict[KVStore, int] = {}
 
@@ -61,8 +59,7 @@ class PassCopies:
         layers = range(shape.layers)
         crossings = pass_schedule(
             Places(
-                streamed_layers=self._placement.streamed_layers,
-                layer_bytes=self._weights.crossing_bytes,
+                layer_bytes=self._weights.link_bytes,
                 texts=[
                     KVPlaces(
                         [len(kv.homes(layer)) for layer in layers],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -20,7 +19,8 @@ from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import Allocation, DeviceMemory
 from triforce_offload.memory.host import HostBlocks, HostMemory
 from triforce_offload.passes import Passes
-from triforce_offload.placement import Demand, Placement, share_blocks, streams
+from triforce_offload.placing import share_blocks
+from triforce_offload.plan import MemoryPlan
 from triforce_offload.schedule import KV, WEIGHTS
 from triforce_offload.sequence import SequenceKV
 from triforce_offload.weights import Fill, Loaded, StreamedWeights, WeightStore
@@ -40,15 +40,14 @@ class Runtime:
         memory: DeviceMemory,
         host: HostMemory,
         link: Link,
-        demand: Demand,
-        placement: Placement,
+        plan: MemoryPlan,
         layouts: Sequence[FlatLayout],
         fill: Fill,
         trace: Tracer,
         loaded: Loaded = lambda layer, views: None,
     ) -> None:
-        """Allocates and fills the layers' weights. layouts: of each layer. loaded: as WeightStore
-        has it. trace: is told what passes compute.
+        """Allocate and fill the layers' weights as the plan says. layouts: of each layer. fill,
+        loaded: as WeightStore has them. trace: is told what passes compute.
 
         Raises DoesNotFitError and what `fill` raises.
         """
@@ -56,45 +55,34 @@ class Runtime:
         self.host = host
         self.link = link
         self.trace = trace
-        self.demand = demand
-        self.placement = placement
+        self.plan = plan
+        shape, placement = plan.kv.shape, plan.placement
         with ExitStack() as undo:
-            self.host_blocks = HostBlocks(demand.kv.block_bytes, host)
+            self.host_blocks = HostBlocks(shape.block_bytes, host)
             undo.callback(self.host_blocks.close)
-            self.dense_blocks = HostBlocks(demand.kv.dense_block_bytes, host)
+            self.dense_blocks = HostBlocks(shape.dense_block_bytes, host)
             undo.callback(self.dense_blocks.close)
-            self.weights = WeightStore(
-                layouts,
-                placement.streamed_layers,
-                memory,
-                host,
-                fill,
-                placement.file_layers,
-                loaded,
-                placement.split_layers,
-            )
+            self.weights = WeightStore(layouts, plan.layers, memory, host, fill, loaded)
             undo.callback(self.weights.close)
             self._rings: list[list[Allocation]] = []
             self.conveyor = Conveyor(
                 link,
                 {
-                    WEIGHTS: self._ring(
-                        placement.weight_slots, demand.slot_bytes(placement), "weight slots"
-                    ),
-                    KV: self._ring(placement.kv_slots, demand.kv.slot_bytes, "KV slots"),
+                    WEIGHTS: self._ring(placement.weight_slots, plan.slot_bytes, "weight slots"),
+                    KV: self._ring(placement.kv_slots, shape.slot_bytes, "KV slots"),
                 },
             )
-            staging = self._ring(placement.staging_slots, demand.kv.slot_bytes, "staging slots")
+            staging = self._ring(placement.staging_slots, shape.slot_bytes, "staging slots")
             self._staged = self._rings.pop()
             self._staging = StagingSlots(staging, link)
-            self._copies = PassCopies(self.conveyor, self.weights, placement)
+            self._copies = PassCopies(self.conveyor, self.weights)
             self.passes = Passes(self._copies, StreamedWeights(self.weights, self.conveyor, trace))
             undo.pop_all()
 
     @property
     def streams(self) -> bool:
         """Whether anything crosses the link in passes over a full context."""
-        return streams(self.demand, self.placement)
+        return self.plan.streams
 
     def sequence(self) -> SequenceKV:
         """Take memory for one sequence: its tail, its part of the KV blocks on the device, and
@@ -102,12 +90,12 @@ class Runtime:
 
         Raises DoesNotFitError.
         """
-        demand, placement = self.demand, self.placement
-        resident = min(demand.kv_blocks, placement.resident_kv_blocks) // demand.sequences
+        plan, needs = self.plan, self.plan.requirements
+        resident = plan.kv.resident // needs.sequences
         kv = KVStore(
-            demand.kv,
-            demand.max_pass_tokens,
-            share_blocks(resident, demand.layers),
+            plan.kv.shape,
+            needs.max_pass_tokens,
+            share_blocks(resident, plan.kv.shape.layers),
             self.memory,
             self.host_blocks,
             self.link,
@@ -115,7 +103,7 @@ class Runtime:
             self.dense_blocks,
         )
         try:
-            return SequenceKV(kv, self._copies, self.memory, demand, placement)
+            return SequenceKV(kv, self._copies, self.memory, plan)
         except BaseException:
             kv.close()
             raise
@@ -137,7 +125,7 @@ class Runtime:
         """See `SequenceKV.give_up_resident`. sequence: the only one that there is"""
         if not sequence.give_up_resident():
             return False
-        self.placement = replace(self.placement, resident_kv_blocks=0)
+        self.plan = self.plan.placed(resident_kv_blocks=0)
         return True
 
     def close(self) -> None:

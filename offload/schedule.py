@@ -6,7 +6,7 @@ runs both on a virtual clock (`simulate`). No tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -84,11 +84,10 @@ class KVPlaces(NamedTuple):
 class Places:
     """What of a model and of the texts of a pass lies where, as far as a schedule asks.
 
-    streamed_layers: layers whose weights stream; layer_bytes: what of each layer then crosses
+    layer_bytes: of the weights of each layer, those that cross the link; 0 for none
     texts: that the pass is over
     """
 
-    streamed_layers: Collection[int]
     layer_bytes: Sequence[int]
     texts: Sequence[KVPlaces]
     block_bytes: int
@@ -102,7 +101,7 @@ def pass_schedule(places: Places) -> Schedule:
     pieces: list[Piece] = []
     for layer, nbytes in enumerate(places.layer_bytes):
         held: tuple[int, ...] = ()
-        if layer in places.streamed_layers:
+        if nbytes:
             held = (len(crossings),)
             crossings.append(Crossing(WEIGHTS, layer, None, nbytes))
         kept = [min(text.blocks[layer], text.resident[layer]) for text in places.texts]

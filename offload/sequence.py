@@ -16,7 +16,8 @@ from triforce_offload.kv.prefill import PrefillCache
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.store import KVStore
 from triforce_offload.memory.device import DeviceMemory
-from triforce_offload.placement import Demand, Placement, share_blocks
+from triforce_offload.placing import share_blocks
+from triforce_offload.plan import MemoryPlan
 
 
 @dataclass
@@ -38,7 +39,7 @@ class SequenceKV:
     `prefill` adds a prompt; passes (`Passes`) add what `keep` keeps of their rows.
 
     Between prefills the workspace that only they need is reclaimed: it holds KV blocks, with what
-    `lend` adds. The first pass after a prefill takes that memory, because the prefill's hidden
+    `reclaim` adds. The first pass after a prefill takes that memory, because the prefill's hidden
     states are gone by then, and blocks come to lie there as they cross.
     """
 
@@ -47,22 +48,21 @@ class SequenceKV:
         kv: KVStore,
         copies: PassCopies,
         memory: DeviceMemory,
-        demand: Demand,
-        placement: Placement,
+        plan: MemoryPlan,
     ) -> None:
         """Raises DoesNotFitError."""
         self.kv = kv
         self.cache = PassCache(kv, copies.conveyor)
         self._copies = copies
         self._memory = memory
-        self._demand = demand
-        self._placement = placement
+        self._plan = plan
+        self._needs = plan.requirements
         self._scores: ChunkScores | None = None
-        self._reclaimed_blocks = placement.reclaimed_kv_blocks
+        self._reclaimed_blocks = plan.kv.reclaimed
         self._added_blocks = 0
         self._reclaim_due = self._reclaimed_blocks > 0
         self._counters = PassCounters()
-        self._workspace = memory.reserve(demand.pass_bytes, "workspace")
+        self._workspace = memory.reserve(self._needs.pass_bytes, "workspace")
 
     @property
     def length(self) -> int:
@@ -79,7 +79,7 @@ class SequenceKV:
         self._scores = scores
         self.cache = PassCache(self.kv, self._copies.conveyor, scores)
 
-    def lend(self, nbytes: int) -> None:
+    def reclaim(self, nbytes: int) -> None:
         """Reclaim `nbytes` of device memory, in all, that somebody gave back for good. The next
         pass takes it.
         """
@@ -103,37 +103,37 @@ class SequenceKV:
         return was_used
 
     def give_up_resident(self) -> bool:
-        """Evict resident KV to host memory for good. Return whether there was any. No memory may be
-        lent. Not where no KV could stream, nor in the middle of a pass.
+        """Evict resident KV to host memory for good. Return whether there was any. Not while
+        memory is reclaimed, where no KV could stream, or in the middle of a pass.
 
         Raises LinkError.
         """
-        streams = self._placement.kv_slots and self._placement.staging_slots
-        given = bool(streams) and self.kv.give_up_resident()
+        placement = self._plan.placement
+        streams = placement.kv_slots > 0 and placement.staging_slots > 0
+        given = streams and self.kv.give_up_resident()
         self._memory.trim()
         return given
 
     def use_reclaimed(self) -> None:
-        """Take the memory that is lent, once after each prefill. Not while copies are under way."""
+        """Let KV use reclaimed memory, once after each prefill. Not while copies are under way."""
         if not self._reclaim_due:
             return
         self._reclaim_due = False
-        shape, blocks = self.kv.shape, self._demand.kv_blocks
-        resident = min(self._placement.resident_kv_blocks, blocks)
+        shape, blocks, resident = self.kv.shape, self._plan.kv.blocks, self._plan.kv.resident
         spare = self._memory.available_bytes // shape.block_bytes
-        lent = min(self._reclaimed_blocks, blocks - resident, spare)
-        if not lent:
+        reclaimed = min(self._reclaimed_blocks, blocks - resident, spare)
+        if not reclaimed:
             return
         shares = zip(
             share_blocks(resident, shape.layers),
-            share_blocks(resident + lent, shape.layers),
+            share_blocks(resident + reclaimed, shape.layers),
             strict=True,
         )
         try:
             self.kv.use_reclaimed([more - less for less, more in shares])
         except DoesNotFitError as error:
             warnings.warn(
-                f"{lent} KV blocks stream that could lie on the device: {error}",
+                f"{reclaimed} KV blocks stream that could lie on the device: {error}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -168,7 +168,7 @@ class SequenceKV:
             cache.keep(range(rows))
         finally:
             cache.close()
-        self._set_workspace(self._demand.pass_bytes)
+        self._set_workspace(self._needs.pass_bytes)
 
     def restore(self, tokens: int, layer_kv: Callable[[int], torch.Tensor]) -> None:
         """Make KV that was saved elsewhere this sequence's, of which nothing is kept yet.
@@ -187,7 +187,7 @@ class SequenceKV:
             gathered.copy_(layer_kv(layer))
             kv.fill(layer, gathered, tokens, last=True)
         kv.commit_fill(tokens)
-        self._set_workspace(self._demand.pass_bytes)
+        self._set_workspace(self._needs.pass_bytes)
 
     def roll_back(self, tokens: int) -> None:
         """Forget all but the first `tokens` tokens, and whatever was under way.
@@ -198,7 +198,7 @@ class SequenceKV:
         self.kv.roll_back(tokens)
         if self._scores:
             self._scores.roll_back(tokens)
-        self._set_workspace(self._demand.pass_bytes)
+        self._set_workspace(self._needs.pass_bytes)
 
     def close(self) -> None:
         """Give all memory back."""
@@ -214,7 +214,7 @@ class SequenceKV:
             # next one would find no room in the rest.
             self._memory.trim()
         self._reclaim_due = self._reclaimed_blocks > 0
-        self._set_workspace(self._demand.reading_bytes)
+        self._set_workspace(self._needs.reading_bytes)
 
     def _set_workspace(self, size: int) -> None:
         """Count `size` bytes for temporaries from now on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -16,6 +16,7 @@ from triforce_offload.layouts import FlatLayout, Views
 from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import Allocation, DeviceMemory
 from triforce_offload.memory.host import HostBuffers, HostMemory
+from triforce_offload.plan import LayerPlan, Where
 from triforce_offload.schedule import WEIGHTS
 
 # Layers that are read and dequantised at a time.
@@ -40,54 +41,47 @@ class WeightStore:
     def __init__(
         self,
         layouts: Sequence[FlatLayout],
-        streamed: Collection[int],
+        plans: Sequence[LayerPlan],
         memory: DeviceMemory,
         host: HostMemory,
         fill: Fill,
-        in_files: Collection[int] = (),
         loaded: Loaded = lambda layer, views: None,
-        halved: Collection[int] = (),
     ) -> None:
-        """fill(layer, views) writes a layer's tensors where they will live; threads call it.
+        """layouts, plans: of each layer.
 
-        in_files: streamed layers that are filled anew, into what they cross the link from, each
-            time they do. loaded(layer, views) is called after each, in threads; it has no views of
-            those. halved: streamed layers of which the low bits alone do
+        fill(layer, views) writes a layer's tensors where they will live. Threads call it: once for
+        a layer, and for a layer in files each time it crosses the link. loaded(layer, views) is
+        called after each, in threads; it has no views of a layer in files.
         Raises DoesNotFitError before anything is read.
         """
         self.layouts = layouts
         self._memory = memory
-        on_device, on_host = [], []
-        for layer, layout in enumerate(layouts):
-            if layer in halved:
-                on_device.append(layout.high_bytes)
-                on_host.append(layout.low_bytes)
-            elif layer not in in_files:
-                (on_host if layer in streamed else on_device).append(layout.nbytes)
-        self._host = HostBuffers(on_host, host)
+        on_device = [plan.device_bytes for plan in plans]
+        self._host = HostBuffers([plan.host_bytes for plan in plans], host)
         try:
             self._device: Allocation = memory.allocate(sum(on_device), "resident weights")
         except BaseException:
             self._host.close()
             raise
-        device_buffers = iter(self._device.bytes.split(on_device))
-        host_buffers = iter(self._host.buffers)
         self.homes: list[LayerHome] = []
         views: list[Views | None] = []
-        for layer, layout in enumerate(layouts):
-            if layer in in_files:
-                self.homes.append(FileHome(_FilledLayer(layer, layout, fill)))
-                views.append(None)
-                continue
-            if layer in halved:
-                halves = next(device_buffers), next(host_buffers)
-                self.homes.append(SplitHome(*halves))
-                views.append(layout.joined(*halves))
-                continue
-            streams = layer in streamed
-            buffer = next(host_buffers if streams else device_buffers)
-            self.homes.append((HostHome if streams else DeviceHome)(buffer))
-            views.append(layout.views(buffer))
+        parts = zip(self._device.bytes.split(on_device), self._host.buffers, strict=True)
+        for layer, (layout, plan, (device, host_part)) in enumerate(
+            zip(layouts, plans, parts, strict=True)
+        ):
+            match plan.where:
+                case Where.DEVICE:
+                    self.homes.append(DeviceHome(device))
+                    views.append(layout.views(device))
+                case Where.SPLIT:
+                    self.homes.append(SplitHome(device, host_part))
+                    views.append(layout.joined(device, host_part))
+                case Where.HOST:
+                    self.homes.append(HostHome(host_part))
+                    views.append(layout.views(host_part))
+                case Where.FILE:
+                    self.homes.append(FileHome(_FilledLayer(layer, layout, fill)))
+                    views.append(None)
 
         def load(layer: int, into: Views | None) -> None:
             if into is not None:
@@ -104,12 +98,8 @@ class WeightStore:
             raise
 
     @property
-    def resident_layers(self) -> int:
-        return sum(home.source is None for home in self.homes)
-
-    @property
-    def crossing_bytes(self) -> list[int]:
-        """Of each layer, what crosses the link in a pass."""
+    def link_bytes(self) -> list[int]:
+        """Of each layer, the bytes that cross the link in a pass."""
         return [home.source.bytes.numel() if home.source else 0 for home in self.homes]
 
     def close(self) -> None:

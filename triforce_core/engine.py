@@ -32,7 +32,7 @@ from triforce_core.timeline import traced
 from triforce_offload.errors import UsageError
 from triforce_offload.link.link import Link
 from triforce_offload.memory.device import DeviceMemory
-from triforce_offload.placement import Demand, Placement
+from triforce_offload.plan import MemoryPlan
 from triforce_offload.runtime import Runtime
 
 
@@ -96,14 +96,9 @@ class Engine:
         return self.models.runtime
 
     @property
-    def memory_estimate(self) -> Demand:
-        """What the model and its KV need of the device's memory."""
-        return self.runtime.demand
-
-    @property
-    def placement(self) -> Placement:
-        """What is resident and what streams."""
-        return self.runtime.placement
+    def memory_plan(self) -> MemoryPlan:
+        """Where the weights and the KV are, and the bytes they take there."""
+        return self.runtime.plan
 
     @property
     def memory(self) -> DeviceMemory:
@@ -123,12 +118,12 @@ class Engine:
     @property
     def sequences(self) -> int:
         """Requests that may be under way at once."""
-        return self.runtime.demand.sequences
+        return self.memory_plan.requirements.sequences
 
     @property
     def max_context(self) -> int:
         """Tokens that a sequence has room for, prompt and new ones together."""
-        return self.runtime.demand.context_tokens
+        return self.memory_plan.requirements.context_tokens
 
     def check_ranks(self) -> None:
         """Raise RankError if another rank was lost: the engine is of no use then."""
@@ -287,7 +282,7 @@ class Engine:
         Raises UsageError if it is another model's, or damaged, DoesNotFitError or LinkError.
         """
         self._check_free()
-        most, digest = self.runtime.demand.context_tokens, self._loaded.digest
+        most, digest = self.memory_plan.requirements.context_tokens, self._loaded.digest
         own = (self.models.whole_kv, digest, self.config.vocab, most)
         with self.runtime.memory.typed_errors(), reading(path, *own) as saved:
             self.restore(saved)

@@ -40,15 +40,8 @@ from triforce_offload.link.trace import NoTrace, Trace, TracedLink, Tracer
 from triforce_offload.memory.available import available_host_bytes
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.memory.host import HostMemory
-from triforce_offload.placement import (
-    READ_AHEAD,
-    Demand,
-    Placement,
-    check_host,
-    check_placement,
-    device_bytes,
-    place_on_host,
-)
+from triforce_offload.placing import place_on_host
+from triforce_offload.plan import READ_AHEAD, LayerPlan, MemoryPlan, Where
 from triforce_offload.ranks import Alone, Ranks
 from triforce_offload.runtime import Runtime
 from triforce_offload.weights import WeightStore
@@ -160,18 +153,17 @@ def _load(
         graphs = wanted.graphs and fused
         wanted = replace(wanted, graphs=graphs)
 
-        def fits(wanted: Wanted, most: int | None) -> tuple[Fitted, Placement]:
+        def fits(wanted: Wanted, most: int | None) -> Fitted:
             fitted = fit(wanted, memory.available_bytes, config.placement, most)
-            check_placement(fitted.demand, fitted.placement, memory.available_bytes)
-            placement = _placed_on_host(
+            fitted.memory.check(memory.available_bytes)
+            plan = _placed_on_host(
                 checkpoint,
-                fitted.demand,
-                fitted.placement,
+                fitted.memory,
                 host_bytes_here,
                 machine.host_memory and int(machine.host_memory * host_share),
                 on_gpu,
             )
-            return fitted, placement
+            return replace(fitted, memory=plan)
 
         def refusal(context: int) -> DoesNotFitError | None:
             shorter = replace(
@@ -183,7 +175,7 @@ def _load(
                 return error
             return None
 
-        def fitting(most: int | None) -> tuple[Fitted, Placement]:
+        def fitting(most: int | None) -> Fitted:
             try:
                 return fits(wanted, most)
             except DoesNotFitError as error:
@@ -191,20 +183,21 @@ def _load(
                     raise
                 raise with_what_fits(error, max_context, refusal, config.method.budget) from error
 
-        fitted, placement = fitting(None)
-        if placement.file_layers and wanted.layouts is not asked:
+        fitted = fitting(None)
+        if fitted.memory.weights_file_bytes and wanted.layouts is not asked:
             # Layers that are read from files would be coded in each pass.
             wanted = replace(wanted, layouts=asked)
-            fitted, placement = fitting(None)
+            fitted = fitting(None)
         layouts = wanted.weights
         if (budget := ranks.least(fitted.budget)) != fitted.budget:
-            fitted, placement = fitting(budget)
-        demand = fitted.demand
-        if placement.file_layers:
+            fitted = fitting(budget)
+        plan, demand = fitted.memory, fitted.memory.requirements
+        placement, reads_files = plan.placement, plan.weights_file_bytes > 0
+        if reads_files:
             # The files stay open as long as the models.
             checkpoint = checkpoint.reopened()
             stack.callback(checkpoint.close)
-        if on_gpu or placement.file_layers:
+        if on_gpu or reads_files:
             link = StagedLink(link, host, reading=(READ_AHEAD, max(demand.layer_bytes)))
         tracer: Tracer = NoTrace()
         if config.trace:
@@ -249,8 +242,7 @@ def _load(
                 memory,
                 host,
                 link,
-                demand,
-                placement,
+                plan,
                 layouts.layers,
                 source.fill,
                 tracer,
@@ -285,19 +277,18 @@ def _copies_cache(checkpoint: Readable, dtype: torch.dtype, ranks: Ranks) -> Lay
 
 def _placed_on_host(
     checkpoint: Readable,
-    demand: Demand,
-    placement: Placement,
+    plan: MemoryPlan,
     limit: int,
     host_memory: int | None,
     on_gpu: bool,
-) -> Placement:
+) -> MemoryPlan:
     """With layers that the host has no room for in their files. limit: bytes that are free.
 
     Raises DoesNotFitError.
     """
     if not on_gpu:
         # The emulated device takes host memory, like what streams to it.
-        taken = device_bytes(demand, placement)
+        taken = plan.device_bytes
         if taken > limit:
             remedy = "use a shorter context, a smaller model or less device memory"
             raise DoesNotFitError("host memory for the emulated device", taken, limit, remedy)
@@ -305,9 +296,9 @@ def _placed_on_host(
     if host_memory is not None:
         limit = min(limit, host_memory)
     if checkpoint.files:
-        placement = place_on_host(demand, placement, limit)
-    check_host(demand, placement, limit)
-    return placement
+        plan = place_on_host(plan, limit)
+    plan.check_host(limit)
+    return plan
 
 
 def _load_small_model(
@@ -323,7 +314,8 @@ def _load_small_model(
     with ExitStack() as stack:
         ends = _load_ends(checkpoint, layouts, memory, host, True, stack)
         source = LayerSource(checkpoint, memory, layouts.layers)
-        store = WeightStore(layouts.layers, (), memory, host, source.fill)
+        kept = [LayerPlan(Where.DEVICE, layout.nbytes) for layout in layouts.layers]
+        store = WeightStore(layouts.layers, kept, memory, host, source.fill)
         stack.callback(store.close)
         return SmallModel(
             Model(config, ends, rope, memory.device),

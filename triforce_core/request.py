@@ -49,7 +49,7 @@ def asked_for(
     tokenizer, config = loaded.tokenizer, loaded.whole
     params = checked(params, config.vocab)
     tokens = token_ids_of(prompt, tokenizer, config.vocab)
-    limit = loaded.models.runtime.demand.context_tokens
+    limit = loaded.models.runtime.plan.requirements.context_tokens
     whose = "the model has" if limit == config.positions else "the engine was made for"
     check_context(len(tokens), params.max_new_tokens, limit, whose)
     text = TextStream(tokenizer, params.stop, one_by_one=params.tells_logprobs)
@@ -183,7 +183,7 @@ class Request:
         """See `Drafting.drop_lost`."""
         if self._drafting.drop_lost(self._context):
             self.levels_changed()
-            self._context.lend()
+            self._context.reclaim()
 
     def levels_changed(self) -> None:
         """Make the decoder anew: the old one refers to a level that was dropped."""
@@ -264,7 +264,7 @@ class Request:
             "model": self._name,
             "device": str(runtime.memory.device),
             "threads": torch.get_num_threads(),
-            "dtype": str(runtime.demand.kv.dtype).removeprefix("torch."),
+            "dtype": str(runtime.plan.kv.shape.dtype).removeprefix("torch."),
             "seed": self.seed,
             "new_tokens": len(self._tokens),
             "token_ids": self._tokens,

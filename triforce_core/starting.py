@@ -51,19 +51,20 @@ class Loaded:
     def plan(self) -> Plan:
         """What lives where, and how long drafts are."""
         models, runtime = self.models, self.models.runtime
-        plan = Plan.of(models.method, runtime.demand, runtime.placement, models.budget)
-        kv = SPLIT if runtime.demand.kv.split else DENSE
+        plan = Plan.of(models.method, runtime.plan, models.budget)
+        kv = SPLIT if runtime.plan.kv.shape.split else DENSE
         plan = replace(plan, weights=models.weights, kv=kv, gpus=models.ranks.count)
         return plan.named(self.name, self.whole, device_name(runtime.memory.device))
 
     @property
     def plan_line(self) -> str:
         """What runs, on one line."""
-        demand, models = self.models.runtime.demand, self.models
-        line = self.plan.line(demand.layers, demand.kv_blocks)
+        models, plan = self.models, self.models.runtime.plan
+        line = self.plan.line(len(plan.layers), plan.kv.blocks)
         if models.method.method == "triforce" and not models.budget:
             line += f"; no retrieval model, since {models.why_no_retrieval}"
-        return line + (f"; {demand.sequences} texts at once" if demand.sequences > 1 else "")
+        sequences = plan.requirements.sequences
+        return line + (f"; {sequences} sequences at once" if sequences > 1 else "")
 
 
 @dataclass(frozen=True)

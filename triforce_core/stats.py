@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from math import prod
@@ -16,7 +16,7 @@ from triforce_core.decoding.retrieval import RetrievalCache
 from triforce_offload.errors import LinkError
 from triforce_offload.kv.store import KVStore
 from triforce_offload.link.link import Link, LinkCounters
-from triforce_offload.placement import Demand, Placement, crossing_bytes
+from triforce_offload.plan import LayerPlan
 from triforce_offload.runtime import Runtime
 from triforce_offload.sequence import PassCounters
 
@@ -84,7 +84,7 @@ def request_stats(
     made = counted.passes
     layers = range(kv.shape.layers)
     blocks = [(kv.on_device(layer), len(kv.homes(layer))) for layer in layers]
-    link, placement, demand = runtime.link, runtime.placement, runtime.demand
+    link, plan, needs = runtime.link, runtime.plan, runtime.plan.requirements
     carried = clock.decode_link
     bandwidth = link.bandwidth
     if bandwidth is None and carried.busy_seconds:
@@ -118,18 +118,14 @@ def request_stats(
         "memory": {
             "device_budget_bytes": runtime.memory.limit_bytes,
             "device_peak_bytes": runtime.memory.peak_bytes,
-            "weights_bytes": demand.weights_bytes + demand.head_bytes + demand.embedding_bytes,
+            "weights_bytes": needs.weights_bytes + needs.head_bytes + needs.embedding_bytes,
             "host_bytes": runtime.host.nbytes,
             "host_pageable_bytes": runtime.host.pageable_bytes,
         },
         "placement": {
-            "layers": demand.layers,
-            "resident_weight_layers": runtime.weights.resident_layers,
-            "int4_layers": len(placement.int4_layers),
-            "file_layers": len(placement.file_layers),
-            "split_layers": len(placement.split_layers),
-            "embedding_resident": placement.embedding_resident,
-            "block_tokens": demand.kv.block_tokens,
+            **plan.layer_counts,
+            "embedding_resident": plan.placement.embedding_resident,
+            "block_tokens": kv.shape.block_tokens,
             "resident_kv_layers": sum(resident == whole for resident, whole in blocks),
             "resident_kv_blocks": sum(resident for resident, _ in blocks),
             "kv_blocks": sum(whole for _, whole in blocks),
@@ -141,56 +137,38 @@ def bits_per_number(models: Models) -> dict[str, Any]:
     """Bits of each number, as weights of layers and KV are stored, as they cross the link in passes
     and as the retrieval model reads them; None where nothing does.
     """
-    runtime = models.runtime
-    demand, placement = runtime.demand, runtime.placement
-    config = models.target.config
+    plan, config = models.runtime.plan, models.target.config
+    kv, high_bits = plan.kv, models.reads_high_bits
     numbers = [sum(map(prod, spec.shapes(config.hidden).values())) for spec in config.layers]
-    layers = range(demand.layers)
-    dense = 8 * demand.kv.dtype.itemsize
 
-    def bits(of: Iterable[int], nbytes: Callable[[int], int]) -> float | None:
-        layers = list(of)
-        if not layers:
-            return None
-        return 8 * sum(map(nbytes, layers)) / sum(numbers[layer] for layer in layers)
+    def bits(nbytes: Callable[[LayerPlan], int]) -> float | None:
+        """Over the layers of which there are any bytes."""
+        read = [(nbytes(layer), count) for layer, count in zip(plan.layers, numbers, strict=True)]
+        counted = sum(count for size, count in read if size)
+        return 8 * sum(size for size, _ in read) / counted if counted else None
 
     return {
         "weights": {
-            "stored": bits(layers, demand.layer_bytes.__getitem__),
-            "link": bits(
-                placement.streamed_layers, lambda layer: demand.crossing_bytes(layer, placement)
-            ),
-            "drafted": bits(
-                layers if models.budget else (), lambda layer: _drafted_bytes(models, layer)
-            ),
+            "stored": bits(lambda layer: layer.nbytes),
+            "link": bits(lambda layer: layer.link_bytes),
+            "drafted": bits(lambda layer: layer.draft_bytes(high_bits=high_bits))
+            if models.budget
+            else None,
         },
         "kv": {
-            "stored": demand.kv.bits_per_number,
-            "link": demand.kv.bits_per_number if _streams_kv(demand, placement) else None,
-            "drafted": (8 if models.rounds_kv else dense) if models.budget else None,
+            "stored": kv.shape.bits_per_number,
+            "link": kv.shape.bits_per_number if kv.streamed else None,
+            "drafted": (8 if models.rounds_kv else 8 * kv.shape.dtype.itemsize)
+            if models.budget
+            else None,
         },
     }
-
-
-def _streams_kv(demand: Demand, placement: Placement) -> bool:
-    return crossing_bytes(demand, placement) > demand.streamed_bytes(placement)
-
-
-def _drafted_bytes(models: Models, layer: int) -> int:
-    """What the retrieval model reads of a layer."""
-    demand, placement = models.runtime.demand, models.runtime.placement
-    if layer in placement.int4_layers:
-        return demand.int4_bytes
-    if models.reads_high_bits or layer in placement.split_layers:
-        return demand.layer_bytes[layer] - demand.low_bytes[layer]
-    return demand.layer_bytes[layer]
 
 
 def rank_stats(runtime: Runtime, context: Context) -> dict[str, Any]:
     """What one of several ranks had of a request, from when its prompt was read."""
     carried = runtime.link.counters() - context.link_when_prefilled
     counted = context.sequence.counters - context.passes_when_prefilled
-    placement = runtime.placement
     return {
         "bytes_to_device": carried.bytes_to_device,
         "bytes_to_host": carried.bytes_to_host,
@@ -198,8 +176,8 @@ def rank_stats(runtime: Runtime, context: Context) -> dict[str, Any]:
         "device_budget_bytes": runtime.memory.limit_bytes,
         "device_peak_bytes": runtime.memory.peak_bytes,
         "host_bytes": runtime.host.nbytes,
-        "resident_weight_layers": runtime.weights.resident_layers,
-        "int4_layers": len(placement.int4_layers),
+        "resident_weight_layers": runtime.plan.layer_counts["resident_weight_layers"],
+        "int4_layers": runtime.plan.layer_counts["int4_layers"],
         "checksum": context.checksum,
     }
 
@@ -241,7 +219,7 @@ def drafting_stats(
             "bytes_read_in_place": _told(lambda: cache.bytes_read_in_place),
             "steps": inner.rounds,
             "reads_high_bits": models.reads_high_bits
-            or bool(models.runtime.placement.split_layers),
+            or bool(models.runtime.plan.placement.split_layers),
             "in_8_bits": models.rounds_kv,
         }
         if cache

@@ -14,7 +14,8 @@ from triforce_core.sizing.demand import Wanted
 from triforce_kernels.dispatch import TRITON, backend
 from triforce_kernels.weights.blocks import can_decode
 from triforce_offload.errors import DoesNotFitError, UsageError
-from triforce_offload.placement import device_bytes, host_bytes, place, streams
+from triforce_offload.placing import place
+from triforce_offload.plan import MemoryPlan
 
 # Of weights. Split KV has to be smaller than dense KV, too.
 _SPLIT = (torch.bfloat16, torch.float16)
@@ -69,13 +70,12 @@ def _would_stream(wanted: Wanted, config: EngineConfig, available: int) -> bool:
         return bool(config.placement.streamed_layers)
     limit = available if config.machine.device_memory is None else config.machine.device_memory
     try:
-        demand = wanted.demand(0)
-        placement = place(demand, limit)
+        plan = place(wanted.demand(0), limit)
         # The emulated device takes host memory, like what streams to it.
-        needed = device_bytes(demand, placement) + host_bytes(demand, placement)
+        needed = plan.device_bytes + plan.host_bytes
     except DoesNotFitError:
         return True
-    return bool(placement.streamed_layers) or needed > available
+    return plan.weights_link_bytes > 0 or needed > available
 
 
 def asks_for_split_kv(config: EngineConfig, dtype: torch.dtype) -> bool:
@@ -122,8 +122,10 @@ def _lets_kv_stream(config: EngineConfig, wanted: Wanted, available: int) -> boo
 
 
 def _streams(config: EngineConfig, wanted: Wanted, available: int) -> bool:
-    demand, placement = wanted.demand(0), config.placement
+    demand = wanted.demand(0)
+    if config.placement is not None:
+        return MemoryPlan(demand, config.placement).streams
     try:
-        return streams(demand, placement or place(demand, available))
+        return place(demand, available).streams
     except DoesNotFitError:
         return True

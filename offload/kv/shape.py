@@ -40,7 +40,7 @@ class KVShape:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block as it is kept."""
-        return self.split.nbytes if self.split else self.dense_block_bytes
+        return self.parts.nbytes if self.split else self.dense_block_bytes
 
     @property
     def slot_bytes(self) -> int:

@@ -31,7 +31,7 @@ class KVStore:
 
     The first `resident_blocks[layer]` blocks of a layer stay on the device, spread evenly over the
     layers, so that the link never rests for the length of a resident layer. Some that follow them
-    may have a copy there (`lend`); the others stream.
+    may have a copy there (`use_reclaimed`); the others stream.
 
     length: tokens that are kept; version: changes whenever a block's home does
     """
@@ -248,7 +248,7 @@ class KVStore:
         self._tail_start = blocks * self.shape.block_tokens
         self.version += 1
 
-    def lend(self, counts: Sequence[int]) -> None:
+    def use_reclaimed(self, counts: Sequence[int]) -> None:
         """Takes device memory for copies of so many blocks of each layer, behind those that stay
         there. A block has its copy once it has been brought (`settle`), a new one at once.
 
@@ -264,7 +264,7 @@ class KVStore:
             self._homes[layer][index] = MirroredHome(home, copy)
             self.version += 1
 
-    def reclaim(self) -> bool:
+    def release_reclaimed(self) -> bool:
         """Gives reclaimed memory back, and says whether there was any: its blocks stream again."""
         if self._mirror is None:
             return False
@@ -276,8 +276,8 @@ class KVStore:
         return True
 
     def give_up_resident(self) -> bool:
-        """Moves the blocks that stay on the device to the host, for good, and says whether there
-        were any: these stream, and those to come. None may be lent. Not if the host has no memory.
+        """Evict resident blocks to host memory for good. Return whether there were any. These and
+        later blocks stream. Not while memory is reclaimed, nor if the host has no memory.
 
         Raises LinkError.
         """
@@ -310,7 +310,7 @@ class KVStore:
         for home in (home for homes in self._homes for home in homes):
             self._give_back(home)
         self._homes = []
-        self.reclaim()
+        self.release_reclaimed()
         self._tail.close()
         self._memory.free(self._scratch)
         self._resident.close()

@@ -233,6 +233,9 @@ class HostBuffers:
         self._arenas: list[HostArena] = []
         try:
             for group in groups:
+                if not sum(group):
+                    self.buffers.extend(torch.empty(0, dtype=torch.uint8) for _ in group)
+                    continue
                 arena = memory.arena(sum(group))
                 self._arenas.append(arena)
                 self.buffers.extend(arena.bytes.split(group))

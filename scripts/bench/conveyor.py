@@ -41,7 +41,8 @@ from triforce_core.decoding.distributions import distributions
 from triforce_core.model.shapes import read_shape
 from triforce_core.settings import MethodSettings
 from triforce_core.sizing.demand import Wanted
-from triforce_offload.placement import Placement, place
+from triforce_offload.placement import Placement
+from triforce_offload.placing import place
 
 SLOW, FAST, DRAFTING = 0.5e9, 20e9, 100e6
 VERIFIED = 65
@@ -192,7 +193,7 @@ def drafts(prompt: list[int], new_tokens: int, plot: Path | None) -> Figures:
         ) as engine:
             params = SamplingParams(new_tokens, **SAMPLING, seed=0)
             stats = engine.generate(prompt, params).stats
-            slots = KV_STREAMED.kv_slots * engine.memory_estimate.kv.block_bytes
+            slots = KV_STREAMED.kv_slots * engine.memory_plan.requirements.kv.block_bytes
             tracks = read_trace(file)
         verifies = [e for e in tracks["host"] if e.name == "verify"]
         if plot:
@@ -242,7 +243,7 @@ def streaming_memory(tokens: int) -> Figures:
             read_shape(shape), dtype, context, MethodSettings(), block_bytes=block_bytes
         )
         demand = wanted.demand(0)
-        placement = place(demand, limit)
+        placement = place(demand, limit).placement
         slots = (placement.kv_slots + placement.staging_slots) * demand.kv.block_bytes
         figures[shape] = {
             "context": context,

@@ -25,7 +25,9 @@ from bench.acceptance import accepted
 from bench.paced import RATIO, PacedBench, ratios_to, workload
 from bench.workloads import stretches
 from frame import Benchmark, Figures, Option
-from triforce_offload.placement import Placement, device_bytes, spread
+from triforce_offload.placement import Placement
+from triforce_offload.placing import spread
+from triforce_offload.plan import MemoryPlan
 
 # Tokens that each method generates. A token of `autoregressive` is a pass, and all passes take the
 # same time.
@@ -79,12 +81,12 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 def placed(bench: PacedBench) -> tuple[int, Placement]:
     """RESIDENT_LAYERS exact layers on the device and int4 copies of the others, and their bytes."""
     with bench.engine(None, draft_weights="int4") as engine:
-        demand = engine.memory_estimate
+        demand = engine.memory_plan.requirements
     streamed = sorted(set(range(demand.layers)) - set(spread(RESIDENT_LAYERS, demand.layers)))
     placement = Placement(
         tuple(streamed), True, demand.kv_blocks, 2, 3, 2, 0, int4_layers=tuple(streamed)
     )
-    return device_bytes(demand, placement), placement
+    return MemoryPlan(demand, placement).device_bytes, placement
 
 
 main = Benchmark(

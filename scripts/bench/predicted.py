@@ -48,7 +48,7 @@ class Predicted:
         hardware: what differs from one device on an emulated link
         """
         case = self._case(engine, bandwidth, **hardware)
-        cost = RoundCost(case.costs, engine.memory_estimate, engine.placement, length, tokens)
+        cost = RoundCost(case.costs, engine.memory_plan, length, tokens)
         return replace(cost, early_head=early_head).seconds
 
     def run(self, engine: Engine, bandwidth: float, stats: dict[str, Any]) -> dict[str, float]:
@@ -60,7 +60,7 @@ class Predicted:
         cache = stats["retrieval"]
         if cache:
             case = replace(case, curve=AcceptanceCurve(churn=cache["churn"] or 0.0))
-        evaluated = evaluate(case, plan, engine.memory_estimate)
+        evaluated = evaluate(case, plan, engine.memory_plan.requirements)
         drafting = 0.0
         if cache:
             fed = 1 + (stats["draft_tokens"]["inner_mean"] or 0.0)
@@ -79,7 +79,7 @@ class Predicted:
 
     def _case(self, engine: Engine, bandwidth: float, **hardware: Any) -> Case:
         machine = replace(emulated(self.rates, bandwidth), **hardware)
-        context = engine.memory_estimate.context_tokens
+        context = engine.memory_plan.requirements.context_tokens
         return Case(engine.config, machine, context, 1, dtype=DTYPES["float32"])
 
 

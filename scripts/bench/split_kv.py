@@ -20,7 +20,8 @@ from dataclasses import replace
 from bench.paced import RATIO, PacedBench, ratios_to, workload
 from bench.workloads import stretches
 from frame import Benchmark, Figures, Option
-from triforce_offload.placement import Placement, device_bytes
+from triforce_offload.placement import Placement
+from triforce_offload.plan import MemoryPlan
 
 # Without drafts a token is a pass, and all passes take the same time.
 PLAIN_TOKENS = 4
@@ -56,13 +57,13 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 def placed(bench: PacedBench, share: float) -> tuple[int, dict[str, Placement]]:
     """Bytes of the device that hold a share of the dense KV, and what they hold of either kind."""
     with bench.engine(None, kv="dense") as engine:
-        demand = engine.memory_estimate
+        demand = engine.memory_plan.requirements
     dense = Placement((), True, int(demand.kv_blocks * share), 0, 3, 2)
-    memory = device_bytes(demand, dense)
+    memory = MemoryPlan(demand, dense).device_bytes
     with bench.engine(None, kv="split") as engine:
-        demand = engine.memory_estimate
+        demand = engine.memory_plan.requirements
     split = replace(dense, resident_kv_blocks=0)
-    spare = (memory - device_bytes(demand, split)) // demand.kv.block_bytes
+    spare = (memory - MemoryPlan(demand, split).device_bytes) // demand.kv.block_bytes
     split = replace(split, resident_kv_blocks=min(spare, demand.kv_blocks))
     return memory, {"dense": dense, "split": split}
 

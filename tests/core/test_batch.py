@@ -101,7 +101,7 @@ def test_weights_cross_once_a_pass_however_many_texts_it_is_over(tiny, sequences
         before = link.counters()
         results = ours.generate_all(own, greedy(NEW))
         carried = (link.counters() - before).bytes_to_device
-        each = runtime.demand.streamed_bytes(runtime.placement)
+        each = runtime.plan.requirements.streamed_bytes(runtime.plan.placement)
         # Prompts that are known but for their last token are a pass each, then one for all.
         assert carried == each * (sequences + NEW - 1)
         moved = [result.stats["link"]["bytes_of_passes"] for result in results]

@@ -54,7 +54,7 @@ def test_the_text_is_the_same_with_host_memory_for_less_than_the_weights(
     with engine(path, **options) as whole:
         expected = whole.generate(PROMPT, GREEDY)
         needed = whole.runtime.host.nbytes
-        layer = max(whole.runtime.demand.layer_bytes)
+        layer = max(whole.runtime.plan.requirements.layer_bytes)
     assert expected.stats["placement"]["file_layers"] == 0
     seen = []
     for less in (layer, 3 * layer, 5 * layer):

@@ -65,7 +65,7 @@ def test_stats_say_what_happened(speaking) -> None:
         link_bandwidth="2GB/s",
     ) as engine:
         stats = engine.generate(random_ids(70), SamplingParams(max_new_tokens=41)).stats
-        (layer_bytes,) = set(engine.runtime.demand.layer_bytes)
+        (layer_bytes,) = set(engine.runtime.plan.requirements.layer_bytes)
     assert json.loads(json.dumps(stats)) == stats
     assert stats["prompt_tokens"] == 70
     assert stats["new_tokens"] == 41 == len(stats["token_ids"])

@@ -20,7 +20,9 @@ from triforce_core.sizing.fitting import Fitted, fit
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.formats import DTYPES
 from triforce_offload.machine.profiles import named
-from triforce_offload.placement import Placement, crossing_bytes, device_bytes, place, streams
+from triforce_offload.placement import Placement
+from triforce_offload.placing import place
+from triforce_offload.plan import MemoryPlan
 from triforce_offload.units import parse_bytes
 
 GIB = 1 << 30
@@ -36,7 +38,7 @@ def wanted(shape: str, context: int, **method: object) -> Wanted:
 
 def crosses(fitted: Fitted) -> int:
     """Bytes of a pass over a full context."""
-    return crossing_bytes(fitted.demand, fitted.placement)
+    return fitted.memory.link_bytes
 
 
 @pytest.mark.parametrize(
@@ -55,20 +57,23 @@ def test_what_fits_at_every_size_of_memory(shape: str, context: int) -> None:
         except DoesNotFitError:
             assert not seen, "refused where less was accepted"
             continue
-        assert device_bytes(fitted.demand, fitted.placement) <= memory
+        assert fitted.memory.device_bytes <= memory
         seen.append(fitted)
         if fitted.budget:
-            assert fitted.placement.can_draft
+            assert fitted.memory.can_draft
         without = asks.demand(0)
-        if streams(without, place(without, memory)):
-            if not fitted.placement.streamed_layers:
+        if place(without, memory).streams:
+            if not fitted.memory.placement.streamed_layers:
                 between.append(fitted.budget)
         else:
             fits.append(fitted.budget)
             # A cache that nobody asked for sends no more over the link than comes meanwhile.
-            read = fitted.demand.weights_bytes + crosses(replace(fitted, placement=NOTHING_HERE))
+            read = (
+                fitted.memory.requirements.weights_bytes
+                + MemoryPlan(fitted.memory.requirements, NOTHING_HERE).link_bytes
+            )
             assert crosses(fitted) <= read / 40
-    streaming = [fitted for fitted in seen if fitted.placement.streamed_layers]
+    streaming = [fitted for fitted in seen if fitted.memory.placement.streamed_layers]
     # From some size of memory on what streams has copies in 4 bits that draft.
     drafts = [fitted.budget > 0 for fitted in streaming]
     assert drafts == sorted(drafts)
@@ -91,11 +96,9 @@ def test_a_budget_that_is_asked_for_is_made_where_nothing_streams() -> None:
 def test_lent_memory_counts_as_the_devices_own() -> None:
     asks = wanted("llama3.1-8b", 131072).demand(0)
     placed = (place(asks, quarters * GIB // 4) for quarters in range(100, 200))
-    placement = next(
-        p for p in placed if p.resident_kv_blocks < asks.kv_blocks and not streams(asks, p)
-    )
-    assert placement.reclaimed_kv_blocks
-    assert streams(asks, replace(placement, reclaimed_kv_blocks=placement.reclaimed_kv_blocks - 1))
+    plan = next(p for p in placed if p.kv.resident < p.kv.blocks and not p.streams)
+    assert plan.kv.reclaimed
+    assert plan.placed(reclaimed_kv_blocks=plan.kv.reclaimed - 1).streams
 
 
 @pytest.mark.parametrize(("shape", "context"), [("llama3.1-8b", 131072), ("qwen2.5-32b", 8192)])
@@ -110,8 +113,8 @@ def test_more_memory_is_never_slower(shape: str, context: int) -> None:
             assert not seconds, "refused where less was accepted"
             continue
         case = Case(asks.config, named("rtx4090"), context, 256)
-        plan = Plan.of(asks.method, fitted.demand, fitted.placement, fitted.budget)
-        seconds.append(evaluate(case, plan, fitted.demand).seconds_per_token)
+        plan = Plan.of(asks.method, fitted.memory, fitted.budget)
+        seconds.append(evaluate(case, plan, fitted.memory).seconds_per_token)
     assert len(seconds) > 35
     for less, more in pairwise(seconds):
         assert more <= 1.02 * less
@@ -121,14 +124,14 @@ def test_kv_that_stays_and_is_not_chosen_from_is_one_block() -> None:
     """Its tail takes the whole text and no more."""
     asks = wanted("llama2-7b", 4096, method="autoregressive")
     small, large = fit(asks, 8 * GIB), fit(asks, 40 * GIB)
-    assert small.demand.kv_blocks > 0
-    assert large.demand.kv_blocks == 0
-    assert large.demand.kv.tail_tokens(1) == 4097
-    assert not streams(large.demand, large.placement)
+    assert small.memory.requirements.kv_blocks > 0
+    assert large.memory.requirements.kv_blocks == 0
+    assert large.memory.requirements.kv.tail_tokens(1) == 4097
+    assert not MemoryPlan(large.memory.requirements, large.memory.placement).streams
     asked = fit(replace(asks, block_tokens=256), 40 * GIB)
-    assert asked.demand.kv.block_tokens == 256
+    assert asked.memory.requirements.kv.block_tokens == 256
     chosen_from = fit(wanted("llama2-7b", 4096, budget=1024), 40 * GIB)
-    assert chosen_from.demand.kv_blocks > 0
+    assert chosen_from.memory.requirements.kv_blocks > 0
 
 
 def test_one_block_is_made_only_where_it_fits() -> None:
@@ -137,10 +140,10 @@ def test_one_block_is_made_only_where_it_fits() -> None:
     resident = []
     for eighths in range(8 * 13, 8 * 18):
         fitted = fit(asks, eighths * GIB // 8)
-        assert device_bytes(fitted.demand, fitted.placement) <= eighths * GIB // 8
+        assert fitted.memory.device_bytes <= eighths * GIB // 8
         resident.append(crosses(fitted) == 0)
         if not resident[-1]:
-            assert fitted.demand.kv_blocks > 0
+            assert fitted.memory.requirements.kv_blocks > 0
     assert resident == sorted(resident)
     assert resident[-1]
 
@@ -206,6 +209,6 @@ def test_no_budget_makes_layers_stream_where_a_smaller_one_does_not() -> None:
                 streamed[budget] = place(asks.demand(budget), memory).streamed_layers
         resident = [budget for budget, layers in streamed.items() if not layers]
         if resident:
-            assert (fitted.budget, fitted.placement.streamed_layers) == (max(resident), ())
+            assert (fitted.budget, fitted.memory.placement.streamed_layers) == (max(resident), ())
             smaller += max(resident) < max(streamed)
     assert smaller, "somewhere the largest budget would make layers stream"

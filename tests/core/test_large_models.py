@@ -175,7 +175,7 @@ try:
         method="autoregressive", progress=progress,
     ) as engine:
         stays = engine.runtime.host.nbytes + engine.runtime.memory.peak_bytes
-        files = len(engine.runtime.placement.file_layers)
+        files = len(engine.runtime.plan.placement.file_layers)
 finally:
     done.set()
 print(len(layers), max(anonymous) - before, stays, files)

@@ -171,7 +171,7 @@ def test_accounted_bytes_cover_what_rounding_takes(tmp_path, two_threads) -> Non
         with Engine.from_pretrained(
             tmp_path, device="cpu", max_context=1520, block_tokens=128, **placed("kv", options)
         ) as engine:
-            demand = engine.runtime.demand
+            demand = engine.runtime.plan.requirements
             assert demand.pass_bytes >= rounding_bytes(demand.kv, 1504) > demand.reading_bytes
             stats.update(engine.generate(random_ids(1500), SamplingParams(20)).stats)
 

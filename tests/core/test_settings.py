@@ -181,7 +181,7 @@ def test_a_plan_says_what_runs_and_runs_again(tiny) -> None:
         # The plan's own context, though the model has more positions.
         with Engine.from_pretrained(path, device="cpu", plan=plan) as engine:
             assert engine.plan == plan
-            assert engine.runtime.demand.context_tokens == 100
+            assert engine.runtime.plan.requirements.context_tokens == 100
 
 
 def test_blocks_that_stream_have_slots_whatever_was_planned() -> None:

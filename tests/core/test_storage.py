@@ -14,7 +14,9 @@ from triforce_core.sizing.demand import Wanted
 from triforce_core.storage import asks_for_split_kv, with_split_unasked
 from triforce_kernels.dispatch import REFERENCE, TRITON
 from triforce_offload.errors import UsageError
-from triforce_offload.placement import Placement, device_bytes, place, streams
+from triforce_offload.placement import Placement
+from triforce_offload.placing import place
+from triforce_offload.plan import MemoryPlan
 
 GPU, GIB = torch.device("cuda", 0), 1 << 30
 LLAMA = Wanted(
@@ -48,8 +50,8 @@ def test_what_fits_is_dense() -> None:
 def test_kv_is_dense_where_it_fits_once_weights_are_split() -> None:
     demand = LLAMA.demand(0)
     resident = Placement((), True, demand.kv_blocks, 0, 0, 0)
-    little_less = device_bytes(demand, resident) - 2 * GIB
-    assert streams(demand, place(demand, little_less))
+    little_less = MemoryPlan(demand, resident).device_bytes - 2 * GIB
+    assert place(demand, little_less).streams
     assert chosen(little_less) == (True, False)
 
 

@@ -74,7 +74,7 @@ def test_a_graph_computes_what_eager_forwards_do(tiny, size: int, rounded: bool)
         both = []
         for recorder in (None, CudaRecorder(DEVICE)):
             kind = RoundedKV if rounded else DenseKV
-            kv = kind(engine.runtime.demand.kv, 150, engine.runtime.memory, "test")
+            kv = kind(engine.runtime.plan.kv.shape, 150, engine.runtime.memory, "test")
             weights = ResidentWeights(engine.runtime.weights)
             model = ResidentModel(engine.model, weights, kv, recorder, NoTrace(), "test")
             both.append((model, kv))

@@ -85,7 +85,7 @@ def test_passes_and_reading_attend_as_one_prefill_would() -> None:
                 cache.keep(range(count))
             end = store.length + 7
             read(store, conveyor, text, end, (end - 5, end - 4))
-        store.lend((2, 1))
+        store.use_reclaimed((2, 1))
         for _ in range(2):
             start(store, conveyor)
             cache, first = PassCache(store, conveyor), store.length

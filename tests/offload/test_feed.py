@@ -73,7 +73,7 @@ def test_sequences_in_one_forward_compute_what_each_does_alone(tiny) -> None:
         memory = DeviceMemory(CPU, None)
 
         def caches() -> list[DenseKV]:
-            return [DenseKV(engine.runtime.demand.kv, 60, memory, "test") for _ in range(3)]
+            return [DenseKV(engine.runtime.plan.kv.shape, 60, memory, "test") for _ in range(3)]
 
         alone, together = caches(), caches()
         shared = SequenceCaches(together)

@@ -91,7 +91,7 @@ def test_random_passes_leave_exactly_what_was_kept(resident, staging, shape) -> 
                 store.keep(path)
                 kept += [drafted[row] for row in path]
             elif what < 0.75:
-                store.reclaim()
+                store.release_reclaimed()
                 kept += anew(choose.randint(1, 11))
                 borders = range(store.length + 1, len(kept), choose.randint(1, 5))
                 fill(store, kept, borders)
@@ -99,10 +99,10 @@ def test_random_passes_leave_exactly_what_was_kept(resident, staging, shape) -> 
                 del kept[choose.randint(0, len(kept)) :]
                 store.roll_back(len(kept))
             elif what < 0.95:
-                store.reclaim()
-                store.lend((choose.randint(0, 3), choose.randint(0, 3)))
+                store.release_reclaimed()
+                store.use_reclaimed((choose.randint(0, 3), choose.randint(0, 3)))
             else:
-                store.reclaim()
+                store.release_reclaimed()
             # Who has read the addresses reads them again only when the version is another.
             addresses = store.addresses()
             assert torch.equal(addresses_at.setdefault(store.version, addresses), addresses)
@@ -195,7 +195,7 @@ def test_a_store_gives_everything_back_even_if_the_link_has_failed(link) -> None
     for _ in range(3):
         store = new_store(memory, blocks, link())
         fill(store, range(20))
-        store.lend((1, 2))
+        store.use_reclaimed((1, 2))
         store.close()
         taken.add(blocks.nbytes)
         assert memory.available_bytes == memory.limit_bytes

@@ -120,7 +120,13 @@ def test_a_schedule_brings_each_streamed_byte_once_before_it_is_computed_with(se
     streamed = {layer for layer in range(layers) if rng.random() < 0.5}
     blocks, resident = ([rng.randint(0, 4) for _ in range(layers)] for _ in range(2))
     sizes = [rng.randint(1, 9) for _ in range(layers)]
-    schedule = pass_schedule(Places(streamed, sizes, [KVPlaces(blocks, resident)], 7))
+    schedule = pass_schedule(
+        Places(
+            [size if layer in streamed else 0 for layer, size in enumerate(sizes)],
+            [KVPlaces(blocks, resident)],
+            7,
+        )
+    )
     expected = []
     for layer in range(layers):
         if layer in streamed:

@@ -14,6 +14,7 @@ from triforce_offload.link.trace import NoTrace
 from triforce_offload.memory import host as host_memory
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.memory.host import HostBuffers, HostMemory
+from triforce_offload.plan import LayerPlan, Where
 from triforce_offload.schedule import WEIGHTS
 from triforce_offload.weights import ResidentWeights, StreamedWeights, WeightStore
 
@@ -55,13 +56,16 @@ def test_a_layout_gives_each_tensor_its_format() -> None:
 def test_layers_of_different_sizes_go_through_slots_of_one(streamed, slots: int) -> None:
     layouts = [layout(layer) for layer in range(LAYERS)]
     memory, host, link = DeviceMemory(torch.device("cpu"), 1 << 20), HostMemory(), EmulatedLink()
-    store = WeightStore(layouts, streamed, memory, host, fill)
-    largest = max(store.crossing_bytes)
+    plans = [
+        LayerPlan(Where.HOST if layer in streamed else Where.DEVICE, each.nbytes)
+        for layer, each in enumerate(layouts)
+    ]
+    store = WeightStore(layouts, plans, memory, host, fill)
+    largest = max(store.link_bytes)
     rings = {WEIGHTS: [torch.zeros(largest, dtype=torch.uint8) for _ in range(slots)]}
     conveyor = Conveyor(link, rings)
     weights = StreamedWeights(store, conveyor, NoTrace())
     try:
-        assert store.resident_layers == LAYERS - len(streamed)
         for _ in range(2):
             before = link.counters()
             conveyor.start(
@@ -77,7 +81,7 @@ def test_layers_of_different_sizes_go_through_slots_of_one(streamed, slots: int)
                     for name, view in views.items():
                         assert torch.equal(view, expected[name])
             carried = (link.counters() - before).bytes_to_device
-            assert carried == sum(store.crossing_bytes[layer] for layer in streamed)
+            assert carried == sum(store.link_bytes)
         if not streamed:
             resident = ResidentWeights(store)
             with resident.layer(2) as views:

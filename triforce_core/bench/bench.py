@@ -80,7 +80,7 @@ class Bench:
         )
         resources.callback(self.models.close)
         self.runtime = self.models.runtime
-        self.dtype = self.runtime.demand.kv.dtype
+        self.dtype = self.runtime.plan.kv.shape.dtype
         self._device = self.runtime.memory.device
 
     def rows(self) -> Iterator[Row]:
@@ -143,8 +143,8 @@ class Bench:
     def _host(self) -> Iterator[Row]:
         """Host memory of a whole context, which texts then take from."""
         runtime, blocks = self.runtime, self.runtime.host_blocks
-        demand = runtime.demand
-        streamed = demand.kv_blocks - min(runtime.placement.resident_kv_blocks, demand.kv_blocks)
+        kv = runtime.plan.kv
+        streamed = kv.blocks - kv.resident
         if not streamed:
             return
         began = time.perf_counter()
@@ -202,24 +202,21 @@ class Bench:
             level.probs(feed)
 
         seconds = self._times(step, 4 * self.settings.repeats, before=USES_BEFORE + 1)
-        demand, placement = self.runtime.demand, self.runtime.placement
-        # Copies in 4 bits of some layers, the others themselves.
-        instead = placement.int4_layers
-        exact = set(range(demand.layers)) - set(instead)
-        high = exact if self.models.reads_high_bits else placement.split_layers
-        read = sum(demand.layer_bytes[layer] for layer in exact) + demand.head_bytes
-        read -= sum(demand.low_bytes[layer] for layer in high)
-        read += len(instead) * demand.int4_bytes
-        kept = demand.kv.token_bytes * demand.layers * cache.kv.end
-        read += kept // demand.kv.dtype.itemsize if self.models.rounds_kv else kept
+        plan, high_bits = self.runtime.plan, self.models.reads_high_bits
+        shape, head = plan.kv.shape, plan.requirements.head_bytes
+        read = head + sum(layer.draft_bytes(high_bits=high_bits) for layer in plan.layers)
+        copies = sum(layer.copy_bytes > 0 for layer in plan.layers)
+        high = len(plan.layers) - copies if high_bits else plan.layer_counts["split_layers"]
+        kept = shape.token_bytes * shape.layers * cache.kv.end
+        read += kept // shape.dtype.itemsize if self.models.rounds_kv else kept
         floor = read / self.device_copy_bytes_per_second
         what = f"one token over {cache.kv.end}"
         if high:
-            what += f", {len(high)} layers by their high bits"
+            what += f", {high} layers by their high bits"
         if self.models.rounds_kv:
             what += ", in 8 bits"
-        if instead:
-            what += f", {len(instead)} layers in 4 bits"
+        if copies:
+            what += f", {copies} layers in 4 bits"
         name = "weights and cache at the rate of a copy on the device"
         return Row("retrieval", what, seconds, 1, "tokens/s", floor, name)
 

@@ -60,11 +60,9 @@ def show(about: dict[str, Any], rows: Sequence[Row], output: str) -> None:
 def describe(running: Bench) -> dict[str, Any]:
     """What was run, on what, and where everything lay."""
     runtime, settings = running.runtime, running.settings
-    demand, placement, link = runtime.demand, runtime.placement, runtime.link
+    plan, placement, link = runtime.plan, runtime.plan.placement, runtime.link
     slots = placement.kv_slots + placement.staging_slots
-    streaming = slots * demand.kv.block_bytes + placement.weight_slots * demand.slot_bytes(
-        placement
-    )
+    streaming = slots * plan.kv.shape.block_bytes + placement.weight_slots * plan.slot_bytes
     return {
         **provenance(shlex.join(["triforce", *sys.argv[1:]])),
         "shape": settings.shape,
@@ -84,12 +82,12 @@ def describe(running: Bench) -> dict[str, Any]:
             "host_pageable_bytes": runtime.host.pageable_bytes,
         },
         "placement": {
-            "layers": demand.layers,
+            "layers": len(plan.layers),
             "streamed_weight_layers": len(placement.streamed_layers),
-            "kv_blocks": demand.kv_blocks,
-            "resident_kv_blocks": min(placement.resident_kv_blocks, demand.kv_blocks),
-            "block_tokens": demand.kv.block_tokens,
-            "block_bytes": demand.kv.block_bytes,
+            "kv_blocks": plan.kv.blocks,
+            "resident_kv_blocks": plan.kv.resident,
+            "block_tokens": plan.kv.shape.block_tokens,
+            "block_bytes": plan.kv.shape.block_bytes,
         },
     }
 

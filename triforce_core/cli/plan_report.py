@@ -42,7 +42,7 @@ def print_plan(
     console.print(_places(prediction, hardware.gpus))
     console.print(_seconds(prediction))
     console.print(f"Bottleneck: {prediction.bottleneck}.", highlight=False, soft_wrap=True)
-    line = chosen.plan.line(len(case.config.layers), chosen.demand.kv_blocks)
+    line = chosen.plan.line(len(case.config.layers), chosen.memory.kv.blocks)
     if case.pieces and chosen.plan.placement.streamed_layers:
         line += "; no retrieval model, since quantised weights stream, which nothing stands in for"
     console.print(f"Plan: {line}.", highlight=False, soft_wrap=True)

@@ -52,7 +52,7 @@ class Context:
         with ExitStack() as stack:
             self.sequence = models.runtime.sequence()
             stack.callback(self.sequence.close)
-            self.sequence.lend(models.freed_bytes)
+            self.sequence.reclaim(models.freed_bytes)
             self.levels = DraftLevels(models, self.sequence, self.tell)
             stack.callback(self.levels.close)
             self._resources = stack.pop_all()
@@ -183,10 +183,10 @@ class Context:
         self.tell(calls.End())
         self.models.runtime.passes.end()
 
-    def lend(self) -> None:
+    def reclaim(self) -> None:
         """Use the memory of dropped levels for KV, once nothing refers to them."""
         self.tell(calls.Lend())
-        self.sequence.lend(self.models.freed_bytes)
+        self.sequence.reclaim(self.models.freed_bytes)
 
     def check_ranks(self) -> None:
         """Raise RankError if a rank was lost. Call it when the host has what the ranks computed,

@@ -130,7 +130,7 @@ class DraftLevels:
     def _make_retrieval(self, sequence: SequenceKV) -> None:
         """The retrieval cache over a sequence, and the model over it; passes collect the scores."""
         models, resources = self._models, self._retrieval_resources
-        runtime, method, demand = models.runtime, models.method, models.runtime.demand
+        runtime, method, demand = models.runtime, models.method, models.runtime.plan.requirements
         scores = ChunkScores(
             demand.kv,
             method.chunk_size,
@@ -158,7 +158,9 @@ class DraftLevels:
 def retrieval_cache(models: Models, kv: KVStore, scores: ChunkScores) -> RetrievalCache:
     """Return a retrieval cache over a sequence's KV. Raises DoesNotFitError."""
     runtime, method = models.runtime, models.method
-    budget = fitting_budget(models.budget, method.chunk_size, runtime.demand.context_tokens)
+    budget = fitting_budget(
+        models.budget, method.chunk_size, runtime.plan.requirements.context_tokens
+    )
     collected = ChunkReader(
         kv,
         runtime.link,

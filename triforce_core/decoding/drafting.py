@@ -86,13 +86,13 @@ class Drafting:
         memory. Lengths and a budget that the user set are kept, whatever they cost.
 
         Returns whether one was dropped. Decoders created earlier are invalid then; once they are
-        gone, `Context.lend` lends the level's memory to KV.
+        gone, `Context.reclaim` gives the level's memory to KV.
         """
         models, runtime = self._models, self._models.runtime
         if not models.has_one_context:
             # Other contexts use what would be dropped.
             return False
-        if runtime.streams and 2 * context.length < runtime.demand.context_tokens:
+        if runtime.streams and 2 * context.length < runtime.plan.requirements.context_tokens:
             # Little streams in passes over a short text: what drafts are worth there says nothing.
             return False
         for length in (self._inner, self._outer):
@@ -112,7 +112,7 @@ class Drafting:
 
     def give_up(self, context: Context) -> str | None:
         """Drop the highest level that takes device memory, for good, and name it; None if there is
-        none. Its memory is not lent: somebody else has it.
+        none. Its memory is not reclaimed: somebody else has it.
         """
         models = self._models
         if models.budget:
@@ -147,7 +147,7 @@ class Drafting:
             return None
         deepest = method.max_draft_tokens
         if method.tree == AUTO:
-            texts = self._models.runtime.demand.sequences
+            texts = self._models.runtime.plan.requirements.sequences
             return Growth(deepest, deepest, asked=False, texts=texts)
         if method.draft_tokens != AUTO:
             deepest = int(method.draft_tokens)

@@ -92,12 +92,12 @@ class Models:
         """Whether there is only one context. Levels and memory that contexts share can be dropped
         then, while a request runs.
         """
-        return self.runtime.demand.sequences == 1
+        return self.runtime.plan.requirements.sequences == 1
 
     @property
     def whole_kv(self) -> KVShape:
         """Of all heads, whatever ranks share them."""
-        return replace(self.runtime.demand.kv, kv_heads=self.kv_parts.count)
+        return replace(self.runtime.plan.kv.shape, kv_heads=self.kv_parts.count)
 
     @property
     def reads_high_bits(self) -> bool:
@@ -116,7 +116,7 @@ class Models:
             return "it never paid"
         if not self.runtime.streams:
             return "nothing streams"
-        if not self.runtime.placement.streamed_layers:
+        if not self.runtime.plan.placement.streamed_layers:
             return "there is no room for it"
         if self.method.draft_weights == EXACT:
             return "weights stream"

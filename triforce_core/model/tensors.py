@@ -147,15 +147,15 @@ def _layouts(
 
 
 class Read(Enum):
-    """How a kernel makes numbers of a matrix's bytes: none is needed, or it is not counted; by both
-    split bfloat16; by the high bits alone; from the bytes of float16, which are joined first;
-    from groups of 4 bits.
+    """How a kernel makes numbers of the bytes of a matrix: no decoding, or not counted; all bits of
+    split bfloat16; high bits alone; the bytes of split float16, which are joined first; or
+    groups of 4 bits.
     """
 
     AS_STORED = "as stored"
-    SPLIT = "split"
-    UPPER = "high"
-    HALVES = "halves"
+    SPLIT_BF16 = "split bf16"
+    HIGH = "high bits"
+    SPLIT_FP16 = "split fp16"
     GROUPS = "groups"
 
 

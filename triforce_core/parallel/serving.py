@@ -101,7 +101,7 @@ class _Served:
             case calls.DropRetrieval():
                 context.levels.drop_retrieval()
             case calls.Lend():
-                context.lend()
+                context.reclaim()
             case _:
                 raise DamagedMessageError(f"{type(call).__name__} came where no rank sends it")
 

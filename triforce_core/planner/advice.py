@@ -39,8 +39,8 @@ def _of_the_link(chosen: Candidate, share: str) -> str:
 
 def _fewer_bytes(chosen: Candidate) -> str:
     """What lets fewer bytes cross the link in a pass, the most effective first."""
-    case, plan = chosen.case, chosen.plan
-    weights = chosen.demand.streamed_bytes(plan.placement)
+    case = chosen.case
+    weights = chosen.memory.weights_link_bytes
     remedies = []
     if weights * 2 > chosen.round.link_bytes:
         if "weights" not in case.auto and case.weights == DENSE and case.dtype.name == "bfloat16":

@@ -19,14 +19,9 @@ from triforce_core.sizing.drafting import WINDOW, fitting_budget
 from triforce_core.sizing.fitting import Fitted, fit
 from triforce_kernels.limits import MOST_SPLITS
 from triforce_offload.errors import DoesNotFitError
-from triforce_offload.placement import (
-    Demand,
-    Placement,
-    check_placement,
-    device_bytes,
-    host_bytes,
-    place_on_host,
-)
+from triforce_offload.placement import Placement
+from triforce_offload.placing import place_on_host
+from triforce_offload.plan import MemoryPlan
 
 # One thread of the host puts chunks together at this rate before they cross an emulated link
 # (`kv/gather`). A GPU reads them where they lie (`kv/direct`).
@@ -43,7 +38,7 @@ class Candidate:
 
     case: Case
     plan: Plan
-    demand: Demand
+    memory: MemoryPlan
     tokens_per_pass: float
     step_seconds: float
     drafter_seconds: float
@@ -62,12 +57,12 @@ class Candidate:
     @property
     def device_bytes(self) -> int:
         """Memory of one GPU that the plan takes."""
-        return device_bytes(self.demand, self.plan.placement) + self.case.library_bytes
+        return self.memory.device_bytes + self.case.library_bytes
 
     @property
     def host_bytes(self) -> int:
         """Host memory that the plan takes for all GPUs."""
-        return host_bytes(self.demand, self.plan.placement) * self.case.hardware.gpus
+        return self.memory.host_bytes * self.case.hardware.gpus
 
     @property
     def prefill_seconds(self) -> float:
@@ -76,8 +71,7 @@ class Candidate:
         """
         case, rank = self.case, self.case.rank
         prompt = case.context - case.new_tokens
-        hardware, placement = case.hardware, self.plan.placement
-        matrices = self.demand.streamed_bytes(placement)
+        hardware, matrices = case.hardware, self.memory.weights_link_bytes
         flops = prefill_flops(rank, prompt)
         compute = flops / hardware.flops_per_second + case.costs.head(1)
         compute += (2 * len(rank.layers) + 1) * case.costs.all_reduce(prompt)
@@ -87,8 +81,8 @@ class Candidate:
             compute += launches * hardware.launch_seconds
         rate = hardware.stream_bytes_per_second
         crossing = matrices / rate + self.round.disk_seconds
-        outwards = max(0, host_bytes(self.demand, placement) - matrices)
-        first = self.demand.slot_bytes(placement) / rate if placement.streamed_layers else 0.0
+        outwards = max(0, self.memory.host_bytes - matrices)
+        first = self.memory.slot_bytes / rate
         return first + max(compute, crossing, outwards / rate)
 
 
@@ -116,20 +110,20 @@ def candidates(
         budget=budget or None,
     )
     fitted = _fit(case, method)
-    placement = _placed_on_host(case, fitted.demand, fitted.placement)
-    chosen = Plan.of(method, fitted.demand, placement, fitted.budget)
+    memory = _placed_on_host(case, fitted.memory)
+    chosen = Plan.of(method, memory, fitted.budget)
     chosen = replace(chosen, gpus=case.hardware.gpus, weights=case.weights, kv=case.kv)
     return [
         evaluate(
             case,
             replace(chosen, method=replace(chosen.method, inner_draft_tokens=inner or AUTO)),
-            fitted.demand,
+            memory,
         )
         for inner in inners
     ]
 
 
-def evaluate(case: Case, chosen: Plan, demand: Demand) -> Candidate:
+def evaluate(case: Case, chosen: Plan, memory: MemoryPlan) -> Candidate:
     """What a plan gives: its round, and the tokens of one."""
     costs, curve, method = case.costs, case.curve, chosen.method
     drafted = int(method.draft_tokens) if method.drafts else 0
@@ -146,14 +140,13 @@ def evaluate(case: Case, chosen: Plan, demand: Demand) -> Candidate:
         step += (1 - proposed) * case.draft_forward(1, cached, chosen)
         drafting = drafted / expected_tokens(curve.inner, inner) * (step + inner * drafter)
         tokens = expected_tokens(case.acceptance(chosen), drafted)
-        refresh = _refresh_seconds(case, chosen, demand)
+        refresh = _refresh_seconds(case, chosen, memory)
     else:
         drafting = drafted * drafter
         tokens = expected_tokens(curve.inner, drafted)
     cost = RoundCost(
         costs,
-        demand,
-        chosen.placement,
+        memory,
         case.length,
         drafted + 1,
         scored=bool(chosen.budget),
@@ -161,7 +154,7 @@ def evaluate(case: Case, chosen: Plan, demand: Demand) -> Candidate:
         refresh_seconds=refresh,
         early_head=not method.drafts,
     )
-    return Candidate(case, chosen, demand, tokens, step, drafter, cost)
+    return Candidate(case, chosen, memory, tokens, step, drafter, cost)
 
 
 def _fit(case: Case, method: MethodSettings) -> Fitted:
@@ -191,18 +184,19 @@ def _fit(case: Case, method: MethodSettings) -> Fitted:
     fixed = {n: case.fixed[n] for n in Placement.__dataclass_fields__ if n in case.fixed}
     if not fixed:
         return fitted
-    placement, blocks = fitted.placement, fitted.demand.kv_blocks
+    placement, blocks = fitted.memory.placement, fitted.memory.kv.blocks
     if "resident_kv_blocks" in fixed:
         fixed["resident_kv_blocks"] = min(fixed["resident_kv_blocks"], blocks)
         fixed.setdefault("reclaimed_kv_blocks", 0)
     placement = replace(placement, **fixed)
     if placement.resident_kv_blocks < blocks:
         placement = placement.with_slots()
-    check_placement(fitted.demand, placement, available)
-    return replace(fitted, placement=placement)
+    memory = replace(fitted.memory, placement=placement)
+    memory.check(available)
+    return replace(fitted, memory=memory)
 
 
-def _placed_on_host(case: Case, demand: Demand, placement: Placement) -> Placement:
+def _placed_on_host(case: Case, plan: MemoryPlan) -> MemoryPlan:
     """With layers in their files that the host has no room for, if they may be read from there.
 
     Raises DoesNotFitError.
@@ -210,24 +204,24 @@ def _placed_on_host(case: Case, demand: Demand, placement: Placement) -> Placeme
     hardware = case.hardware
     have = hardware.host_memory_bytes
     if have is None:
-        return placement
+        return plan
     if hardware.emulated:
         # The device takes host memory too.
-        taken = device_bytes(demand, placement) * hardware.gpus
+        taken = plan.device_bytes * hardware.gpus
         if taken > have:
             raise DoesNotFitError("host memory for the emulated device", taken, have, _MORE_HOST)
         have -= taken
     each = have // hardware.gpus
     if hardware.disk_bytes_per_second is not None:
-        placement = place_on_host(demand, placement, each)
-    if host_bytes(demand, placement) > each:
+        plan = place_on_host(plan, each)
+    if plan.host_bytes > each:
         raise DoesNotFitError(
             f"host memory for {case.context} tokens of context",
-            host_bytes(demand, placement) * hardware.gpus,
+            plan.host_bytes * hardware.gpus,
             each * hardware.gpus,
             _MORE_HOST,
         )
-    return placement
+    return plan
 
 
 def _drafter_seconds(case: Case) -> float:
@@ -238,7 +232,7 @@ def _drafter_seconds(case: Case) -> float:
     return costs.resident_forward(1, WINDOW)
 
 
-def _refresh_seconds(case: Case, chosen: Plan, demand: Demand) -> float:
+def _refresh_seconds(case: Case, chosen: Plan, memory: MemoryPlan) -> float:
     """Choosing chunks anew, and bringing those that changed."""
     costs, hardware = case.costs, case.hardware
     shape = kv_shape(case.rank, 1, case.dtype)
@@ -247,8 +241,8 @@ def _refresh_seconds(case: Case, chosen: Plan, demand: Demand) -> float:
         * shape.token_bytes
         * shape.layers
     )
-    kept = chosen.placement.resident_kv_blocks + chosen.placement.reclaimed_kv_blocks
-    away = 1 - min(1.0, kept / max(1, demand.kv_blocks))
+    kept = memory.kv.resident + memory.kv.reclaimed
+    away = 1 - min(1.0, kept / max(1, memory.kv.blocks))
     moved = case.curve.churn * cache * away
     launches = 20 if hardware.asynchronous else 40 + 20 * shape.layers
     if hardware.asynchronous and case.rounds_kv(chosen):

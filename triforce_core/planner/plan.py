@@ -21,7 +21,8 @@ from triforce_core.settings import (
 from triforce_offload.errors import UsageError
 from triforce_offload.files import Output
 from triforce_offload.machine.profiles import same_card
-from triforce_offload.placement import LAYER_LISTS, Demand, Placement
+from triforce_offload.placement import LAYER_LISTS, Placement
+from triforce_offload.plan import MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -69,19 +70,18 @@ class Plan:
             raise UsageError(f"seconds_per_token of a plan cannot be {seconds!r}")
 
     @classmethod
-    def of(cls, method: MethodSettings, demand: Demand, placement: Placement, budget: int) -> Plan:
+    def of(cls, method: MethodSettings, memory: MemoryPlan, budget: int) -> Plan:
         """What an engine is made with. budget: tokens of the retrieval cache, 0 for none: then
         `triforce` comes to `speculative`.
         """
-        resident = min(placement.resident_kv_blocks, demand.kv_blocks)
         name = method.method
         if name == "triforce" and not budget:
             name = "speculative"
         return cls(
-            demand.context_tokens,
-            demand.kv.block_tokens,
+            memory.requirements.context_tokens,
+            memory.kv.shape.block_tokens,
             replace(method, method=name, draft=str(method.draft), budget=budget or None),
-            replace(placement, resident_kv_blocks=resident),
+            replace(memory.placement, resident_kv_blocks=memory.kv.resident),
         )
 
     @property

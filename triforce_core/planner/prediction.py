@@ -103,16 +103,12 @@ def predict(chosen: Candidate) -> Prediction:
 
 
 def _placement(chosen: Candidate) -> dict[str, Any]:
-    demand, placement = chosen.demand, chosen.plan.placement
+    memory, placement = chosen.memory, chosen.plan.placement
     return {
-        "layers": demand.layers,
-        "resident_weight_layers": demand.layers - len(placement.streamed_layers),
-        "int4_layers": len(placement.int4_layers),
-        "file_layers": len(placement.file_layers),
-        "split_layers": len(placement.split_layers),
+        **memory.layer_counts,
         "embedding_resident": placement.embedding_resident,
-        "block_tokens": demand.kv.block_tokens,
-        "kv_blocks": demand.kv_blocks,
+        "block_tokens": memory.kv.shape.block_tokens,
+        "kv_blocks": memory.kv.blocks,
         "resident_kv_blocks": placement.resident_kv_blocks + placement.reclaimed_kv_blocks,
         "reclaimed_kv_blocks": placement.reclaimed_kv_blocks,
         "budget": chosen.plan.budget,
@@ -121,33 +117,21 @@ def _placement(chosen: Candidate) -> dict[str, Any]:
 
 def _memory(chosen: Candidate) -> dict[str, Any]:
     """What the parts take, in bytes; together device_bytes."""
-    demand, placement = chosen.demand, chosen.plan.placement
-    resident, streamed = placement.resident_kv_blocks, demand.streamed_bytes(placement)
-    block = demand.kv.block_bytes
-    lent = placement.reclaimed_kv_blocks * block
+    memory, parts = chosen.memory, chosen.memory.device_parts
     return {
         "device_bytes": chosen.device_bytes,
         "device_available_bytes": chosen.case.hardware.memory_bytes,
         "host_bytes": chosen.host_bytes,
-        "weights_bytes": demand.weights_bytes
-        - streamed
-        + demand.head_bytes
-        + (demand.embedding_bytes if placement.embedding_resident else 0),
-        "resident_kv_bytes": resident * block
-        + demand.sequences * demand.kv.tail_bytes(demand.max_pass_tokens),
-        "int4_bytes": len(placement.int4_layers) * demand.int4_bytes,
-        "drafting_bytes": demand.drafting_bytes
-        + (demand.gather_bytes if resident < demand.kv_blocks else 0),
-        "slots_bytes": placement.weight_slots * demand.slot_bytes(placement)
-        + (placement.kv_slots + placement.staging_slots) * demand.kv.slot_bytes
-        + demand.sequences * demand.kv.scratch_bytes,
-        "workspace_bytes": max(demand.temporary_bytes, demand.sequences * demand.pass_bytes + lent)
-        + (demand.decoding_bytes if placement.int4_layers else 0)
-        + chosen.case.library_bytes,
-        "reclaimed_kv_bytes": lent,
-        "streamed_weights_bytes": streamed - chosen.round.disk_bytes,
-        "file_weights_bytes": chosen.round.disk_bytes,
-        "streamed_kv_bytes": (demand.kv_blocks - resident) * block - lent,
+        "weights_bytes": parts["weights"],
+        "resident_kv_bytes": parts["kv"],
+        "int4_bytes": parts["int4_copies"],
+        "drafting_bytes": parts["drafting"],
+        "slots_bytes": parts["slots"],
+        "workspace_bytes": parts["workspace"] + chosen.case.library_bytes,
+        "reclaimed_kv_bytes": memory.kv.reclaimed_bytes,
+        "streamed_weights_bytes": memory.weights_link_bytes - memory.weights_file_bytes,
+        "file_weights_bytes": memory.weights_file_bytes,
+        "streamed_kv_bytes": memory.kv.link_bytes,
     }
 
 

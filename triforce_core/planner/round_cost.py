@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from triforce_core.planner.costs import Costs
-from triforce_offload.placement import Demand, Placement, share_blocks
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.placing import share_blocks
+from triforce_offload.plan import MemoryPlan, Where
 from triforce_offload.schedule import KV, WEIGHTS, Crossing, Kind, KVPlaces, Places, pass_schedule
 from triforce_offload.simulate import ReadFromDisk, Timeline, Work, simulate
 
@@ -25,8 +27,7 @@ class RoundCost:
     """
 
     costs: Costs
-    demand: Demand
-    placement: Placement
+    memory: MemoryPlan
     length: int
     tokens: int
     scored: bool = False
@@ -37,15 +38,14 @@ class RoundCost:
     @cached_property
     def places(self) -> Places:
         """Between texts that are read: reclaimed memory holds KV."""
-        demand, placement = self.demand, self.placement
-        resident = placement.resident_kv_blocks + placement.reclaimed_kv_blocks
-        resident = min(resident, demand.kv_blocks) // demand.sequences
-        shares = share_blocks(resident, demand.layers)
+        kv = self.memory.kv
+        resident = min(kv.resident + kv.reclaimed, kv.blocks) // self.memory.requirements.sequences
         return Places(
-            streamed_layers=frozenset(placement.streamed_layers),
-            layer_bytes=[demand.crossing_bytes(layer, placement) for layer in range(demand.layers)],
-            texts=[KVPlaces([self._blocks] * demand.layers, shares)],
-            block_bytes=demand.kv.block_bytes,
+            layer_bytes=[layer.link_bytes for layer in self.memory.layers],
+            texts=[
+                KVPlaces([self._blocks] * kv.shape.layers, share_blocks(resident, kv.shape.layers))
+            ],
+            block_bytes=kv.shape.block_bytes,
         )
 
     @cached_property
@@ -53,8 +53,7 @@ class RoundCost:
         """What a pass brings to the device."""
         places = self.places
         blocks = sum(max(0, self._blocks - share) for share in places.texts[0].resident)
-        weights = self.demand.streamed_bytes(self.placement)
-        return weights + blocks * places.block_bytes
+        return self.memory.weights_link_bytes + blocks * places.block_bytes
 
     @property
     def link_seconds(self) -> float:
@@ -66,16 +65,18 @@ class RoundCost:
     @property
     def disk_bytes(self) -> int:
         """What a pass reads from files."""
-        return sum(self.demand.layer_bytes[layer] for layer in self.placement.file_layers)
+        return self.memory.weights_file_bytes
 
     @property
     def _disk(self) -> ReadFromDisk | None:
         hardware = self.costs.hardware
         rate = hardware.disk_bytes_per_second
-        if not self.placement.file_layers or rate is None:
+        if not self.disk_bytes or rate is None:
             return None
+        layers = enumerate(self.memory.layers)
+        in_files = frozenset(index for index, layer in layers if layer.where is Where.FILE)
         # All GPUs read from it at once.
-        return ReadFromDisk(frozenset(self.placement.file_layers), rate / hardware.gpus)
+        return ReadFromDisk(in_files, rate / hardware.gpus)
 
     @property
     def disk_seconds(self) -> float:
@@ -89,7 +90,7 @@ class RoundCost:
         """What a pass computes, its head included, if it never waits."""
         seconds = self._seconds
         layer = seconds[Kind.BEFORE] + self._blocks * seconds[Kind.BLOCK] + seconds[Kind.AFTER]
-        return self.demand.layers * layer + self.head_seconds
+        return len(self.memory.layers) * layer + self.head_seconds
 
     @property
     def head_seconds(self) -> float:
@@ -100,9 +101,9 @@ class RoundCost:
         """What a round takes at the least: its compute; or what crosses after the draft, during
         which no more crosses than the slots hold.
         """
-        placement, demand = self.placement, self.demand
-        ahead = placement.weight_slots * demand.slot_bytes(placement)
-        ahead += placement.kv_slots * demand.kv.block_bytes
+        placement = self.memory.placement
+        ahead = placement.weight_slots * self.memory.slot_bytes
+        ahead += placement.kv_slots * self._shape.block_bytes
         # Those ahead may be the slowest.
         crossing = max(0, self.link_bytes - ahead) / self._rate
         if disk := self._disk:
@@ -124,7 +125,8 @@ class RoundCost:
             works.append(Work("layer", own, needs, releases, layer))
         if not self.early_head:
             works.append(head)
-        slots = {WEIGHTS: self.placement.weight_slots, KV: self.placement.kv_slots}
+        placement = self.memory.placement
+        slots = {WEIGHTS: placement.weight_slots, KV: placement.kv_slots}
         timeline = simulate(
             schedule.crossings,
             works,
@@ -165,17 +167,21 @@ class RoundCost:
     @property
     def _blocks(self) -> int:
         """KV blocks of each layer."""
-        return self.length // self.demand.kv.block_tokens
+        return self.length // self._shape.block_tokens
+
+    @property
+    def _shape(self) -> KVShape:
+        return self.memory.kv.shape
 
     @cached_property
     def _seconds(self) -> dict[Kind, float]:
         """Seconds of each kind of piece; of BEFORE without the blocks that it attends to."""
-        costs, tokens, block = self.costs, self.tokens, self.demand.kv.block_tokens
+        costs, tokens, block = self.costs, self.tokens, self._shape.block_tokens
         tail = costs.attend(tokens, self.length % block + tokens, scored=self.scored)
         merge = costs.merge(tokens, self._blocks + 1)
         return {
             Kind.BEFORE: costs.before(tokens),
             Kind.BLOCK: costs.attend(tokens, block, scored=self.scored)
-            + costs.decode_block(self.demand.kv),
+            + costs.decode_block(self._shape),
             Kind.AFTER: tail + merge + costs.after(tokens),
         }

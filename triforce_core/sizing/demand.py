@@ -37,7 +37,7 @@ from triforce_offload.formats import ElementType, dtype_name
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import COPY_BYTES, coding_bytes, reader_bytes, rounding_bytes
 from triforce_offload.layouts import FlatLayout
-from triforce_offload.placement import Demand
+from triforce_offload.requirements import Requirements
 
 # A layer is computed for so many tokens of a prompt at a time.
 PREFILL_CHUNK = 1024
@@ -111,7 +111,7 @@ class Wanted:
             return None
         return int4_layout(self.config, self.dtype)
 
-    def demand(self, budget: int) -> Demand:
+    def demand(self, budget: int) -> Requirements:
         """What that asks for. budget: tokens of the retrieval cache, 0 for none.
 
         Raises UsageError.
@@ -121,7 +121,7 @@ class Wanted:
         scored = method.chunk_size if budget else 0
         weights, int4_layout = self.weights, self.int4_layout if budget else None
         read_at_once = min(PREFILL_CHUNK, self.max_context)
-        return Demand(
+        return Requirements(
             layer_bytes=tuple(layer.nbytes for layer in weights.layers),
             low_bytes=tuple(layer.low_bytes for layer in weights.layers) if weights.split else (),
             head_bytes=weights.head.nbytes,

@@ -8,14 +8,10 @@ from dataclasses import dataclass, replace
 from triforce_core.settings import INT4
 from triforce_core.sizing.demand import Wanted
 from triforce_offload.errors import DoesNotFitError, UsageError, in_units
-from triforce_offload.placement import (
-    Demand,
-    Placement,
-    crossing_bytes,
-    least_bytes,
-    place,
-    streams,
-)
+from triforce_offload.placement import Placement
+from triforce_offload.placing import least_bytes, place
+from triforce_offload.plan import MemoryPlan
+from triforce_offload.requirements import Requirements
 
 # Where nothing streams a retrieval model saves nothing but reads of KV. It must read so much less
 # than the target, weights included, to be made unasked.
@@ -28,10 +24,9 @@ _SHORTEST_CONTEXT = 16
 
 @dataclass(frozen=True)
 class Fitted:
-    """What is asked for, where it goes, and the tokens of the retrieval cache, 0 for none."""
+    """Where everything goes, and the tokens of the retrieval cache, 0 for none."""
 
-    demand: Demand
-    placement: Placement
+    memory: MemoryPlan
     budget: int
 
 
@@ -54,7 +49,7 @@ def fit(
     """
     fitted = _fit(wanted, available_bytes, placement, most_budget)
     asked = placement or fitted.budget or wanted.block_tokens
-    if asked or streams(fitted.demand, fitted.placement):
+    if asked or fitted.memory.streams:
         return fitted
     block = max(wanted.method.chunk_size, 1 << wanted.max_context.bit_length())
     whole = replace(wanted, block_tokens=block).demand(0)
@@ -62,7 +57,7 @@ def fit(
         chosen = place(whole, available_bytes)
     except DoesNotFitError:
         return fitted
-    return fitted if streams(whole, chosen) else Fitted(whole, chosen, 0)
+    return fitted if chosen.streams else Fitted(chosen, 0)
 
 
 def _fit(
@@ -70,19 +65,23 @@ def _fit(
 ) -> Fitted:
     method = wanted.method
     without = wanted.demand(0)
+
+    def plan_of(needs: Requirements) -> MemoryPlan:
+        return MemoryPlan(needs, placement) if placement else place(needs, available_bytes)
+
     if method.method != "triforce" or most_budget == 0:
-        return Fitted(without, placement or place(without, available_bytes), 0)
+        return Fitted(plan_of(without), 0)
     if placement and not _can_draft(wanted, placement):
         if method.budget is not None:
             raise needs_weights(method.budget, len(placement.streamed_layers))
-        return Fitted(without, placement, 0)
+        return Fitted(MemoryPlan(without, placement), 0)
     if placement and method.draft_weights == INT4:
         placement = replace(placement, int4_layers=tuple(range(without.layers)))
     if method.budget is None:
-        placed = placement or place(without, available_bytes)
-        streaming = streams(without, placed)
-        if not may_save(without, placed, method.budgets[0]):
-            return Fitted(without, placed, 0)
+        placed = plan_of(without)
+        streaming = placed.streams
+        if not may_save(placed, method.budgets[0]):
+            return Fitted(placed, 0)
     else:
         token_bytes = without.kv.token_bytes
         if wanted.rounds_kv:
@@ -96,28 +95,28 @@ def _fit(
             continue
         demand = wanted.demand(budget)
         if placement:
-            return Fitted(demand, placement, budget)
+            return Fitted(MemoryPlan(demand, placement), budget)
         try:
             chosen = place(demand, available_bytes)
         except DoesNotFitError as error:
             needed = error.needed_bytes
             continue
-        fitted = Fitted(demand, chosen, budget)
+        fitted = Fitted(chosen, budget)
         if not chosen.can_draft:
             needed = least_bytes(demand, streamed_layers=0)
-        elif method.budget is not None or (streaming and not chosen.streamed_layers):
+        elif method.budget is not None or (streaming and not chosen.weights_link_bytes):
             return fitted
         elif streaming:
             # A smaller cache may leave room for all layers, and then nothing but KV streams.
             streams_layers = streams_layers or fitted
         # A cache that nobody asked for must not make passes wait for the link that would not.
-        elif _is_hidden(demand, chosen):
+        elif _is_hidden(chosen):
             return fitted
     if streams_layers is not None:
         return streams_layers
     if method.budget is not None:
         raise _refused("with", method.budget, needed, available_bytes)
-    return Fitted(without, placed, 0)
+    return Fitted(placed, 0)
 
 
 def with_what_fits(
@@ -158,27 +157,27 @@ def needs_weights(budget: int, streamed: int) -> UsageError:
 
 
 def _can_draft(wanted: Wanted, placement: Placement) -> bool:
-    """Whether every layer is on the device, itself or a copy that there is."""
-    if not placement.streamed_layers:
-        return True
-    copied = set(placement.streamed_layers) - set(placement.split_layers)
-    return placement.can_draft and (not copied or wanted.int4_layout is not None)
+    """Whether the retrieval level finds every layer on the device under a user's placement."""
+    if wanted.int4_layout is None:
+        placement = replace(placement, int4_layers=())
+    return placement.can_draft
 
 
-def _is_hidden(demand: Demand, placement: Placement) -> bool:
+def _is_hidden(plan: MemoryPlan) -> bool:
     """Whether what streams in a pass comes while the pass reads what is on the device."""
-    return crossing_bytes(demand, placement) * _MEMORY_TO_LINK <= _read_bytes(demand)
+    return plan.link_bytes * _MEMORY_TO_LINK <= _read_bytes(plan.requirements)
 
 
-def may_save(demand: Demand, placement: Placement, budget: int) -> bool:
-    """Whether a retrieval model of a budget could save time, where that is placed so."""
-    if streams(demand, placement):
+def may_save(plan: MemoryPlan, budget: int) -> bool:
+    """Whether a retrieval level of a budget could save time under a plan without one."""
+    if plan.streams:
         return True
-    kept = min(budget, demand.context_tokens)
-    return _read_bytes(demand) >= _LEAST_SAVING * _read_bytes(demand, kept)
+    needs = plan.requirements
+    kept = min(budget, needs.context_tokens)
+    return _read_bytes(needs) >= _LEAST_SAVING * _read_bytes(needs, kept)
 
 
-def _read_bytes(demand: Demand, tokens: int | None = None) -> int:
+def _read_bytes(demand: Requirements, tokens: int | None = None) -> int:
     """Weights and KV that a forward reads. tokens: of the context, all of it if None"""
     tokens = demand.context_tokens if tokens is None else tokens
     kv = tokens * demand.kv.token_bytes * demand.kv.layers

@@ -250,15 +250,15 @@ def test_hidden_states_are_gone_when_their_memory_is_lent(tiny, monkeypatch) -> 
     with engine(path, "ngram", "kv-lent") as ours:
         prompt = [token % VOCAB for token in range(77)]
         alive: list[int] = []
-        lend = KVStore.lend
+        use = KVStore.use_reclaimed
 
         def look(store: KVStore, counts: Sequence[int]) -> None:
             shape = (len(prompt), ours.config.hidden)
             tensors = (o for o in gc.get_objects() if type(o) is torch.Tensor)
             alive.append(sum(tensor.shape == shape for tensor in tensors))
-            lend(store, counts)
+            use(store, counts)
 
-        monkeypatch.setattr(KVStore, "lend", look)
+        monkeypatch.setattr(KVStore, "use_reclaimed", look)
         ours.generate(prompt, SamplingParams(4, temperature=0))
         assert alive == [0]
 
@@ -272,13 +272,13 @@ def test_lent_memory_comes_back_after_a_reading_that_is_interrupted(
     prompt = [token % VOCAB for token in range(100)]
     with engine(path, "ngram", "kv-lent") as ours:
         context = Context(ours.models)
-        sequence, placement = context.sequence, ours.runtime.placement
+        sequence, placement = context.sequence, ours.runtime.plan.placement
         if refused:
 
             def refuse(*_: object) -> None:
                 raise OutOfDeviceMemoryError("planted")
 
-            monkeypatch.setattr(KVStore, "lend", refuse)
+            monkeypatch.setattr(KVStore, "use_reclaimed", refuse)
 
         def stop(layer: int) -> None:
             raise Interrupted

@@ -172,7 +172,7 @@ def test_kv_gets_the_memory_of_what_was_dropped(tiny, hasty) -> None:
     with engine(path, **options) as dropping:
         after = [dropping.generate(prompt, params).stats for _ in range(2)]
     nbytes = after[0]["dropped"][0]["nbytes"]
-    blocks = nbytes // dropping.runtime.demand.kv.block_bytes
+    blocks = nbytes // dropping.runtime.plan.kv.shape.block_bytes
     held = min(blocks, after[0]["placement"]["kv_blocks"])
     assert held > 0
     for stats in after:

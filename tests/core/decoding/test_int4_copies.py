@@ -103,8 +103,8 @@ def test_less_memory_than_the_weights_take_still_drafts_from_the_device(tmp_path
         try:
             with engine(path, device_memory=memory, budget=None) as drafting:
                 result = drafting.generate(PROMPT, GREEDY)
-                demand = drafting.runtime.demand
-                placement = drafting.runtime.placement
+                demand = drafting.runtime.plan.requirements
+                placement = drafting.runtime.plan.placement
         except Exception as error:
             assert "device memory" in str(error)
             assert not seen
@@ -158,7 +158,7 @@ def test_dropping_the_level_gives_its_weights_back(tiny) -> None:
     with engine(path, placement=PLACEMENTS["int4"]) as drafting:
         drafting.generate(PROMPT, GREEDY)
         purposes = drafting.runtime.memory.by_purpose()
-        assert purposes["int4 draft copies"] == 3 * drafting.runtime.demand.int4_bytes
+        assert purposes["int4 draft copies"] == 3 * drafting.runtime.plan.requirements.int4_bytes
         drafting._contexts.latest.levels.drop_retrieval()
         assert "int4 draft copies" not in drafting.runtime.memory.by_purpose()
 

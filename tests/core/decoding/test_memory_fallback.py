@@ -164,7 +164,7 @@ def test_as_much_is_given_back_as_it_takes(tiny) -> None:
             assert again.token_ids == expected
             resident = again.stats["placement"]["resident_kv_blocks"]
             assert (resident > 0) == (len(told) < 3)
-            assert (ours.runtime.placement.resident_kv_blocks > 0) == (len(told) < 3)
+            assert (ours.runtime.plan.placement.resident_kv_blocks > 0) == (len(told) < 3)
     assert seen == [
         (1, ["model", "retrieval", "target"]),
         (2, ["model", "retrieval", "target"]),
@@ -179,14 +179,14 @@ def test_what_was_given_back_is_not_lent_when_another_level_is_dropped(tiny) -> 
     with engine(tiny("llama")[0], draft=tiny("llama-mqa")[0]) as ours:
         expected = ours.generate(PROMPT, GREEDY).token_ids
         context, models = ours._contexts.latest, ours.models
-        models.freed_bytes = earlier = 5 * models.runtime.demand.kv.block_bytes
-        context.lend()
+        models.freed_bytes = earlier = 5 * models.runtime.plan.kv.shape.block_bytes
+        context.reclaim()
         blocks = context.sequence._reclaimed_blocks
         assert ours.drafting.give_up(context) == "retrieval"
         assert models.freed_bytes == earlier
         freed = ours.drafting._drop_drafter(context)
         assert models.freed_bytes == earlier + freed
-        context.lend()
+        context.reclaim()
         assert context.sequence._reclaimed_blocks >= blocks
         assert ours.generate(PROMPT, GREEDY).token_ids == expected
 
@@ -256,7 +256,7 @@ def test_slots_that_are_given_back_are_free(tiny) -> None:
         assert ours.runtime.give_up_slots()
         gc.collect()
         assert sum(not slot.expired() for slot in slots) == 2 * 2
-        demand = ours.runtime.demand
+        demand = ours.runtime.plan.requirements
         given = 2 * demand.slot_bytes(placement) + 2 * demand.kv.slot_bytes
         assert ours.runtime.memory.available_bytes == before + given
         assert not ours.runtime.give_up_slots()

@@ -146,7 +146,7 @@ def sample(job: Job) -> Sample:
 
 def results(engine: Engine, job: Job) -> Iterator[Completion]:
     """As many at once as the engine has sequences."""
-    last, at_once = job.first_seed + job.samples, engine.runtime.demand.sequences
+    last, at_once = job.first_seed + job.samples, engine.runtime.plan.requirements.sequences
     for first in range(job.first_seed, last, at_once):
         each = [
             SamplingParams(TOKENS + 1, temperature=job.temperature, top_p=job.top_p, seed=seed)

@@ -45,7 +45,7 @@ def test_recorded_forwards_equal_eager_ones(tiny, family: str, kind: type[DenseK
     options = {"device": "cpu", "max_context": 200, "method": "autoregressive"}
     with Engine.from_pretrained(path, **options) as engine, torch.inference_mode():
         memory = DeviceMemory(CPU, None)
-        shape = engine.runtime.demand.kv
+        shape = engine.runtime.plan.kv.shape
         both = []
         for how in (None, recorder):
             kv = kind(shape, 150, memory, "test")

@@ -104,7 +104,7 @@ def test_a_cache_takes_a_quarter_of_float32s_bytes(tiny) -> None:
     for draft_kv in ("exact", "int8"):
         with engine(path, budget=128, **ROUNDED | {"draft_kv": draft_kv}) as drafting:
             stats = drafting.generate(PROMPT, GREEDY).stats
-            taken[draft_kv] = drafting.runtime.demand.drafting_bytes
+            taken[draft_kv] = drafting.runtime.plan.requirements.drafting_bytes
         memory = stats["memory"]
         assert memory["device_peak_bytes"] <= memory["device_budget_bytes"]
     tokens = 128 + 8 + 5

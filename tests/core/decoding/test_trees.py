@@ -235,4 +235,4 @@ def test_settings_of_trees_are_checked(value: object) -> None:
 
 def test_room_for_a_tree_is_planned(models) -> None:
     with engine(models, draft_tokens=4, tree=100) as each:
-        assert each.runtime.demand.max_pass_tokens == 101
+        assert each.runtime.plan.requirements.max_pass_tokens == 101

@@ -43,7 +43,7 @@ def test_greedy_text_is_that_of_the_dequantised_model(
     options = {"weights": weights, "placement": PLACEMENTS[placement], "method": "autoregressive"}
     with engine(path, **options) as running:
         result = running.generate(PROMPT, GREEDY)
-        layer = running.runtime.demand.layer_bytes[0]
+        layer = running.runtime.plan.requirements.layer_bytes[0]
     assert_equal_but_for_ties(model, PROMPT, result.token_ids, theirs)
     elements = sum(p.numel() for n, p in model.named_parameters() if "layers.0." in n)
     if weights == "stored":

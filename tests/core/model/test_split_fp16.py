@@ -72,12 +72,12 @@ def test_half_of_a_pass_streams_and_half_of_a_number_drafts(tmp_path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 24}
     make_model("llama", tmp_path, **sizes, initializer_range=0.05)
     with engine(tmp_path, "dense", method="autoregressive") as plain:
-        dense_bytes = plain.runtime.demand.weights_bytes
+        dense_bytes = plain.runtime.plan.requirements.weights_bytes
         expected = plain.generate(PROMPT, GREEDY)
     less = expected.stats["memory"]["device_peak_bytes"] - int(0.3 * dense_bytes)
     options = {"draft": "none", "draft_tokens": 4, "budget": 32, "device_memory": less}
     with engine(tmp_path, "split", **options) as running:
-        placement = running.runtime.placement
+        placement = running.runtime.plan.placement
         stats = running.generate(PROMPT, GREEDY).stats
     assert placement.split_layers == placement.streamed_layers
     assert len(placement.split_layers) > 0

@@ -102,7 +102,7 @@ def test_blocks_without_room_are_dense_ones_that_stream(tiny, monkeypatch) -> No
         result = running.generate(PROMPT, SamplingParams(8, temperature=0))
     assert homes
     assert all(isinstance(home, DenseHome) for layer in homes for home in layer)
-    dense = running.runtime.demand.kv.dense_block_bytes
+    dense = running.runtime.plan.kv.shape.dense_block_bytes
     assert {home.memory.numel() for layer in homes for home in layer} == {dense}
     assert result.stats["link"]["bytes_to_device"] > 0
 
@@ -142,7 +142,7 @@ def test_a_plan_keeps_what_it_was_made_with(tiny, tmp_path) -> None:
         path, device="cpu", dtype="bfloat16", plan=tmp_path / "plan.json"
     ) as running:
         assert running.plan.kv == "split"
-        assert running.runtime.demand.kv.split
+        assert running.runtime.plan.kv.shape.split
 
 
 def test_what_cannot_be_split_is_refused(tiny) -> None:

@@ -162,7 +162,7 @@ def test_what_streams_by_its_lower_planes_gives_the_text(
     prompt, expected = clear
     with engine(path, "split", **options) as running:
         result = running.generate(prompt, SamplingParams(len(expected), temperature=0))
-        demand = running.runtime.demand
+        demand = running.runtime.plan.requirements
     assert result.token_ids == expected
     memory = result.stats["memory"]
     assert memory["device_peak_bytes"] <= memory["device_budget_bytes"]
@@ -178,21 +178,21 @@ def test_a_pass_carries_the_lower_planes_alone_where_the_others_fit(tmp_path) ->
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 24}
     make_model("llama", tmp_path, **sizes, initializer_range=0.05)
     with engine(tmp_path, "dense", method="autoregressive") as plain:
-        dense_bytes = plain.runtime.demand.weights_bytes
+        dense_bytes = plain.runtime.plan.requirements.weights_bytes
         peak = plain.generate(PROMPT, GREEDY).stats["memory"]["device_peak_bytes"]
     with engine(tmp_path, "split", device_memory=peak) as running:
-        assert not running.runtime.placement.streamed_layers
+        assert not running.runtime.plan.placement.streamed_layers
     less = peak - int(0.35 * dense_bytes)
     options = {"device_memory": less, "draft": "none", "draft_tokens": 4, "budget": 32}
     with engine(tmp_path, "split", **options) as running:
-        placement = running.runtime.placement
+        placement = running.runtime.plan.placement
         stats = running.generate(PROMPT, GREEDY).stats
     assert placement.split_layers == placement.streamed_layers
     assert stats["levels"] == ["retrieval", "target"]
     assert stats["link"]["bytes_to_device"] / stats["passes"] <= 0.27 * dense_bytes
     # Not even the high bits of all fit.
     with engine(tmp_path, "split", device_memory=peak - int(0.8 * dense_bytes)) as running:
-        placement = running.runtime.placement
+        placement = running.runtime.plan.placement
     assert placement.streamed_layers
     assert not placement.split_layers
 

@@ -95,7 +95,7 @@ def test_layers_of_different_types_stream_in_their_own_sizes(tmp_path) -> None:
         options = {"method": "autoregressive", "placement": PLACEMENTS[placement]}
         with engine(tmp_path / "m.gguf", weights="stored", **options) as stored:
             result = stored.generate(PROMPT, GREEDY)
-            demand = stored.runtime.demand
+            demand = stored.runtime.plan.requirements
         assert result.token_ids == expected
         sizes = demand.layer_bytes
         assert len(set(sizes)) > 1

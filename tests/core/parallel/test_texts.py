@@ -197,7 +197,7 @@ def test_a_level_is_dropped_everywhere(tiny, leaders) -> None:
         prompt = random_ids(PROMPT)
         first = ours.generate(prompt, greedy(10)).token_ids
         ours.drafting._drop_retrieval(ours._contexts.latest)
-        ours._contexts.latest.lend()
+        ours._contexts.latest.reclaim()
         again = ours.generate(prompt + first, greedy(NEW - 10))
     assert again.stats["levels"] == ["ngram", "target"]
     theirs = transformers_text(model, prompt)

@@ -57,7 +57,9 @@ def test_planned_bytes_are_the_measured_peak(tmp_path, method: str, memory: int)
     peak, host = (stats["memory"][name] for name in ("device_peak_bytes", "host_bytes"))
     assert chosen.device_bytes == pytest.approx(peak, rel=0.05)
     assert peak <= memory
-    assert chosen.host_bytes == pytest.approx(host, rel=0.05, abs=chosen.demand.kv.block_bytes)
+    assert chosen.host_bytes == pytest.approx(
+        host, rel=0.05, abs=chosen.memory.kv.shape.block_bytes
+    )
     streamed = stats["placement"]["kv_blocks"] - stats["placement"]["resident_kv_blocks"]
     assert streamed == sum(
         max(0, stats["placement"]["kv_blocks"] // 3 - share) for share in _shares(chosen.plan)
@@ -65,6 +67,6 @@ def test_planned_bytes_are_the_measured_peak(tmp_path, method: str, memory: int)
 
 
 def _shares(plan) -> tuple[int, ...]:
-    from triforce_offload.placement import share_blocks
+    from triforce_offload.placing import share_blocks
 
     return share_blocks(plan.placement.resident_kv_blocks + plan.placement.reclaimed_kv_blocks, 3)

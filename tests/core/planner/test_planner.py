@@ -19,7 +19,8 @@ from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.formats import DTYPES
 from triforce_offload.machine.profiles import gpu_names, named
 from triforce_offload.memory.available import LIBRARY_BYTES
-from triforce_offload.placement import KV_SLOTS, check_placement
+from triforce_offload.placement import KV_SLOTS
+from triforce_offload.plan import MemoryPlan
 
 
 def test_a_longer_draft_alone_is_worth_a_third() -> None:
@@ -73,9 +74,9 @@ def test_the_plan_is_as_good_as_the_best_of_a_grid(seed: int) -> None:
             with pytest.raises(DoesNotFitError):
                 candidate(case, budget, 1, 1)
         return
-    check_placement(chosen.demand, chosen.plan.placement, case.hardware.memory_bytes)
+    MemoryPlan(chosen.memory.requirements, chosen.plan.placement).check(case.hardware.memory_bytes)
     fitting = []
-    most = chosen.demand.kv_blocks
+    most = chosen.memory.requirements.kv_blocks
     for blocks in (None, 0, most // 2):
         fixed = {} if blocks is None else {"resident_kv_blocks": blocks}
         for budget in (0, 256, 1024, 4096, 16384):
@@ -158,7 +159,7 @@ def test_a_plan_for_a_gpu_leaves_room_for_libraries() -> None:
     case = Case(read_shape("llama2-7b-128k"), named("rtx4090"), 131072)
     case = replace(case, hardware=replace(case.hardware, memory_bytes=22 << 30))
     chosen = choose(case)
-    check_placement(chosen.demand, chosen.plan.placement, (22 << 30) - LIBRARY_BYTES)
+    MemoryPlan(chosen.memory.requirements, chosen.plan.placement).check((22 << 30) - LIBRARY_BYTES)
     assert chosen.device_bytes <= 22 << 30
 
 
@@ -190,7 +191,7 @@ def test_planes_and_a_cache_in_8_bits_are_planned_with_all_that_they_take() -> N
     chosen = choose(replace(case, fixed=fixed))
     assert 0.022 < chosen.seconds_per_token <= 0.023
     exact = choose(replace(case, fixed=fixed, method=MethodSettings(draft_kv="exact")))
-    saved = exact.demand.drafting_bytes - chosen.demand.drafting_bytes
+    saved = exact.memory.requirements.drafting_bytes - chosen.memory.requirements.drafting_bytes
     assert saved > 0.24 * (1 << 30), "half of 4096 tokens in 16 bits"
     assert chosen.step_seconds < exact.step_seconds
     assert chosen.seconds_per_token < exact.seconds_per_token

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from helpers import BLOCK, LAYERS, PLACEMENTS, random_ids
 from oracle import greedy
@@ -41,21 +39,20 @@ def test_a_run_copies_what_its_simulation_does_in_the_same_order(
         trace=file,
     ) as engine:
         stats = engine.generate(random_ids(PROMPT), greedy(40)).stats
-        demand, lent = engine.runtime.demand, engine.runtime.placement.reclaimed_kv_blocks
-        chosen = engine.runtime.placement
+        plan = engine.memory_plan
     copied = [described(event.name, event.args) for event in read_trace(file)["copy in"]]
     costs = Costs(engine.config, DTYPES["float32"], named("rtx4090", 4))
     expected = [
-        ("weights", layer, None, demand.layer_bytes[layer]) for layer in chosen.streamed_layers
+        ("weights", layer, None, plan.layers[layer].nbytes) for layer in plan.streamed_layers
     ]
     for length in range(PROMPT, PROMPT + stats["passes"]):
         # Blocks come to lie in reclaimed memory as they cross in the first pass.
-        placed = replace(chosen, reclaimed_kv_blocks=0) if length == PROMPT else chosen
-        crossings, works, timeline = RoundCost(costs, demand, placed, length, 1).executed
+        placed = plan.placed(reclaimed_kv_blocks=0) if length == PROMPT else plan
+        crossings, works, timeline = RoundCost(costs, placed, length, 1).executed
         shown = spans(crossings, works, timeline, 0.0)
         expected += [described(s.name, s.args) for s in shown if s.track == "copy in"]
         layers = [span.args["layer"] for span in shown if span.name == "layer"]
         assert layers == sorted(layers)
         assert set(layers) == set(range(LAYERS))
     assert copied == expected
-    assert placement != "kv-lent" or lent > 0
+    assert placement != "kv-lent" or plan.kv.reclaimed > 0

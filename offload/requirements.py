@@ -1,0 +1,69 @@
+"""What a model and its contexts require of device and host, wherever it goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from triforce_offload.kv.shape import KVShape
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """Memory estimate of a model and its contexts. Sizes in bytes.
+
+    layer_bytes: of each layer's weights, as they are stored
+    low_bytes: of these, the low bits of split matrices, which only passes read; empty if none
+    head_bytes: final norm and output matrix, always on the device
+    embedding_bytes: the input embedding if it is a matrix of its own, 0 when tied to the head
+    reading_bytes: temporaries of a prefill that fills the context
+    pass_bytes: temporaries of a pass, and of drafting and drawing
+    drafting_bytes: everything that drafts, such as a retrieval cache, always on the device
+    int4_bytes: of a layer's int4 draft copy; 0 where there are none
+    int4_all: whether resident layers have a copy too
+    decoding_bytes: temporaries of products with these copies
+    gather_bytes: of buffers through which chunks of streamed KV are retrieved; as many on the host
+    sequences: that passes are over at once, each of up to context_tokens. drafting_bytes and
+        gather_bytes are those of all, temporaries those of one
+    """
+
+    layer_bytes: tuple[int, ...]
+    head_bytes: int
+    embedding_bytes: int
+    reading_bytes: int
+    pass_bytes: int
+    kv: KVShape
+    context_tokens: int
+    max_pass_tokens: int
+    drafting_bytes: int = 0
+    gather_bytes: int = 0
+    int4_bytes: int = 0
+    int4_all: bool = False
+    decoding_bytes: int = 0
+    low_bytes: tuple[int, ...] = ()
+    sequences: int = 1
+
+    @property
+    def layers(self) -> int:
+        return len(self.layer_bytes)
+
+    @cached_property
+    def weights_bytes(self) -> int:
+        """Of all layers."""
+        return sum(self.layer_bytes)
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks of all layers and sequences with full contexts; the newest tokens are in tails."""
+        return self.sequences * self.kv.layers * (self.context_tokens // self.kv.block_tokens)
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Of passes, or of reading one text while others wait for theirs."""
+        others = (self.sequences - 1) * self.pass_bytes
+        return others + max(self.reading_bytes, self.pass_bytes)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Tails of all sequences."""
+        return self.sequences * self.kv.tail_bytes(self.max_pass_tokens)
