@@ -24,7 +24,7 @@ from triforce_core.cli.prompt import read_messages
 from triforce_core.cli.prompts_file import Answers, Task, read_tasks
 from triforce_core.cli.settings_file import kept_flags
 from triforce_core.opening import OpenModel
-from triforce_core.planner.plan import Plan
+from triforce_core.plan.plan import Plan
 from triforce_offload.errors import TriforceError, UsageError
 
 SETTINGS = b"""\

@@ -23,13 +23,13 @@ FLOORS = (
     ("triforce_offload",),
     ("triforce_core.params", "triforce_core.settings"),
     ("triforce_core.model",),
-    ("triforce_core.sizing",),
-    ("triforce_core.decoding", "triforce_core.planner"),
+    ("triforce_core.plan",),
+    ("triforce_core.decoding",),
     (
         *("triforce_core.engine", "triforce_core.loading", "triforce_core.request"),
         *("triforce_core.stream", "triforce_core.stats", "triforce_core.text"),
         *("triforce_core.opening", "triforce_core.layer_source", "triforce_core.devices"),
-        *("triforce_core.storage", "triforce_core.saved", "triforce_core.conversation"),
+        *("triforce_core.execution", "triforce_core.saved", "triforce_core.conversation"),
         *("triforce_core.guiding", "triforce_core.batch", "triforce_core.pool"),
         "triforce_core.run_all",
         *("triforce_core.starting", "triforce_core.timeline", "triforce_core.parallel"),
@@ -39,7 +39,7 @@ FLOORS = (
     ("scripts",),
 )
 # Rooms of one floor that know nothing of each other.
-APART = ({"triforce_core.decoding", "triforce_core.planner"},)
+APART = ({"triforce_core.bench", "triforce_core.server"},)
 
 
 def modules() -> dict[str, Path]:
@@ -145,14 +145,14 @@ def test_what_marks_a_sub_package_is_empty() -> None:
 
 def test_the_planner_is_smaller_than_what_it_plans() -> None:
     def size(room: str) -> int:
-        return sum(lines(path) for path in (ROOT / "triforce_core" / room).glob("*.py"))
+        return sum(lines(path) for path in (ROOT / "triforce_core" / room).rglob("*.py"))
 
-    assert size("planner") < size("decoding")
+    assert size("plan") < size("decoding")
 
 
 def test_a_plan_needs_no_torch_and_help_neither() -> None:
     """Every module that a plan loads, loaded without it."""
-    needed = [name for name in MODULES if name.startswith("triforce_core.planner.")]
+    needed = [name for name in MODULES if name.startswith("triforce_core.plan.")]
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         + "\n".join(f"import {name}" for name in [*needed, "triforce_core.cli.plan"])

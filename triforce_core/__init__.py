@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from triforce_core.engine import Engine
     from triforce_core.params import SamplingParams
-    from triforce_core.planner.plan import Plan
+    from triforce_core.plan.plan import Plan
     from triforce_core.settings import EngineConfig
     from triforce_core.stream import Completion
     from triforce_offload.errors import (
@@ -54,7 +54,7 @@ _PLACES = {
     "Completion": "triforce_core.stream",
     "Engine": "triforce_core.engine",
     "EngineConfig": "triforce_core.settings",
-    "Plan": "triforce_core.planner.plan",
+    "Plan": "triforce_core.plan.plan",
     "SamplingParams": "triforce_core.params",
 }
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 
+from triforce_core.plan.machine import Device
 from triforce_core.settings import AUTO, MachineSettings
-from triforce_kernels.dispatch import KernelsError, backend
+from triforce_kernels.dispatch import TRITON, KernelsError, backend
+from triforce_kernels.weights.blocks import can_decode, has_kernel
+from triforce_kernels.weights.linear import widens
 from triforce_offload.errors import UsageError
+from triforce_offload.kv.direct import reads_in_place
 from triforce_offload.link.cuda import CudaLink
 from triforce_offload.link.emulated import EmulatedLink
 from triforce_offload.link.link import Link
@@ -72,6 +76,29 @@ def open_link(machine: MachineSettings, device: torch.device) -> tuple[Link, Hos
         raise UsageError("--link-bandwidth sets the emulated link; on a GPU the link is real")
     host = HostMemory(CudaDriver(device), pin=machine.pin, cpus=cpus_near(device))
     return CudaLink(device, host), host
+
+
+def describe(
+    device: torch.device,
+    machine: MachineSettings,
+    dtype: torch.dtype,
+    copy_bytes: int,
+    *,
+    own_device: bool,
+) -> Device:
+    """Return what a plan asks about a device. copy_bytes: of a copy that its link makes at once."""
+    gpu, kernels = device.type == "cuda", backend(device) == TRITON
+    return Device(
+        gpu=gpu,
+        kernels=kernels,
+        copy_bytes=copy_bytes,
+        # What goes through host memory cannot be recorded.
+        graphs=machine.cuda_graphs and gpu and own_device,
+        gathers_through_host=not (machine.pin and reads_in_place(device)),
+        widens=widens(device, dtype),
+        can_decode=partial(can_decode, device=device),
+        has_kernel=partial(has_kernel, device=device),
+    )
 
 
 def choose_dtype(name: str, stored: str | None, device: torch.device) -> torch.dtype:

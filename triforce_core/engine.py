@@ -20,7 +20,7 @@ from triforce_core.model.tokenizer import Tokenizer, token_ids_of
 from triforce_core.model.transformer import Model
 from triforce_core.opening import OpenModel
 from triforce_core.params import SamplingParams
-from triforce_core.planner.plan import Plan
+from triforce_core.plan.plan import Plan
 from triforce_core.pool import Contexts
 from triforce_core.request import Asked, Request, asked_for
 from triforce_core.run_all import all_of

@@ -16,7 +16,7 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.tokenizer import Tokenizer
 from triforce_core.opening import OpenModel
 from triforce_core.parallel.start import start_ranks
-from triforce_core.planner.plan import Plan
+from triforce_core.plan.plan import Plan
 from triforce_core.saved import digest
 from triforce_core.settings import DENSE, SPLIT, EngineConfig
 from triforce_offload.errors import UsageError

@@ -39,8 +39,9 @@ from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.decoder import Ask
 from triforce_core.decoding.distributions import distributions
 from triforce_core.model.shapes import read_shape
+from triforce_core.plan.machine import Device
+from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import MethodSettings
-from triforce_core.sizing.demand import Wanted
 from triforce_offload.placement import Placement
 from triforce_offload.placing import place
 
@@ -239,10 +240,14 @@ def streaming_memory(tokens: int) -> Figures:
         ("smollm2-135m", tokens + 128, torch.float32, 400 << 20, 8 << 20),
         ("llama2-7b", 131072, torch.float16, 24_000_000_000, 32 << 20),
     ):
-        wanted = Wanted(
-            read_shape(shape), dtype, context, MethodSettings(), block_bytes=block_bytes
+        wanted = ModelSizes(
+            read_shape(shape),
+            dtype,
+            context,
+            MethodSettings(),
+            device=Device(copy_bytes=block_bytes),
         )
-        demand = wanted.demand(0)
+        demand = wanted.requirements(0)
         placement = place(demand, limit).placement
         slots = (placement.kv_slots + placement.staging_slots) * demand.kv.block_bytes
         figures[shape] = {

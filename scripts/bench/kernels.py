@@ -18,7 +18,7 @@ from dataclasses import asdict
 import torch
 
 from bench.kernel_cases import KernelCases
-from bench.plane_cases import SplitCases
+from bench.split_cases import SplitCases
 from frame import Benchmark, Figures, Option, print_table
 from triforce_core.model.shapes import read_shape
 from triforce_kernels.dispatch import REFERENCE, backend

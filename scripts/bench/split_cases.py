@@ -66,7 +66,7 @@ class SplitCases(KernelCases):
         yield self.row("encode_kv_block, its wait included", what, nbytes, 0.0, seconds)
 
     def _chunks(self) -> Iterator[KernelRow]:
-        shape, at = self._shape, self._shape.planes
+        shape, at = self._shape, self._shape.parts
         coder = SplitBlocks(shape, self._bytes(shape.dense_block_bytes))
         block = self._bytes(coder.nbytes)
         coder.write(block, self._keys_values())

@@ -23,14 +23,14 @@ from functools import cached_property
 from frame import print_table
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.tensors import dense_layouts, kv_shape
-from triforce_core.planner.acceptance_curve import (
+from triforce_core.plan.levels import SINKS, WINDOW
+from triforce_core.plan.simulation.acceptance_curve import (
     MODEL_ACCEPTANCE,
     AcceptanceCurve,
     expected_tokens,
 )
-from triforce_core.planner.case import Case
-from triforce_core.planner.costs import PLAIN, Costs
-from triforce_core.sizing.drafting import SINKS, WINDOW
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.costs import PLAIN, Costs
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.machine.profiles import named
 

@@ -8,8 +8,9 @@ import torch
 
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.tensors import split_layouts
+from triforce_core.plan.machine import Device
+from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import MethodSettings
-from triforce_core.sizing.demand import Wanted
 from triforce_kernels.limits import (
     DECODED_AT_ONCE,
     SPLIT_AT_ONCE_ON_GPU,
@@ -43,11 +44,12 @@ def test_the_slices_that_a_prompt_decodes_on_a_gpu_are_counted() -> None:
     shape, longest = read_shape("llama3.1-8b"), MethodSettings(draft_tokens=64)
     for name, passes_join in (("bfloat16", False), ("float16", True)):
         dtype = DTYPES[name]
-        wanted = Wanted(shape, dtype, 8192, MethodSettings(), layouts=split_layouts(shape, dtype))
-        kernels = replace(wanted, kernels_on_gpu=True)
+        layouts = split_layouts(shape, dtype)
+        wanted = ModelSizes(shape, dtype, 8192, MethodSettings(), layouts=layouts)
+        kernels = replace(wanted, device=Device(gpu=True, kernels=True))
         more = SPLIT_AT_ONCE_ON_GPU * SPLIT_BYTES_ON_GPU - DECODED_AT_ONCE * SPLIT_BYTES
-        here, there = wanted.demand(0), kernels.demand(0)
+        here, there = wanted.requirements(0), kernels.requirements(0)
         assert there.reading_bytes - here.reading_bytes == more > 0
         assert there.pass_bytes - here.pass_bytes == (more if passes_join else 0)
-        here, there = (replace(each, method=longest).demand(0) for each in (wanted, kernels))
+        here, there = (replace(each, method=longest).requirements(0) for each in (wanted, kernels))
         assert there.pass_bytes - here.pass_bytes == more, "65 rows"

@@ -31,7 +31,7 @@ from triforce_core.loading import load
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.random_checkpoint import RandomCheckpoint
 from triforce_core.params import SamplingParams
-from triforce_core.planner.costs import prefill_flops
+from triforce_core.plan.simulation.costs import prefill_flops
 from triforce_core.settings import NO_DRAFTER, EngineConfig, MethodSettings
 from triforce_offload.sequence import SequenceKV
 from triforce_offload.units import format_bytes

@@ -19,7 +19,7 @@ from triforce_core.cli.signals import Stop
 from triforce_core.model.checkpoint import resolve
 from triforce_core.opening import OpenModel
 from triforce_core.params import check_context
-from triforce_core.planner.plan import Plan
+from triforce_core.plan.plan import Plan
 from triforce_core.settings import EngineConfig, MethodSettings
 from triforce_offload.errors import UsageError
 from triforce_offload.files import Output, check_outputs

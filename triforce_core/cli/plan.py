@@ -15,14 +15,15 @@ from triforce_core.cli.plot import plot
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.shapes import read_model, read_shape
 from triforce_core.model.tensors import kv_shape, matrices
-from triforce_core.planner.acceptance_curve import MODEL_ACCEPTANCE, AcceptanceCurve
-from triforce_core.planner.candidates import Candidate
-from triforce_core.planner.case import Case
-from triforce_core.planner.plan import Plan
-from triforce_core.planner.prediction import case_dict, predict
-from triforce_core.planner.search import choose
-from triforce_core.planner.sweep import sweep
-from triforce_core.planner.trace import trace_of
+from triforce_core.plan.plan import Plan
+from triforce_core.plan.simulation.acceptance_curve import MODEL_ACCEPTANCE, AcceptanceCurve
+from triforce_core.plan.simulation.candidates import Candidate
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.prediction import case_dict, predict
+from triforce_core.plan.simulation.search import choose
+from triforce_core.plan.simulation.sweep import sweep
+from triforce_core.plan.simulation.trace import trace_of
+from triforce_core.plan.sizes import choose_block_tokens
 from triforce_core.settings import (
     AUTO,
     DEFAULT_BUDGET,
@@ -34,7 +35,6 @@ from triforce_core.settings import (
     STORED,
     MethodSettings,
 )
-from triforce_core.sizing.demand import choose_block_tokens
 from triforce_offload.errors import UsageError
 from triforce_offload.files import Output, check_outputs
 from triforce_offload.formats import DTYPES

@@ -8,7 +8,7 @@ from triforce_core.cli.options import CONTEXT_FLAGS, add_explained_options
 from triforce_core.model.mixes import NAMES
 from triforce_core.model.shapes import SHAPES
 from triforce_core.params import SamplingParams
-from triforce_core.planner.acceptance_curve import (
+from triforce_core.plan.simulation.acceptance_curve import (
     DEFAULT_ACCEPTANCE,
     MODEL_ACCEPTANCE,
     NGRAM_ACCEPTANCE,

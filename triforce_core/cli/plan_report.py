@@ -8,9 +8,9 @@ from rich.table import Table
 
 from triforce_core.cli.console import Printer
 from triforce_core.cli.run_command import run_command
-from triforce_core.planner.candidates import Candidate
-from triforce_core.planner.case import Case
-from triforce_core.planner.prediction import Prediction, links
+from triforce_core.plan.simulation.candidates import Candidate
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.prediction import Prediction, links
 from triforce_offload.units import format_bytes
 
 

@@ -20,7 +20,7 @@ from triforce_core.devices import open_device
 from triforce_core.engine import Engine
 from triforce_core.opening import OpenModel
 from triforce_core.params import SamplingParams
-from triforce_core.planner.plan import Plan
+from triforce_core.plan.plan import Plan
 from triforce_core.run_all import run_all
 from triforce_core.settings import EngineConfig
 from triforce_core.stream import Completion, Piece

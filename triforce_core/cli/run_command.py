@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from triforce_core.model.hub_ids import hub_id_of
-from triforce_core.planner.candidates import Candidate
+from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.settings import AUTO, MethodSettings
 
 

@@ -13,7 +13,7 @@ import torch
 
 from triforce_core.decoding.distributions import draw
 from triforce_core.decoding.tree import Branches, Walk, accept_tree
-from triforce_core.sizing.drafting import LAW_ROWS
+from triforce_core.plan.levels import LAW_ROWS
 from triforce_kernels.sampling import sampling
 from triforce_offload.memory.device import put
 

@@ -14,7 +14,7 @@ from triforce_core.decoding.draft_levels import DraftLevels
 from triforce_core.decoding.kv_parts import Interrupted
 from triforce_core.decoding.models import Models
 from triforce_core.decoding.text import Text
-from triforce_core.sizing.demand import PREFILL_CHUNK
+from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_offload.errors import RankError
 from triforce_offload.feed import Feed
 from triforce_offload.kv.sizes import SCORED_TOKENS

@@ -7,7 +7,7 @@ import torch
 from triforce_core.decoding.penalties import changed
 from triforce_core.decoding.text import Text
 from triforce_core.params import SamplingParams
-from triforce_core.sizing.drafting import LAW_ROWS
+from triforce_core.plan.levels import LAW_ROWS
 from triforce_kernels.dispatch import TRITON, backend
 from triforce_kernels.sampling import sampling
 

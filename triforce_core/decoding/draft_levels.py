@@ -15,7 +15,7 @@ from triforce_core.decoding.ngram import NGramDrafter
 from triforce_core.decoding.resident import ResidentModel
 from triforce_core.decoding.retrieval import POLICIES, RetrievalCache
 from triforce_core.decoding.small_model import SmallModelDrafter, WindowCache
-from triforce_core.sizing.drafting import fitting_budget
+from triforce_core.plan.levels import fitting_budget
 from triforce_offload.kv.direct import reader
 from triforce_offload.kv.gather import ChunkReader
 from triforce_offload.kv.scores import ChunkScores

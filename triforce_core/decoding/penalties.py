@@ -11,7 +11,7 @@ import torch
 
 from triforce_core.decoding.text import Seen, Text
 from triforce_core.params import SamplingParams
-from triforce_core.sizing.drafting import LAW_ROWS
+from triforce_core.plan.levels import LAW_ROWS
 from triforce_offload.link.waiting import come
 from triforce_offload.memory.device import put
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from triforce_core.model.transformer import Model
-from triforce_core.sizing.drafting import LONGEST_RECORDED
+from triforce_core.plan.levels import LONGEST_RECORDED
 from triforce_kernels import warmup
 from triforce_offload.feed import Feed
 from triforce_offload.graphs import Recorder, Run

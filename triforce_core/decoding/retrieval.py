@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from triforce_core.sizing.drafting import chosen_bytes, own_tokens
+from triforce_core.plan.levels import chosen_bytes, own_tokens
 from triforce_kernels.kv.selection import choose_chunks
 from triforce_offload.kv.dense import DenseKV
 from triforce_offload.kv.gather import Reader

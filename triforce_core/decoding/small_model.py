@@ -17,7 +17,7 @@ from triforce_core.decoding.resident import ResidentModel
 from triforce_core.decoding.text import Text
 from triforce_core.model.rope import Rope
 from triforce_core.params import SamplingParams
-from triforce_core.sizing.drafting import SINKS, WINDOW
+from triforce_core.plan.levels import SINKS, WINDOW
 from triforce_offload.feed import Feed
 from triforce_offload.kv.dense import DenseKV
 from triforce_offload.kv.shape import KVShape

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from triforce_core.sizing.drafting import LAW_ROWS
+from triforce_core.plan.levels import LAW_ROWS
 from triforce_kernels.sampling import sampling
 from triforce_offload.memory.device import put
 

@@ -22,7 +22,7 @@ from triforce_core.cli.options import engine_config
 from triforce_core.model.config import from_hf
 from triforce_core.model.hub_ids import hub_id_of, unsupported_family
 from triforce_core.model.shapes import SHAPES
-from triforce_core.planner.plan import Plan
+from triforce_core.plan.plan import Plan
 from triforce_core.settings import AUTO
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.machine.profiles import EMULATED

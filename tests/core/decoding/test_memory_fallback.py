@@ -256,8 +256,8 @@ def test_slots_that_are_given_back_are_free(tiny) -> None:
         assert ours.runtime.give_up_slots()
         gc.collect()
         assert sum(not slot.expired() for slot in slots) == 2 * 2
-        demand = ours.runtime.plan.requirements
-        given = 2 * demand.slot_bytes(placement) + 2 * demand.kv.slot_bytes
+        plan = ours.runtime.plan
+        given = 2 * plan.slot_bytes + 2 * plan.kv.shape.slot_bytes
         assert ours.runtime.memory.available_bytes == before + given
         assert not ours.runtime.give_up_slots()
         assert ours.generate(PROMPT, GREEDY, reuse=False).token_ids == expected

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from triforce_core.planner.case import Case
-from triforce_core.planner.prediction import predict
-from triforce_core.planner.search import choose
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.prediction import predict
+from triforce_core.plan.simulation.search import choose
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.machine.profiles import Hardware, with_link
 

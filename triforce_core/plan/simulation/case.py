@@ -16,11 +16,13 @@ from triforce_core.model.tensors import (
     stored_layouts,
 )
 from triforce_core.params import SamplingParams
-from triforce_core.planner.acceptance_curve import AcceptanceCurve
-from triforce_core.planner.costs import Costs
-from triforce_core.planner.plan import Plan
+from triforce_core.plan.levels import fitting_budget
+from triforce_core.plan.machine import Device, Room
+from triforce_core.plan.plan import Plan
+from triforce_core.plan.simulation.acceptance_curve import AcceptanceCurve
+from triforce_core.plan.simulation.costs import Costs
+from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, DENSE, SPLIT, STORED, MethodSettings
-from triforce_core.sizing.drafting import fitting_budget
 from triforce_offload.errors import UsageError
 from triforce_offload.formats import DTYPES, Dtype
 from triforce_offload.machine.profiles import Hardware
@@ -104,6 +106,40 @@ class Case:
         """Of a model whose layers are read by their high bits."""
         matrices = self.costs.matrices.with_high_bits(self.layouts.layers[0])
         return replace(self.costs, stored=matrices)
+
+    def sizes(self, method: MethodSettings) -> ModelSizes:
+        """What one GPU's share takes, decoding by a method."""
+        gpu = self.hardware.asynchronous
+        return ModelSizes(
+            self.rank,
+            self.dtype,
+            self.context,
+            method,
+            self.fixed.get("block_tokens"),
+            self.draft_config,
+            Device(
+                gpu=gpu,
+                kernels=gpu,
+                copy_bytes=self.block_bytes,
+                graphs=gpu,
+                gathers_through_host=not gpu,
+            ),
+            self.layouts,
+            self.split_kv,
+        )
+
+    @property
+    def room(self) -> Room:
+        """Memory that the plan of one GPU may take."""
+        hardware = self.hardware
+        host = hardware.host_memory_bytes
+        return Room(
+            hardware.memory_bytes - self.library_bytes,
+            None if host is None else host // hardware.gpus,
+            emulated=hardware.emulated,
+            reads_files=hardware.disk_bytes_per_second is not None,
+            gpus=hardware.gpus,
+        )
 
     @property
     def length(self) -> int:

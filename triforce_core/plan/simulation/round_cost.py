@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from triforce_core.planner.costs import Costs
+from triforce_core.plan.simulation.costs import Costs
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.placing import share_blocks
 from triforce_offload.plan import MemoryPlan, Where

@@ -9,9 +9,9 @@ from helpers import make_model, random_ids
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.shapes import read_shape
-from triforce_core.planner.acceptance_curve import AcceptanceCurve
-from triforce_core.planner.case import Case
-from triforce_core.planner.search import choose
+from triforce_core.plan.simulation.acceptance_curve import AcceptanceCurve
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.search import choose
 from triforce_offload.formats import DTYPES
 from triforce_offload.machine.profiles import named
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import INT4
-from triforce_core.sizing.demand import Wanted
 from triforce_offload.errors import DoesNotFitError, UsageError, in_units
 from triforce_offload.placement import Placement
 from triforce_offload.placing import least_bytes, place
@@ -31,7 +31,7 @@ class Fitted:
 
 
 def fit(
-    wanted: Wanted,
+    wanted: ModelSizes,
     available_bytes: int,
     placement: Placement | None = None,
     most_budget: int | None = None,
@@ -52,7 +52,7 @@ def fit(
     if asked or fitted.memory.streams:
         return fitted
     block = max(wanted.method.chunk_size, 1 << wanted.max_context.bit_length())
-    whole = replace(wanted, block_tokens=block).demand(0)
+    whole = replace(wanted, block_tokens=block).requirements(0)
     try:
         chosen = place(whole, available_bytes)
     except DoesNotFitError:
@@ -61,10 +61,10 @@ def fit(
 
 
 def _fit(
-    wanted: Wanted, available_bytes: int, placement: Placement | None, most_budget: int | None
+    wanted: ModelSizes, available_bytes: int, placement: Placement | None, most_budget: int | None
 ) -> Fitted:
     method = wanted.method
-    without = wanted.demand(0)
+    without = wanted.requirements(0)
 
     def plan_of(needs: Requirements) -> MemoryPlan:
         return MemoryPlan(needs, placement) if placement else place(needs, available_bytes)
@@ -93,7 +93,7 @@ def _fit(
     for budget in method.budgets:
         if most_budget is not None and budget > most_budget:
             continue
-        demand = wanted.demand(budget)
+        demand = wanted.requirements(budget)
         if placement:
             return Fitted(MemoryPlan(demand, placement), budget)
         try:
@@ -156,7 +156,7 @@ def needs_weights(budget: int, streamed: int) -> UsageError:
     )
 
 
-def _can_draft(wanted: Wanted, placement: Placement) -> bool:
+def _can_draft(wanted: ModelSizes, placement: Placement) -> bool:
     """Whether the retrieval level finds every layer on the device under a user's placement."""
     if wanted.int4_layout is None:
         placement = replace(placement, int4_layers=())

@@ -5,28 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from triforce_core.model.tensors import (
-    kv_shape,
-)
-from triforce_core.planner.acceptance_curve import NGRAM_PROPOSED, expected_tokens
-from triforce_core.planner.case import Case
-from triforce_core.planner.costs import Costs, prefill_flops
-from triforce_core.planner.plan import Plan
-from triforce_core.planner.round_cost import RoundCost
+from triforce_core.model.tensors import kv_shape
+from triforce_core.plan.fitting import Fitted, fit
+from triforce_core.plan.levels import WINDOW, fitting_budget
+from triforce_core.plan.plan import Plan
+from triforce_core.plan.simulation.acceptance_curve import NGRAM_PROPOSED, expected_tokens
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.costs import Costs, prefill_flops
+from triforce_core.plan.simulation.round_cost import RoundCost
+from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_core.settings import AUTO, MethodSettings
-from triforce_core.sizing.demand import PREFILL_CHUNK, Wanted
-from triforce_core.sizing.drafting import WINDOW, fitting_budget
-from triforce_core.sizing.fitting import Fitted, fit
-from triforce_kernels.limits import MOST_SPLITS
-from triforce_offload.errors import DoesNotFitError
 from triforce_offload.placement import Placement
-from triforce_offload.placing import place_on_host
 from triforce_offload.plan import MemoryPlan
 
 # One thread of the host puts chunks together at this rate before they cross an emulated link
 # (`kv/gather`). A GPU reads them where they lie (`kv/direct`).
 GATHER_BYTES_PER_SECOND = 4e9
-_MORE_HOST = "use more of it"
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,7 @@ def candidates(
         budget=budget or None,
     )
     fitted = _fit(case, method)
-    memory = _placed_on_host(case, fitted.memory)
+    memory = fitted.memory
     chosen = Plan.of(method, memory, fitted.budget)
     chosen = replace(chosen, gpus=case.hardware.gpus, weights=case.weights, kv=case.kv)
     return [
@@ -158,70 +152,26 @@ def evaluate(case: Case, chosen: Plan, memory: MemoryPlan) -> Candidate:
 
 
 def _fit(case: Case, method: MethodSettings) -> Fitted:
-    """Where everything goes, as the engine would have it or as the user fixed it."""
-    hardware = case.hardware
-    wanted = Wanted(
-        case.rank,
-        case.dtype,
-        case.context,
-        method,
-        case.fixed.get("block_tokens"),
-        case.draft_config,
-        block_bytes=case.block_bytes,
-        graphs=hardware.asynchronous,
-        splits=MOST_SPLITS if hardware.asynchronous else 1,
-        gathers_through_host=not hardware.asynchronous,
-        layouts=case.layouts,
-        kv_split=case.split_kv,
-        rounds_kv=method.rounds_kv(on_gpu=hardware.asynchronous),
-        kernels_on_gpu=hardware.asynchronous,
-    )
-    available = hardware.memory_bytes - case.library_bytes
+    """Where everything goes, as the engine would have it or as the user fixed it.
+
+    Raises DoesNotFitError or UsageError.
+    """
+    sizes, room = case.sizes(method), case.room
     if "resident_kv_blocks" in case.fixed:
         # Blocks of which some may stream, even where all would fit.
-        wanted = replace(wanted, block_tokens=wanted.demand(0).kv.block_tokens)
-    fitted = fit(wanted, available)
+        sizes = replace(sizes, block_tokens=sizes.requirements(0).kv.block_tokens)
+    fitted = fit(sizes, room.device_bytes)
     fixed = {n: case.fixed[n] for n in Placement.__dataclass_fields__ if n in case.fixed}
-    if not fixed:
-        return fitted
-    placement, blocks = fitted.memory.placement, fitted.memory.kv.blocks
-    if "resident_kv_blocks" in fixed:
-        fixed["resident_kv_blocks"] = min(fixed["resident_kv_blocks"], blocks)
-        fixed.setdefault("reclaimed_kv_blocks", 0)
-    placement = replace(placement, **fixed)
-    if placement.resident_kv_blocks < blocks:
-        placement = placement.with_slots()
-    memory = replace(fitted.memory, placement=placement)
-    memory.check(available)
-    return replace(fitted, memory=memory)
-
-
-def _placed_on_host(case: Case, plan: MemoryPlan) -> MemoryPlan:
-    """With layers in their files that the host has no room for, if they may be read from there.
-
-    Raises DoesNotFitError.
-    """
-    hardware = case.hardware
-    have = hardware.host_memory_bytes
-    if have is None:
-        return plan
-    if hardware.emulated:
-        # The device takes host memory too.
-        taken = plan.device_bytes * hardware.gpus
-        if taken > have:
-            raise DoesNotFitError("host memory for the emulated device", taken, have, _MORE_HOST)
-        have -= taken
-    each = have // hardware.gpus
-    if hardware.disk_bytes_per_second is not None:
-        plan = place_on_host(plan, each)
-    if plan.host_bytes > each:
-        raise DoesNotFitError(
-            f"host memory for {case.context} tokens of context",
-            plan.host_bytes * hardware.gpus,
-            each * hardware.gpus,
-            _MORE_HOST,
-        )
-    return plan
+    memory, blocks = fitted.memory, fitted.memory.kv.blocks
+    if fixed:
+        if "resident_kv_blocks" in fixed:
+            fixed["resident_kv_blocks"] = min(fixed["resident_kv_blocks"], blocks)
+            fixed.setdefault("reclaimed_kv_blocks", 0)
+        placement = replace(memory.placement, **fixed)
+        if placement.resident_kv_blocks < blocks:
+            placement = placement.with_slots()
+        memory = replace(memory, placement=placement)
+    return replace(fitted, memory=room.with_files(memory))
 
 
 def _drafter_seconds(case: Case) -> float:

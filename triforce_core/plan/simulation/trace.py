@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triforce_core.planner.candidates import Candidate
+from triforce_core.plan.simulation.candidates import Candidate
 from triforce_offload.link.trace import HOST, Span
 from triforce_offload.simulate import spans
 

@@ -10,10 +10,10 @@ import pytest
 
 from triforce_core.model.shapes import SHAPES, read_model, read_shape
 from triforce_core.model.tensors import stored_layouts
-from triforce_core.planner.acceptance_curve import AcceptanceCurve, expected_tokens
-from triforce_core.planner.candidates import Candidate, candidates
-from triforce_core.planner.case import Case
-from triforce_core.planner.search import BUDGETS, choose
+from triforce_core.plan.simulation.acceptance_curve import AcceptanceCurve, expected_tokens
+from triforce_core.plan.simulation.candidates import Candidate, candidates
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.search import BUDGETS, choose
 from triforce_core.settings import MethodSettings
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.formats import DTYPES

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triforce_core.model.layers import Attention, DenseMLP, LayerSpec
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.transformer import Model
-from triforce_core.planner import costs as constants
-from triforce_core.planner.case import Case
-from triforce_core.planner.costs import FUSED, SMALL_KERNEL_SECONDS
-from triforce_core.planner.search import choose
+from triforce_core.plan.simulation import costs as constants
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.costs import FUSED, SMALL_KERNEL_SECONDS
+from triforce_core.plan.simulation.search import choose
 from triforce_kernels import layer
 from triforce_kernels.attention import streaming
 from triforce_kernels.attention.streaming import attend_cache

@@ -11,12 +11,13 @@ import pytest
 
 from triforce_core.engine import Engine
 from triforce_core.model.shapes import read_shape
-from triforce_core.planner.candidates import evaluate
-from triforce_core.planner.case import Case
-from triforce_core.planner.plan import Plan
+from triforce_core.plan.fitting import Fitted, fit
+from triforce_core.plan.machine import Device
+from triforce_core.plan.plan import Plan
+from triforce_core.plan.simulation.candidates import evaluate
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import MethodSettings
-from triforce_core.sizing.demand import Wanted
-from triforce_core.sizing.fitting import Fitted, fit
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.formats import DTYPES
 from triforce_offload.machine.profiles import named
@@ -31,9 +32,9 @@ GIB = 1 << 30
 NOTHING_HERE = Placement((), False, 0, 0, 3, 2)
 
 
-def wanted(shape: str, context: int, **method: object) -> Wanted:
-    settings = MethodSettings(**method)
-    return Wanted(read_shape(shape), DTYPES["float16"], context, settings, block_bytes=16 << 20)
+def wanted(shape: str, context: int, **method: object) -> ModelSizes:
+    settings, device = MethodSettings(**method), Device(copy_bytes=16 << 20)
+    return ModelSizes(read_shape(shape), DTYPES["float16"], context, settings, device=device)
 
 
 def crosses(fitted: Fitted) -> int:
@@ -61,7 +62,7 @@ def test_what_fits_at_every_size_of_memory(shape: str, context: int) -> None:
         seen.append(fitted)
         if fitted.budget:
             assert fitted.memory.can_draft
-        without = asks.demand(0)
+        without = asks.requirements(0)
         if place(without, memory).streams:
             if not fitted.memory.placement.streamed_layers:
                 between.append(fitted.budget)
@@ -93,8 +94,8 @@ def test_a_budget_that_is_asked_for_is_made_where_nothing_streams() -> None:
     assert fit(wanted("llama2-7b", 4096, budget=512), 80 * GIB).budget == 512
 
 
-def test_lent_memory_counts_as_the_devices_own() -> None:
-    asks = wanted("llama3.1-8b", 131072).demand(0)
+def test_reclaimed_memory_counts_as_the_devices_own() -> None:
+    asks = wanted("llama3.1-8b", 131072).requirements(0)
     placed = (place(asks, quarters * GIB // 4) for quarters in range(100, 200))
     plan = next(p for p in placed if p.kv.resident < p.kv.blocks and not p.streams)
     assert plan.kv.reclaimed
@@ -206,7 +207,7 @@ def test_no_budget_makes_layers_stream_where_a_smaller_one_does_not() -> None:
         streamed = {}
         for budget in budgets:
             with suppress(DoesNotFitError):
-                streamed[budget] = place(asks.demand(budget), memory).streamed_layers
+                streamed[budget] = place(asks.requirements(budget), memory).streamed_layers
         resident = [budget for budget, layers in streamed.items() if not layers]
         if resident:
             assert (fitted.budget, fitted.memory.placement.streamed_layers) == (max(resident), ())

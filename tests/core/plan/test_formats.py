@@ -5,34 +5,35 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from triforce_core.model.shapes import read_shape
 from triforce_core.model.tensors import split_layouts
+from triforce_core.plan.formats import as_asked, with_split_unasked
+from triforce_core.plan.machine import Device, Room
+from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import EngineConfig, MethodSettings
-from triforce_core.sizing.demand import Wanted
-from triforce_core.storage import asks_for_split_kv, with_split_unasked
-from triforce_kernels.dispatch import REFERENCE, TRITON
 from triforce_offload.errors import UsageError
+from triforce_offload.formats import DTYPES
 from triforce_offload.placement import Placement
 from triforce_offload.placing import place
 from triforce_offload.plan import MemoryPlan
 
-GPU, GIB = torch.device("cuda", 0), 1 << 30
-LLAMA = Wanted(
-    read_shape("llama3.1-8b"), torch.bfloat16, 131072, MethodSettings(), block_bytes=16 << 20
+GIB = 1 << 30
+GPU = Device(gpu=True, kernels=True, copy_bytes=16 << 20)
+LLAMA = ModelSizes(
+    read_shape("llama3.1-8b"), DTYPES["bfloat16"], 131072, MethodSettings(), device=GPU
 )
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch) -> None:
-    monkeypatch.setattr("triforce_core.storage.backend", lambda device: TRITON)
-
-
-def chosen(available: int, wanted: Wanted = LLAMA, **config: object) -> tuple[bool, bool]:
+def chosen(available: int, wanted: ModelSizes = LLAMA, **config: object) -> tuple[bool, bool]:
     """Whether weights are split, and whether KV is."""
-    made = with_split_unasked(EngineConfig(**config), wanted, GPU, available)
+    made = with_split_unasked(wanted, EngineConfig(**config), available)
     return made.weights.split, made.kv_split
+
+
+def asked(sizes: ModelSizes, **config: object) -> ModelSizes:
+    """The sizes with what was asked for, of a model that is not quantised."""
+    return as_asked(sizes, EngineConfig(**config), lambda name: [(1, None)], Room(GIB))
 
 
 def test_what_would_stream_is_split_on_a_gpu() -> None:
@@ -48,7 +49,7 @@ def test_what_fits_is_dense() -> None:
 
 
 def test_kv_is_dense_where_it_fits_once_weights_are_split() -> None:
-    demand = LLAMA.demand(0)
+    demand = LLAMA.requirements(0)
     resident = Placement((), True, demand.kv_blocks, 0, 0, 0)
     little_less = MemoryPlan(demand, resident).device_bytes - 2 * GIB
     assert place(demand, little_less).streams
@@ -67,30 +68,38 @@ def test_a_placement_that_was_asked_for_is_asked() -> None:
 
 def test_weights_that_ranks_share_stay_dense() -> None:
     """Unasked: if one rank has a matrix without room for its exceptions, all would be refused."""
-    made = with_split_unasked(EngineConfig(), LLAMA, GPU, 22 * GIB, alone=False)
+    made = with_split_unasked(LLAMA, EngineConfig(), 22 * GIB, alone=False)
     assert (made.weights.split, made.kv_split) == (False, True)
 
 
-def test_other_numbers_devices_and_backends_have_none(monkeypatch) -> None:
-    half = replace(LLAMA, dtype=torch.float16)
+def test_other_numbers_devices_and_backends_have_none() -> None:
+    half = replace(LLAMA, dtype=DTYPES["float16"])
     assert chosen(22 * GIB, half) == (False, False)
-    config = EngineConfig()
-    assert with_split_unasked(config, LLAMA, torch.device("cpu"), 22 * GIB) is LLAMA
-    monkeypatch.setattr("triforce_core.storage.backend", lambda device: REFERENCE)
-    assert chosen(22 * GIB) == (False, False)
+    for device in (replace(GPU, gpu=False), replace(GPU, kernels=False)):
+        other = replace(LLAMA, device=device)
+        assert with_split_unasked(other, EngineConfig(), 22 * GIB) is other
 
 
 def test_matrices_without_room_for_their_exceptions_stay_dense() -> None:
     names = {"layers.3.down", "head"}
-    made = with_split_unasked(EngineConfig(), LLAMA, GPU, 22 * GIB, names)
+    made = with_split_unasked(LLAMA, EngineConfig(), 22 * GIB, names)
     assert made.layouts == split_layouts(LLAMA.config, LLAMA.dtype, names)
     assert made.layouts != split_layouts(LLAMA.config, LLAMA.dtype)
 
 
-def test_kv_split_that_was_asked_for() -> None:
-    assert asks_for_split_kv(EngineConfig(kv="split"), torch.bfloat16)
-    assert not asks_for_split_kv(EngineConfig(), torch.bfloat16)
+def test_formats_that_were_asked_for() -> None:
+    assert asked(LLAMA, kv="split").kv_split
+    assert not asked(LLAMA, kv="auto").kv_split
+    assert asked(LLAMA, weights="split").weights.split
+    assert asked(LLAMA, weights="auto").weights == LLAMA.weights
+    assert chosen(60 * GIB, asked(LLAMA, kv="split"), kv="split") == (False, True)
+
+
+def test_formats_that_numbers_cannot_have_are_refused() -> None:
+    half, single = (replace(LLAMA, dtype=DTYPES[name]) for name in ("float16", "float32"))
     with pytest.raises(UsageError, match="only bfloat16 can be split, and KV is in float16 here"):
-        asks_for_split_kv(EngineConfig(kv="split"), torch.float16)
-    asked = replace(LLAMA, kv_split=True)
-    assert chosen(60 * GIB, asked, kv="split") == (False, True)
+        asked(half, kv="split")
+    with pytest.raises(UsageError, match="bfloat16 and float16 can be split, and weights are in"):
+        asked(single, weights="split")
+    with pytest.raises(UsageError, match="and these are not"):
+        asked(LLAMA, weights="stored")

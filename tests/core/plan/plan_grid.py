@@ -3,7 +3,7 @@
 `grid.json` has what `triforce plan` gave for each case, and what an engine took on a device with as
 much memory. A change that is meant is recorded anew:
 
-    python tests/core/planner/plan_grid.py
+    python tests/core/plan/plan_grid.py
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from triforce_core.planner.advice import bottleneck
-from triforce_core.planner.candidates import Candidate
-from triforce_core.planner.case import Case
+from triforce_core.plan.simulation.advice import bottleneck
+from triforce_core.plan.simulation.candidates import Candidate
+from triforce_core.plan.simulation.case import Case
 from triforce_offload.machine.profiles import Hardware
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.tensors import matrices
-from triforce_core.sizing.drafting import LAW_ROWS
+from triforce_core.plan.levels import LAW_ROWS
 from triforce_kernels.limits import (
     DECODE_BYTES,
     DECODED_AT_ONCE,

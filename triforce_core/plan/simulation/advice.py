@@ -5,7 +5,7 @@ What is left to the planner (`auto`) is not advised: the plan has the best of it
 
 from __future__ import annotations
 
-from triforce_core.planner.candidates import Candidate
+from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.settings import DENSE, EXACT, STORED
 from triforce_offload.units import format_bytes
 

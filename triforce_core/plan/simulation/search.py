@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
-from triforce_core.planner.candidates import Candidate, candidates
-from triforce_core.planner.case import Case
+from triforce_core.plan.fitting import needs_weights
+from triforce_core.plan.simulation.candidates import Candidate, candidates
+from triforce_core.plan.simulation.case import Case
 from triforce_core.settings import AUTO, EXACT, INT4, INT8, NO_DRAFTER
-from triforce_core.sizing.fitting import needs_weights
 from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError
 from triforce_offload.units import format_bytes
 

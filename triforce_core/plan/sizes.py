@@ -1,8 +1,8 @@
-"""What a model, its context and what drafts for it ask of device and host; no tensors."""
+"""What a model, its context and its drafting take of device and host; no tensors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from triforce_core.model.config import ModelConfig
@@ -13,14 +13,14 @@ from triforce_core.model.tensors import (
     kv_shape,
     matrices,
 )
-from triforce_core.settings import EXACT, INT4, SPLIT, MethodSettings
-from triforce_core.sizing.drafting import (
+from triforce_core.plan.levels import (
     LONGEST_RECORDED,
     fitting_budget,
     retrieval_bytes,
     small_model_parts_bytes,
 )
-from triforce_core.sizing.workspace import (
+from triforce_core.plan.machine import Device
+from triforce_core.plan.workspace import (
     decode_bytes,
     forward_bytes,
     graph_bytes,
@@ -31,11 +31,12 @@ from triforce_core.sizing.workspace import (
     split_bytes,
     widened_bytes,
 )
+from triforce_core.settings import EXACT, INT4, SPLIT, MethodSettings
 from triforce_kernels.limits import FEW_ROWS
 from triforce_offload.errors import UsageError
 from triforce_offload.formats import ElementType, dtype_name
 from triforce_offload.kv.shape import KVShape
-from triforce_offload.kv.sizes import COPY_BYTES, coding_bytes, reader_bytes, rounding_bytes
+from triforce_offload.kv.sizes import coding_bytes, reader_bytes, rounding_bytes
 from triforce_offload.layouts import FlatLayout
 from triforce_offload.requirements import Requirements
 
@@ -56,21 +57,14 @@ def choose_block_tokens(token_bytes: int, max_context: int, block_bytes: int) ->
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is wanted of a device, whatever its memory.
+class ModelSizes:
+    """What a model, its context and its drafting take on a device, whatever memory that has.
 
-    max_context: tokens of the longest text. drafter: of the small model that drafts, if one does
-    block_tokens: of a KV block; about `block_bytes` of KV if None
-    graphs: whether forwards that draft are recorded
-    splits: parts into which the attention of a pass divides its keys, at most
+    max_context: tokens of the longest sequence. drafter: of the draft model, if there is one
+    block_tokens: of a KV block; about `device.copy_bytes` of KV if None
     layouts: of the weights; dense in `dtype` if None
-    gathers_through_host: whether the host puts retrieved chunks together (`kv/gather`); where it
-        should not have to, what that takes is found when it does
-    widens: whether products of half precision are made in float32 (`kernels/weights/linear`)
-    kv_split: whether blocks of KV are kept split
-    rounds_kv: whether the retrieval cache keeps its tokens in 8 bits
-    kernels_on_gpu: whether a GPU's kernels decode weights split
-    sequences: texts that passes are over at once
+    kv_split: whether blocks of KV are split
+    sequences: that passes are over at once
     """
 
     config: ModelConfig
@@ -79,20 +73,28 @@ class Wanted:
     method: MethodSettings
     block_tokens: int | None = None
     drafter: ModelConfig | None = None
-    block_bytes: int = COPY_BYTES
-    graphs: bool = False
-    splits: int = 1
-    gathers_through_host: bool = True
+    device: Device = field(default_factory=Device)
     layouts: Layouts | None = None
-    widens: bool = False
     kv_split: bool = False
-    rounds_kv: bool = False
-    kernels_on_gpu: bool = False
     sequences: int = 1
 
     @property
     def weights(self) -> Layouts:
         return self.layouts or dense_layouts(self.config, self.dtype)
+
+    @property
+    def rounds_kv(self) -> bool:
+        """Whether the retrieval cache keeps its tokens in 8 bits."""
+        return self.method.rounds_kv(on_gpu=self.device.gpu)
+
+    @property
+    def graphs(self) -> bool:
+        """Whether forwards that draft are recorded. Decoding without a kernel brings small tables
+        from the host, which no graph can hold.
+        """
+        weights, device = self.weights, self.device
+        fused = device.kernels or not weights.split
+        return device.graphs and fused and all(map(device.has_kernel, weights.block_types))
 
     @property
     def int4_layout(self) -> FlatLayout | None:
@@ -111,8 +113,8 @@ class Wanted:
             return None
         return int4_layout(self.config, self.dtype)
 
-    def demand(self, budget: int) -> Requirements:
-        """What that asks for. budget: tokens of the retrieval cache, 0 for none.
+    def requirements(self, budget: int) -> Requirements:
+        """Return the memory estimate. budget: tokens of the retrieval cache, 0 for none.
 
         Raises UsageError.
         """
@@ -138,7 +140,7 @@ class Wanted:
                 shape.block_tokens,
                 scored,
                 itemsize,
-                self.splits,
+                self.device.splits,
                 self._rounding_bytes(shape, budget),
             )
             + self._product_bytes(verified)
@@ -170,10 +172,10 @@ class Wanted:
         if self.weights.split:
             # Split bfloat16 is multiplied as it is with few rows; split float16 is always joined.
             joins = tokens * self.sequences > FEW_ROWS or dtype_name(self.dtype) == "float16"
-            total = split_bytes(*sizes, by_kernel=self.kernels_on_gpu and joins)
+            total = split_bytes(*sizes, by_kernel=self.device.gpu and self.device.kernels and joins)
         else:
             total = decode_bytes(*sizes)
-        if self.widens:
+        if self.device.widens:
             largest = max(config.vocab_rows * config.hidden, self._largest)
             total += widened_bytes(config, tokens, largest)
         return total
@@ -186,7 +188,7 @@ class Wanted:
     def _kv_shape(self) -> KVShape:
         shape, chunk = kv_shape(self.config, 1, self.dtype), self.method.chunk_size
         tokens = self.block_tokens or max(
-            chunk, choose_block_tokens(shape.token_bytes, self.max_context, self.block_bytes)
+            chunk, choose_block_tokens(shape.token_bytes, self.max_context, self.device.copy_bytes)
         )
         if chunk > tokens:
             raise UsageError(f"chunk_size {chunk} is more than the {tokens} tokens of a block")
@@ -204,7 +206,7 @@ class Wanted:
         return rounding_bytes(shape, self._fitting_budget(budget))
 
     def _gather_bytes(self, shape: KVShape, budget: int) -> int:
-        if not budget or not self.gathers_through_host:
+        if not budget or not self.device.gathers_through_host:
             return 0
         return self.sequences * reader_bytes(shape, self._fitting_budget(budget))
 
@@ -226,7 +228,7 @@ class Wanted:
             for recorded in (self.config if budget else None, self.drafter):
                 if recorded:
                     graphs = graph_bytes(
-                        recorded, LONGEST_RECORDED, self.dtype.itemsize, self.splits
+                        recorded, LONGEST_RECORDED, self.dtype.itemsize, self.device.splits
                     )
                     total += self.sequences * graphs
         return total

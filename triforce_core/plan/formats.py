@@ -1,0 +1,127 @@
+"""How weights and KV are kept: dense, as a file stores them, or split."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from triforce_core.model.share import Pieces
+from triforce_core.model.tensors import Layouts, split_layouts, stored_layouts
+from triforce_core.plan.machine import Room
+from triforce_core.plan.sizes import ModelSizes
+from triforce_core.settings import AUTO, DENSE, SPLIT, EngineConfig
+from triforce_offload.errors import DoesNotFitError, UsageError
+from triforce_offload.formats import dtype_name
+from triforce_offload.placing import place
+from triforce_offload.plan import MemoryPlan
+
+
+def as_asked(
+    sizes: ModelSizes,
+    config: EngineConfig,
+    pieces: Pieces,
+    emulated: Room,
+    unsplit: Collection[str] = (),
+) -> ModelSizes:
+    """Return the sizes with weights and KV in the formats that were asked for. Weights that are
+    left to choose (`auto`) are as stored or dense; `with_split_unasked` may split them later.
+
+    sizes: with dense weights. pieces: of quantised matrices
+    emulated: memory of the emulated device, on which dense weights are chosen unless they stream
+    unsplit: matrices that have too many exceptions to be split
+
+    Raises UsageError.
+    """
+    name = dtype_name(sizes.dtype)
+    if config.kv == SPLIT and name != "bfloat16":
+        raise UsageError(
+            f"only bfloat16 can be split, and KV is in {name} here: use --dtype bfloat16"
+        )
+    layouts = _weights(sizes, config, pieces, emulated, unsplit)
+    return replace(sizes, layouts=layouts, kv_split=config.kv == SPLIT)
+
+
+def _weights(
+    sizes: ModelSizes,
+    config: EngineConfig,
+    pieces: Pieces,
+    emulated: Room,
+    unsplit: Collection[str],
+) -> Layouts:
+    if config.weights == DENSE:
+        return sizes.weights
+    if config.weights == SPLIT:
+        name = dtype_name(sizes.dtype)
+        if name not in ("bfloat16", "float16"):
+            raise UsageError(
+                f"only bfloat16 and float16 can be split, and weights are in {name} here: use "
+                "--dtype"
+            )
+        return split_layouts(sizes.config, sizes.dtype, unsplit)
+    stored = stored_layouts(sizes.config, sizes.dtype, pieces)
+    unknown = [kind.name for kind in stored.block_types if not sizes.device.can_decode(kind)]
+    if config.weights == AUTO:
+        usable = stored.decoded_numbers and not unknown
+        wanted = sizes.device.gpu or _layers_stream(sizes, config, emulated)
+        return stored if usable and wanted else sizes.weights
+    if not stored.decoded_numbers:
+        raise UsageError("weights are kept as stored where they are quantised, and these are not")
+    if unknown:
+        raise UsageError(f"{unknown[0]} weights are kept as stored by transformers 5.23 or newer")
+    return stored
+
+
+def _layers_stream(sizes: ModelSizes, config: EngineConfig, emulated: Room) -> bool:
+    """Whether some layers would stream on the emulated device, which takes host memory too."""
+    if config.placement is not None:
+        return bool(config.placement.streamed_layers)
+    try:
+        plan = place(sizes.requirements(0), emulated.device_bytes)
+    except DoesNotFitError:
+        return True
+    needed = plan.device_bytes + plan.host_bytes
+    return plan.weights_link_bytes > 0 or needed > (emulated.host_bytes or 0)
+
+
+def with_split_unasked(
+    sizes: ModelSizes,
+    config: EngineConfig,
+    device_bytes: int,
+    unsplit: Collection[str] = (),
+    *,
+    alone: bool = True,
+) -> ModelSizes:
+    """Return the sizes with weights, and then KV, split where these are `auto` and bfloat16 and
+    would stream otherwise on a GPU with Triton's kernels.
+
+    sizes: in the formats that were asked for
+    alone: whether one rank has the whole model. Where ranks share it, weights are split only if
+        that was asked for: they are refused if one matrix cannot be
+    """
+    # A CPU takes longer to decode a block than its own link to bring a dense one.
+    kernels = sizes.device.gpu and sizes.device.kernels
+    bfloat16 = dtype_name(sizes.dtype) == "bfloat16"
+    if not kernels or not bfloat16 or not _streams(sizes, config, device_bytes):
+        return sizes
+    if alone and config.weights == AUTO and not sizes.weights.decoded_numbers:
+        sizes = replace(sizes, layouts=split_layouts(sizes.config, sizes.dtype, unsplit))
+    if config.kv == AUTO and _lets_kv_stream(sizes, config, device_bytes):
+        sizes = replace(sizes, kv_split=True)
+    return sizes
+
+
+def _lets_kv_stream(sizes: ModelSizes, config: EngineConfig, device_bytes: int) -> bool:
+    """Whether KV may stream: a placement that was asked for must have slots for it."""
+    if config.placement is not None:
+        return config.placement.resident_kv_blocks < sizes.requirements(0).kv_blocks
+    return _streams(sizes, config, device_bytes)
+
+
+def _streams(sizes: ModelSizes, config: EngineConfig, device_bytes: int) -> bool:
+    needs = sizes.requirements(0)
+    if config.placement is not None:
+        return MemoryPlan(needs, config.placement).streams
+    try:
+        return place(needs, device_bytes).streams
+    except DoesNotFitError:
+        return True

@@ -1,0 +1,93 @@
+"""What a plan asks about a machine: its device, and the memory that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from triforce_kernels.limits import MOST_SPLITS
+from triforce_kernels.weights.block_types import BlockType
+from triforce_offload.errors import DoesNotFitError
+from triforce_offload.kv.sizes import COPY_BYTES
+from triforce_offload.placing import place_on_host
+from triforce_offload.plan import MemoryPlan
+
+
+@dataclass(frozen=True)
+class Device:
+    """How a device computes, as far as the memory that it takes depends on it.
+
+    gpu: whether it is a GPU, and not the emulated device
+    kernels: whether its kernels are Triton's
+    copy_bytes: of a KV block, with which copies come near the link's peak rate
+    graphs: whether forwards that draft may be recorded
+    gathers_through_host: whether the host puts retrieved chunks together (`kv/gather`)
+    widens: whether products of half precision are made in float32 (`kernels/weights/linear`)
+    can_decode: whether weights in blocks of a type can be computed with at all
+    has_kernel: whether a kernel decodes these, without tables from the host
+    """
+
+    gpu: bool = False
+    kernels: bool = False
+    copy_bytes: int = COPY_BYTES
+    graphs: bool = False
+    gathers_through_host: bool = True
+    widens: bool = False
+    can_decode: Callable[[BlockType], bool] = lambda kind: True
+    has_kernel: Callable[[BlockType], bool] = lambda kind: True
+
+    @property
+    def splits(self) -> int:
+        """Parts into which the attention of a pass divides its keys, at most."""
+        return MOST_SPLITS if self.kernels else 1
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that the plan of each of `gpus` equal devices may take, in bytes.
+
+    device_bytes: of the device
+    host_bytes: free on the host, which the emulated device takes part of too; None if unknown
+    host_limit: most of the host for what streams; None for all
+    reads_files: whether passes may read layers from their files
+    """
+
+    device_bytes: int
+    host_bytes: int | None = None
+    host_limit: int | None = None
+    emulated: bool = False
+    reads_files: bool = False
+    gpus: int = 1
+
+    def with_files(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return the plan with layers in files that the host has no room for.
+
+        Raises DoesNotFitError, with figures of all devices together, or UsageError.
+        """
+        plan.check(self.device_bytes)
+        if (limit := self.host_bytes) is None:
+            return plan
+        if self.emulated:
+            if plan.device_bytes > limit:
+                self._refuse(
+                    "host memory for the emulated device",
+                    plan.device_bytes,
+                    limit,
+                    "use a shorter context, a smaller model or less device memory",
+                )
+            limit -= plan.device_bytes
+        if self.host_limit is not None:
+            limit = min(limit, self.host_limit)
+        if self.reads_files:
+            plan = place_on_host(plan, limit)
+        if plan.host_bytes > limit:
+            self._refuse(
+                f"host memory for {plan.requirements.context_tokens} tokens of context",
+                plan.host_bytes,
+                limit,
+                "give more host memory, or more device memory",
+            )
+        return plan
+
+    def _refuse(self, what: str, needed: int, available: int, remedy: str) -> None:
+        raise DoesNotFitError(what, needed * self.gpus, available * self.gpus, remedy)
