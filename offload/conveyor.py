@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from triforce_offload.errors import LinkError
-from triforce_offload.homes import Home, Source
 from triforce_offload.link.link import Event, Link
+from triforce_offload.weights.homes import Home, Source
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from triforce_offload.conveyor import Conveyor, Transfer
-from triforce_offload.homes import Home
 from triforce_offload.kv.store import KVStore
 from triforce_offload.schedule import Crossing, KVPlaces, Places, pass_schedule
-from triforce_offload.weights import WeightStore
+from triforce_offload.weights.homes import Home
+from triforce_offload.weights.store import WeightStore
 
 
 class PassCopies:

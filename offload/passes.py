@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from triforce_offload.copies import PassCopies
 from triforce_offload.feed import Cache
-from triforce_offload.kv.sequences import SequenceCaches
-from triforce_offload.sequence import SequenceKV
-from triforce_offload.weights import StreamedWeights
+from triforce_offload.kv.caches.sequences import SequenceCaches
+from triforce_offload.kv.sequence import SequenceKV
+from triforce_offload.weights.store import StreamedWeights
 
 
 class Passes:

@@ -12,18 +12,18 @@ from triforce_offload.conveyor import Conveyor
 from triforce_offload.copies import PassCopies
 from triforce_offload.errors import LinkError
 from triforce_offload.kv.leaving import StagingSlots
+from triforce_offload.kv.sequence import SequenceKV
 from triforce_offload.kv.store import KVStore
-from triforce_offload.layouts import FlatLayout
 from triforce_offload.link.link import Link
 from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import Allocation, DeviceMemory
 from triforce_offload.memory.host import HostBlocks, HostMemory
 from triforce_offload.passes import Passes
-from triforce_offload.placing import share_blocks
-from triforce_offload.plan import MemoryPlan
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placing import share_blocks
 from triforce_offload.schedule import KV, WEIGHTS
-from triforce_offload.sequence import SequenceKV
-from triforce_offload.weights import Fill, Loaded, StreamedWeights, WeightStore
+from triforce_offload.weights.layouts import FlatLayout
+from triforce_offload.weights.store import Fill, Loaded, StreamedWeights, WeightStore
 
 # Slots of a kind that are kept whatever happens: while one is read the other is filled.
 _LEAST_SLOTS = 2

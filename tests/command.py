@@ -7,8 +7,8 @@ import signal
 import time
 from pathlib import Path
 
-from triforce_core.cli.leaving import NAMES
 from triforce_core.cli.main import main
+from triforce_core.cli.terminal.leaving import NAMES
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "20", "--device", "cpu")
 

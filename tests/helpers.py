@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 
 VOCAB = 97
 BLOCK = 16

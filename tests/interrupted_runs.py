@@ -140,8 +140,8 @@ def _be_interrupted(terminal: int, argv: list[str], folder: Path, moment: dict[s
     """In the fork: a command of its own session, with its text in a file. Does not return."""
     from fault_points import Faults, Held, planted
 
-    from triforce_core.cli.leaving import leave_at_once
     from triforce_core.cli.main import main
+    from triforce_core.cli.terminal.leaving import leave_at_once
 
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -188,9 +188,9 @@ def _read(leader: int, into: bytearray) -> None:
 def main() -> None:
     model, folder = Path(sys.argv[1]), Path(sys.argv[2])
     # So that forks find loaded what takes long to load.
-    import triforce_core.cli.generate
-    import triforce_core.cli.run  # noqa: F401
-    from triforce_core.opening import OpenModel
+    import triforce_core.cli.generate.command
+    import triforce_core.cli.generate.run  # noqa: F401
+    from triforce_core.loading.open_model import OpenModel
 
     with OpenModel.at(model):
         pass

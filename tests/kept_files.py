@@ -19,11 +19,11 @@ import mutants
 from helpers import BLOCK, PLACEMENTS, random_ids
 
 from triforce_core import Engine, SamplingParams
+from triforce_core.cli.generate.prompt import read_messages
+from triforce_core.cli.generate.prompts_file import Answers, Task, read_tasks
 from triforce_core.cli.main import _parser
-from triforce_core.cli.prompt import read_messages
-from triforce_core.cli.prompts_file import Answers, Task, read_tasks
 from triforce_core.cli.settings_file import kept_flags
-from triforce_core.opening import OpenModel
+from triforce_core.loading.open_model import OpenModel
 from triforce_core.plan.plan import Plan
 from triforce_offload.errors import TriforceError, UsageError
 

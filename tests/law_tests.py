@@ -9,7 +9,7 @@ from scipy.stats import chi2
 
 from triforce_core.decoding.acceptance import accept
 from triforce_core.decoding.distributions import draw
-from triforce_core.decoding.tree import Branches, accept_tree
+from triforce_core.decoding.trees.tree import Branches, accept_tree
 
 # A right law has a smaller p-value once in a million tests.
 LEAST_P = 1e-6

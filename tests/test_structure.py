@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,13 +27,8 @@ FLOORS = (
     ("triforce_core.plan",),
     ("triforce_core.decoding",),
     (
-        *("triforce_core.engine", "triforce_core.loading", "triforce_core.request"),
-        *("triforce_core.stream", "triforce_core.stats", "triforce_core.text"),
-        *("triforce_core.opening", "triforce_core.layer_source", "triforce_core.devices"),
-        *("triforce_core.execution", "triforce_core.saved", "triforce_core.conversation"),
-        *("triforce_core.guiding", "triforce_core.batch", "triforce_core.pool"),
-        "triforce_core.run_all",
-        *("triforce_core.starting", "triforce_core.timeline", "triforce_core.parallel"),
+        *("triforce_core.engine", "triforce_core.loading", "triforce_core.requests"),
+        *("triforce_core.saved", "triforce_core.conversation", "triforce_core.parallel"),
     ),
     ("triforce_core.bench", "triforce_core.server"),
     ("triforce_core.cli", "triforce_core.__main__"),
@@ -155,7 +151,7 @@ def test_a_plan_needs_no_torch_and_help_neither() -> None:
     needed = [name for name in MODULES if name.startswith("triforce_core.plan.")]
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
-        + "\n".join(f"import {name}" for name in [*needed, "triforce_core.cli.plan"])
+        + "\n".join(f"import {name}" for name in [*needed, "triforce_core.cli.plan.command"])
         + "\nfrom triforce_core.cli.main import main"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
@@ -173,3 +169,71 @@ def test_no_code_of_a_model_is_run() -> None:
                 assert given.get("trust_remote_code") == "False", f"{path}:{node.lineno}"
                 loaded += 1
     assert loaded
+
+
+# Triton's kernels are one function each, whatever their length.
+MOST_LINES_OF_A_FUNCTION = 60
+MOST_FILES = 12
+
+
+def test_functions_stay_short() -> None:
+    long = {
+        f"{name}.{node.name}": length
+        for name, path in MODULES.items()
+        if not path.stem.endswith("_triton")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := node.end_lineno - node.lineno + 1) > MOST_LINES_OF_A_FUNCTION
+    }
+    assert not long
+
+
+def test_rooms_stay_small() -> None:
+    """Those of kernels/ aside: each has a kernel beside its reference."""
+    counts = Counter(path.parent for path in MODULES.values())
+    large = {str(room): count for room, count in counts.items() if count > MOST_FILES}
+    assert not {
+        room: count
+        for room, count in large.items()
+        if Path(room).is_relative_to(ROOT / "offload")
+        or Path(room).is_relative_to(ROOT / "triforce_core")
+    }
+
+
+def test_auto_is_resolved_in_one_room() -> None:
+    """Settings and the command line name it, plans resolve it; nothing else knows it."""
+    for name, path in MODULES.items():
+        if name == "triforce_core.settings" or name.startswith(
+            ("triforce_core.cli.", "triforce_core.plan.", "scripts.")
+        ):
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            assert not (isinstance(node, ast.Name) and node.id == "AUTO"), name
+
+
+# Where classes of formats and placements may be told apart: their own rooms, and the reading of
+# checkpoints into them.
+THEIR_ROOMS = (
+    *("triforce_kernels.weights.", "triforce_offload.weights."),
+    "triforce_offload.checkpoint.",
+)
+
+
+def test_formats_and_placements_are_not_told_apart_elsewhere() -> None:
+    classes = {
+        node.name
+        for name, path in MODULES.items()
+        if name.startswith(THEIR_ROOMS[:2]) or name == "triforce_offload.kv.block_format"
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {"Blocks", "SplitWeight", "DeviceHome"} <= classes
+    for name, path in MODULES.items():
+        if name.startswith(THEIR_ROOMS):
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                asked = set(re.findall(r"\w+", ast.unparse(node.args[1])))
+                assert not asked & classes, f"{name}:{node.lineno} {asked & classes}"
+            if isinstance(node, ast.MatchClass):
+                assert ast.unparse(node.cls) not in classes, f"{name}:{node.cls.lineno}"

@@ -15,9 +15,9 @@ import torch
 from helpers import BLOCK, placed
 
 from triforce_core import Engine
-from triforce_core.decoding.calls import Finish, Load
-from triforce_core.loading import load
-from triforce_core.model.checkpoint import open_checkpoint
+from triforce_core.decoding.contexts.calls import Finish, Load
+from triforce_core.loading.load import load
+from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.parallel.message import packed, unpacked
 from triforce_core.parallel.serving import serve
 from triforce_core.settings import EngineConfig

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from triforce_core.engine import Engine
     from triforce_core.params import SamplingParams
     from triforce_core.plan.plan import Plan
+    from triforce_core.requests.stream import Completion
     from triforce_core.settings import EngineConfig
-    from triforce_core.stream import Completion
     from triforce_offload.errors import (
         CheckpointError,
         DeviceFailedError,
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 _PLACES = {
-    "Completion": "triforce_core.stream",
+    "Completion": "triforce_core.requests.stream",
     "Engine": "triforce_core.engine",
     "EngineConfig": "triforce_core.settings",
     "Plan": "triforce_core.plan.plan",

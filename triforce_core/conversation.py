@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from triforce_core.model.tokenizer import Tokenizer
-from triforce_core.stream import Completion
+from triforce_core.model.checkpoints.tokenizer import Tokenizer
+from triforce_core.requests.stream import Completion
 
 Messages = Sequence[Mapping[str, str]]
 # So many conversations are told apart by their text.

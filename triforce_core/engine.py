@@ -10,29 +10,29 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from triforce_core.batch import Batch, Member, Receiver
-from triforce_core.decoding.context import Context
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.memory_fallback import MemoryFallback
+from triforce_core.decoding.contexts.snapshot import Snapshot
 from triforce_core.decoding.drafting import Drafting
-from triforce_core.decoding.memory_fallback import MemoryFallback
-from triforce_core.decoding.snapshot import Snapshot
-from triforce_core.loading import Progress
-from triforce_core.model.tokenizer import Tokenizer, token_ids_of
+from triforce_core.loading.load import Progress
+from triforce_core.loading.open_model import OpenModel
+from triforce_core.loading.start import Loaded, settled, start
+from triforce_core.model.checkpoints.tokenizer import Tokenizer, token_ids_of
 from triforce_core.model.transformer import Model
-from triforce_core.opening import OpenModel
 from triforce_core.params import SamplingParams
 from triforce_core.plan.plan import Plan
-from triforce_core.pool import Contexts
-from triforce_core.request import Asked, Request, asked_for
-from triforce_core.run_all import all_of
+from triforce_core.requests.batch import Batch, Member, Receiver
+from triforce_core.requests.pool import Contexts
+from triforce_core.requests.request import Asked, Request, asked_for
+from triforce_core.requests.run_all import all_of
+from triforce_core.requests.stream import Completion, Piece, Stream
+from triforce_core.requests.timeline import traced
 from triforce_core.saved import LoadedContext, reading, write
 from triforce_core.settings import EngineConfig
-from triforce_core.starting import Loaded, settled, start
-from triforce_core.stream import Completion, Piece, Stream
-from triforce_core.timeline import traced
 from triforce_offload.errors import UsageError
 from triforce_offload.link.link import Link
 from triforce_offload.memory.device import DeviceMemory
-from triforce_offload.plan import MemoryPlan
+from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.runtime import Runtime
 
 

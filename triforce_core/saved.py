@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from triforce_core.decoding.snapshot import Snapshot
+from triforce_core.decoding.contexts.snapshot import Snapshot
 from triforce_offload.checkpoint.opened import TensorsFile
 from triforce_offload.errors import CheckpointError, UsageError
 from triforce_offload.files import Output

@@ -14,7 +14,7 @@ from typing import Any
 
 from triforce_kernels.limits import FEW_ROWS
 from triforce_offload.errors import UsageError
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 from triforce_offload.units import parse_bandwidth, parse_bytes
 
 METHODS = ("triforce", "speculative", "autoregressive")
@@ -210,12 +210,26 @@ class MethodSettings:
         return None if str(self.draft) in (AUTO, NGRAM, NO_DRAFTER) else self.draft
 
     @property
+    def fixed_draft_tokens(self) -> int | None:
+        """Tokens of every draft for a pass; None if their number is learned."""
+        return None if self.draft_tokens == AUTO else int(self.draft_tokens)
+
+    @property
+    def fixed_inner_draft_tokens(self) -> int | None:
+        """Tokens of every draft for a step of the retrieval level; None if learned."""
+        return None if self.inner_draft_tokens == AUTO else int(self.inner_draft_tokens)
+
+    @property
+    def fixed_tree(self) -> int | None:
+        """Tokens of a tree that was asked for; None if trees are made where they are faster."""
+        return int(self.tree) if isinstance(self.tree, int) else None
+
+    @property
     def max_draft_tokens(self) -> int:
         """Tokens of the longest draft that a pass verifies."""
         if not self.drafts:
             return 0
-        chain = AUTO_DRAFT_TOKENS if self.draft_tokens == AUTO else int(self.draft_tokens)
-        return max(chain, int(self.tree)) if isinstance(self.tree, int) else chain
+        return max(self.fixed_draft_tokens or AUTO_DRAFT_TOKENS, self.fixed_tree or 0)
 
     @property
     def branches(self) -> bool:

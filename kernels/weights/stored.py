@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeGuard
 
 import torch
 
@@ -38,6 +38,11 @@ class StoredWeight(ABC):
         It multiplies x [rows, in] of few rows (`limits.FEW_ROWS`) with the weight, transposed.
         """
         return None
+
+
+def is_split(weight: torch.Tensor | StoredWeight) -> TypeGuard[SplitWeight]:
+    """Return whether a weight is split into high and low bits."""
+    return isinstance(weight, SplitWeight)
 
 
 class SplitWeight(StoredWeight):

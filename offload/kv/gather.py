@@ -9,8 +9,6 @@ from typing import NamedTuple, Protocol
 import torch
 
 from triforce_offload.errors import LinkError
-from triforce_offload.formats import ALIGNMENT
-from triforce_offload.homes import Home
 from triforce_offload.kv.block_format import as_chunks
 from triforce_offload.kv.sizes import GATHER_BUFFERS
 from triforce_offload.kv.store import KVStore
@@ -18,6 +16,8 @@ from triforce_offload.link.link import Event, Link
 from triforce_offload.link.waiting import come
 from triforce_offload.memory.device import Allocation, DeviceMemory, put
 from triforce_offload.memory.host import HostArena, HostMemory
+from triforce_offload.weights.formats import ALIGNMENT
+from triforce_offload.weights.homes import Home
 
 
 class Reader(Protocol):

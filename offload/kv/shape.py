@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from triforce_kernels.limits import KV_BLOCKS_AT_ONCE, LEAST_EXCEPTIONS, NUMBERS_OF_AN_EXCEPTION
-from triforce_offload.formats import ElementType, aligned
+from triforce_offload.weights.formats import ElementType, aligned
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from triforce_kernels.limits import KV_CODED_AT_ONCE, KV_CODING_BYTES
-from triforce_offload.formats import aligned
 from triforce_offload.kv.shape import KVShape
+from triforce_offload.weights.formats import aligned
 
 # A copy over an emulated link has about so many bytes: its size costs nothing there.
 COPY_BYTES = 8 << 20

@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 import torch
 
 from triforce_offload.errors import DoesNotFitError, LinkError
-from triforce_offload.homes import DenseHome, DeviceHome, Home, HostHome, MirroredHome
 from triforce_offload.kv.block_format import BlockFormat, DenseBlocks, KeysValues, SplitBlocks
 from triforce_offload.kv.blocks import DeviceBlocks
 from triforce_offload.kv.leaving import StagingSlots
@@ -18,6 +17,7 @@ from triforce_offload.link.link import Link
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.memory.host import HostBlocks
 from triforce_offload.schedule import KV
+from triforce_offload.weights.homes import DenseHome, DeviceHome, Home, HostHome, MirroredHome
 
 
 class KVStore:

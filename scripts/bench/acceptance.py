@@ -29,7 +29,7 @@ from bench.workloads import FACTS, MODEL, SAMPLING, generate_fully, stretches
 from frame import Benchmark, Figures, Option
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding import acceptance
-from triforce_core.decoding.retrieval import RetrievalCache
+from triforce_core.decoding.drafters.retrieval import RetrievalCache
 
 NEWEST = "newest"
 # Stats of an answer: of an engine, a prompt, a number of tokens and a seed.

@@ -20,7 +20,7 @@ from bench.placements import KV_STREAMED, RESIDENT
 from bench.workloads import MODEL, engine, greedy, stretches
 from frame import Benchmark, Figures, Option, medians
 from triforce_core import Completion
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 
 PLACEMENTS = {
     "resident": (RESIDENT, None),

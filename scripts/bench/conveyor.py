@@ -38,12 +38,12 @@ from frame import ROOT, Benchmark, Figures, Option, timed
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.decoder import Ask
 from triforce_core.decoding.distributions import distributions
-from triforce_core.model.shapes import read_shape
+from triforce_core.model.known.shapes import read_shape
 from triforce_core.plan.machine import Device
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import MethodSettings
-from triforce_offload.placement import Placement
-from triforce_offload.placing import place
+from triforce_offload.plan.placement import Placement
+from triforce_offload.plan.placing import place
 
 SLOW, FAST, DRAFTING = 0.5e9, 20e9, 100e6
 VERIFIED = 65

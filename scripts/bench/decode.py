@@ -23,7 +23,7 @@ from bench.placements import STREAMED
 from bench.workloads import MODEL, engine, greedy, stretches
 from frame import Benchmark, Figures, Option, medians
 from rivals.models import Clock
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 
 BANDWIDTHS = {"KV streamed": 0.5e9, "weights streamed": 0.5e9, "both streamed": 1.0e9}
 

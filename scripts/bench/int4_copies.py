@@ -25,9 +25,9 @@ from bench.acceptance import accepted
 from bench.paced import RATIO, PacedBench, ratios_to, workload
 from bench.workloads import stretches
 from frame import Benchmark, Figures, Option
-from triforce_offload.placement import Placement
-from triforce_offload.placing import spread
-from triforce_offload.plan import MemoryPlan
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placement import Placement
+from triforce_offload.plan.placing import spread
 
 # Tokens that each method generates. A token of `autoregressive` is a pass, and all passes take the
 # same time.

@@ -20,7 +20,7 @@ import torch
 from bench.kernel_cases import KernelCases
 from bench.split_cases import SplitCases
 from frame import Benchmark, Figures, Option, print_table
-from triforce_core.model.shapes import read_shape
+from triforce_core.model.known.shapes import read_shape
 from triforce_kernels.dispatch import REFERENCE, backend
 from triforce_offload.machine.probe import measure_cpu, measure_gpu
 

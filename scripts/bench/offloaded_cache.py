@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from frame import Benchmark, Figures, Option, timed
-from triforce_core.model.shapes import SHAPES
+from triforce_core.model.known.shapes import SHAPES
 from triforce_offload.units import parse_bytes
 
 

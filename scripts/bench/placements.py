@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 
 # More blocks than any context has.
 ALL = 10**9

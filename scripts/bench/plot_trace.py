@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from triforce_core.cli.plot import picture
+from triforce_core.cli.plan.plot import picture
 from triforce_offload.files import Output
 
 _COLORS = {

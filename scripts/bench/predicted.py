@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from triforce_core import Engine
-from triforce_core.model.shapes import read_shape
+from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.tensors import matrices
 from triforce_core.plan.simulation.acceptance_curve import AcceptanceCurve
 from triforce_core.plan.simulation.candidates import evaluate
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.round_cost import RoundCost
-from triforce_offload.formats import DTYPES
 from triforce_offload.machine.probe import Rates, emulated, measure_cpu
+from triforce_offload.weights.formats import DTYPES
 
 
 @dataclass(frozen=True)

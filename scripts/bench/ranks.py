@@ -29,7 +29,7 @@ from bench.predicted import Predicted, compare
 from frame import ROOT, Benchmark, Figures, Option, timed
 from triforce_core import Engine
 from triforce_core.params import SamplingParams
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 from triforce_offload.units import parse_bandwidth
 
 LAYERS = 16

@@ -20,8 +20,8 @@ from dataclasses import replace
 from bench.paced import RATIO, PacedBench, ratios_to, workload
 from bench.workloads import stretches
 from frame import Benchmark, Figures, Option
-from triforce_offload.placement import Placement
-from triforce_offload.plan import MemoryPlan
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placement import Placement
 
 # Without drafts a token is a pass, and all passes take the same time.
 PLAIN_TOKENS = 4

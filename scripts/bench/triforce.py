@@ -31,7 +31,7 @@ from bench.predicted import Predicted, compare
 from bench.workloads import SAMPLING, stretches
 from frame import ROOT, Benchmark, Figures, Option
 from triforce_core import Engine, SamplingParams
-from triforce_core.cli.plot import picture
+from triforce_core.cli.plan.plot import picture
 from triforce_offload.files import Output
 
 PLOT = ROOT / "docs" / "bench_triforce.png"

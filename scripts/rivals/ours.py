@@ -18,7 +18,7 @@ def run(job: Job) -> Outcome:
     from rivals.published_policies import installed
     from triforce_core import Engine, SamplingParams
     from triforce_offload.errors import TriforceError
-    from triforce_offload.placement import Placement
+    from triforce_offload.plan.placement import Placement
 
     options: dict[str, Any] = dict(job.options)
     in_memory = options.pop("in_memory", False)
@@ -83,8 +83,8 @@ def assumed(acceptance: float) -> Iterator[None]:
     """Inside, every draft token is accepted with this probability, since the acceptance of random
     weights says nothing. The speed is real; the text is not the model's.
     """
-    from triforce_core import request
     from triforce_core.decoding.acceptance import Draft, Verdict
+    from triforce_core.requests import request
 
     class Assumed:
         def __init__(self, seed: int) -> None:

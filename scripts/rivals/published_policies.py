@@ -31,7 +31,7 @@ def installed(policies: Sequence[str], blocks_of_layer: int) -> Iterator[None]:
 
 def _chosen_once(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
     """Chunks keep the scores that the prompt gave them; new ones have none."""
-    from triforce_core.decoding.retrieval import RetrievalCache
+    from triforce_core.decoding.drafters.retrieval import RetrievalCache
 
     score, begin = RetrievalCache._current_scores, RetrievalCache.begin
     first: dict[int, torch.Tensor] = {}
@@ -54,7 +54,8 @@ def _chosen_once(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
 
 def _by_layers(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
     """The device holds the KV of whole layers, the first ones."""
-    from triforce_offload import runtime, sequence
+    from triforce_offload import runtime
+    from triforce_offload.kv import sequence
 
     def share(blocks: int, layers: int) -> tuple[int, ...]:
         each = blocks_of_layer

@@ -13,7 +13,7 @@ from oracle import assert_equal_but_for_ties, greedy
 
 from triforce_core import Completion, Engine, SamplingParams
 from triforce_offload.errors import LinkError, UsageError
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 
 NEW = 30
 LENGTHS = (1, 5, BLOCK, 17, 40, 63, 75, 90)
@@ -101,7 +101,7 @@ def test_weights_cross_once_a_pass_however_many_texts_it_is_over(tiny, sequences
         before = link.counters()
         results = ours.generate_all(own, greedy(NEW))
         carried = (link.counters() - before).bytes_to_device
-        each = runtime.plan.requirements.streamed_bytes(runtime.plan.placement)
+        each = runtime.plan.weights_link_bytes
         # Prompts that are known but for their last token are a pass each, then one for all.
         assert carried == each * (sequences + NEW - 1)
         moved = [result.stats["link"]["bytes_of_passes"] for result in results]

@@ -11,7 +11,7 @@ from helpers import BLOCK, make_model, random_ids
 
 from triforce_core import Engine, SamplingParams
 from triforce_offload.errors import DoesNotFitError, LinkError
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 
 PROMPT, NEW = random_ids(60), 20
 GREEDY = SamplingParams(NEW, temperature=0)

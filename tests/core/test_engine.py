@@ -13,9 +13,9 @@ from helpers import BLOCK, PLACEMENTS, random_ids
 
 import triforce_core
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.context import Context
-from triforce_core.model.tokenizer import Tokenizer
-from triforce_core.opening import OpenModel
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.loading.open_model import OpenModel
+from triforce_core.model.checkpoints.tokenizer import Tokenizer
 from triforce_offload.errors import DoesNotFitError, LinkError, UsageError
 
 
@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_refused_before_loading(speaking, monkeypatch) -> N
     def read(*_: object) -> None:
         raise AssertionError("read before the refusal")
 
-    monkeypatch.setattr("triforce_core.model.checkpoint.Checkpoint.read", read)
+    monkeypatch.setattr("triforce_core.model.checkpoints.checkpoint.Checkpoint.read", read)
     with pytest.raises(DoesNotFitError, match=r"needs [\d.]+ MiB and 100 KiB is available"):
         make(speaking, device_memory="100KiB")
 

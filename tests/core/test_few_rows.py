@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from triforce_core.model.shapes import read_shape
+from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.tensors import split_layouts
 from triforce_core.plan.machine import Device
 from triforce_core.plan.sizes import ModelSizes
@@ -19,7 +19,7 @@ from triforce_kernels.limits import (
 )
 from triforce_kernels.weights import linear as products
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, encode
-from triforce_offload.formats import DTYPES
+from triforce_offload.weights.formats import DTYPES
 
 
 def test_a_pass_over_the_longest_automatic_draft_decodes_no_weight_first(monkeypatch) -> None:

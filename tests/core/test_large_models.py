@@ -14,10 +14,10 @@ import gguf
 import pytest
 from command import run
 
-from triforce_core.model.mixes import pieces_of
-from triforce_core.model.shapes import SHAPES, read_shape
+from triforce_core.model.known.mixes import pieces_of
+from triforce_core.model.known.shapes import SHAPES, read_shape
 from triforce_core.model.tensors import dense_layouts, stored_layouts
-from triforce_offload.formats import DTYPES
+from triforce_offload.weights.formats import DTYPES
 
 # A small vocabulary: what is large are the layers.
 VOCAB = 256

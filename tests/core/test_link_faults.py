@@ -9,9 +9,9 @@ import pytest
 from helpers import BLOCK, PLACEMENTS, random_ids
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.cli.report import print_run
-from triforce_core.decoding.context import Context
-from triforce_core.request import Request
+from triforce_core.cli.terminal.report import print_run
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.requests.request import Request
 from triforce_offload.errors import DoesNotFitError, LinkError
 from triforce_offload.link.emulated import EmulatedLink, _Event
 from triforce_offload.memory import host
@@ -70,7 +70,7 @@ def faulty(tiny, monkeypatch):
 
     def make(fault: str, placement: str, method: str, timeout_seconds: float = 60.0):
         link = FaultyLink(fault, timeout_seconds)
-        monkeypatch.setattr("triforce_core.loading.open_link", lambda *_: (link, HostMemory()))
+        monkeypatch.setattr("triforce_core.loading.load.open_link", lambda *_: (link, HostMemory()))
         engine = Engine.from_pretrained(
             path,
             device="cpu",

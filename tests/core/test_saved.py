@@ -14,9 +14,10 @@ from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
 from kept_files import with_sums
 from safetensors.torch import load_file, save_file
 
-from triforce_core import Engine, SamplingParams, pool
-from triforce_core.decoding.context import Context
-from triforce_core.decoding.snapshot import Snapshot
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.snapshot import Snapshot
+from triforce_core.requests import pool
 from triforce_offload.errors import OutputError, UsageError
 
 PROMPT = random_ids(90)

@@ -9,13 +9,14 @@ import torch
 from helpers import BLOCK, PLACEMENTS, random_ids
 from oracle import greedy
 
-from triforce_core import Engine, SamplingParams, opening
+from triforce_core import Engine, SamplingParams
 from triforce_core.bench.settings import TESTS, BenchSettings
 from triforce_core.cli.main import _parser, main
 from triforce_core.cli.options import engine_config, given
+from triforce_core.loading.load import open_model as opening
 from triforce_core.settings import EngineConfig, MachineSettings, MethodSettings
 from triforce_offload.errors import DoesNotFitError, UsageError
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 
 
 def test_fields_go_to_the_part_that_has_them() -> None:

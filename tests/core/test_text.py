@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from triforce_core.model.tokenizer import Tokenizer
-from triforce_core.text import TextStream
+from triforce_core.model.checkpoints.tokenizer import Tokenizer
+from triforce_core.requests.text import TextStream
 
 
 class ByteTokenizer:

@@ -13,7 +13,7 @@ from simulated_gpu import TOKENS
 
 from triforce_core import Engine, SamplingParams
 from triforce_offload.memory.host import CudaDriver
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(max_new_tokens=TOKENS, temperature=0)
@@ -61,12 +61,12 @@ def test_graphs_change_no_text(tiny, family: str, draft: str) -> None:
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("size", [1, 3, 32])
 def test_a_graph_computes_what_eager_forwards_do(tiny, size: int, rounded: bool) -> None:
-    from triforce_core.decoding.resident import ResidentModel
+    from triforce_core.decoding.drafters.resident import ResidentModel
     from triforce_offload.graphs import CudaRecorder
-    from triforce_offload.kv.dense import DenseKV
-    from triforce_offload.kv.rounded import RoundedKV
+    from triforce_offload.kv.caches.dense import DenseKV
+    from triforce_offload.kv.caches.rounded import RoundedKV
     from triforce_offload.link.trace import NoTrace
-    from triforce_offload.weights import ResidentWeights
+    from triforce_offload.weights.store import ResidentWeights
 
     path, _ = tiny("llama")
     options = {"device": "cuda:0", "max_context": 200, "dtype": "float32"}

@@ -10,7 +10,7 @@ from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
 from triforce_kernels.weights.high_bits import decode as decode_high_bits
 from triforce_kernels.weights.linear import dense_rows, linear, lookup, rows_of
 from triforce_kernels.weights.split_fp16 import SplitFP16Weight, join, join_rows, split_into
-from triforce_offload.formats import SplitFP16
+from triforce_offload.weights.formats import SplitFP16
 
 
 def bits(matrix: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from kv_stores import SHAPE, make_store, start
 
 from triforce_offload.conveyor import Conveyor
 from triforce_offload.feed import Feed
-from triforce_offload.kv.attend import PassCache
-from triforce_offload.kv.prefill import PrefillCache
+from triforce_offload.kv.caches.attend import PassCache
+from triforce_offload.kv.caches.prefill import PrefillCache
 from triforce_offload.kv.store import KVStore
 from triforce_offload.schedule import KV
 

@@ -11,10 +11,10 @@ from helpers import random_ids
 
 from triforce_core import Engine
 from triforce_offload.feed import Feed
-from triforce_offload.kv.dense import DenseKV
-from triforce_offload.kv.sequences import SequenceCaches
+from triforce_offload.kv.caches.dense import DenseKV
+from triforce_offload.kv.caches.sequences import SequenceCaches
 from triforce_offload.memory.device import DeviceMemory
-from triforce_offload.weights import ResidentWeights
+from triforce_offload.weights.store import ResidentWeights
 
 CPU = torch.device("cpu")
 

@@ -24,12 +24,12 @@ from simulated_gpu import REAL, Adversary, simulated
 
 from triforce_offload.conveyor import Conveyor, Transfer
 from triforce_offload.graphs import CudaRecorder
-from triforce_offload.homes import Source
 from triforce_offload.link.cuda import CudaLink
 from triforce_offload.link.link import Event
 from triforce_offload.link.staging import StagedLink
 from triforce_offload.link.waiting import come
 from triforce_offload.memory.host import CudaDriver, HostMemory
+from triforce_offload.weights.homes import Source
 
 pytestmark = [
     pytest.mark.skipif(REAL, reason="simulates a GPU, and there is one"),

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.kv.store import KVShape
-from triforce_offload.placement import KV_SLOTS, Placement
-from triforce_offload.placing import place, place_on_host, share_blocks, spread
-from triforce_offload.plan import MemoryPlan
-from triforce_offload.requirements import Requirements
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placement import KV_SLOTS, Placement
+from triforce_offload.plan.placing import place, place_on_host, share_blocks, spread
+from triforce_offload.plan.requirements import Requirements
 
 GIB = 1 << 30
 

@@ -10,8 +10,8 @@ from kv_stores import SHAPE
 
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.feed import Feed
-from triforce_offload.kv.dense import DenseKV
-from triforce_offload.kv.rounded import RoundedKV
+from triforce_offload.kv.caches.dense import DenseKV
+from triforce_offload.kv.caches.rounded import RoundedKV
 from triforce_offload.kv.sizes import dense_bytes, rounded_bytes
 from triforce_offload.memory.device import DeviceMemory
 

@@ -89,7 +89,7 @@ def test_texts_are_the_same_whatever_could_be_pinned(
         expected = engine.generate(random_ids(75), params).token_ids
     memory = HostMemory(FakeDriver(most))
     monkeypatch.setattr(
-        "triforce_core.loading.open_link",
+        "triforce_core.loading.load.open_link",
         lambda *_: (StagedLink(EmulatedLink(), memory, 1 << 10), memory),
     )
     with Engine.from_pretrained(path, **options) as engine:
@@ -108,7 +108,7 @@ def test_without_pinning_there_is_no_warning_and_the_same_text(tiny, monkeypatch
         expected = engine.generate(random_ids(75), params).token_ids
     memory = HostMemory(FakeDriver(), pin=False)
     monkeypatch.setattr(
-        "triforce_core.loading.open_link",
+        "triforce_core.loading.load.open_link",
         lambda *_: (StagedLink(EmulatedLink(), memory, 1 << 10), memory),
     )
     with Engine.from_pretrained(path, block_tokens=BLOCK, **options) as engine:

@@ -7,16 +7,16 @@ import torch
 
 from triforce_offload.conveyor import Conveyor, Transfer
 from triforce_offload.errors import DoesNotFitError
-from triforce_offload.formats import ALIGNMENT, Dense
-from triforce_offload.layouts import FlatLayout
 from triforce_offload.link.emulated import EmulatedLink
 from triforce_offload.link.trace import NoTrace
 from triforce_offload.memory import host as host_memory
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.memory.host import HostBuffers, HostMemory
-from triforce_offload.plan import LayerPlan, Where
+from triforce_offload.plan.memory_plan import LayerPlan, Where
 from triforce_offload.schedule import WEIGHTS
-from triforce_offload.weights import ResidentWeights, StreamedWeights, WeightStore
+from triforce_offload.weights.formats import ALIGNMENT, Dense
+from triforce_offload.weights.layouts import FlatLayout
+from triforce_offload.weights.store import ResidentWeights, StreamedWeights, WeightStore
 
 LAYERS = 5
 

@@ -20,20 +20,20 @@ from triforce_core.bench.rows import Row
 from triforce_core.bench.settings import BenchSettings
 from triforce_core.decoding.acceptance import make_rule
 from triforce_core.decoding.autoregressive import Autoregressive
-from triforce_core.decoding.context import Context
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.decoder import Ask, advance
 from triforce_core.decoding.distributions import distributions
-from triforce_core.decoding.draft_levels import make_drafter
+from triforce_core.decoding.drafters.draft_levels import make_drafter
+from triforce_core.decoding.drafters.resident import USES_BEFORE
 from triforce_core.decoding.hierarchy import RetrievalModel
-from triforce_core.decoding.resident import USES_BEFORE
-from triforce_core.decoding.text import Text
-from triforce_core.loading import load
+from triforce_core.loading.load import load
+from triforce_core.model.checkpoints.random_checkpoint import RandomCheckpoint
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.random_checkpoint import RandomCheckpoint
 from triforce_core.params import SamplingParams
 from triforce_core.plan.simulation.costs import prefill_flops
 from triforce_core.settings import NO_DRAFTER, EngineConfig, MethodSettings
-from triforce_offload.sequence import SequenceKV
+from triforce_offload.kv.sequence import SequenceKV
 from triforce_offload.units import format_bytes
 
 _PARAMS = SamplingParams(max_new_tokens=1, temperature=0.6, top_p=0.9)

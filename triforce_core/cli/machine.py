@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from triforce_core.cli.console import Printer
+from triforce_core.cli.terminal.console import Printer
 from triforce_offload.machine.hardware import Gpu, inspect_machine
 from triforce_offload.machine.probe import remeasured
 from triforce_offload.units import format_bytes

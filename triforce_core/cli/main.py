@@ -8,15 +8,15 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from triforce_core.cli.bench_arguments import add_bench_arguments
-from triforce_core.cli.chat_arguments import add_chat_arguments
+from triforce_core.cli.bench.arguments import add_bench_arguments
+from triforce_core.cli.chat.arguments import add_chat_arguments
 from triforce_core.cli.codes import INTERRUPTED, OUTPUT_FAILED, READER_GONE
-from triforce_core.cli.generate_arguments import add_generate_arguments
-from triforce_core.cli.output import ERROR, WARNING, abandon_stdout, log_lines, say
-from triforce_core.cli.parser import Parser
-from triforce_core.cli.plan_arguments import add_plan_arguments
-from triforce_core.cli.serve_arguments import add_serve_arguments
+from triforce_core.cli.generate.arguments import add_generate_arguments
+from triforce_core.cli.parser import HelpAll, Parser
+from triforce_core.cli.plan.arguments import add_plan_arguments
+from triforce_core.cli.serve.arguments import add_serve_arguments
 from triforce_core.cli.settings_file import with_kept
+from triforce_core.cli.terminal.output import ERROR, WARNING, abandon_stdout, log_lines, say
 from triforce_offload.errors import TriforceError, UsageError
 
 
@@ -59,19 +59,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from triforce_core.cli.generate import generate
+    from triforce_core.cli.generate.command import generate
 
     return generate(args)
 
 
 def _chat(args: argparse.Namespace) -> int:
-    from triforce_core.cli.chat import chat
+    from triforce_core.cli.chat.command import chat
 
     return chat(args)
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from triforce_core.cli.serve import serve
+    from triforce_core.cli.serve.command import serve
 
     return serve(args)
 
@@ -83,7 +83,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "directory with safetensors, .gguf file, or hub id"
+    text = "a directory with safetensors, a .gguf file, or a hub id"
     parser.add_argument("model", metavar="MODEL", help=text)
 
 
@@ -98,7 +98,7 @@ def _add_env_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--probe",
         action="store_true",
-        help="forget the rates that plans for this machine are made with, and measure now",
+        help="measure the rates that plans for this machine use, and forget earlier ones",
     )
 
 
@@ -110,17 +110,17 @@ def _completion(args: argparse.Namespace) -> int:
 
 
 def _add_completion_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh"), help="that is to complete")
+    parser.add_argument("shell", choices=("bash", "zsh"), help="shell to write it for")
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from triforce_core.cli.bench import bench
+    from triforce_core.cli.bench.command import bench
 
     return bench(args)
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from triforce_core.cli.plan import plan
+    from triforce_core.cli.plan.command import plan
 
     return plan(args)
 
@@ -139,7 +139,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     common.add_argument(
         "--log-json",
         action="store_true",
-        help="what goes to standard error is a JSON object a line: time, level, message",
+        help="write standard error as JSON lines with time, level and message",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, add_arguments, text in (
@@ -174,8 +174,13 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     ):
         command = commands.add_parser(name, parents=[common], help=text, formatter_class=_Help)
         command.set_defaults(run=run, parser=command)
-        if add_arguments:
-            add_arguments(command)
+        add_arguments(command)
+        if any(action.dest == "model" for action in command._actions):
+            command.usage = "%(prog)s MODEL [options]"
+        if any(getattr(action, "for_experts", False) for action in command._actions):
+            command.add_argument(
+                "--help-all", action=HelpAll, nargs=0, help="show all options and exit"
+            )
     return parser, dict(commands.choices)
 
 

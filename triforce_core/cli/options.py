@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from triforce_core.cli.parser import Explained
+from triforce_core.cli.parser import Explained, Options, for_experts
 from triforce_core.params import SamplingParams
 from triforce_core.settings import (
     AUTO,
@@ -30,24 +30,29 @@ UNTIL_FULL = sys.maxsize
 
 
 def add_option(
-    parser: argparse.ArgumentParser,
+    parser: Options,
     settings: type,
     name: str,
     text: str,
     *,
     flags: Sequence[str] = (),
+    expert: bool = False,
     **options: Any,
 ) -> None:
-    """An option for a field of a settings class. The namespace has it only where it was given.
+    """Add an option for a field of a settings class. The namespace has it only where it was given.
 
-    text: for the help, to which the default is added if there is one. flags: by the field's name if
-        none are given. options: of `add_argument`
+    text: for the help, to which the default is added if there is one
+    flags: by the field's name if none are given
+    expert: whether `--help` leaves it out
+    options: of `add_argument`
     """
     (default,) = (field.default for field in fields(settings) if field.name == name)
     if default not in (None, MISSING, ()) and not isinstance(default, bool):
         text += f" (default: {default})"
     flags = flags or (f"--{name.replace('_', '-')}",)
-    parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **options)
+    action = parser.add_argument(*flags, dest=name, default=argparse.SUPPRESS, help=text, **options)
+    if expert:
+        for_experts(action)
 
 
 def given(args: argparse.Namespace, *settings: type) -> dict[str, Any]:
@@ -75,59 +80,80 @@ def engine_config(args: argparse.Namespace, config: EngineConfig | None = None) 
     return (config or EngineConfig()).changed(**changes)
 
 
-def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """The device, its link and the numbers that are computed with."""
-
-    def add(name: str, text: str, settings: type = MachineSettings, **options: Any) -> None:
-        add_option(parser, settings, name, text, **options)
-
-    add("device", "cuda:0 or cpu (default: a GPU if there is one)", metavar="DEVICE")
-    add("device_memory", "budget, e.g. 22GiB (default: what is free)", metavar="SIZE")
+def add_machine_options(parser: argparse.ArgumentParser) -> Options:
+    """Add the group of the device, its link, and how weights and KV are stored. Return it."""
+    group = parser.add_argument_group("memory and placement")
+    _add_device(group)
     add_explained_options(parser)
+    _add_formats(group)
+    return group
+
+
+def _add_device(group: Options) -> None:
+    def add(name: str, text: str, **options: Any) -> None:
+        add_option(group, MachineSettings, name, text, **options)
+
+    add("device", "cuda:0 or cpu (default: the first GPU, else cpu)", metavar="DEVICE")
     add(
-        "host_memory",
-        "for what streams; layers beyond it are read from disk in each pass (default: what is "
-        "free)",
+        "device_memory",
+        "device memory to use at most, such as 22GiB (default: all that is free)",
         metavar="SIZE",
     )
     add(
+        "host_memory",
+        "host memory to use at most for what streams; layers beyond it are read from disk in each "
+        "pass (default: all that is free)",
+        metavar="SIZE",
+    )
+    add(
+        "threads", "threads of the CPU that compute (default: one per physical core)", type=int,
+        metavar="N",
+    )  # fmt: skip
+    add(
         "link_bandwidth",
-        "of the emulated link on cpu, e.g. 25GB/s (default: as fast as memory)",
+        "rate of the emulated link on cpu, such as 25GB/s (default: as fast as memory)",
+        expert=True,
         metavar="RATE",
-    )
-    add("threads", "of the CPU (default: its physical cores)", type=int, metavar="N")
-    add(
-        "dtype",
-        "of weights and KV; auto: float32 on cpu, as stored on a GPU",
-        EngineConfig,
-        choices=DTYPE_NAMES,
-    )
-    add(
-        "weights",
-        "stored: a GGUF file's blocks stay as they are, on device, host and link; auto: so on a "
-        "GPU, and on cpu where dense ones would stream; split: bfloat16 in 12 bits a number, the "
-        "same to the last bit; auto: so on a GPU where something would stream",
-        EngineConfig,
-        choices=WEIGHTS,
-    )
-    add(
-        "kv",
-        "split: blocks of bfloat16 in 12 bits a number, the same to the last bit; auto: so on a "
-        "GPU where some KV would stream",
-        EngineConfig,
-        choices=KV_FORMATS,
     )
     add(
         "pin",
-        "leave host memory pageable: slower, never capped",
+        "do not pin host memory: transfers are slower, and no limit of the driver applies",
         flags=("--no-pin",),
+        expert=True,
         action="store_false",
     )
     add(
         "cuda_graphs",
-        "launch what drafts kernel by kernel (CUDA)",
+        "launch the kernels of draft steps one by one, without CUDA graphs",
         flags=("--no-graphs",),
+        expert=True,
         action="store_false",
+    )
+
+
+def _add_formats(group: Options) -> None:
+    """How weights and KV are stored."""
+
+    def add(name: str, text: str, **options: Any) -> None:
+        add_option(group, EngineConfig, name, text, **options)
+
+    add(
+        "dtype",
+        "number type of weights and KV; auto: float32 on cpu, the checkpoint's own on a GPU",
+        choices=DTYPE_NAMES,
+    )
+    add(
+        "weights",
+        "how weights are stored: dense in --dtype; stored: the quantised numbers of a GGUF or FP8 "
+        "file; split: bfloat16 in 12 bits, without loss; auto: stored on a GPU and where dense "
+        "weights would stream, split on a GPU where bfloat16 would stream",
+        choices=WEIGHTS,
+    )
+    add(
+        "kv",
+        "how KV is stored: dense in --dtype; split: bfloat16 in 12 bits, without loss; auto: split "
+        "on a GPU where some KV would stream",
+        choices=KV_FORMATS,
     )
 
 

@@ -8,10 +8,19 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from triforce_core.cli.output import ERROR, say
+from triforce_core.cli.terminal.output import ERROR, say
 
 _UNKNOWN = re.compile(r"unrecognized arguments: (.+)")
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.+)\)")
+
+
+# A parser, or a group of its options.
+Options = argparse._ActionsContainer
+
+
+def for_experts(action: argparse.Action) -> None:
+    """Leave an option out of `--help`; `--help-all` shows it."""
+    action.for_experts = True  # type: ignore[attr-defined]
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,6 +28,20 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
+
+    def format_help(self, *, everything: bool = False) -> str:
+        """Return the help. everything: options for experts too."""
+        rare = [action for action in self._actions if getattr(action, "for_experts", False)]
+        if everything or not rare:
+            return super().format_help()
+        texts = [action.help for action in rare]
+        for action in rare:
+            action.help = argparse.SUPPRESS
+        try:
+            return f"{super().format_help()}\n{self.prog} --help-all lists {len(rare)} more.\n"
+        finally:
+            for action, text in zip(rare, texts, strict=True):
+                action.help = text
 
     def error(self, message: str) -> NoReturn:
         say(f"{self.prog}: {message}{self._meant(message)}; see {self.prog} --help", ERROR)
@@ -43,6 +66,21 @@ class Parser(argparse.ArgumentParser):
             begun = [name for name in flags if flag.startswith("--") and name.startswith(flag)]
             return f" (did you mean {' or '.join(begun)}?)" if begun else _nearest(flag, flags)
         return ""
+
+
+class HelpAll(argparse.Action):
+    """Prints the help with options for experts, and exits."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        assert isinstance(parser, Parser)
+        print(parser.format_help(everything=True), end="")
+        parser.exit()
 
 
 class Explained(argparse.Action):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from triforce_core.cli.output import say
+from triforce_core.cli.terminal.output import say
 from triforce_core.parallel.world import World, heed_the_leader
 from triforce_core.settings import EngineConfig
 

@@ -6,9 +6,9 @@ import argparse
 
 from rich.console import Console
 
-from triforce_core.cli.output import logs_json
-from triforce_core.model.checkpoint import resolve
-from triforce_core.model.verify import findings
+from triforce_core.cli.terminal.output import logs_json
+from triforce_core.model.checkpoints.checkpoint import resolve
+from triforce_core.model.checkpoints.verify import findings
 from triforce_offload.errors import CheckpointError
 
 

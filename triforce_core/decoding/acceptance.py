@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from triforce_core.decoding.distributions import draw
-from triforce_core.decoding.tree import Branches, Walk, accept_tree
+from triforce_core.decoding.trees.tree import Branches, Walk, accept_tree
 from triforce_core.plan.levels import LAW_ROWS
 from triforce_kernels.sampling import sampling
 from triforce_offload.memory.device import put

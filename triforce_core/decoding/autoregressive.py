@@ -7,7 +7,7 @@ import time
 import torch
 
 from triforce_core.decoding.acceptance import Rule
-from triforce_core.decoding.context import Context
+from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.decoder import Ask, Prefilled, Step
 from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.levels import check_token

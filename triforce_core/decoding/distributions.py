@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.penalties import changed
-from triforce_core.decoding.text import Text
 from triforce_core.params import SamplingParams
 from triforce_core.plan.levels import LAW_ROWS
 from triforce_kernels.dispatch import TRITON, backend

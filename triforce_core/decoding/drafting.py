@@ -6,15 +6,15 @@ from collections.abc import Collection
 
 from triforce_core.decoding.acceptance import Rule
 from triforce_core.decoding.autoregressive import Autoregressive
-from triforce_core.decoding.context import Context
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.models import Dropped, Models
 from triforce_core.decoding.decoder import Decoder
 from triforce_core.decoding.draft_length import Auto, DraftLength, Fixed
-from triforce_core.decoding.growth import Growth
 from triforce_core.decoding.hierarchy import Hierarchy, RetrievalModel
 from triforce_core.decoding.levels import RetrievalLevel, Tallies
-from triforce_core.decoding.models import Dropped, Models
+from triforce_core.decoding.trees.growth import Growth
 from triforce_core.params import SamplingParams
-from triforce_core.settings import AUTO, AUTO_DRAFT_TOKENS
+from triforce_core.settings import AUTO_DRAFT_TOKENS
 
 # Longest draft that `auto` chooses for a step of the retrieval model.
 AUTO_INNER_TOKENS = 16
@@ -39,7 +39,7 @@ class Drafting:
             self._outer = self._retrieval_length()
             if models.method.has_drafter:
                 self._inner = self._length(
-                    models.method.inner_draft_tokens,
+                    models.method.fixed_inner_draft_tokens,
                     AUTO_INNER_TOKENS,
                     _DRAFTER_ACCEPTANCE,
                     _DRAFTER_FIRST,
@@ -145,17 +145,15 @@ class Drafting:
         method = self._models.method
         if not method.branches:
             return None
-        deepest = method.max_draft_tokens
-        if method.tree == AUTO:
+        deepest, nodes = method.max_draft_tokens, method.fixed_tree
+        if nodes is None:
             texts = self._models.runtime.plan.requirements.sequences
             return Growth(deepest, deepest, asked=False, texts=texts)
-        if method.draft_tokens != AUTO:
-            deepest = int(method.draft_tokens)
-        return Growth(int(method.tree), deepest, asked=True)
+        return Growth(nodes, method.fixed_draft_tokens or deepest, asked=True)
 
     def _retrieval_length(self) -> DraftLength:
         return self._length(
-            self._models.method.draft_tokens,
+            self._models.method.fixed_draft_tokens,
             AUTO_DRAFT_TOKENS,
             _RETRIEVAL_ACCEPTANCE,
             _RETRIEVAL_FIRST if self._models.runtime.streams else _DRAFTER_FIRST,
@@ -166,19 +164,19 @@ class Drafting:
         assumed = (_DRAFTER_ACCEPTANCE, _DRAFTER_FIRST)
         if not self._models.small:
             assumed = (_NGRAM_ACCEPTANCE, _NGRAM_FIRST)
-        return self._length(self._models.method.draft_tokens, AUTO_DRAFT_TOKENS, *assumed)
+        return self._length(self._models.method.fixed_draft_tokens, AUTO_DRAFT_TOKENS, *assumed)
 
     def _length(
         self,
-        tokens: int | str,
+        tokens: int | None,
         most: int,
         acceptance: float,
         first: int,
         *,
         by_confidence: bool = False,
     ) -> DraftLength:
-        if tokens != AUTO:
-            return Fixed(int(tokens))
+        if tokens is not None:
+            return Fixed(tokens)
         # Where nothing streams a pass is cheap, and drafts may well not pay.
         plain_first = not self._models.runtime.streams
         return Auto(most, acceptance, first, by_confidence=by_confidence, plain_first=plain_first)

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 
 from triforce_core.decoding.acceptance import Draft, Rule
-from triforce_core.decoding.context import Context
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.decoder import Ask, Prefilled, Step
 from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.draft_length import DraftLength
-from triforce_core.decoding.growth import Growth
 from triforce_core.decoding.levels import (
     Proposed,
     Proposer,
@@ -22,7 +22,7 @@ from triforce_core.decoding.levels import (
     propose_draft,
     verify_draft,
 )
-from triforce_core.decoding.text import Text
+from triforce_core.decoding.trees.growth import Growth
 from triforce_core.params import SamplingParams
 from triforce_offload.link.waiting import come
 

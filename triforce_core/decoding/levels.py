@@ -16,10 +16,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from triforce_core.decoding.acceptance import Draft, Rule
+from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.draft_length import DraftLength
-from triforce_core.decoding.growth import Growth
-from triforce_core.decoding.text import Text
-from triforce_core.decoding.tree import Branches
+from triforce_core.decoding.trees.growth import Growth
+from triforce_core.decoding.trees.tree import Branches
 from triforce_core.params import SamplingParams
 from triforce_kernels import warmup
 from triforce_offload.errors import CheckpointError

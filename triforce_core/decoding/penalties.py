@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from triforce_core.decoding.text import Seen, Text
+from triforce_core.decoding.contexts.text import Seen, Text
 from triforce_core.params import SamplingParams
 from triforce_core.plan.levels import LAW_ROWS
 from triforce_offload.link.waiting import come

@@ -8,7 +8,7 @@ from triforce_core.model.layers import Attention
 from triforce_kernels.layer import rms_norm
 from triforce_kernels.weights.linear import linear
 from triforce_offload.feed import Cache, Feed
-from triforce_offload.layouts import Views
+from triforce_offload.weights.layouts import Views
 
 
 class AttentionMixer:

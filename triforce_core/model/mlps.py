@@ -6,7 +6,7 @@ import torch
 
 from triforce_kernels.layer import rms_norm, swiglu
 from triforce_kernels.weights.linear import linear
-from triforce_offload.layouts import Views
+from triforce_offload.weights.layouts import Views
 
 
 def dense_mlp(w: Views, hidden: torch.Tensor, norm_eps: float, mixed: torch.Tensor) -> torch.Tensor:

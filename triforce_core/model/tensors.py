@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from itertools import chain
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.share import Pieces
 from triforce_kernels.weights.block_types import BlockType
-from triforce_offload.formats import (
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.weights.formats import (
     Dense,
     ElementType,
     Format,
     Groups,
+    Read,
     SplitBF16,
-    SplitFormat,
     SplitFP16,
     dtype_name,
     matrix,
 )
-from triforce_offload.kv.shape import KVShape
-from triforce_offload.layouts import FlatLayout
+from triforce_offload.weights.layouts import FlatLayout
 
 # Columns of a group of an int4 copy, the first that divides a row. SmolLM2-135M accepts .937 of
 # what its weights in groups of 64 draft, and .891 with groups of 192.
@@ -81,13 +80,13 @@ class Layouts:
     @cached_property
     def split(self) -> bool:
         """Whether some matrices are."""
-        parts = (part for layout in self._all() for part in layout.decoded())
-        return any(isinstance(part, SplitFormat) for part in parts)
+        return any(part.split for layout in self._all() for part in layout.decoded())
 
     @cached_property
     def block_types(self) -> frozenset[BlockType]:
         """That matrices are kept in."""
-        return frozenset(part.kind for layout in self._all() for part in layout.blocks())
+        parts = (part for layout in self._all() for part in layout.decoded())
+        return frozenset(part.block_type for part in parts if part.block_type)
 
     def _all(self) -> Iterator[FlatLayout]:
         yield from filter(None, (*self.layers, self.head, self.embedding))
@@ -146,19 +145,6 @@ def _layouts(
     )
 
 
-class Read(Enum):
-    """How a kernel makes numbers of the bytes of a matrix: no decoding, or not counted; all bits of
-    split bfloat16; high bits alone; the bytes of split float16, which are joined first; or
-    groups of 4 bits.
-    """
-
-    AS_STORED = "as stored"
-    SPLIT_BF16 = "split bf16"
-    HIGH = "high bits"
-    SPLIT_FP16 = "split fp16"
-    GROUPS = "groups"
-
-
 @dataclass(frozen=True)
 class MatrixBytes:
     """What reading the matrices of a forward takes. Bytes, of a layer on average.
@@ -181,40 +167,21 @@ class MatrixBytes:
         qkv = sum(layer.formats["qkv"].nbytes for layer in layouts.layers) / count
         whole = sum(layer.nbytes for layer in layouts.layers) / count
         head = layouts.head.formats["head"].nbytes
-        reads = _read(layouts.layers[0].formats["qkv"]), _read(layouts.head.formats["head"])
+        reads = layouts.layers[0].formats["qkv"].read, layouts.head.formats["head"].read
         return cls(qkv, whole - qkv, head, bool(layouts.decoded_numbers), *reads)
 
     def with_layer(self, layer: FlatLayout) -> MatrixBytes:
         """With other layers, which have to be decoded, and the same head."""
         qkv = layer.formats["qkv"].nbytes
         sizes = qkv, layer.nbytes - qkv, self.head
-        reads = _read(layer.formats["qkv"]), self.head_read
+        reads = layer.formats["qkv"].read, self.head_read
         return MatrixBytes(*sizes, True, *reads)
 
     def with_high_bits(self, layer: FlatLayout) -> MatrixBytes:
         """With the high bits of layers alone, and the same head."""
-        sizes = {name: _high_bytes(stored) for name, stored in layer.formats.items()}
+        sizes = {name: stored.draft_bytes for name, stored in layer.formats.items()}
         nbytes = sizes["qkv"], sum(sizes.values()) - sizes["qkv"], self.head
-        reads = Read.AS_STORED
-        if isinstance(layer.formats["qkv"], SplitFormat):
-            reads = Read.HIGH
-        return MatrixBytes(*nbytes, True, reads, self.head_read)
-
-
-def _read(stored: Format) -> Read:
-    match stored:
-        case SplitBF16():
-            return Read.SPLIT_BF16
-        case SplitFP16():
-            return Read.SPLIT_FP16
-        case Groups():
-            return Read.GROUPS
-    return Read.AS_STORED
-
-
-def _high_bytes(stored: Format) -> int:
-    """What is read of a matrix where its high bits will do."""
-    return stored.rows * stored.columns if isinstance(stored, SplitFormat) else stored.nbytes
+        return MatrixBytes(*nbytes, True, layer.formats["qkv"].draft_read, self.head_read)
 
 
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVShape:

@@ -14,10 +14,10 @@ from triforce_core.model.rope import Rope
 from triforce_kernels.layer import rms_norm
 from triforce_kernels.weights.linear import Weight, linear, lookup
 from triforce_offload.feed import Cache, Feed
-from triforce_offload.layouts import Views
 from triforce_offload.link.waiting import come
 from triforce_offload.ranks import Alone, Ranks
-from triforce_offload.weights import Weights
+from triforce_offload.weights.layouts import Views
+from triforce_offload.weights.store import Weights
 
 
 @dataclass(frozen=True)

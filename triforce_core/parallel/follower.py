@@ -13,10 +13,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from triforce_core.decoding.calls import Finish, Load
-from triforce_core.decoding.models import Models
-from triforce_core.loading import load
-from triforce_core.model.checkpoint import open_checkpoint
+from triforce_core.decoding.contexts.calls import Finish, Load
+from triforce_core.decoding.contexts.models import Models
+from triforce_core.loading.load import load
+from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.parallel.collectives import Collectives, is_own
 from triforce_core.parallel.message import DamagedMessageError, Failure, unpacked
 from triforce_core.parallel.pulse import Pulse

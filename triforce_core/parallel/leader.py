@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from triforce_core.decoding.calls import Finish
+from triforce_core.decoding.contexts.calls import Finish
 from triforce_core.parallel.collectives import Collectives, is_own
 from triforce_core.parallel.exchanges import Exchanges
 from triforce_core.parallel.message import DamagedMessageError, Failure, packed

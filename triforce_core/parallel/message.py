@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 
-from triforce_core.decoding.calls import CALLS
+from triforce_core.decoding.contexts.calls import CALLS
 from triforce_core.settings import EngineConfig, MachineSettings, MethodSettings
 from triforce_offload.errors import RankError, UsageError
 from triforce_offload.link.trace import Span
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 from triforce_offload.ranks import Call
 
 # What a frame is: JSON, or the bytes of a tensor whose sizes came before it.

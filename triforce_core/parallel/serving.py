@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from triforce_core.decoding import calls, snapshot
-from triforce_core.decoding.context import Context
+from triforce_core.decoding.contexts import calls, snapshot
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.kv_parts import Interrupted
+from triforce_core.decoding.contexts.models import Models
 from triforce_core.decoding.decoder import Ask
-from triforce_core.decoding.kv_parts import Interrupted
-from triforce_core.decoding.models import Models
 from triforce_core.parallel.message import DamagedMessageError
-from triforce_core.stats import rank_stats
+from triforce_core.requests.stats import rank_stats
 from triforce_offload.errors import RankError
 from triforce_offload.link.waiting import come
 from triforce_offload.ranks import Call

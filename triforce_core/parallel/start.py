@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from triforce_core.decoding.calls import Load
-from triforce_core.model.checkpoint import Checkpoint
+from triforce_core.decoding.contexts.calls import Load
+from triforce_core.model.checkpoints.checkpoint import Checkpoint
 from triforce_core.model.share import Share
 from triforce_core.settings import EngineConfig
 from triforce_offload.ranks import Alone, Ranks

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import INT4
 from triforce_offload.errors import DoesNotFitError, UsageError, in_units
-from triforce_offload.placement import Placement
-from triforce_offload.placing import least_bytes, place
-from triforce_offload.plan import MemoryPlan
-from triforce_offload.requirements import Requirements
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placement import Placement
+from triforce_offload.plan.placing import least_bytes, place
+from triforce_offload.plan.requirements import Requirements
 
 # Where nothing streams a retrieval model saves nothing but reads of KV. It must read so much less
 # than the target, weights included, to be made unasked.

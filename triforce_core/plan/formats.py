@@ -11,9 +11,23 @@ from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, DENSE, SPLIT, EngineConfig
 from triforce_offload.errors import DoesNotFitError, UsageError
-from triforce_offload.formats import dtype_name
-from triforce_offload.placing import place
-from triforce_offload.plan import MemoryPlan
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placing import place
+from triforce_offload.weights.formats import DTYPES, dtype_name
+
+
+def element_type(asked: str, stored: str | None, *, gpu: bool) -> str:
+    """Return the dtype of dense weights and KV. What is left to choose is float32 on the CPU, and
+    on a GPU the checkpoint's own, or bfloat16 if the checkpoint is quantised.
+
+    asked: as EngineConfig has it. stored: None if quantised
+    """
+    if asked != AUTO:
+        return asked
+    if not gpu:
+        return "float32"
+    stored = stored or "bfloat16"
+    return stored if stored in DTYPES else "float32"
 
 
 def as_asked(

@@ -9,8 +9,8 @@ from triforce_kernels.limits import MOST_SPLITS
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.kv.sizes import COPY_BYTES
-from triforce_offload.placing import place_on_host
-from triforce_offload.plan import MemoryPlan
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placing import place_on_host
 
 
 @dataclass(frozen=True)

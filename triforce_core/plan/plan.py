@@ -21,8 +21,8 @@ from triforce_core.settings import (
 from triforce_offload.errors import UsageError
 from triforce_offload.files import Output
 from triforce_offload.machine.profiles import same_card
-from triforce_offload.placement import LAYER_LISTS, Placement
-from triforce_offload.plan import MemoryPlan
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placement import LAYER_LISTS, Placement
 
 
 @dataclass(frozen=True)

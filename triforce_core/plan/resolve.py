@@ -11,7 +11,7 @@ from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import DENSE, SPLIT, STORED, EngineConfig
 from triforce_offload.errors import DoesNotFitError
-from triforce_offload.plan import MemoryPlan
+from triforce_offload.plan.memory_plan import MemoryPlan
 
 
 @dataclass(frozen=True)

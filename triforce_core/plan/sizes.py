@@ -34,11 +34,11 @@ from triforce_core.plan.workspace import (
 from triforce_core.settings import EXACT, INT4, SPLIT, MethodSettings
 from triforce_kernels.limits import FEW_ROWS
 from triforce_offload.errors import UsageError
-from triforce_offload.formats import ElementType, dtype_name
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import coding_bytes, reader_bytes, rounding_bytes
-from triforce_offload.layouts import FlatLayout
-from triforce_offload.requirements import Requirements
+from triforce_offload.plan.requirements import Requirements
+from triforce_offload.weights.formats import ElementType, dtype_name
+from triforce_offload.weights.layouts import FlatLayout
 
 # A layer is computed for so many tokens of a prompt at a time.
 PREFILL_CHUNK = 1024

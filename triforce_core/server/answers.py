@@ -11,12 +11,12 @@ from typing import Any
 
 from starlette.requests import Request
 
-from triforce_core.batch import Receiver
 from triforce_core.params import SamplingParams
+from triforce_core.requests.batch import Receiver
+from triforce_core.requests.stream import Completion, Piece
 from triforce_core.server.errors import refused
-from triforce_core.server.wording import Wording
+from triforce_core.server.messages.wording import Wording
 from triforce_core.server.worker import Asked, Job, Worker
-from triforce_core.stream import Completion, Piece
 
 # While nothing is to be said a stream says that it is alive, so often.
 PING_SECONDS = 5.0

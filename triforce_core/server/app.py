@@ -25,11 +25,11 @@ from triforce_core.server.errors import (
     refused,
 )
 from triforce_core.server.guard import BodyTooLargeError, Guard, too_large
+from triforce_core.server.messages.schema import MOST_CHOICES, ChatRequest, CompletionRequest
+from triforce_core.server.messages.sentences import sentence
+from triforce_core.server.messages.wording import Wording, refusal
 from triforce_core.server.metrics import Metrics
-from triforce_core.server.schema import MOST_CHOICES, ChatRequest, CompletionRequest
-from triforce_core.server.sentences import sentence
 from triforce_core.server.settings import ServerSettings
-from triforce_core.server.wording import Wording, refusal
 from triforce_core.server.worker import Asked, Worker
 from triforce_offload.errors import TriforceError, UsageError
 

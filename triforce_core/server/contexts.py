@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from triforce_core.decoding.snapshot import Snapshot
+from triforce_core.decoding.contexts.snapshot import Snapshot
 from triforce_core.engine import Engine
 from triforce_offload.errors import DoesNotFitError
 

@@ -8,8 +8,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from triforce_core.server.messages.wording import refusal
 from triforce_core.server.settings import ServerSettings
-from triforce_core.server.wording import refusal
 
 # Open to anybody: whether the server is there, and a page that asks for the key.
 _OPEN = ("/", "/health")

@@ -6,8 +6,8 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from triforce_core.requests.stream import Completion
 from triforce_core.server.worker import Job, Worker
-from triforce_core.stream import Completion
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 

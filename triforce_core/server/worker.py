@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from triforce_core.batch import Member, Receiver
 from triforce_core.conversation import Conversations, Turn
 from triforce_core.engine import Engine
 from triforce_core.params import SamplingParams
+from triforce_core.requests.batch import Member, Receiver
+from triforce_core.requests.stream import Completion, Piece
 from triforce_core.server.contexts import KeptContexts
 from triforce_core.server.errors import NotReadyError, QueueFullError
-from triforce_core.stream import Completion, Piece
 from triforce_offload.errors import DeviceFailedError, RankError
 
 # What an engine does not outlive.

@@ -10,14 +10,14 @@ import torch
 
 from triforce_core.bench.settings import TESTS
 from triforce_core.cli.main import main
+from triforce_core.model.checkpoints.random_checkpoint import RandomCheckpoint
 from triforce_core.model.config import from_hf
-from triforce_core.model.random_checkpoint import RandomCheckpoint
-from triforce_core.model.shapes import for_timing, read_shape
+from triforce_core.model.known.shapes import for_timing, read_shape
 from triforce_core.plan.simulation.costs import prefill_flops
 from triforce_core.settings import EngineConfig, MachineSettings
 from triforce_offload.errors import LinkError, UsageError
-from triforce_offload.formats import SplitBF16, SplitFP16
-from triforce_offload.placement import KV_SLOTS, WEIGHT_SLOTS
+from triforce_offload.plan.placement import KV_SLOTS, WEIGHT_SLOTS
+from triforce_offload.weights.formats import SplitBF16, SplitFP16
 
 TINY = {
     "model_type": "llama",
@@ -113,7 +113,7 @@ def test_every_option_of_the_engine_reaches_it(capsys, monkeypatch, tiny_shape) 
         configs.append(config)
         raise UsageError("planted")
 
-    monkeypatch.setattr("triforce_core.cli.bench.Bench", refuse)
+    monkeypatch.setattr("triforce_core.cli.bench.command.Bench", refuse)
     options = ("--dtype", "bfloat16", "--weights", "split", "--kv", "split", "--threads", "1")
     code, _, err = run(capsys, tiny_shape, *options)
     assert (code, "planted" in err) == (2, True)
@@ -156,7 +156,7 @@ def test_what_was_found_is_shown_when_a_later_test_fails(capsys, monkeypatch, ti
 def test_what_cannot_be_timed_is_said_in_a_line(
     capsys, monkeypatch, tiny_shape, options, code, named
 ):
-    monkeypatch.setattr("triforce_core.loading.available_host_bytes", lambda: 60 << 20)
+    monkeypatch.setattr("triforce_core.loading.load.available_host_bytes", lambda: 60 << 20)
     exit_code, out, err = run(capsys, tiny_shape, *options)
     assert exit_code == code
     assert out == ""
@@ -228,7 +228,7 @@ def test_random_weights_come_in_split_formats_too(
     """As every bfloat16 benchmark on a GPU needs them where something streams."""
     # Several slices, and more numbers than are drawn.
     monkeypatch.setattr("triforce_kernels.limits.DECODED_AT_ONCE", 70 * 64)
-    monkeypatch.setattr("triforce_core.model.random_checkpoint._NOISE", 1009)
+    monkeypatch.setattr("triforce_core.model.checkpoints.random_checkpoint._NOISE", 1009)
     checkpoint = RandomCheckpoint(from_hf(TINY, {}))
     dense = torch.empty(192, 64, dtype=dtype)
     checkpoint.read("layers.0.gate_up", dense)

@@ -159,7 +159,7 @@ def test_an_attached_file_has_the_size_limit_of_other_texts(
 ) -> None:
     file = tmp_path / "long.txt"
     file.write_text("x" * 101)
-    monkeypatch.setattr("triforce_core.cli.reading.MOST_BYTES", 100)
+    monkeypatch.setattr("triforce_core.cli.terminal.reading.MOST_BYTES", 100)
     code, answers, err = talk(capsys, monkeypatch, speaking, f"/file {file}", "Hello")
     assert (code, answers) == (2, [])
     assert f"cannot read {file}: it is larger than" in err

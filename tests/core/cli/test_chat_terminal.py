@@ -19,9 +19,9 @@ import pytest
 from command import heed_signals
 from wcwidth import wcswidth
 
-from triforce_core.cli.report import colored
-from triforce_core.cli.wrapping import WordWrap
-from triforce_core.stream import Piece
+from triforce_core.cli.chat.wrapping import WordWrap
+from triforce_core.cli.terminal.report import colored
+from triforce_core.requests.stream import Piece
 
 ORIGINS = ("accepted", "corrected", "bonus", "plain")
 TYPED = "typed meanwhile"

@@ -16,7 +16,7 @@ import pytest
 from command import GREEDY, run
 from helpers import add_tokenizer, make_model
 
-from triforce_core.cli.report import takes_colors
+from triforce_core.cli.terminal.report import takes_colors
 from triforce_core.settings import METHODS
 
 
@@ -212,8 +212,15 @@ def test_help_and_version(capsys) -> None:
     assert run(capsys, "--help")[0] == 0
     code, out, _ = run(capsys, "generate", "--help")
     assert code == 0
-    for option in ("--prompt-file", "--chat", "--device-memory", "--link-bandwidth", "--stats"):
+    for option in ("--prompt-file", "--chat", "--device-memory", "--help-all", "--stats"):
         assert option in out
+    for group in ("input:", "sampling:", "drafting:", "memory and placement:", "output:"):
+        assert f"\n{group}\n" in out
+    code, everything, _ = run(capsys, "generate", "--help-all")
+    assert code == 0
+    flags, all_flags = (set(re.findall(r"--[a-z-]+", text)) for text in (out, everything))
+    assert flags < all_flags
+    assert "--link-bandwidth" in all_flags - flags, "for experts"
     assert "triforce" in run(capsys, "--version")[1]
 
 

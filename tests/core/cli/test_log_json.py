@@ -11,7 +11,7 @@ from datetime import datetime
 import pytest
 
 from triforce_core.cli.main import main
-from triforce_core.cli.output import JSON_LOGGING, JsonLines, log_lines
+from triforce_core.cli.terminal.output import JSON_LOGGING, JsonLines, log_lines
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import time
 import pytest
 from command import GREEDY, heed_signals, run, wait_until_heeded
 
-from triforce_core.cli.output import TextOutput
-from triforce_core.cli.signals import Stop
+from triforce_core.cli.terminal.output import TextOutput
+from triforce_core.cli.terminal.signals import Stop
 from triforce_offload.link.emulated import EmulatedLink
 
 
@@ -213,8 +213,8 @@ def test_a_signal_that_was_ignored_stays_ignored() -> None:
     """As `nohup` leaves it."""
     code = (
         "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
-        "from triforce_core.cli.leaving import leave_at_once; leave_at_once(); "
-        "from triforce_core.cli.signals import Stop; "
+        "from triforce_core.cli.terminal.leaving import leave_at_once; leave_at_once(); "
+        "from triforce_core.cli.terminal.signals import Stop; "
         "stop = Stop(print).listening(); stop.__enter__(); "
         "print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, "
         "signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"
@@ -226,7 +226,7 @@ def test_a_signal_that_was_ignored_stays_ignored() -> None:
 def test_a_person_is_told_that_a_pass_ends_first_and_not_after_it_has(monkeypatch) -> None:
     said = threading.Event()
     for ends, patience in ((True, 60.0), (False, 0.05)):
-        monkeypatch.setattr("triforce_core.cli.signals._PATIENCE", patience)
+        monkeypatch.setattr("triforce_core.cli.terminal.signals._PATIENCE", patience)
         stop = Stop(lambda: None, said.set)
         stop.end = lambda: None
         stop(signal.SIGINT, None)

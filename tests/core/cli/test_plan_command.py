@@ -20,8 +20,8 @@ from triforce_core import Engine, SamplingParams, UsageError
 from triforce_core.cli.main import _parser
 from triforce_core.cli.options import engine_config
 from triforce_core.model.config import from_hf
-from triforce_core.model.hub_ids import hub_id_of, unsupported_family
-from triforce_core.model.shapes import SHAPES
+from triforce_core.model.known.hub_ids import hub_id_of, unsupported_family
+from triforce_core.model.known.shapes import SHAPES
 from triforce_core.plan.plan import Plan
 from triforce_core.settings import AUTO
 from triforce_offload.checkpoint.header import read_json

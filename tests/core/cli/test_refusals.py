@@ -77,7 +77,7 @@ def test_what_cannot_be_is_refused_early(
     speaking, tmp_path, monkeypatch, capsys, arguments, said: str
 ) -> None:
     # A device that never ends is read so far.
-    monkeypatch.setattr("triforce_core.cli.reading.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("triforce_core.cli.terminal.reading.MOST_BYTES", 1 << 20)
     (tmp_path / "lines").write_text("One\nTwo\n")
     names = {"{model}": str(speaking), "{lines}": str(tmp_path / "lines")}
     code, out, err = run(capsys, *(names.get(a, a) for a in arguments))

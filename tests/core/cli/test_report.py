@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command import GREEDY, run
 
-from triforce_core.cli.report import accepted_drafts
+from triforce_core.cli.terminal.report import accepted_drafts
 
 RESIDENT = ("--device-memory", "100MiB")
 STREAMED = ("--device-memory", "2400KiB", "-c", "500", "--link-bandwidth", "1GB/s")

@@ -12,14 +12,14 @@ import pytest
 import torch
 from law_tests import LEAST_P, p_value
 
-from triforce_core.decoding import tree
 from triforce_core.decoding.acceptance import Optimal
+from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import distributions
-from triforce_core.decoding.growing import Tree
-from triforce_core.decoding.growth import Growth
+from triforce_core.decoding.drafters.small_model import _SmallModelProposer
 from triforce_core.decoding.levels import propose_draft, verify_draft
-from triforce_core.decoding.small_model import _SmallModelProposer
-from triforce_core.decoding.text import Text
+from triforce_core.decoding.trees import tree
+from triforce_core.decoding.trees.growing import Tree
+from triforce_core.decoding.trees.growth import Growth
 from triforce_core.params import SamplingParams
 
 VOCAB, TOKENS = 8, 6_000

@@ -17,7 +17,7 @@ from oracle import assert_equal_but_for_ties, greedy
 from recorder import ReplayRecorder
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.context import Context, Interrupted
+from triforce_core.decoding.contexts.context import Context, Interrupted
 from triforce_core.decoding.decoder import advance
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_offload.errors import LinkError, OutOfDeviceMemoryError

@@ -11,16 +11,16 @@ from helpers import VOCAB, random_ids
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.acceptance import Optimal
+from triforce_core.decoding.contexts.text import Text
+from triforce_core.decoding.drafters.ngram import NGramDrafter
+from triforce_core.decoding.drafters.resident import ResidentModel
+from triforce_core.decoding.drafters.small_model import SINKS, SmallModelDrafter, WindowCache
 from triforce_core.decoding.levels import Proposer
-from triforce_core.decoding.ngram import NGramDrafter
-from triforce_core.decoding.resident import ResidentModel
-from triforce_core.decoding.small_model import SINKS, SmallModelDrafter, WindowCache
-from triforce_core.decoding.text import Text
 from triforce_core.model.rope import rotate
 from triforce_offload.kv.store import KVShape
 from triforce_offload.link.trace import NoTrace
 from triforce_offload.memory.device import DeviceMemory
-from triforce_offload.weights import ResidentWeights
+from triforce_offload.weights.store import ResidentWeights
 
 CPU = torch.device("cpu")
 

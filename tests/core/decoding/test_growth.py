@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triforce_core.decoding.growing import Tree, younger
-from triforce_core.decoding.growth import Growth
-from triforce_core.decoding.ngram import NGramDrafter
-from triforce_core.decoding.text import Text
-from triforce_core.decoding.tree import Branches
-from triforce_core.decoding.trie import trie
+from triforce_core.decoding.contexts.text import Text
+from triforce_core.decoding.drafters.ngram import NGramDrafter
+from triforce_core.decoding.trees.growing import Tree, younger
+from triforce_core.decoding.trees.growth import Growth
+from triforce_core.decoding.trees.tree import Branches
+from triforce_core.decoding.trees.trie import trie
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ import torch
 from helpers import BLOCK, placed, write_tokens_of_bytes
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.guiding import GrammarLimitError, Guide, guide_of
-from triforce_core.opening import OpenModel
+from triforce_core.loading.open_model import OpenModel
+from triforce_core.requests.guiding import GrammarLimitError, Guide, guide_of
 from triforce_offload.errors import UsageError
 
 pytest.importorskip("llguidance")

@@ -328,7 +328,9 @@ def test_a_failed_copy_of_a_chunk_is_an_error_and_the_next_request_is_right(
                 event.error = OSError("planted")
             return event
 
-    monkeypatch.setattr("triforce_core.loading.open_link", lambda *_: (Failing(), HostMemory()))
+    monkeypatch.setattr(
+        "triforce_core.loading.load.open_link", lambda *_: (Failing(), HostMemory())
+    )
     prompt = random_ids(PROMPT)
     with engine(path, draft="none", draft_tokens=4, budget=16) as ours:
         memory = ours.runtime.memory

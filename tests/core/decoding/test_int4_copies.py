@@ -26,10 +26,10 @@ from triforce_offload.checkpoint import layer_cache
 from triforce_offload.checkpoint.layer_cache import LayerCache
 from triforce_offload.errors import UsageError
 from triforce_offload.files import cache_directory
-from triforce_offload.formats import Dense, Groups
-from triforce_offload.int4_copies import Int4Copies
-from triforce_offload.layouts import FlatLayout
 from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.weights.formats import Dense, Groups
+from triforce_offload.weights.int4_copies import Int4Copies
+from triforce_offload.weights.layouts import FlatLayout
 
 PROMPT, NEW = random_ids(75), 40
 GREEDY = SamplingParams(NEW, temperature=0)
@@ -172,7 +172,7 @@ def test_what_was_made_is_read_again(tmp_path, kept, monkeypatch) -> None:
         made.append(into)
         original(exact, into)
 
-    from triforce_offload import int4_copies
+    from triforce_offload.weights.store import int4_copies
 
     original = int4_copies._quantise_into
     monkeypatch.setattr(int4_copies, "_quantise_into", counting)

@@ -20,11 +20,11 @@ from recorder import ReplayRecorder
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.retrieval import RetrievalCache
+from triforce_core.decoding.drafters.retrieval import RetrievalCache
 from triforce_core.model.transformer import Model
 from triforce_offload.errors import DoesNotFitError, OutOfDeviceMemoryError
 from triforce_offload.kv.store import KVStore
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 from triforce_offload.schedule import KV
 
 PROMPT = random_ids(3 * BLOCK - 4)

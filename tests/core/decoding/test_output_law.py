@@ -17,11 +17,11 @@ from law_tests import LEAST_P, p_value
 from thread_ranks import ThreadLeader
 
 from triforce_core import Completion, Engine, SamplingParams
-from triforce_core.decoding.context import Context
+from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.distributions import distributions
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.int4 import Int4Weight
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 
 VOCAB = 8
 TOKENS = 3
@@ -89,8 +89,8 @@ def making_noise() -> Iterator[None]:
         for part in (into.packed, into.scale, into.offset):
             part.view(torch.uint8).random_(generator=generator)
 
-    uncached = patch("triforce_core.loading._copies_cache", lambda *_: None)
-    with patch("triforce_offload.int4_copies._quantise_into", fill), uncached:
+    uncached = patch("triforce_core.loading.execution.Execution._copies_cache", lambda *_: None)
+    with patch("triforce_offload.weights.int4_copies._quantise_into", fill), uncached:
         yield
 
 
@@ -107,7 +107,7 @@ def spoilt(way: str) -> Iterator[None]:
         if way == "noise":
             stack.enter_context(making_noise())
         if way == "noisy cache":
-            for module in ("triforce_offload.kv.rounded", "triforce_kernels.kv.rounding"):
+            for module in ("triforce_offload.kv.caches.rounded", "triforce_kernels.kv.rounding"):
                 stack.enter_context(patch(f"{module}.rounded", noisy_round))
         yield
 

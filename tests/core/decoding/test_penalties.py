@@ -15,9 +15,9 @@ from transformers import (
 )
 
 from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.penalties import changed
-from triforce_core.decoding.text import Text
 from triforce_offload.errors import UsageError
 
 VOCAB = 23

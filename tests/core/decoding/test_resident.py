@@ -14,12 +14,12 @@ from recorder import ReplayRecorder
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding import hierarchy
 from triforce_core.decoding.distributions import distributions
-from triforce_core.decoding.resident import ResidentModel, padded
-from triforce_offload.kv.dense import DenseKV
-from triforce_offload.kv.rounded import RoundedKV
+from triforce_core.decoding.drafters.resident import ResidentModel, padded
+from triforce_offload.kv.caches.dense import DenseKV
+from triforce_offload.kv.caches.rounded import RoundedKV
 from triforce_offload.link.trace import NoTrace
 from triforce_offload.memory.device import DeviceMemory
-from triforce_offload.weights import ResidentWeights
+from triforce_offload.weights.store import ResidentWeights
 
 CPU = torch.device("cpu")
 # A nucleus has an edge, where rounding decides.

@@ -10,10 +10,10 @@ from float_bounds import assert_within, forward_bound
 from helpers import BLOCK, PLACEMENTS, random_ids
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.context import Context
-from triforce_core.decoding.retrieval import RetrievalCache
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.drafters.retrieval import RetrievalCache
 from triforce_kernels.kv.rounding import rounded
-from triforce_offload.kv.rounded import RoundedKV
+from triforce_offload.kv.caches.rounded import RoundedKV
 from triforce_offload.kv.scores import ChunkScores, Score
 
 CHUNK = 4

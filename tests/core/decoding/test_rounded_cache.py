@@ -11,7 +11,7 @@ from helpers import BLOCK, FAMILIES, LAYERS, PLACEMENTS, random_ids
 
 from triforce_core import Engine, SamplingParams
 from triforce_offload.errors import UsageError
-from triforce_offload.kv.rounded import RoundedKV
+from triforce_offload.kv.caches.rounded import RoundedKV
 
 PROMPT = random_ids(75)
 GREEDY = SamplingParams(40, temperature=0)

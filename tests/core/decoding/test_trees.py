@@ -20,9 +20,9 @@ from law_tests import (
 )
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding import tree
 from triforce_core.decoding.acceptance import Coupled, Draft, Optimal
-from triforce_core.decoding.tree import Branches
+from triforce_core.decoding.trees import tree
+from triforce_core.decoding.trees.tree import Branches
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import CheckpointError, UsageError
 from triforce_offload.feed import Feed

@@ -15,7 +15,7 @@ from helpers import BLOCK, make_model, random_ids
 from safetensors.torch import load_file, save_file
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.model.checkpoint import open_checkpoint
+from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 
 PROMPT, NEW = random_ids(40), 30

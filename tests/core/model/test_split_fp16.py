@@ -9,12 +9,12 @@ import torch
 from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.context import Context
+from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.decoder import Ask
-from triforce_core.model.shapes import read_shape
+from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.tensors import dense_layouts, split_layouts
-from triforce_offload.formats import Dtype
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
+from triforce_offload.weights.formats import Dtype
 
 PROMPT, GREEDY = random_ids(75), SamplingParams(24, temperature=0)
 HALVED = Placement((0, 1, 2), True, 10**6, 2, 0, 0, split_layers=(0, 1, 2))

@@ -10,13 +10,13 @@ import torch
 from helpers import BLOCK, PLACEMENTS, placed, random_ids
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.context import Context
+from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.decoder import Ask
 from triforce_kernels.kv import split_kv
 from triforce_offload.errors import UsageError
-from triforce_offload.homes import DenseHome
 from triforce_offload.kv.store import KVStore
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
+from triforce_offload.weights.homes import DenseHome
 
 PROMPT, NEW = random_ids(75), 40
 

@@ -13,18 +13,18 @@ from gguf_files import write_gguf
 from helpers import BLOCK, LAYERS, PLACEMENTS, make_model, placed, random_ids
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.context import Context
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.models import Models
 from triforce_core.decoding.decoder import Ask
-from triforce_core.decoding.models import Models
-from triforce_core.model.checkpoint import open_checkpoint
-from triforce_core.model.shapes import read_shape
+from triforce_core.model.checkpoints.checkpoint import open_checkpoint
+from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.share import Share
 from triforce_core.model.tensors import dense_layouts, split_layouts
 from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, check, decode
 from triforce_offload.errors import CheckpointError, UsageError
-from triforce_offload.formats import DTYPES, Dense
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
+from triforce_offload.weights.formats import DTYPES, Dense
 
 PROMPT, NEW = random_ids(75), 24
 GREEDY = SamplingParams(NEW, temperature=0)
@@ -253,7 +253,7 @@ def test_a_rank_encodes_its_share(tiny) -> None:
 
 def test_what_has_cannot_split_is_refused_in_a_sentence(tiny, tmp_path) -> None:
     path, _ = tiny("llama")
-    with pytest.raises(UsageError, match="bfloat16 or float16, and weights are in float32"):
+    with pytest.raises(UsageError, match="float16 can be split, and weights are in float32"):
         engine(path, "split", dtype="float32")
     with pytest.raises(UsageError, match="weights that are kept split: give weights split"):
         engine(path, "dense", draft_weights="split")

@@ -11,7 +11,7 @@ from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.context import Context
+from triforce_core.decoding.contexts.context import Context
 from triforce_kernels.weights.block_types import BLOCK_TYPES
 from triforce_offload.errors import UsageError
 
@@ -112,13 +112,23 @@ def test_what_is_not_quantised_cannot_be_kept_so(tiny) -> None:
         engine(path, weights="q4")
 
 
+def has_blocks(running: Engine) -> bool:
+    """Whether some matrices of layers are in blocks."""
+    layouts = running.runtime.weights.layouts
+    return any(part.block_type for layout in layouts for part in layout.decoded())
+
+
 def test_what_nothing_here_decodes_is_refused_before_it_is_loaded(quantised, monkeypatch) -> None:
     path = quantised("llama", "Q8_0")
     monkeypatch.setattr("triforce_kernels.weights.blocks._library", lambda: None)
     with pytest.raises(UsageError, match=r"Q8_0 weights are kept as stored by transformers 5\.23"):
         engine(path, weights="stored")
     with engine(path, placement=PLACEMENTS["weights"], budget=None) as running:
-        assert not any(any(layout.blocks()) for layout in running.runtime.weights.layouts)
+        assert not any(
+            part.block_type
+            for layout in running.runtime.weights.layouts
+            for part in layout.decoded()
+        )
 
 
 def test_auto_keeps_weights_as_stored_where_dense_ones_would_stream(quantised) -> None:
@@ -127,6 +137,12 @@ def test_auto_keeps_weights_as_stored_where_dense_ones_would_stream(quantised) -
     for memory in ("1GiB", 1_150_000):
         with engine(path, device_memory=memory) as running:
             texts.append(running.generate(PROMPT, GREEDY).token_ids)
-            kept.append(any(any(layout.blocks()) for layout in running.runtime.weights.layouts))
+            kept.append(
+                any(
+                    part.block_type
+                    for layout in running.runtime.weights.layouts
+                    for part in layout.decoded()
+                )
+            )
     assert kept == [False, True]
     assert texts[0] == texts[1]

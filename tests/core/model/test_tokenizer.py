@@ -13,8 +13,8 @@ import pytest
 from byte_level_files import CONTROL, MANUAL, tokenizer_metadata, write_byte_level
 from gguf_files import write_gguf
 
-from triforce_core.model.byte_level import _SPLITS
-from triforce_core.model.tokenizer import load_tokenizer
+from triforce_core.model.checkpoints.byte_level import _SPLITS
+from triforce_core.model.checkpoints.tokenizer import load_tokenizer
 from triforce_offload.errors import CheckpointError, UsageError
 
 TEXT = (
@@ -97,7 +97,7 @@ def test_transformers_and_torch_are_not_loaded_for_it(tiny, tmp_path) -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from pathlib import Path\n"
-        "from triforce_core.model.tokenizer import load_tokenizer\n"
+        "from triforce_core.model.checkpoints.tokenizer import load_tokenizer\n"
         f"assert load_tokenizer(Path({str(path)!r})).encode('Hello')"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)

@@ -14,7 +14,7 @@ from helpers import PLACEMENTS, make_model, random_ids
 from processes import ENDS_WITHIN, kill_followers
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.kv_parts import KVParts
+from triforce_core.decoding.contexts.kv_parts import KVParts
 from triforce_core.parallel.wire import Wire
 from triforce_offload.errors import RankError
 

@@ -143,7 +143,7 @@ import os
 
 if os.environ.get("RANK") == "1":
     import torch
-    from triforce_offload.sequence import SequenceKV
+    from triforce_offload.kv.sequence import SequenceKV
     from triforce_offload.runtime import Runtime
 
     count = 0

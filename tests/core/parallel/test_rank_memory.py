@@ -13,10 +13,10 @@ from helpers import BLOCK, make_model, placed, random_ids
 
 from triforce_core import SamplingParams
 from triforce_core.engine import Engine
-from triforce_core.loading import load
-from triforce_core.model.checkpoint import open_checkpoint
+from triforce_core.loading.load import load
+from triforce_core.loading.start import Loaded
+from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.settings import EngineConfig
-from triforce_core.starting import Loaded
 from triforce_offload.ranks import Silent
 
 

@@ -13,17 +13,17 @@ from fp8_files import FP8_SIZES, quantise
 from gguf_files import write_gguf
 from helpers import make_model
 
-from triforce_core.model.checkpoint import Checkpoint, open_checkpoint
+from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.layers import DenseMLP, LayerSpec
-from triforce_core.model.shapes import read_shape
 from triforce_core.model.share import Share, mlp_unit, spread
 from triforce_core.model.tensors import Layouts, dense_layouts, stored_layouts
 from triforce_kernels.weights.linear import Weight, dense_rows
 from triforce_offload.checkpoint.opened import OpenedFile
 from triforce_offload.errors import UsageError
-from triforce_offload.formats import Blocks
-from triforce_offload.layouts import FlatLayout
+from triforce_offload.weights.formats import Blocks
+from triforce_offload.weights.layouts import FlatLayout
 
 FLOAT = torch.float32
 

@@ -17,8 +17,8 @@ from oracle import assert_equal_but_for_ties, greedy
 from thread_ranks import engine
 
 from triforce_core import SamplingParams
-from triforce_core.decoding.calls import Draft, Prefill, RunPass
-from triforce_core.model.checkpoint import open_checkpoint
+from triforce_core.decoding.contexts.calls import Draft, Prefill, RunPass
+from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_offload.errors import RankError
 from triforce_offload.ranks import Call
 

@@ -19,7 +19,7 @@ import torch
 from helpers import random_ids
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.decoding.calls import Keep, Load, RunPass
+from triforce_core.decoding.contexts.calls import Keep, Load, RunPass
 from triforce_core.parallel import wire as wires
 from triforce_core.parallel.message import (
     DamagedMessageError,
@@ -34,7 +34,7 @@ from triforce_core.parallel.world import store_on_this_machine
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import RankError, UsageError
 from triforce_offload.link.trace import Span
-from triforce_offload.placement import Placement
+from triforce_offload.plan.placement import Placement
 from triforce_offload.ranks import Call
 
 

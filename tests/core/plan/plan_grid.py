@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from triforce_core.cli.main import main
-from triforce_core.model.mixes import NAMES
-from triforce_core.model.shapes import SHAPES, read_model
+from triforce_core.model.known.mixes import NAMES
+from triforce_core.model.known.shapes import SHAPES, read_model
 
 RECORD = Path(__file__).with_name("grid.json")
 COUNT = 320

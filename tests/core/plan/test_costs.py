@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.layers import Attention, DenseMLP, LayerSpec
-from triforce_core.model.shapes import read_shape
 from triforce_core.model.transformer import Model
 from triforce_core.plan.simulation import costs as constants
 from triforce_core.plan.simulation.case import Case
@@ -21,8 +21,8 @@ from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.dispatch import KERNELS, _load
 from triforce_kernels.layer import rope_into
 from triforce_offload.feed import Feed
-from triforce_offload.formats import DTYPES
 from triforce_offload.machine.profiles import gpu_names, integer_rate, named
+from triforce_offload.weights.formats import DTYPES
 
 TOKENS = 3
 TINY = replace(

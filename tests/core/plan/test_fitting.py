@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from triforce_core.engine import Engine
-from triforce_core.model.shapes import read_shape
+from triforce_core.model.known.shapes import read_shape
 from triforce_core.plan.fitting import Fitted, fit
 from triforce_core.plan.machine import Device
 from triforce_core.plan.plan import Plan
@@ -19,12 +19,12 @@ from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import MethodSettings
 from triforce_offload.errors import DoesNotFitError
-from triforce_offload.formats import DTYPES
 from triforce_offload.machine.profiles import named
-from triforce_offload.placement import Placement
-from triforce_offload.placing import place
-from triforce_offload.plan import MemoryPlan
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placement import Placement
+from triforce_offload.plan.placing import place
 from triforce_offload.units import parse_bytes
+from triforce_offload.weights.formats import DTYPES
 
 GIB = 1 << 30
 

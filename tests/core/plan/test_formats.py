@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from triforce_core.model.shapes import read_shape
+from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.tensors import split_layouts
 from triforce_core.plan.formats import as_asked, with_split_unasked
 from triforce_core.plan.machine import Device, Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import EngineConfig, MethodSettings
 from triforce_offload.errors import UsageError
-from triforce_offload.formats import DTYPES
-from triforce_offload.placement import Placement
-from triforce_offload.placing import place
-from triforce_offload.plan import MemoryPlan
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placement import Placement
+from triforce_offload.plan.placing import place
+from triforce_offload.weights.formats import DTYPES
 
 GIB = 1 << 30
 GPU = Device(gpu=True, kernels=True, copy_bytes=16 << 20)

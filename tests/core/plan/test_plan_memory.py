@@ -8,12 +8,12 @@ import pytest
 from helpers import make_model, random_ids
 
 from triforce_core import Engine, SamplingParams
-from triforce_core.model.shapes import read_shape
+from triforce_core.model.known.shapes import read_shape
 from triforce_core.plan.simulation.acceptance_curve import AcceptanceCurve
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.search import choose
-from triforce_offload.formats import DTYPES
 from triforce_offload.machine.profiles import named
+from triforce_offload.weights.formats import DTYPES
 
 CONTEXT, NEW = 1900, 24
 
@@ -67,6 +67,6 @@ def test_planned_bytes_are_the_measured_peak(tmp_path, method: str, memory: int)
 
 
 def _shares(plan) -> tuple[int, ...]:
-    from triforce_offload.placing import share_blocks
+    from triforce_offload.plan.placing import share_blocks
 
     return share_blocks(plan.placement.resident_kv_blocks + plan.placement.reclaimed_kv_blocks, 3)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from triforce_core.model.shapes import SHAPES, read_model, read_shape
+from triforce_core.model.known.shapes import SHAPES, read_model, read_shape
 from triforce_core.model.tensors import stored_layouts
 from triforce_core.plan.simulation.acceptance_curve import AcceptanceCurve, expected_tokens
 from triforce_core.plan.simulation.candidates import Candidate, candidates
@@ -16,11 +16,11 @@ from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.search import BUDGETS, choose
 from triforce_core.settings import MethodSettings
 from triforce_offload.errors import DoesNotFitError, UsageError
-from triforce_offload.formats import DTYPES
 from triforce_offload.machine.profiles import gpu_names, named
 from triforce_offload.memory.available import LIBRARY_BYTES
-from triforce_offload.placement import KV_SLOTS
-from triforce_offload.plan import MemoryPlan
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placement import KV_SLOTS
+from triforce_offload.weights.formats import DTYPES
 
 
 def test_a_longer_draft_alone_is_worth_a_third() -> None:

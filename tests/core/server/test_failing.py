@@ -12,9 +12,9 @@ import torch
 from running import HELLO, serving, slow, until
 
 from triforce_core import SamplingParams
-from triforce_core.batch import Batch
 from triforce_core.conversation import Turn
-from triforce_core.decoding.context import Context
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.requests.batch import Batch
 from triforce_core.server.worker import Asked, Job
 from triforce_offload.errors import DeviceHungError, LinkError, RankError
 

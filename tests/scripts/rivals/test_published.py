@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rivals.published import MOST_BYTES, PAPER, PublishedRow, as_published
-from triforce_core.model.shapes import read_shape
+from triforce_core.model.known.shapes import read_shape
 from triforce_core.plan.simulation.search import choose
 from triforce_offload.errors import DoesNotFitError, UsageError
 

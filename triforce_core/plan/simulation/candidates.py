@@ -15,8 +15,8 @@ from triforce_core.plan.simulation.costs import Costs, prefill_flops
 from triforce_core.plan.simulation.round_cost import RoundCost
 from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_core.settings import AUTO, MethodSettings
-from triforce_offload.placement import Placement
-from triforce_offload.plan import MemoryPlan
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placement import Placement
 
 # One thread of the host puts chunks together at this rate before they cross an emulated link
 # (`kv/gather`). A GPU reads them where they lie (`kv/direct`).

@@ -24,9 +24,9 @@ from triforce_core.plan.simulation.costs import Costs
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, DENSE, SPLIT, STORED, MethodSettings
 from triforce_offload.errors import UsageError
-from triforce_offload.formats import DTYPES, Dtype
 from triforce_offload.machine.profiles import Hardware
 from triforce_offload.memory.available import LIBRARY_BYTES
+from triforce_offload.weights.formats import DTYPES, Dtype
 
 # A KV block has about so many bytes on a GPU: copies of that size come within 3 % of a link's peak
 # (`link/cuda`).

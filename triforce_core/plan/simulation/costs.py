@@ -15,11 +15,11 @@ from math import prod
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import LayerSpec, Shapes
-from triforce_core.model.tensors import MatrixBytes, Read, dense_layouts, kv_shape
+from triforce_core.model.tensors import MatrixBytes, dense_layouts, kv_shape
 from triforce_kernels.limits import FEW_ROWS
-from triforce_offload.formats import ElementType
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.machine.profiles import Hardware
+from triforce_offload.weights.formats import ElementType, Read
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from functools import cached_property
 
 from triforce_core.plan.simulation.costs import Costs
 from triforce_offload.kv.shape import KVShape
-from triforce_offload.placing import share_blocks
-from triforce_offload.plan import MemoryPlan, Where
+from triforce_offload.plan.memory_plan import MemoryPlan, Where
+from triforce_offload.plan.placing import share_blocks
+from triforce_offload.plan.simulate import ReadFromDisk, Timeline, Work, simulate
 from triforce_offload.schedule import KV, WEIGHTS, Crossing, Kind, KVPlaces, Places, pass_schedule
-from triforce_offload.simulate import ReadFromDisk, Timeline, Work, simulate
 
 
 @dataclass(frozen=True)

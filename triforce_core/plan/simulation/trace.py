@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_offload.link.trace import HOST, Span
-from triforce_offload.simulate import spans
+from triforce_offload.plan.simulate import spans
 
 ROUNDS = 2
 

@@ -1,0 +1,113 @@
+"""Reading text into a KVStore, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from triforce_kernels.attention.attention import Partial, merge, partial_attention
+from triforce_kernels.layer import rope_into
+from triforce_offload.conveyor import Conveyor
+from triforce_offload.feed import Feed
+from triforce_offload.kv.caches.attend import PassAttention
+from triforce_offload.kv.scores import ChunkScores
+from triforce_offload.kv.sizes import SCORED_TOKENS
+from triforce_offload.kv.store import KVStore
+from triforce_offload.schedule import KV
+
+
+class PrefillCache:
+    """The cache of a feed of any length over what is kept, little or much: a layer's KV is gathered
+    on the device, then stored block by block.
+
+    What streams of a layer's KV crosses the link once for all of the feed, and its new blocks cross
+    once, to the host. Parts of the feed attend to everything before them without a mask, and to
+    themselves causally.
+
+    gathered: keys and values of the layer at hand, [2, kv_heads, tokens, head_dim], of what is kept
+        and of the feed
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        conveyor: Conveyor,
+        rows: int,
+        gathered: torch.Tensor,
+        scores: ChunkScores | None = None,
+    ) -> None:
+        """rows: of the whole feed. gathered: flat uint8 device buffer for one layer's KV of what is
+        kept and of the feed.
+
+        scores: gets what each chunk of the text is worth to its last tokens, if given.
+        """
+        shape = store.shape
+        self._store = store
+        self._conveyor = conveyor
+        self._rows = rows
+        self._scores = scores
+        size = (2, shape.kv_heads, store.length + rows, shape.head_dim)
+        self.gathered = gathered.view(shape.dtype).view(size)
+
+    def attend(self, layer: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
+        """Cache.attend. Raises LinkError."""
+        if not feed.first:
+            self._bring_kept(layer)
+        keys, values = self.gathered
+        start = self._store.length + feed.first
+        query = rope_into(qkv, *feed.rotation, keys, values, start)
+        last = feed.end == self._rows
+        if last and self._scores:
+            self._score(layer, query[:, -SCORED_TOKENS:])
+        end = start + feed.rows
+        self._store.fill(layer, self.gathered, end, last=last)
+        return _attend(query, keys[:, :end], values[:, :end])
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Cache.keep: of text that is read, all rows."""
+        if list(rows) != list(range(self._rows)):
+            raise RuntimeError(f"all {self._rows} rows of text that is read are kept")
+        self._store.commit_fill(self._store.length + self._rows)
+
+    def close(self) -> None:
+        """Lets go of the gathered layer."""
+        del self.gathered
+
+    def _bring_kept(self, layer: int) -> None:
+        """Gathers the layer's KV of what is kept."""
+        store, shape = self._store, self._store.shape
+        size = shape.block_tokens
+        for index, home in enumerate(store.homes(layer)):
+            with self._conveyor.bring((KV, layer, index), home) as block:
+                place = self.gathered[:, :, index * size : (index + 1) * size]
+                store.copy(home, block, place)
+        tail = store.tail(layer)
+        self.gathered[:, :, store.length - tail.shape[2] : store.length] = tail
+
+    def _score(self, layer: int, query: torch.Tensor) -> None:
+        """What the text's chunks are worth to its last tokens: query [heads, tokens, head_dim]."""
+        tokens, size = self.gathered.shape[2], self._store.shape.block_tokens
+        whole = (tokens - query.shape[1]) // size
+        blocks = self.gathered[:, :, : whole * size].unflatten(2, (whole, size)).transpose(1, 2)
+        attention = PassAttention(query, self.gathered.shape[1], self._scores, tokens)
+        attention.blocks(*blocks)
+        attention.end(layer, *self.gathered[:, :, whole * size :])
+
+
+def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Attention of the last rows of a text to all of it: query [heads, rows, head_dim], keys and
+    values [kv_heads, tokens, head_dim].
+    """
+    heads, rows, head_dim = query.shape
+    kv_heads, tokens, _ = keys.shape
+    group, start = heads // kv_heads, tokens - rows
+    own = (x[:, start:].repeat_interleave(group, 0) for x in (keys, values))
+    partials = [partial_attention(query, *own, causal=True)]
+    if start:
+        packed = query.reshape(kv_heads, group * rows, head_dim)
+        past = partial_attention(packed, keys[:, :start], values[:, :start])
+        partials.append(
+            Partial(past.out.reshape(heads, rows, head_dim), past.lse.reshape(heads, rows))
+        )
+    return merge(partials)

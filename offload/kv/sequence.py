@@ -1,0 +1,222 @@
+"""The KV of one sequence: prefilled, extended by passes, rolled back, restored."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from triforce_offload.copies import PassCopies
+from triforce_offload.errors import DoesNotFitError
+from triforce_offload.kv.caches.attend import PassCache
+from triforce_offload.kv.caches.prefill import PrefillCache
+from triforce_offload.kv.scores import ChunkScores
+from triforce_offload.kv.store import KVStore
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.plan.memory_plan import MemoryPlan
+from triforce_offload.plan.placing import share_blocks
+
+
+@dataclass
+class PassCounters:
+    """Passes that were kept, and the bytes they brought to the device."""
+
+    passes: int = 0
+    bytes_to_device: int = 0
+
+    def __sub__(self, other: PassCounters) -> PassCounters:
+        return PassCounters(
+            self.passes - other.passes, self.bytes_to_device - other.bytes_to_device
+        )
+
+
+class SequenceKV:
+    """A sequence's KV, and the memory that forwards over it take.
+
+    `prefill` adds a prompt; passes (`Passes`) add what `keep` keeps of their rows.
+
+    Between prefills the workspace that only they need is reclaimed: it holds KV blocks, with what
+    `reclaim` adds. The first pass after a prefill takes that memory, because the prefill's hidden
+    states are gone by then, and blocks come to lie there as they cross.
+    """
+
+    def __init__(
+        self,
+        kv: KVStore,
+        copies: PassCopies,
+        memory: DeviceMemory,
+        plan: MemoryPlan,
+    ) -> None:
+        """Raises DoesNotFitError."""
+        self.kv = kv
+        self.cache = PassCache(kv, copies.conveyor)
+        self._copies = copies
+        self._memory = memory
+        self._plan = plan
+        self._needs = plan.requirements
+        self._scores: ChunkScores | None = None
+        self._reclaimed_blocks = plan.kv.reclaimed
+        self._added_blocks = 0
+        self._reclaim_due = self._reclaimed_blocks > 0
+        self._counters = PassCounters()
+        self._workspace = memory.reserve(self._needs.pass_bytes, "workspace")
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV is kept."""
+        return self.kv.length
+
+    @property
+    def counters(self) -> PassCounters:
+        """Counted since the sequence was made."""
+        return PassCounters(self._counters.passes, self._counters.bytes_to_device)
+
+    def collect(self, scores: ChunkScores | None) -> None:
+        """Collect the score of each chunk in forwards to come, or stop doing so."""
+        self._scores = scores
+        self.cache = PassCache(self.kv, self._copies.conveyor, scores)
+
+    def reclaim(self, nbytes: int) -> None:
+        """Reclaim `nbytes` of device memory, in all, that somebody gave back for good. The next
+        pass takes it.
+        """
+        blocks = nbytes // self.kv.shape.block_bytes - self._added_blocks
+        if not blocks:
+            return
+        self._copies.cancel()
+        self.kv.release_reclaimed()
+        self._memory.trim()
+        self._added_blocks += blocks
+        self._reclaimed_blocks += blocks
+        self._reclaim_due = True
+
+    def release_reclaimed(self) -> bool:
+        """Give reclaimed memory back for good, because somebody else has the device's memory.
+        Return whether there was any. Not in the middle of a pass.
+        """
+        self._reclaimed_blocks, self._reclaim_due = 0, False
+        was_used = self.kv.release_reclaimed()
+        self._memory.trim()
+        return was_used
+
+    def give_up_resident(self) -> bool:
+        """Evict resident KV to host memory for good. Return whether there was any. Not while
+        memory is reclaimed, where no KV could stream, or in the middle of a pass.
+
+        Raises LinkError.
+        """
+        placement = self._plan.placement
+        streams = placement.kv_slots > 0 and placement.staging_slots > 0
+        given = streams and self.kv.give_up_resident()
+        self._memory.trim()
+        return given
+
+    def use_reclaimed(self) -> None:
+        """Let KV use reclaimed memory, once after each prefill. Not while copies are under way."""
+        if not self._reclaim_due:
+            return
+        self._reclaim_due = False
+        shape, blocks, resident = self.kv.shape, self._plan.kv.blocks, self._plan.kv.resident
+        spare = self._memory.available_bytes // shape.block_bytes
+        reclaimed = min(self._reclaimed_blocks, blocks - resident, spare)
+        if not reclaimed:
+            return
+        shares = zip(
+            share_blocks(resident, shape.layers),
+            share_blocks(resident + reclaimed, shape.layers),
+            strict=True,
+        )
+        try:
+            self.kv.use_reclaimed([more - less for less, more in shares])
+        except DoesNotFitError as error:
+            warnings.warn(
+                f"{reclaimed} KV blocks stream that could lie on the device: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """End a pass. A path of its rows is kept."""
+        self.cache.keep(rows)
+        self._counters.passes += 1
+        self._counters.bytes_to_device += self._copies.kept(self.kv)
+
+    @contextmanager
+    def prefill(self, rows: int, *, streams: bool = True) -> Iterator[PrefillCache]:
+        """Give the cache for a forward over `rows` tokens that follow what is kept. They are kept
+        when the block ends; if it fails, call `roll_back`.
+
+        streams: False if no forward runs, so that nothing has to cross the link
+        Raises DoesNotFitError or LinkError.
+        """
+        self._take_workspace()
+        kv = self.kv
+        gathered = torch.empty(
+            (kv.length + rows) * kv.shape.token_bytes,
+            dtype=torch.uint8,
+            device=self._memory.device,
+        )
+        if streams:
+            self._copies.start([kv])
+        cache = PrefillCache(kv, self._copies.conveyor, rows, gathered, self._scores)
+        del gathered
+        try:
+            yield cache
+            cache.keep(range(rows))
+        finally:
+            cache.close()
+        self._set_workspace(self._needs.pass_bytes)
+
+    def restore(self, tokens: int, layer_kv: Callable[[int], torch.Tensor]) -> None:
+        """Make KV that was saved elsewhere this sequence's, of which nothing is kept yet.
+
+        layer_kv: of a layer, [2, kv_heads, tokens, head_dim] on the host
+        Raises DoesNotFitError or LinkError; call `roll_back` then.
+        """
+        kv = self.kv
+        if kv.length:
+            raise RuntimeError(f"restore over {kv.length} tokens that are kept")
+        self._take_workspace()
+        shape = kv.shape
+        size = (2, shape.kv_heads, tokens, shape.head_dim)
+        gathered = torch.empty(size, dtype=shape.dtype, device=self._memory.device)
+        for layer in range(shape.layers):
+            gathered.copy_(layer_kv(layer))
+            kv.fill(layer, gathered, tokens, last=True)
+        kv.commit_fill(tokens)
+        self._set_workspace(self._needs.pass_bytes)
+
+    def roll_back(self, tokens: int) -> None:
+        """Forget all but the first `tokens` tokens, and whatever was under way.
+
+        Raises LinkError.
+        """
+        self._copies.cancel()
+        self.kv.roll_back(tokens)
+        if self._scores:
+            self._scores.roll_back(tokens)
+        self._set_workspace(self._needs.pass_bytes)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self._copies.cancel()
+        self.kv.close()
+        self._memory.free(self._workspace)
+
+    def _take_workspace(self) -> None:
+        """Take the memory of a prefill back from KV blocks."""
+        self._copies.cancel()
+        if self.kv.release_reclaimed():
+            # Trim all of it, or the first tensor of the prefill would be cut out of it and the
+            # next one would find no room in the rest.
+            self._memory.trim()
+        self._reclaim_due = self._reclaimed_blocks > 0
+        self._set_workspace(self._needs.reading_bytes)
+
+    def _set_workspace(self, size: int) -> None:
+        """Count `size` bytes for temporaries from now on."""
+        self._memory.free(self._workspace)
+        self._workspace = self._memory.reserve(size, "workspace")

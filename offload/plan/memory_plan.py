@@ -1,0 +1,277 @@
+"""A memory plan: what each layer and the KV take of the device, the host and the link.
+
+A plan is what a model and a context require, placed. Every size that follows from a placement is
+computed here, once; loading, passes, statistics and the planner read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache, cached_property
+
+from triforce_offload.errors import DoesNotFitError, UsageError
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.plan.placement import LAYER_LISTS, Placement
+from triforce_offload.plan.requirements import Requirements
+
+# Whole layers on the host that are read from files ahead of their crossing.
+READ_AHEAD = 2
+
+
+class Where(Enum):
+    """Where the exact weights of a layer are between passes.
+
+    SPLIT: high bits on the device, low bits in host memory. FILE: in the checkpoint's files, which
+    every pass reads
+    """
+
+    DEVICE = "device"
+    SPLIT = "split"
+    HOST = "host"
+    FILE = "file"
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How one layer is kept. Sizes in bytes.
+
+    nbytes: of its exact weights as they are stored
+    low_bytes: of these, the low bits of split matrices; 0 where nothing is split
+    copy_bytes: of its int4 draft copy on the device; 0 for none
+    """
+
+    where: Where
+    nbytes: int
+    low_bytes: int = 0
+    copy_bytes: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Exact weights that stay on the device."""
+        if self.where is Where.DEVICE:
+            return self.nbytes
+        return self.nbytes - self.low_bytes if self.where is Where.SPLIT else 0
+
+    @property
+    def link_bytes(self) -> int:
+        """What crosses the link in each pass."""
+        return self.nbytes - self.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self.where is Where.FILE else self.link_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """What each pass reads from files."""
+        return self.link_bytes if self.where is Where.FILE else 0
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether the retrieval level finds the layer on the device, exactly or in fewer bits."""
+        return bool(self.copy_bytes) or self.where in (Where.DEVICE, Where.SPLIT)
+
+    def draft_bytes(self, *, high_bits: bool) -> int:
+        """What a step of the retrieval level reads. high_bits: of split matrices, these alone."""
+        if self.copy_bytes:
+            return self.copy_bytes
+        high_only = high_bits or self.where is Where.SPLIT
+        return self.nbytes - self.low_bytes if high_only else self.nbytes
+
+
+# Most layers of a model are kept alike, and planning makes many plans.
+_layer_plan = cache(LayerPlan)
+
+
+@dataclass(frozen=True)
+class KVPlan:
+    """How the KV of all layers and sequences is kept when their contexts are full.
+
+    blocks: of all layers and sequences; resident: of these, on the device at any time
+    reclaimed: blocks more that lie in the prefill workspace once a prompt is processed
+    """
+
+    shape: KVShape
+    blocks: int
+    resident: int
+    reclaimed: int
+
+    @property
+    def streamed(self) -> int:
+        """Blocks that cross the link in each pass."""
+        return max(0, self.blocks - self.resident - self.reclaimed)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of resident blocks, those in reclaimed memory not among them."""
+        return self.resident * self.shape.block_bytes
+
+    @property
+    def reclaimed_bytes(self) -> int:
+        return self.reclaimed * self.shape.block_bytes
+
+    @property
+    def link_bytes(self) -> int:
+        return self.streamed * self.shape.block_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Blocks in reclaimed memory have a place on the host too."""
+        return (self.blocks - self.resident) * self.shape.block_bytes
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where everything of a model and its contexts goes, and the bytes it takes there."""
+
+    requirements: Requirements
+    placement: Placement
+
+    @cached_property
+    def layers(self) -> tuple[LayerPlan, ...]:
+        needs, placement = self.requirements, self.placement
+        copies, files = set(placement.int4_layers), set(placement.file_layers)
+        streamed, split = set(placement.streamed_layers), set(placement.split_layers)
+        plans = []
+        for layer, nbytes in enumerate(needs.layer_bytes):
+            where = Where.DEVICE
+            if layer in streamed:
+                where = Where.HOST
+                if layer in split or layer in files:
+                    where = Where.SPLIT if layer in split else Where.FILE
+            low = needs.low_bytes[layer] if needs.low_bytes else 0
+            plans.append(_layer_plan(where, nbytes, low, needs.int4_bytes * (layer in copies)))
+        return tuple(plans)
+
+    @cached_property
+    def kv(self) -> KVPlan:
+        blocks = self.requirements.kv_blocks
+        resident = min(self.placement.resident_kv_blocks, blocks)
+        return KVPlan(self.requirements.kv, blocks, resident, self.placement.reclaimed_kv_blocks)
+
+    @property
+    def streamed_layers(self) -> tuple[int, ...]:
+        """Layers of which something crosses the link in each pass."""
+        return tuple(sorted(self.placement.streamed_layers))
+
+    @cached_property
+    def weights_link_bytes(self) -> int:
+        """Weights that cross the link in each pass."""
+        return sum(layer.link_bytes for layer in self.layers)
+
+    @cached_property
+    def weights_file_bytes(self) -> int:
+        """Of these, what each pass reads from files."""
+        return sum(layer.file_bytes for layer in self.layers)
+
+    @property
+    def link_bytes(self) -> int:
+        """What crosses the link in a pass over a full context, with reclaimed memory in use."""
+        return self.weights_link_bytes + self.kv.link_bytes
+
+    @property
+    def streams(self) -> bool:
+        """Whether anything crosses the link in passes over a full context."""
+        return self.link_bytes > 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a weight slot, which takes any layer that streams."""
+        return max(layer.link_bytes for layer in self.layers)
+
+    @property
+    def layer_counts(self) -> dict[str, int]:
+        """How many layers there are, and how many are kept in each way."""
+        return {
+            "layers": len(self.layers),
+            "resident_weight_layers": sum(not layer.link_bytes for layer in self.layers),
+            "int4_layers": sum(layer.copy_bytes > 0 for layer in self.layers),
+            "file_layers": sum(layer.where is Where.FILE for layer in self.layers),
+            "split_layers": sum(layer.where is Where.SPLIT for layer in self.layers),
+        }
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether every layer is on the device: itself, by its high bits or by an int4 copy."""
+        return all(layer.can_draft for layer in self.layers)
+
+    @cached_property
+    def device_parts(self) -> Mapping[str, int]:
+        """Device memory by purpose while a full context's prompt is processed, or in passes if
+        these take more.
+        """
+        needs, placement, kv = self.requirements, self.placement, self.kv
+        ends = needs.head_bytes + (needs.embedding_bytes if placement.embedding_resident else 0)
+        copies = sum(layer.copy_bytes for layer in self.layers)
+        passes = needs.sequences * needs.pass_bytes
+        return {
+            "weights": sum(layer.device_bytes for layer in self.layers) + ends,
+            "kv": kv.device_bytes + needs.tail_bytes,
+            "int4_copies": copies,
+            "drafting": needs.drafting_bytes
+            + (needs.gather_bytes if kv.resident < kv.blocks else 0),
+            "slots": placement.weight_slots * self.slot_bytes
+            + (placement.kv_slots + placement.staging_slots) * needs.kv.slot_bytes
+            + needs.sequences * needs.kv.scratch_bytes,
+            "workspace": max(needs.temporary_bytes, passes + kv.reclaimed_bytes)
+            + (needs.decoding_bytes if copies else 0),
+        }
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of a full context."""
+        return sum(self.device_parts.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of a full context."""
+        needs = self.requirements
+        ahead = READ_AHEAD * max(needs.layer_bytes) if self.placement.file_layers else 0
+        return (
+            sum(layer.host_bytes for layer in self.layers)
+            + ahead
+            + self.kv.host_bytes
+            + (0 if self.placement.embedding_resident else needs.embedding_bytes)
+            + (needs.gather_bytes if self.kv.resident < self.kv.blocks else 0)
+        )
+
+    def placed(self, **changes: object) -> MemoryPlan:
+        """Return the plan with other values of its placement."""
+        return replace(self, placement=replace(self.placement, **changes))
+
+    def check(self, limit_bytes: int) -> None:
+        """Raise DoesNotFitError if it needs more than `limit_bytes` of the device, and UsageError
+        if it has nothing to stream through, or layers that the model has not.
+        """
+        needs, placement, count = self.requirements, self.placement, len(self.layers)
+        for name in LAYER_LISTS:
+            if (last := max(getattr(placement, name), default=0)) >= count:
+                raise UsageError(f"{name} of a placement cannot hold {last} of {count} layers")
+        if placement.reclaimed_kv_blocks and needs.sequences > 1:
+            raise UsageError(
+                "a placement reclaims memory for the KV of one text, not of several at once"
+            )
+        if placement.split_layers and not needs.low_bytes:
+            raise UsageError("split_layers of a placement are of weights that are split")
+        if (needed := self.device_bytes) > limit_bytes:
+            raise DoesNotFitError(
+                "device memory for this placement", needed, limit_bytes, "let more of it stream"
+            )
+        if placement.streamed_layers and placement.weight_slots < 1:
+            raise UsageError("a placement that streams weights needs at least one weight slot")
+        # A block that cannot be split streams, wherever others are.
+        streams_kv = needs.kv.split or self.kv.blocks > self.kv.resident
+        if streams_kv and min(placement.kv_slots, placement.staging_slots) < 1:
+            raise UsageError("a placement that streams KV needs KV slots and staging slots")
+
+    def check_host(self, limit_bytes: int) -> None:
+        """Raise DoesNotFitError if `limit_bytes` of host memory do not hold what streams."""
+        if (needed := self.host_bytes) > limit_bytes:
+            raise DoesNotFitError(
+                f"host memory for {self.requirements.context_tokens} tokens of context",
+                needed,
+                limit_bytes,
+                "give more host memory, or more device memory",
+            )

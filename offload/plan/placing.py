@@ -1,0 +1,145 @@
+"""Placing a model within a device: a simple rule, weights first, then KV blocks."""
+
+from __future__ import annotations
+
+import math
+
+from triforce_offload.errors import DoesNotFitError
+from triforce_offload.plan.memory_plan import MemoryPlan, Where
+from triforce_offload.plan.placement import KV_SLOTS, STAGING_SLOTS, WEIGHT_SLOTS, Placement
+from triforce_offload.plan.requirements import Requirements
+
+# While a pass attends to so many blocks on the device a link brings one: a card's memory is some 40
+# times as fast as its link, a split block is read three or four times over, and kernels for it are
+# launched.
+_BLOCKS_WHILE_ONE_COMES = 8
+
+
+def place(needs: Requirements, limit_bytes: int) -> MemoryPlan:
+    """Return the plan of a model and its longest context within `limit_bytes` of the device.
+
+    Raises DoesNotFitError, with what the least placement needs, when even that does not fit.
+    """
+    everything = _everything(needs)
+    if everything.device_bytes <= limit_bytes:
+        return everything
+    streamed = 0
+    # With all high bits on the device, or none: by these the whole model drafts.
+    split = bool(needs.low_bytes)
+    if split:
+        split = _least(needs, needs.layers, split=True).device_bytes <= limit_bytes
+    least = _least(needs, streamed, split=split)
+    while (spare := limit_bytes - least.device_bytes) < 0:
+        if streamed == needs.layers:
+            raise DoesNotFitError(
+                f"device memory for {needs.context_tokens} tokens of context with everything "
+                "streamed",
+                least_bytes(needs, streamed_layers=needs.layers),
+                limit_bytes,
+                "give more device memory",
+            )
+        # So many more do not suffice: none gives more than the largest, but which ones stream
+        # changes too.
+        largest = max(needs.low_bytes if split else needs.layer_bytes)
+        streamed += max(1, -spare // (2 * largest))
+        streamed = min(streamed, needs.layers)
+        least = _least(needs, streamed, split=split)
+    embedding_resident = needs.embedding_bytes <= spare
+    if embedding_resident:
+        spare -= needs.embedding_bytes
+    block = needs.kv.block_bytes
+    resident, reclaimed = _blocks(needs, spare)
+    # A layer's blocks on the device come before those that stream: slots take what the link brings
+    # meanwhile.
+    ahead = _slots_ahead(needs, resident + reclaimed)
+    if ahead := min(ahead, resident * block // needs.kv.slot_bytes):
+        resident, reclaimed = _blocks(needs, spare - ahead * needs.kv.slot_bytes)
+    return least.placed(
+        kv_slots=least.placement.kv_slots + ahead,
+        embedding_resident=embedding_resident,
+        resident_kv_blocks=resident,
+        reclaimed_kv_blocks=reclaimed,
+    )
+
+
+def _blocks(needs: Requirements, spare: int) -> tuple[int, int]:
+    """Count the KV blocks that fit in `spare` bytes, and those that fit in the prefill workspace
+    once prefill is done.
+    """
+    block = needs.kv.block_bytes
+    resident = min(spare // block, needs.kv_blocks)
+    # Of several sequences one may be prefilled at any time.
+    workspace = 0
+    if needs.sequences == 1:
+        workspace = spare - resident * block + max(0, needs.reading_bytes - needs.pass_bytes)
+    return resident, min(workspace // block, needs.kv_blocks - resident)
+
+
+def _slots_ahead(needs: Requirements, kept: int) -> int:
+    """Count the slots beside KV_SLOTS, where `kept` blocks are on the device and others stream."""
+    layers = needs.kv.layers
+    if kept < layers:
+        return 0
+    streamed = (needs.kv_blocks - kept) / layers
+    return math.ceil(min(streamed, kept / layers / _BLOCKS_WHILE_ONE_COMES))
+
+
+def least_bytes(needs: Requirements, *, streamed_layers: int) -> int:
+    """Return the least device memory with which no more than `streamed_layers` layers stream."""
+    plans = [_least(needs, streamed) for streamed in range(streamed_layers + 1)]
+    return min(plan.device_bytes for plan in (_everything(needs), *plans))
+
+
+def _everything(needs: Requirements) -> MemoryPlan:
+    """All on the device; where KV is split, with slots for a block that cannot be."""
+    slots = int(needs.kv.split)
+    copies = _copied(needs, ())
+    return MemoryPlan(
+        needs, Placement((), True, needs.kv_blocks, 0, slots, slots, int4_layers=copies)
+    )
+
+
+def _least(needs: Requirements, streamed: int, *, split: bool = False) -> MemoryPlan:
+    """The plan that takes least with so many layers streamed, or their low bits if `split`."""
+    kv_slots, staging_slots = (KV_SLOTS, STAGING_SLOTS) if needs.kv_blocks else (0, 0)
+    layers = spread(streamed, needs.layers)
+    placement = Placement(
+        layers,
+        False,
+        0,
+        min(WEIGHT_SLOTS, streamed),
+        kv_slots,
+        staging_slots,
+        int4_layers=_copied(needs, () if split else layers),
+        split_layers=layers if split else (),
+    )
+    return MemoryPlan(needs, placement)
+
+
+def _copied(needs: Requirements, streamed: tuple[int, ...]) -> tuple[int, ...]:
+    if not needs.int4_bytes:
+        return ()
+    return tuple(range(needs.layers)) if needs.int4_all else streamed
+
+
+def place_on_host(plan: MemoryPlan, limit_bytes: int) -> MemoryPlan:
+    """Return the plan with as many of the streamed layers on the host as `limit_bytes` of it hold;
+    passes read the others from files. They read all if even that is too much.
+    """
+    whole = [i for i, layer in enumerate(plan.layers) if layer.where in (Where.HOST, Where.FILE)]
+    for count in range(len(plan.placement.file_layers), len(whole) + 1):
+        in_files = tuple(whole[i] for i in spread(count, len(whole))) if count else ()
+        placed = plan.placed(file_layers=in_files)
+        if placed.host_bytes <= limit_bytes:
+            break
+    return placed
+
+
+def spread(count: int, layers: int) -> tuple[int, ...]:
+    """Return `count` of `layers` layers, evenly apart, so that the link never rests for long."""
+    return tuple((2 * i + 1) * layers // (2 * count) for i in range(count))
+
+
+def share_blocks(blocks: int, layers: int) -> tuple[int, ...]:
+    """Divide `blocks` resident blocks over the layers, at most one apart."""
+    return tuple(blocks // layers + (layer < blocks % layers) for layer in range(layers))

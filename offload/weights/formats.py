@@ -1,0 +1,365 @@
+"""How numbers are stored. Sizes need no tensors, so a plan can be made without torch."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from triforce_kernels import limits
+from triforce_kernels.weights.block_types import BlockType
+
+if TYPE_CHECKING:
+    import torch
+
+    from triforce_kernels.weights.blocks import BlockWeight
+    from triforce_kernels.weights.high_bits import HighBitsWeight
+    from triforce_kernels.weights.int4 import Int4Weight
+    from triforce_kernels.weights.linear import SplitWeight, StackedWeight, Weight
+    from triforce_kernels.weights.split_bf16 import SplitBF16Weight
+    from triforce_kernels.weights.split_fp16 import SplitFP16Weight
+
+# Bytes. Equal alignment everywhere keeps vectorised kernels bitwise equal at any placement.
+ALIGNMENT = 256
+
+
+class ElementType(Protocol):
+    """A torch.dtype, or for a plan whatever knows its size."""
+
+    @property
+    def itemsize(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """An element type by its name in torch: what plans are made with, where torch is not loaded."""
+
+    name: str
+    itemsize: int
+
+
+DTYPES = {t.name: t for t in (Dtype("float32", 4), Dtype("bfloat16", 2), Dtype("float16", 2))}
+
+
+def dtype_name(dtype: ElementType) -> str:
+    """As torch names it."""
+    return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+
+
+class Read(Enum):
+    """How a product makes numbers of the bytes of a matrix: no decoding, or not counted; all bits
+    of split bfloat16; high bits alone; the bytes of split float16, which are joined first; or
+    groups of 4 bits.
+    """
+
+    AS_STORED = "as stored"
+    SPLIT_BF16 = "split bf16"
+    HIGH = "high bits"
+    SPLIT_FP16 = "split fp16"
+    GROUPS = "groups"
+
+
+class Format(ABC):
+    """How one tensor is stored in flat buffers: one of high bits, and one of low bits if it is
+    split, which only passes read.
+
+    read, draft_read: how a product reads it exactly, and for drafts
+    split: whether it has low bits
+    """
+
+    read: ClassVar[Read] = Read.AS_STORED
+    draft_read: ClassVar[Read] = Read.AS_STORED
+    split: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int: ...
+
+    @abstractmethod
+    def view(self, buffer: torch.Tensor) -> Weight:
+        """Return the tensor in a flat uint8 buffer of `nbytes` bytes."""
+
+    @property
+    def high_bytes(self) -> int:
+        """All but the low bits."""
+        return self.nbytes
+
+    @property
+    def low_bytes(self) -> int:
+        return 0
+
+    @property
+    def draft_bytes(self) -> int:
+        """What a product for drafts reads."""
+        return self.nbytes
+
+    def joined(self, high: torch.Tensor, low: torch.Tensor) -> Weight:
+        """Return the tensor in two buffers that begin with its high and its low bits."""
+        return self.view(high[: self.nbytes])
+
+    def high(self, buffer: torch.Tensor) -> Weight:
+        """Return what can be read without the low bits."""
+        return self.view(buffer[: self.nbytes])
+
+    def decoded(self) -> Iterator[Matrix]:
+        """Yield the parts that products decode first, or while they multiply."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class Dense(Format):
+    """Every element as it is, row by row."""
+
+    shape: tuple[int, ...]
+    dtype: ElementType
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer.view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Matrix(Format):
+    """A matrix that is not dense."""
+
+    rows: int
+    columns: int
+
+    @property
+    def block_type(self) -> BlockType | None:
+        """The type of its blocks, None if it has none."""
+        return None
+
+    def decoded(self) -> Iterator[Matrix]:
+        yield self
+
+
+@dataclass(frozen=True)
+class Blocks(Matrix):
+    """A matrix in one of GGUF's block types, row by row."""
+
+    kind: BlockType
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.kind.row_bytes(self.columns)
+
+    @property
+    def block_type(self) -> BlockType:
+        return self.kind
+
+    def view(self, buffer: torch.Tensor) -> BlockWeight:
+        from triforce_kernels.weights.blocks import BlockWeight
+
+        return BlockWeight(buffer.view(self.rows, -1), self.kind, self.columns)
+
+
+@dataclass(frozen=True)
+class Groups(Format):
+    """A matrix in 4 bits: whole numbers, with a scale and an offset in `dtype` for each `group`
+    columns of a row (`triforce_kernels.weights.int4`).
+    """
+
+    read: ClassVar[Read] = Read.GROUPS
+
+    rows: int
+    columns: int
+    group: int
+    dtype: ElementType
+
+    @property
+    def nbytes(self) -> int:
+        return aligned(self._packed_bytes) + 2 * aligned(self._scale_bytes)
+
+    def view(self, buffer: torch.Tensor) -> Int4Weight:
+        from triforce_kernels.weights.int4 import Int4Weight
+
+        packed = buffer[: self._packed_bytes].view(self.rows, -1)
+        after, scales = aligned(self._packed_bytes), []
+        for start in (after, after + aligned(self._scale_bytes)):
+            scale = buffer[start : start + self._scale_bytes].view(self.dtype)
+            scales.append(scale.view(-1, self.rows))
+        return Int4Weight(packed, *scales, self.group)
+
+    @property
+    def _packed_bytes(self) -> int:
+        return self.rows * self.columns // 2
+
+    @property
+    def _scale_bytes(self) -> int:
+        return self.rows * self.columns // self.group * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class SplitFormat(Matrix):
+    """A matrix whose numbers are split: high bits, which can be computed with alone, and low bits,
+    which may be elsewhere.
+    """
+
+    draft_read: ClassVar[Read] = Read.HIGH
+    split: ClassVar[bool] = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.high_bytes + self.low_bytes
+
+    @property
+    def draft_bytes(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    @abstractmethod
+    def high_bytes(self) -> int:
+        """Of all but the low bits."""
+
+    @property
+    @abstractmethod
+    def low_bytes(self) -> int:
+        """Of the low bits, which passes alone read."""
+
+    @abstractmethod
+    def joined(self, high: torch.Tensor, low: torch.Tensor) -> SplitWeight: ...
+
+    @abstractmethod
+    def high(self, buffer: torch.Tensor) -> HighBitsWeight: ...
+
+    def view(self, buffer: torch.Tensor) -> SplitWeight:
+        return self.joined(buffer[: self.high_bytes], buffer[self.high_bytes :])
+
+
+@dataclass(frozen=True)
+class SplitFP16(SplitFormat):
+    """A float16 matrix: the high byte of each number, and the low one
+    (`triforce_kernels.weights.split_fp16`).
+    """
+
+    read: ClassVar[Read] = Read.SPLIT_FP16
+
+    @property
+    def high_bytes(self) -> int:
+        return aligned(self.rows * self.columns)
+
+    @property
+    def low_bytes(self) -> int:
+        return aligned(self.rows * self.columns)
+
+    def joined(self, high: torch.Tensor, low: torch.Tensor) -> SplitFP16Weight:
+        from triforce_kernels.weights.split_fp16 import SplitFP16Weight
+
+        return SplitFP16Weight(self._bytes(high), None, self._bytes(low))
+
+    def high(self, buffer: torch.Tensor) -> HighBitsWeight:
+        from triforce_kernels.weights.high_bits import HighBitsWeight
+
+        return HighBitsWeight(self._bytes(buffer), None)
+
+    def _bytes(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[: self.rows * self.columns].view(self.rows, -1)
+
+
+@dataclass(frozen=True)
+class SplitBF16(SplitFormat):
+    """A bfloat16 matrix of an even number of columns in 12 bits a number, and room for exceptions
+    (`triforce_kernels.weights.split_bf16`).
+    """
+
+    read: ClassVar[Read] = Read.SPLIT_BF16
+
+    @property
+    def high_bytes(self) -> int:
+        return sum(map(aligned, self._high_sizes))
+
+    @property
+    def low_bytes(self) -> int:
+        return aligned(self.rows * self.columns // 2)
+
+    def joined(self, high: torch.Tensor, low: torch.Tensor) -> SplitBF16Weight:
+        import torch
+
+        from triforce_kernels.weights.split_bf16 import SplitBF16Weight
+
+        numbers, base, places, patterns, starts = self._high_parts(high)
+        return SplitBF16Weight(
+            numbers.view(self.rows, -1),
+            base,
+            low[: self.rows * self.columns // 2].view(self.rows, -1),
+            places.view(torch.int32),
+            patterns.view(torch.int16),
+            starts.view(torch.int32),
+        )
+
+    def high(self, buffer: torch.Tensor) -> HighBitsWeight:
+        from triforce_kernels.weights.high_bits import HighBitsWeight
+
+        high, base, *_ = self._high_parts(buffer)
+        return HighBitsWeight(high.view(self.rows, -1), base)
+
+    def _high_parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        parts, start = [], 0
+        for size in self._high_sizes:
+            parts.append(buffer[start : start + size])
+            start += aligned(size)
+        return parts
+
+    @property
+    def _high_sizes(self) -> tuple[int, ...]:
+        """Bytes of high bits, base exponents, the exceptions' places and patterns, and where
+        those of some rows each begin.
+        """
+        numbers = self.rows * self.columns
+        room = -(-numbers // limits.NUMBERS_OF_AN_EXCEPTION) + limits.LEAST_EXCEPTIONS
+        starts = -(-self.rows // limits.ROWS_OF_A_START) + 1
+        return numbers, self.rows, 4 * room, 2 * room, 4 * starts
+
+
+@dataclass(frozen=True)
+class Stack(Format):
+    """Matrices of different formats, one above the other."""
+
+    parts: tuple[Dense | Blocks, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(aligned(part.nbytes) for part in self.parts)
+
+    def decoded(self) -> Iterator[Matrix]:
+        for part in self.parts:
+            yield from part.decoded()
+
+    def view(self, buffer: torch.Tensor) -> StackedWeight:
+        from triforce_kernels.weights.linear import StackedWeight
+
+        views, start = [], 0
+        for part in self.parts:
+            views.append(part.view(buffer[start : start + part.nbytes]))
+            start += aligned(part.nbytes)
+        return StackedWeight(tuple(views))
+
+
+def matrix(
+    pieces: Sequence[tuple[int, BlockType | None]], columns: int, dtype: ElementType
+) -> Format:
+    """The format of a matrix made of pieces: the rows of each, and its block type if it is stored
+    in blocks. What is not is kept in `dtype`.
+    """
+    merged: list[tuple[int, BlockType | None]] = []
+    for rows, kind in pieces:
+        if merged and merged[-1][1] == kind:
+            rows += merged.pop()[0]
+        merged.append((rows, kind))
+    parts = tuple(
+        Dense((rows, columns), dtype) if kind is None else Blocks(rows, columns, kind)
+        for rows, kind in merged
+    )
+    return parts[0] if len(parts) == 1 else Stack(parts)
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

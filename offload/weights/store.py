@@ -1,0 +1,171 @@
+"""The weights of a model's layers: on the device, or streamed through slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+
+from triforce_offload.conveyor import Conveyor
+from triforce_offload.link.trace import Tracer
+from triforce_offload.memory.device import Allocation, DeviceMemory
+from triforce_offload.memory.host import HostBuffers, HostMemory
+from triforce_offload.plan.memory_plan import LayerPlan, Where
+from triforce_offload.schedule import WEIGHTS
+from triforce_offload.weights.homes import DeviceHome, FileHome, HostHome, LayerHome, SplitHome
+from triforce_offload.weights.int4_copies import Int4Copies
+from triforce_offload.weights.layouts import FlatLayout, Views
+
+# Layers that are read and dequantised at a time.
+_READERS = 4
+Fill = Callable[[int, Views], None]
+Loaded = Callable[[int, Views | None], None]
+
+
+class Weights(Protocol):
+    """Where a forward gets its layers from: resident, or streamed just in time."""
+
+    def layer(self, index: int) -> AbstractContextManager[Views]:
+        """The tensors of a layer, valid inside the block. Asked for in order."""
+
+
+class WeightStore:
+    """Every layer as one flat buffer with a home.
+
+    homes, layouts: of each layer
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[FlatLayout],
+        plans: Sequence[LayerPlan],
+        memory: DeviceMemory,
+        host: HostMemory,
+        fill: Fill,
+        loaded: Loaded = lambda layer, views: None,
+    ) -> None:
+        """layouts, plans: of each layer.
+
+        fill(layer, views) writes a layer's tensors where they will live. Threads call it: once for
+        a layer, and for a layer in files each time it crosses the link. loaded(layer, views) is
+        called after each, in threads; it has no views of a layer in files.
+        Raises DoesNotFitError before anything is read.
+        """
+        self.layouts = layouts
+        self._memory = memory
+        on_device = [plan.device_bytes for plan in plans]
+        self._host = HostBuffers([plan.host_bytes for plan in plans], host)
+        try:
+            self._device: Allocation = memory.allocate(sum(on_device), "resident weights")
+        except BaseException:
+            self._host.close()
+            raise
+        self.homes: list[LayerHome] = []
+        views: list[Views | None] = []
+        parts = zip(self._device.bytes.split(on_device), self._host.buffers, strict=True)
+        for layer, (layout, plan, (device, host_part)) in enumerate(
+            zip(layouts, plans, parts, strict=True)
+        ):
+            match plan.where:
+                case Where.DEVICE:
+                    self.homes.append(DeviceHome(device))
+                    views.append(layout.views(device))
+                case Where.SPLIT:
+                    self.homes.append(SplitHome(device, host_part))
+                    views.append(layout.joined(device, host_part))
+                case Where.HOST:
+                    self.homes.append(HostHome(host_part))
+                    views.append(layout.views(host_part))
+                case Where.FILE:
+                    self.homes.append(FileHome(_FilledLayer(layer, layout, fill)))
+                    views.append(None)
+
+        def load(layer: int, into: Views | None) -> None:
+            if into is not None:
+                fill(layer, into)
+            loaded(layer, into)
+
+        try:
+            with ThreadPoolExecutor(_READERS, "weights") as readers:
+                # What fails first ends it; layers that are not begun are left.
+                for _ in readers.map(load, range(len(views)), views):
+                    pass
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def link_bytes(self) -> list[int]:
+        """Of each layer, the bytes that cross the link in a pass."""
+        return [home.source.bytes.numel() if home.source else 0 for home in self.homes]
+
+    def close(self) -> None:
+        self.homes.clear()
+        self._memory.free(self._device)
+        self._host.close()
+
+
+class _FilledLayer:
+    """OnDemand: a layer as `fill` writes it."""
+
+    def __init__(self, layer: int, layout: FlatLayout, fill: Fill) -> None:
+        self._layer = layer
+        self._layout = layout
+        self._fill = fill
+
+    def numel(self) -> int:
+        return self._layout.nbytes
+
+    def read(self, into: torch.Tensor) -> None:
+        self._fill(self._layer, self._layout.views(into))
+
+
+class StreamedWeights:
+    """The weights as a pass gets them: the model asks for a layer and cannot tell where it was."""
+
+    def __init__(self, store: WeightStore, conveyor: Conveyor, trace: Tracer) -> None:
+        self._store = store
+        self._conveyor = conveyor
+        self._trace = trace
+        self._views: dict[tuple[int, int], Views] = {}
+
+    def forget(self) -> None:
+        """Lets go of the slots that layers came through."""
+        self._views.clear()
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[Views]:
+        """Weights.layer. Raises LinkError."""
+        home = self._store.homes[index]
+        with self._conveyor.bring((WEIGHTS, index), home) as buffer:
+            key = (index, buffer.data_ptr())
+            if key not in self._views:
+                self._views[key] = home.views(self._store.layouts[index], buffer)
+            with self._trace.compute("layer", layer=index):
+                yield self._views[key]
+
+
+class ResidentWeights:
+    """Layers that are all on the device, exact or not: what a level that drafts computes with."""
+
+    def __init__(
+        self, store: WeightStore, int4_copies: Int4Copies | None = None, *, high: bool = False
+    ) -> None:
+        """int4_copies: of layers that are taken from there, streamed ones or more. high: whether
+        only the high bits are read of those that are split, as it must be where the low
+        ones stream.
+        """
+        instead = int4_copies.views if int4_copies else {}
+        self._views: list[Views] = []
+        for layer, (layout, home) in enumerate(zip(store.layouts, store.homes, strict=True)):
+            if layer in instead:
+                self._views.append(instead[layer])
+            else:
+                self._views.append(home.draft_views(layout, high=high))
+
+    def layer(self, index: int) -> AbstractContextManager[Views]:
+        """Weights.layer."""
+        return nullcontext(self._views[index])

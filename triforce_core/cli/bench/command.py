@@ -1,0 +1,122 @@
+"""`triforce bench`: from arguments to a table or JSON on standard output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from triforce_core.bench.bench import Bench
+from triforce_core.bench.rows import Row
+from triforce_core.bench.settings import TESTS, BenchSettings
+from triforce_core.cli.options import given
+from triforce_core.cli.terminal.output import say
+from triforce_core.cli.terminal.signals import raising
+from triforce_core.model.known.shapes import for_timing, read_shape
+from triforce_core.requests.stats import bits_per_number
+from triforce_core.settings import NO_DRAFTER, EngineConfig, MachineSettings
+from triforce_offload.machine.hardware import provenance
+from triforce_offload.units import format_bytes
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Runs the tests and prints them, each to stderr as it ends. Returns the exit code."""
+    fields = given(args, BenchSettings)
+    tests = TESTS if args.tests == "all" else tuple(args.tests.split(","))
+    settings = BenchSettings(**fields | {"tests": tests})
+    config = for_timing(read_shape(settings.shape))
+    draft = None if settings.draft_shape == NO_DRAFTER else read_shape(settings.draft_shape)
+    machine = MachineSettings(**given(args, MachineSettings))
+    # Dtype and the formats of weights and KV.
+    engine = EngineConfig(machine, **given(args, EngineConfig))
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        running = Bench(settings, config, draft, engine, stack)
+        about = describe(running)
+        try:
+            with raising(), running.runtime.memory.typed_errors():
+                for row in running.rows():
+                    say(f"{row.test}: {row.what}: {row.median:.6f} s")
+                    rows.append(row)
+        finally:
+            # A test that fails, or an interrupt, does not take what the others found.
+            about["memory"]["device_peak_bytes"] = running.runtime.memory.peak_bytes
+            if rows:
+                show(about, rows, args.output)
+    return 0
+
+
+def show(about: dict[str, Any], rows: Sequence[Row], output: str) -> None:
+    if output == "json":
+        print(json.dumps(about | {"rows": [row.as_dict() for row in rows]}, indent=2), flush=True)
+    else:
+        print(as_markdown(about, rows), flush=True)
+
+
+def describe(running: Bench) -> dict[str, Any]:
+    """What was run, on what, and where everything lay."""
+    runtime, settings = running.runtime, running.settings
+    plan, placement, link = runtime.plan, runtime.plan.placement, runtime.link
+    slots = placement.kv_slots + placement.staging_slots
+    streaming = slots * plan.kv.shape.block_bytes + placement.weight_slots * plan.slot_bytes
+    return {
+        **provenance(shlex.join(["triforce", *sys.argv[1:]])),
+        "shape": settings.shape,
+        "weights": "random",
+        "dtype": str(running.dtype).removeprefix("torch."),
+        "bits_per_number": bits_per_number(running.models),
+        "context": settings.context,
+        "link": {
+            "emulated": link.emulated,
+            "bandwidth_gb_per_s": link.bandwidth and link.bandwidth / 1e9,
+            "copy_bytes": link.copy_bytes,
+        },
+        "memory": {
+            "device_budget_bytes": runtime.memory.limit_bytes,
+            "streaming_bytes": streaming,
+            "host_pinned_bytes": runtime.host.pinned_bytes,
+            "host_pageable_bytes": runtime.host.pageable_bytes,
+        },
+        "placement": {
+            "layers": len(plan.layers),
+            "streamed_weight_layers": len(placement.streamed_layers),
+            "kv_blocks": plan.kv.blocks,
+            "resident_kv_blocks": plan.kv.resident,
+            "block_tokens": plan.kv.shape.block_tokens,
+            "block_bytes": plan.kv.shape.block_bytes,
+        },
+    }
+
+
+def as_markdown(about: dict[str, Any], rows: Sequence[Row]) -> str:
+    link, placement = about["link"], about["placement"]
+    kind = "EMULATED link" if link["emulated"] else "PCIe"
+    speed = link["bandwidth_gb_per_s"]
+    resident = placement["layers"] - placement["streamed_weight_layers"]
+    lines = [
+        f"{about['shape']}, random {about['dtype']} weights, {about['context']} tokens of context, "
+        f"{about['hardware']['gpu'] or about['hardware']['processor']}, torch "
+        f"{about['versions']['torch']}; {kind}{f' {speed:.2f} GB/s' if speed else ''}; "
+        f"{resident} of {placement['layers']} layers and {placement['resident_kv_blocks']} of "
+        f"{placement['kv_blocks']} KV blocks resident, "
+        f"{format_bytes(about['memory']['streaming_bytes'])} of slots",
+        "",
+        "| test | what | runs | median, s | spread | rate | floor, s | ratio to floor |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        spread = (max(row.seconds) - min(row.seconds)) / row.median
+        floor = f"{row.floor_seconds:.6f}" if row.floor_seconds else ""
+        ratio = f"{row.median / row.floor_seconds:.3f}" if row.floor_seconds else ""
+        lines.append(
+            f"| {row.test} | {row.what} | {len(row.seconds)} | {row.median:.6f} | {spread:.0%} "
+            f"| {row.amount / row.median:.4g} {row.unit} | {floor} | {ratio} |"
+        )
+    floors = {row.test: row.floor for row in rows if row.floor}
+    if floors:
+        lines += ["", "Floors: " + "; ".join(f"{t}: {what}" for t, what in floors.items()) + "."]
+    return "\n".join(lines)

@@ -1,0 +1,27 @@
+"""The arguments of `triforce chat`."""
+
+from __future__ import annotations
+
+import argparse
+
+from triforce_core.cli.generate.arguments import add_decoding_arguments, add_model_argument
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_model_argument(parser)
+    add("--system", metavar="TEXT", help="system prompt")
+    add("--load", metavar="FILE", help="go on with a conversation from /save")
+    add(
+        "--commands",
+        action="store_true",
+        help="over a pipe too, run lines that begin with / as commands, which read and write files "
+        "(default: only in a terminal)",
+    )
+    add_decoding_arguments(parser)
+    add("--quiet", action="store_true", help="show no progress and no figures")
+    add(
+        "--color-levels",
+        action="store_true",
+        help="colour the text by origin: accepted draft, correction, bonus token",
+    )

@@ -1,0 +1,239 @@
+"""`triforce chat`: a conversation in a terminal, or over a pipe, a line a turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+
+from triforce_core.cli.chat.line import Lines
+from triforce_core.cli.chat.session import ChatSession
+from triforce_core.cli.chat.wrapping import WordWrap, columns_of
+from triforce_core.cli.codes import INTERRUPTED
+from triforce_core.cli.options import engine_config, sampling_params
+from triforce_core.cli.ranks import followed, of_world
+from triforce_core.cli.terminal.output import WARNING, TextOutput, say
+from triforce_core.cli.terminal.progress import ProgressBars
+from triforce_core.cli.terminal.reading import saved_tokens
+from triforce_core.cli.terminal.report import accepted_drafts, colored, takes_colors
+from triforce_core.cli.terminal.signals import Stop, ending, exit_code
+from triforce_core.loading.open_model import OpenModel
+from triforce_core.requests.stream import Completion, Piece, Stream
+from triforce_offload.errors import OutputError, UsageError
+
+# Tokens of a context that nobody asked for, at most.
+DEFAULT_CONTEXT = 32768
+# Of an answer.
+DEFAULT_NEW_TOKENS = 2048
+HELP = """\
+/file PATH       puts a file's text before what you say next
+/regenerate      another answer to what you said last
+/edit TEXT       says something else in its place
+/continue        more of an answer that was cut
+/system TEXT     begins anew with this system prompt; /clear with the one there is
+/save FILE       writes the conversation, with what was computed for it
+/load FILE       takes one over
+/stats           figures of the last answer
+/exit            ends, as Ctrl-D does; Ctrl-C ends an answer"""
+
+
+def chat(args: argparse.Namespace) -> int:
+    """Reads turns until they end. Returns the exit code."""
+    if (code := followed(quiet=args.quiet)) is not None:
+        return code
+    params = sampling_params(args, max_new_tokens=DEFAULT_NEW_TOKENS)
+    config = of_world(engine_config(args, None))
+    if args.load:
+        saved_tokens(args.load)
+    with ExitStack() as stack:
+        bars = ProgressBars(show=not args.quiet)
+        # While it loads a signal ends the process, with the terminal as it was.
+        loading = stack.enter_context(ExitStack())
+        loading.enter_context(Stop(bars.give_back).listening())
+        stack.enter_context(bars)
+        model = stack.enter_context(OpenModel.at(args.model))
+        if model.tokenizer is None:
+            raise UsageError(f"{model.checkpoint.path} has no tokenizer")
+        messages = [{"role": "system", "content": args.system}] if args.system else []
+        # Refused before anything is loaded.
+        model.tokenizer.render([*messages, {"role": "user", "content": "Hello"}])
+        positions = model.checkpoint.config.positions
+        if config.max_context is None:
+            config = replace(config, max_context=min(positions, DEFAULT_CONTEXT))
+        from triforce_core.engine import Engine
+
+        engine = stack.enter_context(Engine.from_pretrained(model, config, progress=bars.update))
+        model.close()
+        bars.stop()
+        loading.close()
+        if not args.quiet:
+            say(f"plan: {engine.plan_line}")
+        session = ChatSession(engine, params, messages)
+        if args.load:
+            say(f"{session.load(args.load)} tokens of context loaded")
+        return Chat(session, Lines(), args).run()
+
+
+class Chat:
+    """What a person sees of a conversation."""
+
+    def __init__(self, session: ChatSession, lines: Lines, args: argparse.Namespace) -> None:
+        self._session = session
+        self._lines = lines
+        self._quiet = args.quiet
+        self._colors = args.color_levels and takes_colors(sys.stdout)
+        # What comes over a pipe may be somebody else's text, and commands read and write files.
+        self._takes_commands = lines.terminal or args.commands
+        self._said_that_commands_are_text = False
+        self._output = TextOutput()
+        self._last: Completion | None = None
+        self._code = 0
+        self._commands: dict[str, Callable[[str], None]] = {
+            "file": self._attach,
+            "regenerate": lambda _: self._show(self._session.regenerate()),
+            "edit": lambda text: self._show(self._session.edit(_needed(text, "/edit TEXT"))),
+            "continue": lambda _: self._show(self._session.go_on()),
+            "system": lambda text: self._clear(_needed(text, "/system TEXT")),
+            "clear": lambda _: self._clear(None),
+            "save": self._save,
+            "load": self._load,
+            "stats": self._stats,
+            "help": lambda _: say(HELP),
+        }
+
+    def run(self) -> int:
+        """Until the turns end. Returns the exit code."""
+        if self._lines.terminal and not self._quiet:
+            say("Say something; /help lists the commands, Ctrl-D ends.")
+        while not self._code and not self._output.code:
+            with ending():
+                line = self._lines.read(self._status)
+            if line is None:
+                break
+            text = line.strip()
+            if self._takes_commands and text in ("/exit", "/quit"):
+                break
+            if not text:
+                continue
+            try:
+                self._turn(text)
+            except KeyboardInterrupt:
+                say("interrupted")
+                if not self._lines.terminal:
+                    return INTERRUPTED
+            except (UsageError, OutputError) as error:
+                say(f"triforce: {error}")
+                if not self._lines.terminal:
+                    # Nobody is there to say it otherwise.
+                    return error.exit_code
+        if self._output.code:
+            say(f"triforce: {self._output.why}")
+        return self._code or self._output.code
+
+    def _turn(self, text: str) -> None:
+        is_command = text.startswith("/")
+        if not (is_command and self._takes_commands):
+            if is_command:
+                self._say_that_commands_are_text()
+            self._show(self._session.say(text))
+            return
+        name, _, rest = text[1:].partition(" ")
+        if name not in self._commands:
+            raise UsageError(f"there is no command /{name}; /help lists them")
+        with ending():
+            self._commands[name](rest.strip())
+
+    def _say_that_commands_are_text(self) -> None:
+        if not self._said_that_commands_are_text:
+            self._said_that_commands_are_text = True
+            say(
+                "triforce: over a pipe a line that begins with / is text for the model; "
+                "--commands makes it a command",
+                WARNING,
+            )
+
+    def _show(self, stream: Stream) -> None:
+        """Writes an answer as it comes. An interrupt ends it; what there is of it is kept."""
+        bars = ProgressBars(show=self._lines.terminal and not self._quiet, opening=False)
+        engine, before = self._session.engine, self._session.engine.progress
+        engine.progress = bars.update
+
+        def give_back() -> None:
+            bars.give_back()
+            self._lines.give_back()
+
+        stop = Stop(give_back)
+        stop.end = stream.interrupt
+        columns = columns_of(sys.stdout)
+        wrap = WordWrap(self._output.write, self._shown, columns) if columns else None
+        try:
+            with stop.listening(), self._lines.held(), bars:
+                for piece in stream.pieces():
+                    with suppress(OSError):
+                        bars.stop()
+                    wrote = wrap.take(piece) if wrap else self._output.write(self._shown(piece))
+                    if not wrote:
+                        stream.interrupt()
+        finally:
+            if wrap:
+                wrap.end()
+            engine.progress = before
+            stop.ended()
+            if stream.ended:
+                self._last = stream.result
+                self._session.ended(stream.result)
+        if not stream.result.text.endswith("\n"):
+            self._output.write("\n")
+        if stop.number is not None and not (stop.is_interrupt and self._lines.terminal):
+            self._code = exit_code(stop.number)
+        if not self._quiet:
+            say(self._status())
+
+    def _shown(self, piece: Piece) -> str:
+        return colored(piece) if self._colors else piece.text
+
+    def _status(self) -> str:
+        """What the last answer took, on one line."""
+        session = self._session
+        used = f"context {session.context_tokens:,} of {session.most_tokens:,} tokens"
+        if self._last is None:
+            return used
+        stats = self._last.stats
+        parts = [f"{stats['new_tokens']} tokens"]
+        if seconds := stats["seconds_per_token"]:
+            parts.append(f"{1 / seconds:.1f} tokens/s")
+        if accepted := accepted_drafts(stats):
+            parts.append(f"{accepted} accepted")
+        if stats["finish_reason"] != "stop":
+            parts.append(f"{stats['finish_reason']}: /continue goes on")
+        return ", ".join((*parts, used))
+
+    def _attach(self, path: str) -> None:
+        tokens = self._session.attach(_needed(path, "/file PATH"))
+        say(f"{tokens:,} tokens, before what you say next")
+
+    def _clear(self, system: str | None) -> None:
+        self._session.clear(system)
+        self._last = None
+
+    def _save(self, path: str) -> None:
+        say(f"{self._session.save(_needed(path, '/save FILE')):,} tokens of context saved")
+
+    def _load(self, path: str) -> None:
+        say(f"{self._session.load(_needed(path, '/load FILE')):,} tokens of context loaded")
+        self._last = None
+
+    def _stats(self, _: str) -> None:
+        if self._last is None:
+            raise UsageError("there is no answer yet")
+        about = {k: v for k, v in self._last.stats.items() if k not in ("token_ids", "text")}
+        say(json.dumps(about, indent=2))
+
+
+def _needed(text: str, usage: str) -> str:
+    if not text:
+        raise UsageError(f"usage: {usage}")
+    return text

@@ -1,0 +1,182 @@
+"""A conversation with an engine: turns that go on, are edited, answered anew, saved and loaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from triforce_core.cli.terminal.reading import read_text
+from triforce_core.conversation import Conversations, Turn
+from triforce_core.engine import Engine
+from triforce_core.params import SamplingParams
+from triforce_core.requests.stream import Completion, Stream
+from triforce_offload.errors import UsageError
+
+_CONVERSATION = "conversation"
+# Of a message: the files that its content begins with.
+_FILES = "files"
+
+
+@dataclass
+class ChatSession:
+    """messages: of the conversation so far, each with its "role" and "content"
+    context_tokens: of it, when the last answer ended
+    """
+
+    engine: Engine
+    params: SamplingParams
+    messages: list[dict[str, str]] = field(default_factory=list)
+    context_tokens: int = 0
+    _attached: list[str] = field(default_factory=list)
+    _turn: Turn | None = None
+    _before: list[dict[str, str]] = field(default_factory=list)
+    _after: Turn | None = None
+
+    def __post_init__(self) -> None:
+        self._known = Conversations(self.engine.tokenizer)
+
+    @property
+    def most_tokens(self) -> int:
+        """That prompt and answers may have together."""
+        return self.engine.max_context
+
+    def attach(self, path: str) -> int:
+        """Puts a file's text before what is said next. Returns its tokens. Raises UsageError."""
+        try:
+            text = read_text(Path(path).expanduser())
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path} is not UTF-8 text (byte {error.start})") from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from error
+        tokens = len(self.engine.tokenizer.encode(text))
+        if tokens > self.most_tokens:
+            raise UsageError(
+                f"{path} has {tokens} tokens, more than the {self.most_tokens} of the context: "
+                "start with a larger --ctx-size"
+            )
+        self._attached.append(f"{Path(path).name}:\n\n{text.rstrip()}\n\n")
+        return tokens
+
+    def say(self, text: str) -> Stream:
+        """The model's answer to what the user says. Raises UsageError if it has no room."""
+        stream = self._answer([*self.messages, _said("".join(self._attached), text)])
+        self._attached.clear()
+        return stream
+
+    def regenerate(self) -> Stream:
+        """Another answer to what the user said last. Raises UsageError."""
+        return self._answer(self._until_last("user"))
+
+    def edit(self, text: str) -> Stream:
+        """The answer to another text in place of what the user said last, with the files that were
+        attached to it. Raises UsageError.
+        """
+        *before, last = self._until_last("user")
+        return self._answer([*before, _said(last.get(_FILES, ""), text)])
+
+    def go_on(self) -> Stream:
+        """More of the last answer, where it was cut. Raises UsageError."""
+        if self._after is None:
+            raise UsageError("there is no answer that could go on")
+        self._before = self.messages
+        return self._stream(self._after)
+
+    def ended(self, completion: Completion) -> None:
+        """Takes the answer over: of what was interrupted, as much as there is. Where there is none
+        nothing was said.
+        """
+        if not completion.token_ids:
+            self.messages = self._before
+            return
+        self._after = self._known.answered(self._turn, completion, self._stops)
+        last = self.messages[-1]
+        if last["role"] == "assistant":
+            self.messages = [
+                *self.messages[:-1],
+                last | {"content": last["content"] + completion.text},
+            ]
+        else:
+            self.messages.append({"role": "assistant", "content": completion.text})
+        self.context_tokens = completion.stats["prompt_tokens"] + len(completion.token_ids)
+
+    def clear(self, system: str | None = None) -> None:
+        """Begins anew, with another system prompt if one is given."""
+        kept = [message for message in self.messages[:1] if message["role"] == "system"]
+        self.messages = [{"role": "system", "content": system}] if system else kept
+        self._attached.clear()
+        self._after = None
+        self.context_tokens = 0
+
+    def save(self, path: str) -> int:
+        """Writes the conversation with its KV. Returns its tokens.
+
+        Raises UsageError or OutputError.
+        """
+        known = self._after
+        about = {
+            "messages": self.messages,
+            "known": list(known) if known else None,
+            "begins_others": known is not None and self._known.knows(known),
+        }
+        return self.engine.save_context(path, {_CONVERSATION: json.dumps(about)})
+
+    def load(self, path: str) -> int:
+        """Takes a conversation over from a file. Returns the tokens whose KV is there.
+
+        Raises UsageError.
+        """
+        loaded = self.engine.load_context(path)
+        try:
+            about = json.loads(loaded.about[_CONVERSATION])
+            messages = [
+                {key: str(m[key]) for key in ("role", "content", *({_FILES} & m.keys()))}
+                for m in about["messages"]
+            ]
+            after = None
+            if about["known"]:
+                text, tokens = about["known"]
+                after = Turn(str(text), [int(token) for token in tokens])
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise UsageError(f"{path} holds a context and no conversation") from error
+        self.clear()
+        self.messages, self._after = messages, after
+        if after is not None:
+            if about.get("begins_others"):
+                self._known.know(after)
+            self.context_tokens = len(after.tokens)
+        return loaded.tokens
+
+    @property
+    def _stops(self) -> frozenset[int]:
+        return frozenset(self.engine.config.eos_token_ids + self.params.stop_token_ids)
+
+    def _until_last(self, role: str) -> list[dict[str, str]]:
+        for last in range(len(self.messages) - 1, -1, -1):
+            if self.messages[last]["role"] == role:
+                return self.messages[: last + 1]
+        raise UsageError("nothing was said yet")
+
+    def _answer(self, messages: list[dict[str, str]]) -> Stream:
+        stream = self._stream(self._known.turn(messages))
+        self._before, self.messages = self.messages, messages
+        self._after = None
+        return stream
+
+    def _stream(self, turn: Turn) -> Stream:
+        room = self.most_tokens - len(turn.tokens)
+        if room < 1:
+            raise UsageError(
+                f"the conversation has {len(turn.tokens)} tokens, and the context has room for "
+                f"{self.most_tokens}: /clear begins anew, a larger --ctx-size has room for more"
+            )
+        params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
+        stream = self.engine.stream(turn.tokens, params)
+        self._turn = turn
+        return stream
+
+
+def _said(files: str, text: str) -> dict[str, str]:
+    """What the user said, after the files that were attached to it."""
+    said = {"role": "user", "content": files + text}
+    return said | {_FILES: files} if files else said

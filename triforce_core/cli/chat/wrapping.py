@@ -1,0 +1,93 @@
+"""Text that streams to a terminal, with lines that end between words."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import groupby
+from typing import TextIO
+
+from wcwidth import wcwidth
+
+from triforce_core.requests.stream import Piece
+
+_TAB = 8
+
+
+def columns_of(stream: TextIO | None) -> int | None:
+    """Columns of the terminal that a stream is, None if it is none or does not say."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+class WordWrap:
+    """Breaks lines between words. The last word is held back until it has ended.
+
+    Words that are longer than a line are broken at the margin, wide characters anywhere.
+    """
+
+    def __init__(
+        self, write: Callable[[str], bool], show: Callable[[Piece], str], columns: int
+    ) -> None:
+        """write: takes text, and returns whether it got there. show: a piece in its colour"""
+        self._write = write
+        self._show = show
+        self._columns = columns
+        self._column = 0
+        self._word: list[tuple[str, str]] = []
+        self._word_columns = 0
+        # Characters to be written, each with the origin of its piece.
+        self._ready: list[tuple[str, str]] = []
+
+    def take(self, piece: Piece) -> bool:
+        """Write the words that end in a piece. Return whether the text got there."""
+        for character in piece.text:
+            self._take(character, piece.origin)
+        return self._flush()
+
+    def end(self) -> bool:
+        """Write the last word. Return whether the text got there."""
+        self._end_word()
+        return self._flush()
+
+    def _take(self, character: str, origin: str) -> None:
+        if character.isspace():
+            self._end_word()
+            self._space(character, origin)
+            return
+        columns = max(0, wcwidth(character))
+        if columns > 1 or self._word_columns + columns > self._columns:
+            self._end_word()
+        self._word.append((character, origin))
+        self._word_columns += columns
+        if columns > 1:
+            self._end_word()
+
+    def _space(self, character: str, origin: str) -> None:
+        if character == "\n":
+            self._column = 0
+        elif character == "\t":
+            self._column = min(self._columns, (self._column // _TAB + 1) * _TAB)
+        elif self._column < self._columns:
+            self._column += 1
+        else:
+            # The line ends here anyway.
+            return
+        self._ready.append((character, origin))
+
+    def _end_word(self) -> None:
+        if self._column and self._column + self._word_columns > self._columns:
+            self._ready.append(("\n", self._word[0][1]))
+            self._column = 0
+        self._ready += self._word
+        self._column += self._word_columns
+        self._word, self._word_columns = [], 0
+
+    def _flush(self) -> bool:
+        shown = ""
+        for origin, characters in groupby(self._ready, key=lambda each: each[1]):
+            shown += self._show(Piece("".join(each for each, _ in characters), origin))
+        self._ready.clear()
+        return self._write(shown)

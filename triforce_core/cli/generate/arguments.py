@@ -1,0 +1,339 @@
+"""The arguments of `triforce generate`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from triforce_core.cli.options import (
+    CONTEXT_FLAGS,
+    add_machine_options,
+    add_option,
+    draft_length,
+    new_tokens,
+    seed,
+    tree_nodes,
+)
+from triforce_core.cli.parser import Options, for_experts
+from triforce_core.params import SamplingParams
+from triforce_core.settings import (
+    ACCEPT,
+    DEFAULT_BUDGET,
+    DRAFT_KV,
+    DRAFT_WEIGHTS,
+    METHODS,
+    RETRIEVAL,
+    EngineConfig,
+    MachineSettings,
+    MethodSettings,
+)
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group(required=True)
+    text = "a directory with safetensors, a .gguf file, or a hub id"
+    where.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=text)
+    where.add_argument(
+        "-m", "--model", metavar="MODEL", default=argparse.SUPPRESS, help="same as MODEL"
+    )
+
+
+def add_decoding_arguments(parser: argparse.ArgumentParser) -> Options:
+    """Add how a model is sampled from, how it is decoded, and on what. Return the last group."""
+    group = parser.add_argument_group("sampling")
+    _add_sampling(group)
+    _add_constraints(group)
+    return add_machine_and_method(parser)
+
+
+def add_machine_and_method(parser: argparse.ArgumentParser) -> Options:
+    """Add how a model is decoded, and on what. Return the group of the latter."""
+    group = parser.add_argument_group("drafting")
+    _add_method(group)
+    _add_retrieval(group)
+    group = add_machine_options(parser)
+    add_option(
+        group,
+        EngineConfig,
+        "max_context",
+        "context length in tokens that memory is planned for (default: prompt and new tokens; chat "
+        "and serve: 32768, or the model's positions)",
+        flags=CONTEXT_FLAGS,
+        type=int,
+        metavar="N",
+    )
+    add_option(
+        group,
+        MachineSettings,
+        "gpus",
+        "GPUs that share the model, each with its own link; on cpu, emulated devices",
+        type=int,
+        metavar="N",
+    )
+    return group
+
+
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    _add_input(parser)
+    group = add_decoding_arguments(parser)
+    group.add_argument(
+        "--plan", metavar="FILE", help="run a plan from `triforce plan --save`; flags override it"
+    )
+    add_sequences(group)
+    for_experts(
+        group.add_argument(
+            "--resident-kv-blocks",
+            type=int,
+            metavar="N",
+            help="KV blocks that stay on the device, instead of the plan's",
+        )
+    )
+    _add_output(parser)
+
+
+def _add_input(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("input")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("-p", "--prompt", metavar="TEXT", help="prompt (default: standard input)")
+    source.add_argument(
+        "--prompt-file", metavar="FILE", help="file with the prompt; - for standard input"
+    )
+    source.add_argument(
+        "--messages",
+        metavar="FILE",
+        help="conversation to answer: JSON, a list of messages with role and content",
+    )
+    source.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="many prompts, one a line: text, or JSON with prompt or messages, and id",
+    )
+    add = group.add_argument
+    add("--chat", action="store_true", help="put the prompt into the model's chat template")
+    add("--system", metavar="TEXT", help="system prompt, before the prompt in the chat template")
+    add(
+        "--load-context",
+        metavar="FILE",
+        help="reuse a context from --save-context: of a prompt that begins with its text only the "
+        "rest is prefilled",
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    add = group.add_argument
+    add(
+        "--json",
+        action="store_true",
+        help="print JSON lines: each piece of text with the level that drafted it, then statistics",
+    )
+    add("--stats", metavar="FILE", help="write statistics of the run as JSON")
+    add("--save-context", metavar="FILE", help="write the KV of the text, to go on from it later")
+    add(
+        "--output",
+        metavar="FILE",
+        help="write answers to --prompts-file as JSON lines; prompts that it answers are skipped",
+    )
+    add("--quiet", action="store_true", help="show no progress and no table")
+    add(
+        "--color-levels",
+        action="store_true",
+        help="colour the text by origin: accepted draft, correction, bonus token",
+    )
+    add_option(
+        group,
+        EngineConfig,
+        "trace",
+        "write a timeline for Perfetto or chrome://tracing",
+        expert=True,
+        metavar="FILE",
+    )
+
+
+def add_sequences(parser: Options) -> None:
+    add_option(
+        parser,
+        EngineConfig,
+        "sequences",
+        "sequences that are decoded together; streamed weights cross once a pass for all of them",
+        type=int,
+        metavar="N",
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """A token id and what is added to its logit."""
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 123=-5") from None
+
+
+def _add_sampling(group: Options) -> None:
+    def add(name: str, text: str, **options: Any) -> None:
+        add_option(group, SamplingParams, name, text, **options)
+
+    add(
+        "max_new_tokens",
+        "tokens to generate at most; -1: until the text ends or the context is full; chat: 2048",
+        flags=("-n", "--max-new-tokens"),
+        type=new_tokens,
+        metavar="N",
+    )
+    add("temperature", "0 always takes the most likely token", type=float, metavar="T")
+    add(
+        "top_p",
+        "sample from the smallest set of tokens with this total probability",
+        type=float,
+        metavar="P",
+    )
+    add("top_k", "sample from the K most likely tokens; 0 keeps all", type=int, metavar="K")
+    add(
+        "min_p",
+        "drop tokens less likely than this share of the most likely one; 0 keeps all",
+        type=float,
+        metavar="P",
+    )
+    add(
+        "seed",
+        "seed of the random draws; -1, the default, draws a new seed",
+        flags=("-s", "--seed"),
+        type=seed,
+        metavar="N",
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="TEXT",
+        help="end the text before this string; may be given again",
+    )
+
+
+def _add_constraints(group: Options) -> None:
+    """What changes logits: penalties, biases, grammars."""
+
+    def add(name: str, text: str, **options: Any) -> None:
+        add_option(group, SamplingParams, name, text, **options)
+
+    add(
+        "repeat_penalty",
+        "penalise tokens that already occur in the text; 1 is off",
+        type=float,
+        metavar="F",
+    )
+    add(
+        "presence_penalty",
+        "penalise a token once if it was generated before; 0 is off",
+        expert=True,
+        type=float,
+        metavar="X",
+    )
+    add(
+        "frequency_penalty",
+        "penalise a token for every time it was generated; 0 is off",
+        expert=True,
+        type=float,
+        metavar="X",
+    )
+    add(
+        "logit_bias",
+        "add X to the logit of a token id; may be given again",
+        expert=True,
+        type=_bias,
+        action="append",
+        metavar="TOKEN=X",
+    )
+    add(
+        "grammar",
+        "file with a grammar (llguidance's Lark) that the text must follow",
+        expert=True,
+        metavar="FILE",
+    )
+    add(
+        "json_schema",
+        "file with a JSON schema that the text must follow",
+        expert=True,
+        metavar="FILE",
+    )
+
+
+def _add_method(group: Options) -> None:
+    def add(name: str, text: str, **options: Any) -> None:
+        add_option(group, MethodSettings, name, text, **options)
+
+    add(
+        "method",
+        "triforce: a drafter, the retrieval level, then the target; speculative: a drafter, then "
+        "the target; autoregressive: no drafts",
+        choices=METHODS,
+    )
+    add(
+        "draft",
+        "what drafts: ngram looks tokens up in the text, MODEL is a small model with the same "
+        "vocabulary; auto is ngram",
+        metavar="auto|ngram|none|MODEL",
+    )
+    add(
+        "budget",
+        f"tokens in the retrieval cache (default: {DEFAULT_BUDGET}, or less where memory is short)",
+        type=int,
+        metavar="TOKENS",
+    )
+    add("draft_tokens", "tokens drafted for each pass", type=draft_length, metavar="N")
+    add(
+        "inner_draft_tokens",
+        "tokens drafted for each step of the retrieval level",
+        expert=True,
+        type=draft_length,
+        metavar="N",
+    )
+    add(
+        "tree",
+        "tokens of a tree of drafts, where the drafter proposes straight to the target",
+        expert=True,
+        type=tree_nodes,
+        metavar="auto|off|NODES",
+    )
+    add(
+        "accept",
+        "coupled: a seed gives the same text whatever drafts it; optimal accepts more",
+        expert=True,
+        choices=ACCEPT,
+    )
+
+
+def _add_retrieval(group: Options) -> None:
+    """How the retrieval level reads the target."""
+
+    def add(name: str, text: str, **options: Any) -> None:
+        add_option(group, MethodSettings, name, text, **options)
+
+    add(
+        "chunk_size",
+        "tokens that are retrieved together",
+        expert=True,
+        type=int,
+        metavar="TOKENS",
+    )
+    add(
+        "retrieval",
+        "how chunks are chosen: by their attention mass, or by mean keys",
+        expert=True,
+        choices=RETRIEVAL,
+    )
+    add(
+        "draft_weights",
+        "weights of the retrieval level: exact; int4 copies of all layers; split: the high bits of "
+        "--weights split; auto: exact where resident, int4 copies of layers that stream",
+        expert=True,
+        choices=DRAFT_WEIGHTS,
+    )
+    add(
+        "draft_kv",
+        "numbers in the retrieval cache: exact, int8, or auto: int8 on a GPU",
+        expert=True,
+        choices=DRAFT_KV,
+    )

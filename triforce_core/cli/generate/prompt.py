@@ -1,0 +1,81 @@
+"""The prompt of a command, from its one source."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from functools import partial
+
+from triforce_core.cli.generate.prompts_file import Task, check_messages, read_tasks
+from triforce_core.cli.terminal.reading import read_text
+from triforce_core.model.checkpoints.tokenizer import Tokenizer, check_text
+from triforce_offload.errors import UsageError
+
+
+def tasks_of(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str | None) -> list[Task]:
+    """What is to be answered: a prompt that was read, messages or all prompts of a file.
+
+    Raises UsageError.
+    """
+    if args.prompts_file is not None:
+        to_messages = partial(as_messages, args) if in_template(args) else None
+        return read_tasks(args.prompts_file, tokenizer, to_messages, _system(args))
+    if args.messages is not None:
+        return [Task(0, tokenizer.chat(_system(args) + read_messages(args.messages)), "")]
+    if in_template(args):
+        return [Task(0, tokenizer.chat(as_messages(args, prompt)), "")]
+    return [Task(0, tokenizer.encode(prompt), "")]
+
+
+def in_template(args: argparse.Namespace) -> bool:
+    """Whether a prompt is put into the model's chat template."""
+    return args.chat or args.system is not None
+
+
+def as_messages(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
+    """A prompt as a conversation."""
+    return [*_system(args), {"role": "user", "content": prompt}]
+
+
+def _system(args: argparse.Namespace) -> list[dict[str, str]]:
+    return [{"role": "system", "content": args.system}] if args.system else []
+
+
+def read_messages(path: str) -> list[dict[str, str]]:
+    """A conversation from a JSON file. Raises UsageError."""
+    try:
+        return check_messages(json.loads(read_text(path)))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"cannot read messages from {path}: {error}") from error
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    """The prompt that was given, or a file's, or standard input's. Raises UsageError.
+
+    A byte order mark is no part of a file's or a pipe's text, nor is the newline that ends it.
+    """
+    if args.prompt is not None:
+        prompt = args.prompt
+    elif args.prompt_file not in (None, "-"):
+        try:
+            prompt = read_text(args.prompt_file).removesuffix("\n")
+        except UnicodeDecodeError as error:
+            where = f"{args.prompt_file} is not UTF-8 text (byte {error.start})"
+            raise UsageError(f"the prompt of {where}") from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"cannot read the prompt from {args.prompt_file}: {reason}") from error
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise UsageError("no prompt: give --prompt, --prompt-file or standard input")
+    else:
+        try:
+            prompt = sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
+        except ValueError as error:
+            raise UsageError(f"standard input is no text: {error}") from error
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    check_text(prompt, "prompt")
+    return prompt

@@ -1,0 +1,178 @@
+"""Many prompts from a file, their answers to another, which says what is done already."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from triforce_core.cli.terminal.reading import read_text
+from triforce_core.model.checkpoints.tokenizer import Tokenizer, check_text
+from triforce_offload.errors import OutputError, UsageError
+
+if TYPE_CHECKING:
+    from triforce_core.requests.stream import Completion
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt. index: its line, from 0. name: its "id", if it has one"""
+
+    index: int
+    token_ids: list[int]
+    digest: str
+    name: Any = None
+
+
+def read_tasks(
+    path: str,
+    tokenizer: Tokenizer,
+    to_messages: Callable[[str], list[dict[str, str]]] | None,
+    before: list[dict[str, str]],
+) -> list[Task]:
+    """The prompts of a file, one a line: text, or JSON objects with a "prompt" or "messages", and
+    an "id" if they have one. Empty lines are none.
+
+    to_messages: puts a prompt into a conversation, if it is to be answered in one. before: what
+        messages follow
+    Raises UsageError, naming the line.
+    """
+    try:
+        lines = read_text(path).split("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text (byte {error.start})") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot read prompts from {path}: {reason}") from error
+    tasks = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                tasks.append(_task(len(tasks), line, tokenizer, to_messages, before))
+            except UsageError as error:
+                raise UsageError(f"{path}, line {number}: {error}") from error
+    if not tasks:
+        raise UsageError(f"{path} holds no prompt")
+    return tasks
+
+
+def _task(
+    index: int,
+    line: str,
+    tokenizer: Tokenizer,
+    to_messages: Callable[[str], list[dict[str, str]]] | None,
+    before: list[dict[str, str]],
+) -> Task:
+    digest = hashlib.sha256(line.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    prompt: Any = line
+    name = None
+    if line.lstrip().startswith("{"):
+        try:
+            given = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"begins as JSON and is none: {error}") from error
+        if unknown := sorted(given.keys() - {"prompt", "messages", "id"}):
+            raise UsageError(f'has {unknown[0]!r}; known are "prompt", "messages" and "id"')
+        name, messages = given.get("id"), given.get("messages")
+        if (messages is None) == ("prompt" not in given):
+            raise UsageError('needs either a "prompt" or "messages"')
+        if messages is not None:
+            return Task(index, tokenizer.chat(before + check_messages(messages)), digest, name)
+        prompt = given["prompt"]
+        if not isinstance(prompt, str) or not prompt:
+            raise UsageError('its "prompt" is no text')
+    check_text(prompt, "prompt")
+    ids = tokenizer.chat(to_messages(prompt)) if to_messages else tokenizer.encode(prompt)
+    return Task(index, ids, digest, name)
+
+
+def check_messages(messages: object) -> list[dict[str, str]]:
+    """Messages as JSON has them. Raises UsageError."""
+    if not isinstance(messages, list) or not messages:
+        raise UsageError("messages are a list of at least one")
+    for number, message in enumerate(messages):
+        whole = isinstance(message, dict) and isinstance(message.get("role"), str)
+        if not whole or not isinstance(message.get("content"), str):
+            raise UsageError(f'message {number} needs a "role" and its "content", both texts')
+    return messages
+
+
+# Of an answer's line.
+_BEGINNING = b'{"index": '
+
+
+class Answers:
+    """The file that answers go to, a line each, written through as they come.
+
+    done: indices of the prompts that it has answers to
+    """
+
+    def __init__(self, path: str, tasks: list[Task]) -> None:
+        """Goes on behind what an earlier run wrote of the same prompts; a line that it did not end
+        is written again. Raises UsageError for anything else that the file holds.
+        """
+        self._path = Path(path)
+        self.done: set[int] = set()
+        if self._path.exists() and not self._path.is_file():
+            raise UsageError(f"cannot write the answers to {path}: it is no file")
+        try:
+            held = self._path.read_bytes() if self._path.exists() else b""
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}") from error
+        whole = held[: held.rfind(b"\n") + 1]
+        begun = held[len(whole) :]
+        if begun and not (begun.startswith(_BEGINNING) or _BEGINNING.startswith(begun)):
+            raise UsageError(f"{path} ends in what is no answer: name another --output")
+        for number, line in enumerate(whole.splitlines(), start=1):
+            self.done.add(_answered(path, number, line, tasks))
+        try:
+            self._file = open(self._path, "r+b" if held else "wb")  # noqa: SIM115
+            self._file.truncate(len(whole))
+            self._file.seek(len(whole))
+        except OSError as error:
+            raise UsageError(f"cannot write the answers to {path}: {error.strerror}") from error
+
+    def add(self, task: Task, completion: Completion) -> None:
+        """Raises OutputError."""
+        stats = completion.stats
+        line: dict[str, Any] = {"index": task.index, "of": task.digest}
+        if task.name is not None:
+            line["id"] = task.name
+        line |= {
+            "text": completion.text,
+            "finish_reason": completion.finish_reason,
+            "prompt_tokens": stats["prompt_tokens"],
+            "new_tokens": stats["new_tokens"],
+            "seed": stats["seed"],
+            "seconds_per_token": stats["seconds_per_token"],
+        }
+        try:
+            self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            reason = error.strerror or error
+            raise OutputError(f"cannot write the answers to {self._path}: {reason}") from error
+        self.done.add(task.index)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _answered(path: str, number: int, line: bytes, tasks: list[Task]) -> int:
+    """The index of a prompt that a line of an earlier run answers. Raises UsageError."""
+    try:
+        answer = json.loads(line)
+        index, digest = answer["index"], answer["of"]
+        known = tasks[index].digest if type(index) is int and index >= 0 else None
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+        known, digest = None, ""
+    if known != digest:
+        raise UsageError(
+            f"{path}, line {number}, is no answer to these prompts: name another --output"
+        )
+    return index

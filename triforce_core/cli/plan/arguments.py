@@ -1,0 +1,179 @@
+"""The arguments of `triforce plan`: every variable of a plan is a flag."""
+
+from __future__ import annotations
+
+import argparse
+
+from triforce_core.cli.options import CONTEXT_FLAGS, add_explained_options
+from triforce_core.cli.parser import for_experts
+from triforce_core.model.known.mixes import NAMES
+from triforce_core.model.known.shapes import SHAPES
+from triforce_core.params import SamplingParams
+from triforce_core.plan.simulation.acceptance_curve import (
+    DEFAULT_ACCEPTANCE,
+    MODEL_ACCEPTANCE,
+    NGRAM_ACCEPTANCE,
+)
+from triforce_core.settings import (
+    AUTO,
+    DEFAULT_BUDGET,
+    DRAFT_KV,
+    DRAFT_WEIGHTS,
+    KV_FORMATS,
+    METHODS,
+    WEIGHTS,
+)
+from triforce_offload.machine.profiles import RESERVED_BYTES
+from triforce_offload.units import format_bytes
+from triforce_offload.weights.formats import DTYPES
+
+SWEEPS = ("context", "gpus", "link")
+DEFAULT_CONTEXT = 131072
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"{', '.join(SHAPES)}, quantised as in qwen3-32b:Q4_K_M ({', '.join(NAMES)}), a "
+        "hub id of these, a config.json, or a .gguf file",
+    )
+    _add_text(parser)
+    _add_hardware(parser)
+    _add_drafting(parser)
+    _add_placement(parser)
+    _add_output(parser)
+    add_explained_options(parser)
+
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("text").add_argument
+    add(
+        *CONTEXT_FLAGS,
+        dest="context",
+        type=int,
+        metavar="N",
+        help=f"prompt and new tokens (default: {DEFAULT_CONTEXT}, or the model's positions)",
+    )
+    add(
+        "--new-tokens",
+        type=int,
+        default=SamplingParams.max_new_tokens,
+        metavar="N",
+        help="tokens of the context that are generated",
+    )
+    add(
+        "--acceptance",
+        type=float,
+        metavar="A",
+        help="share of draft tokens that the target accepts, with --budget or "
+        f"{DEFAULT_BUDGET} tokens (default: {DEFAULT_ACCEPTANCE}, assumed)",
+    )
+    add(
+        "--inner-acceptance",
+        type=float,
+        metavar="A",
+        help=f"share of the drafter's tokens that are accepted (default: {NGRAM_ACCEPTANCE} for "
+        f"n-grams, {MODEL_ACCEPTANCE} for a small model, assumed)",
+    )
+    add("--stats", metavar="FILE", help="take the acceptance from a run's `generate --stats`")
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("hardware").add_argument
+    add("--gpu", metavar="NAME", help="a card by its name (default: this machine, measured)")
+    add("--gpus", type=int, choices=range(1, 9), help="number of cards (default: 1, or the plan's)")
+    add(
+        "--device-memory",
+        metavar="SIZE",
+        help=f"memory of each card (default: all but {format_bytes(RESERVED_BYTES)})",
+    )
+    add("--host-memory", metavar="SIZE", help="refuse plans that need more (default: no limit)")
+    add(
+        "--link",
+        metavar="pcie4x8",
+        help="slot of the card, if narrower than its own; of each card: pcie4x16,pcie4x4",
+    )
+    for_experts(add("--link-bandwidth", metavar="RATE", help="rate of each link, such as 25.4GB/s"))
+    for_experts(
+        add("--host-bandwidth", metavar="RATE", help="rate of host memory, which all links share")
+    )
+    add(
+        "--disk-bandwidth",
+        metavar="RATE",
+        help="rate of the disk; layers that host memory cannot hold are read from it in each pass",
+    )
+
+
+def _add_drafting(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("drafting").add_argument
+    add("--method", choices=METHODS, help="method to plan (default: the faster of the first two)")
+    add("--draft", metavar="ngram|none|MODEL", help="drafter (default: n-grams)")
+    add("--budget", type=int, metavar="TOKENS", help="tokens in the retrieval cache")
+    add("--draft-tokens", type=int, metavar="N", help="tokens drafted for each pass")
+    add(
+        "--inner-draft-tokens", type=int, metavar="N", help="tokens drafted for each retrieval step"
+    )
+    for_experts(
+        add(
+            "--draft-weights",
+            choices=DRAFT_WEIGHTS,
+            help="weights of the retrieval level: exact; int4 copies of all layers; split: the "
+            "high bits of split weights; auto: int4 copies of layers that stream, or the faster",
+        )
+    )
+    for_experts(
+        add(
+            "--draft-kv",
+            choices=DRAFT_KV,
+            help="numbers in the retrieval cache: exact, int8, or auto: int8 on a GPU",
+        )
+    )
+
+
+def _add_placement(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("placement").add_argument
+    add(
+        "--dtype",
+        default="float16",
+        choices=list(DTYPES),
+        help="number type of weights and KV; float32 on the emulated device",
+    )
+    add(
+        "--weights",
+        default=AUTO,
+        choices=WEIGHTS,
+        help="how weights are stored: dense in --dtype; stored: the model's quantised numbers; "
+        "split: bfloat16 in 12 bits, without loss; auto: stored if quantised, else the faster",
+    )
+    add(
+        "--kv",
+        default=AUTO,
+        choices=KV_FORMATS,
+        help="how KV is stored: dense in --dtype; split: bfloat16 in 12 bits, without loss; auto: "
+        "the faster",
+    )
+    add("--resident-kv", metavar="N|Nlayers", help="KV blocks, or layers, that stay on the device")
+    add(
+        "--plan",
+        metavar="FILE",
+        help="start from a saved plan; flags change it, and what is auto is chosen",
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    add("--save", metavar="FILE", help="write the plan, for `generate --plan`")
+    add("--json", action="store_true", help="print all figures as JSON")
+    add("--compare", choices=METHODS, help="show the best plan of another method beside it")
+    add(
+        "--sweep", choices=list(SWEEPS), help="plan for several contexts, GPUs or links, a row each"
+    )
+    add("--plot", metavar="FILE.png", help="draw seconds per token over context lengths")
+    for_experts(
+        add(
+            "--trace",
+            metavar="FILE",
+            help="write the simulated timeline of a round, for Perfetto",
+        )
+    )

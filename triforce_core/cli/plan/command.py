@@ -1,0 +1,253 @@
+"""`triforce plan`: from arguments to a plan, its predicted figures and how they were found."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from triforce_core.cli.plan.arguments import DEFAULT_CONTEXT
+from triforce_core.cli.plan.plot import check as check_plot
+from triforce_core.cli.plan.plot import plot
+from triforce_core.cli.plan.report import print_plan, print_sweep
+from triforce_core.cli.terminal.output import say
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.known.shapes import read_model, read_shape
+from triforce_core.model.tensors import kv_shape, matrices
+from triforce_core.plan.plan import Plan
+from triforce_core.plan.simulation.acceptance_curve import MODEL_ACCEPTANCE, AcceptanceCurve
+from triforce_core.plan.simulation.candidates import Candidate
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.prediction import case_dict, predict
+from triforce_core.plan.simulation.search import choose
+from triforce_core.plan.simulation.sweep import sweep
+from triforce_core.plan.simulation.trace import trace_of
+from triforce_core.plan.sizes import choose_block_tokens
+from triforce_core.settings import (
+    AUTO,
+    DEFAULT_BUDGET,
+    DENSE,
+    MOST_DRAFT_TOKENS,
+    NGRAM,
+    NO_DRAFTER,
+    SPLIT,
+    STORED,
+    MethodSettings,
+)
+from triforce_offload.errors import UsageError
+from triforce_offload.files import Output, check_outputs
+from triforce_offload.kv.sizes import COPY_BYTES
+from triforce_offload.link.trace import write_spans
+from triforce_offload.machine.profiles import Hardware, gpu_names, named, with_link
+from triforce_offload.units import parse_bandwidth, parse_bytes
+from triforce_offload.weights.formats import DTYPES
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Plans and prints. Returns the exit code. Raises UsageError, DoesNotFitError and more."""
+    given = {"plot": args.plot, "trace": args.trace, "plan": args.save}
+    read = [path for path in (args.stats, args.model, args.draft) if path and Path(path).exists()]
+    check_outputs((Output(path, what) for what, path in given.items() if path), read)
+    if args.plot:
+        check_plot()
+    case = _case(args)
+    if args.sweep or args.plot:
+        return _sweep(args, case)
+    chosen = _of_file(args, case) if args.plan else choose(case)
+    prediction = predict(chosen)
+    compared = None
+    if args.compare:
+        compared = predict(choose(replace(chosen.case, fixed={"method": args.compare})))
+    if args.save:
+        made = chosen.plan.named(args.model, case.config, case.hardware.name)
+        replace(made, predicted=prediction.as_dict()).write(args.save)
+    if args.trace:
+        write_spans([trace_of(chosen)], Path(args.trace), {"simulated": True, "model": args.model})
+    if args.json:
+        whole = case_dict(case, args.model) | prediction.as_dict()
+        whole["plan"] = chosen.plan.as_dict()
+        if compared:
+            whole["compared"] = compared.as_dict()
+            whole["speed_up"] = compared.seconds_per_token / prediction.seconds_per_token
+        print(json.dumps(whole, indent=2))
+    else:
+        print_plan(chosen.case, args.model, prediction, chosen, compared, args.save)
+    return 0
+
+
+def _case(args: argparse.Namespace) -> Case:
+    """What is planned for, from the arguments and from the plan that was given."""
+    shape = read_model(args.model)
+    config = shape.config
+    if args.weights == STORED and shape.pieces is None:
+        raise UsageError(f"weights are kept as stored if they are quantised; {args.model} is not")
+    dtype = DTYPES[args.dtype]
+    planned = Plan.read(args.plan) if args.plan else None
+    if planned:
+        # Of another device it may be looked at: that is what planning is for.
+        planned.check(args.model, config, (planned.made_for or {}).get("device", ""))
+    context = args.context
+    if context is None:
+        context = planned.context_tokens if planned else min(DEFAULT_CONTEXT, config.positions)
+    draft = args.draft if args.draft is not None else planned.method.draft if planned else AUTO
+    draft_config = _draft_config(draft)
+    method = planned.method if planned else MethodSettings()
+    asked = {"draft_weights": args.draft_weights, "draft_kv": args.draft_kv}
+    method = replace(method, **{name: value for name, value in asked.items() if value})
+    weights = planned.weights if args.weights == AUTO and planned else args.weights
+    kv = planned.kv if args.kv == AUTO and planned else args.kv
+    case = Case(
+        config=config,
+        hardware=_hardware(args, config, dtype.itemsize, planned.gpus if planned else 1),
+        context=context,
+        new_tokens=args.new_tokens,
+        dtype=dtype,
+        curve=_curve(args, draft_config, context - args.new_tokens // 2),
+        draft=draft,
+        draft_config=draft_config,
+        pieces=None if weights in (DENSE, SPLIT) else shape.pieces,
+        split=weights == SPLIT,
+        split_kv=kv == SPLIT,
+        auto=frozenset(n for n, kept in (("weights", weights), ("kv", kv)) if kept == AUTO),
+        method=method,
+    )
+    if case.hardware.emulated:
+        case = replace(case, dtype=DTYPES["float32"], block_bytes=COPY_BYTES)
+    case.check()
+    fixed = _fixed(args)
+    case = replace(case, fixed=fixed)
+    if args.resident_kv is not None:
+        tokens = planned.block_tokens if planned else _block_tokens(case)
+        fixed["resident_kv_blocks"] = _resident_blocks(args.resident_kv, context // tokens)
+    return case
+
+
+def _draft_config(draft: str | Path) -> ModelConfig | None:
+    """Return the shape of the draft model, None if there is none. Raises UsageError."""
+    if draft in (AUTO, NGRAM, NO_DRAFTER):
+        return None
+    if ":" in str(draft) and read_model(str(draft)).pieces:
+        raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
+    return read_shape(draft)
+
+
+def _fixed(args: argparse.Namespace) -> dict[str, object]:
+    """Return what flags set of a plan. Raises UsageError."""
+    fixed: dict[str, object] = {}
+    for name, least, most in (
+        ("draft_tokens", 1, MOST_DRAFT_TOKENS),
+        ("inner_draft_tokens", 1, MOST_DRAFT_TOKENS),
+        ("budget", 2 * MethodSettings.chunk_size, 1 << 30),
+    ):
+        value = getattr(args, name)
+        if value is None:
+            continue
+        if not least <= value <= most:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} must be {least} to {most}, got {value}")
+        fixed[name] = value
+    if args.method:
+        fixed["method"] = args.method
+    return fixed
+
+
+def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus: int) -> Hardware:
+    """gpus: how many there are if nobody says."""
+    if args.gpu is None:
+        from triforce_offload.machine.probe import this_machine
+
+        hardware = this_machine(args.link_bandwidth, gpu_names(), matrices(config))
+    else:
+        hardware = named(args.gpu, itemsize)
+        if args.link_bandwidth:
+            rate = parse_bandwidth(args.link_bandwidth)
+            hardware = replace(hardware, link_bytes_per_second=rate)
+    if args.link:
+        if args.link_bandwidth:
+            raise UsageError("--link and --link-bandwidth both set the link; give one of them")
+        hardware = with_link(hardware, args.link)
+    count = args.gpus or gpus
+    if len(hardware.other_links) not in (0, count - 1) and args.link:
+        slots = 1 + len(hardware.other_links)
+        raise UsageError(f"--link names {slots} slots, and the plan is for {count} GPUs")
+    changed: dict[str, object] = {"gpus": count}
+    if hardware.emulated:
+        # They share the host's memory.
+        changed["memory_bytes"] = hardware.memory_bytes // count
+    if args.device_memory:
+        changed["memory_bytes"] = parse_bytes(args.device_memory)
+    if args.host_memory:
+        changed["host_memory_bytes"] = parse_bytes(args.host_memory)
+    if args.host_bandwidth:
+        changed["host_bytes_per_second"] = parse_bandwidth(args.host_bandwidth)
+    if args.disk_bandwidth:
+        changed["disk_bytes_per_second"] = parse_bandwidth(args.disk_bandwidth)
+    return replace(hardware, **changed)
+
+
+def _curve(
+    args: argparse.Namespace, draft_config: ModelConfig | None, context: int
+) -> AcceptanceCurve:
+    """What was given, else what a run measured, else the defaults. context: tokens of the text"""
+    curve = AcceptanceCurve()
+    if args.stats:
+        # Taken to hold for the text that is planned for, however long the measured one was.
+        curve = replace(AcceptanceCurve.measured(args.stats), context=context)
+    if draft_config is not None and not args.stats:
+        curve = replace(curve, inner=MODEL_ACCEPTANCE)
+    if args.acceptance is not None:
+        # What was given holds for the budget named with it, or else for the engine's default.
+        budget = args.budget if args.budget else DEFAULT_BUDGET
+        curve = replace(curve, outer=args.acceptance, budget=budget, context=context, assumed=False)
+    if args.inner_acceptance is not None:
+        curve = replace(curve, inner=args.inner_acceptance, assumed=False)
+    return curve
+
+
+def _block_tokens(case: Case) -> int:
+    token_bytes = kv_shape(case.rank, 1, case.dtype).token_bytes
+    return choose_block_tokens(token_bytes, case.context, case.block_bytes)
+
+
+def _resident_blocks(text: str, layer_blocks: int) -> int:
+    """`--resident-kv`: a number of blocks, or of whole layers as in 9layers. Raises UsageError.
+
+    layer_blocks: of a whole layer
+    """
+    digits = text.removesuffix("layers")
+    if not digits.isdigit():
+        raise UsageError(f"--resident-kv takes blocks, or layers like 9layers, got {text!r}")
+    if digits == text:
+        return int(digits)
+    return int(digits) * layer_blocks
+
+
+def _of_file(args: argparse.Namespace, case: Case) -> Candidate:
+    """The plan of a file, with what flags say instead."""
+    planned = Plan.read(args.plan)
+    fixed: dict[str, object] = asdict(planned.placement) | {
+        "method": planned.method.method,
+        "block_tokens": planned.block_tokens,
+    }
+    if planned.budget:
+        fixed["budget"] = planned.budget
+    for name in ("draft_tokens", "inner_draft_tokens"):
+        if (length := getattr(planned.method, name)) != AUTO:
+            fixed[name] = length
+    if "resident_kv_blocks" in case.fixed:
+        del fixed["reclaimed_kv_blocks"]
+    return choose(replace(case, fixed=fixed | case.fixed))
+
+
+def _sweep(args: argparse.Namespace, case: Case) -> int:
+    kind = args.sweep or "context"
+    rows = sweep(case, kind)
+    if args.plot:
+        plot(rows, kind, args.model, Path(args.plot))
+        say(f"written to {args.plot}")
+    if args.json:
+        print(json.dumps(case_dict(case, args.model) | {"sweep": kind, "rows": rows}, indent=2))
+    else:
+        print_sweep(case, args.model, kind, rows)
+    return 0

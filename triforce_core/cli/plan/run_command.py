@@ -1,0 +1,49 @@
+"""The command that runs a plan."""
+
+from __future__ import annotations
+
+import shlex
+
+from triforce_core.model.known.hub_ids import hub_id_of
+from triforce_core.plan.simulation.candidates import Candidate
+from triforce_core.settings import AUTO, MethodSettings
+
+
+def run_command(chosen: Candidate, model: str, saved: str | None) -> str:
+    """`triforce generate` with the flags that give the plan on the machine it was made for.
+
+    model: as the user named it; of a known shape a hub id takes its place
+    saved: the file that holds the plan, if it was saved
+    """
+    name = hub_id_of(model.partition(":")[0]) or model
+    if ":" in model:
+        name = "MODEL.gguf"
+    words = ["triforce", "generate", name]
+    if saved:
+        return shlex.join([*words, "--plan", saved])
+    case, plan = chosen.case, chosen.plan
+    flags: dict[str, object] = {"--context": case.context, "--dtype": case.dtype.name}
+    if plan.gpus > 1:
+        flags["--gpus"] = plan.gpus
+    if case.pieces is None:
+        flags["--weights"] = plan.weights
+    flags["--kv"] = plan.kv
+    flags |= _method_flags(plan.method, budget=plan.budget)
+    for flag, value in flags.items():
+        words += [flag, str(value)]
+    return shlex.join(words)
+
+
+def _method_flags(method: MethodSettings, budget: int) -> dict[str, object]:
+    flags: dict[str, object] = {"--method": method.method}
+    if not method.drafts:
+        return flags
+    values = {
+        "--draft": method.draft,
+        "--draft-tokens": method.draft_tokens,
+        "--inner-draft-tokens": method.inner_draft_tokens,
+        "--draft-weights": method.draft_weights,
+        "--draft-kv": method.draft_kv,
+    }
+    flags |= {flag: value for flag, value in values.items() if str(value) != AUTO}
+    return flags | ({"--budget": budget} if budget else {})

@@ -1,0 +1,45 @@
+"""The arguments of `triforce serve`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from triforce_core.cli.generate.arguments import (
+    add_machine_and_method,
+    add_model_argument,
+    add_sequences,
+)
+from triforce_core.cli.options import add_option
+from triforce_core.server.settings import ServerSettings
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    group = parser.add_argument_group("server")
+
+    def add(name: str, text: str, **options: Any) -> None:
+        add_option(group, ServerSettings, name, text, **options)
+
+    add("host", "address to listen on; one that others reach needs a key", metavar="ADDRESS")
+    add("port", "port to listen on", type=int, metavar="N")
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="key that clients must send (default: TRIFORCE_API_KEY, or none)",
+    )
+    group.add_argument(
+        "--name", metavar="NAME", help="name of the model for clients (default: its file's)"
+    )
+    add_sequences(group)
+    add("queue", "requests that may wait", type=int, metavar="N")
+    add(
+        "contexts",
+        "conversations whose KV waits in host memory while another is served",
+        type=int,
+        metavar="N",
+    )
+    add("max_body", "largest request, such as 32MiB", expert=True, metavar="SIZE")
+    group.add_argument("--log-requests", action="store_true", help="log a line for each request")
+    group.add_argument("--quiet", action="store_true", help="log only warnings")
+    add_machine_and_method(parser)

@@ -1,0 +1,138 @@
+"""`triforce serve`: one model behind an OpenAI-compatible interface, and a page to talk to it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from triforce_core.cli.chat.command import DEFAULT_CONTEXT
+from triforce_core.cli.options import engine_config, given
+from triforce_core.cli.ranks import followed, of_world
+from triforce_core.cli.terminal.leaving import leave
+from triforce_core.cli.terminal.output import JSON_LOGGING, logs_json, say
+from triforce_core.loading.open_model import OpenModel
+from triforce_core.settings import EngineConfig
+from triforce_offload.errors import UsageError
+
+if TYPE_CHECKING:
+    from uvicorn import Config
+
+    from triforce_core.server.worker import Worker
+
+KEY_VARIABLE = "TRIFORCE_API_KEY"
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serves until a signal ends it. Returns the exit code.
+
+    Raises what the engine does not outlive.
+    """
+    if (code := followed(quiet=args.quiet)) is not None:
+        return code
+    try:
+        from uvicorn.config import LOGGING_CONFIG
+
+        from triforce_core.server.app import make_app
+        from triforce_core.server.connections import uvicorn_config
+        from triforce_core.server.metrics import Metrics
+        from triforce_core.server.settings import ServerSettings
+        from triforce_core.server.worker import Worker
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"the server needs the package {error.name}: pip install 'triforce-offload[server]'"
+        ) from error
+    model = _open(args.model)
+    named = {"name": args.name or Path(str(args.model).rstrip("/")).name}
+    key = args.api_key or os.environ.get(KEY_VARIABLE)
+    settings = ServerSettings(**{**given(args, ServerSettings), **named, "api_key": key})
+    config = _config(args, model)
+
+    def load(progress: Callable[[str, int, int], None]) -> object:
+        from triforce_core.engine import Engine
+
+        try:
+            engine = Engine.from_pretrained(model, config, progress=progress)
+        finally:
+            model.close()
+        if not args.quiet and worker.state == "loading":
+            say(f"plan: {engine.plan_line}")
+            say(f"ready: http://{settings.host}:{settings.port}/ and /v1")
+        return engine
+
+    metrics = Metrics()
+    worker = Worker(load, settings.queue, settings.contexts, metrics.served)
+    run(
+        worker,
+        uvicorn_config(
+            make_app(worker, settings, metrics),
+            settings.host,
+            settings.port,
+            log_level="warning" if args.quiet else "info",
+            access_log=args.log_requests,
+            log_config=JSON_LOGGING if logs_json() else LOGGING_CONFIG,
+            timeout_graceful_shutdown=10,
+            server_header=False,
+        ),
+    )
+    return 0
+
+
+def run(worker: Worker, config: Config) -> None:
+    """Serve until a signal comes or the worker fails. Raises the worker's error."""
+    from uvicorn import Server
+
+    class Stoppable(Server):
+        def handle_exit(self, number: int, frame: FrameType | None) -> None:
+            # What loads, or a second signal, waits for nothing.
+            if worker.state in ("loading", "closed"):
+                leave(number)
+            worker.stop()
+            super().handle_exit(number, frame)
+
+    server = Stoppable(config)
+
+    def failed() -> None:
+        server.should_exit = True
+
+    worker.failed = failed
+    with listening(config.host, config.port) as door:
+        server.run([door])
+    if worker.error is not None:
+        raise worker.error
+
+
+def _open(name: str) -> OpenModel:
+    """Open a model that has a tokenizer. Raises UsageError."""
+    model = OpenModel.at(name)
+    if model.tokenizer is None:
+        model.close()
+        raise UsageError(f"{model.checkpoint.path} has no tokenizer")
+    return model
+
+
+def _config(args: argparse.Namespace, model: OpenModel) -> EngineConfig:
+    config = of_world(engine_config(args, None))
+    if config.max_context is not None:
+        return config
+    positions = model.checkpoint.config.positions
+    return replace(config, max_context=min(positions, DEFAULT_CONTEXT))
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that listens, before anything is loaded. Raises UsageError."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.create_server(address[:2], family=family, reuse_port=False)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(f"cannot listen on {host}:{port}: {reason}") from error
+    with made:
+        yield made

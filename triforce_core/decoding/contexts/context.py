@@ -1,0 +1,247 @@
+"""A context: a sequence's tokens, their KV, and what drafts over them. It outlives requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+
+import torch
+
+from triforce_core.decoding.contexts import calls
+from triforce_core.decoding.contexts.checksum import Checksum
+from triforce_core.decoding.contexts.kv_parts import Interrupted
+from triforce_core.decoding.contexts.models import Models
+from triforce_core.decoding.contexts.text import Text
+from triforce_core.decoding.decoder import Ask, Prefilled
+from triforce_core.decoding.drafters.draft_levels import DraftLevels
+from triforce_core.plan.sizes import PREFILL_CHUNK
+from triforce_offload.errors import RankError
+from triforce_offload.feed import Feed
+from triforce_offload.kv.sequence import PassCounters
+from triforce_offload.kv.sizes import SCORED_TOKENS
+from triforce_offload.link.link import LinkCounters
+
+
+class Context:
+    """A sequence: its tokens, their KV, and the levels that draft for it.
+
+    `prefill` makes a prompt the text and reuses the longest prefix that both share. Passes
+    (`run_pass`) follow, and decoders commit the new tokens to `text`; KV is kept of all but the
+    last of them. Where several ranks share the model each has such a context, and the first tells
+    the others each call before it makes it.
+
+    sequence: the KV. levels: what drafts
+    link_when_prefilled, passes_when_prefilled: counters at the end of the last prefill
+    logits: of the last pass, [rows, vocab] float32, if tells_logits
+    tell: tells the other ranks
+    """
+
+    def __init__(self, models: Models) -> None:
+        """Raises DoesNotFitError."""
+        models.ranks.tell(calls.Open())
+        self.model = models.target
+        self.trace = models.runtime.trace
+        self.text = Text([])
+        self.logits: torch.Tensor | None = None
+        self.tells_logits = False
+        self.tell = calls.Teller(models.ranks, lambda: self.checksum)
+        self.models = models
+        self._checksum = Checksum()
+        self._rotated_alike = True
+        self.link_when_prefilled, self.passes_when_prefilled = LinkCounters(), PassCounters()
+        with ExitStack() as stack:
+            self.sequence = models.runtime.sequence()
+            stack.callback(self.sequence.close)
+            self.sequence.reclaim(models.freed_bytes)
+            self.levels = DraftLevels(models, self.sequence, self.tell)
+            stack.callback(self.levels.close)
+            self._resources = stack.pop_all()
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV is kept."""
+        return self.sequence.length
+
+    @property
+    def checksum(self) -> int:
+        """Of the tokens whose KV is kept."""
+        return self._checksum.of(self.text.tokens, self.length)
+
+    def shared(self, tokens: Sequence[int]) -> int:
+        """Count the tokens of a prompt whose KV can be reused. Its last token is always prefilled,
+        because the next one is drawn from its logits.
+        """
+        if not (self._rotated_alike and self.model.rope.reads_alike(len(tokens))):
+            return 0
+        most = min(self.length, len(tokens) - 1)
+        known = self.text.tokens
+        return next((i for i in range(most) if known[i] != tokens[i]), most)
+
+    @torch.inference_mode()
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        new_tokens: int,
+        each_layer: Callable[[int], None],
+        *,
+        reuse: bool = True,
+    ) -> Prefilled:
+        """Make `tokens` the text: reuse the KV of the prefix that it shares with the text so far,
+        and compute the rest layer by layer.
+
+        new_tokens: the most that will follow. each_layer: called after each layer with its index;
+        it may raise Interrupted, which leaves the reused prefix. reuse: False reuses nothing
+        Raises DoesNotFitError or LinkError; the context is of no use then.
+        """
+        kept = self.shared(tokens) if reuse else 0
+        self.tell(calls.Prefill(list(tokens), kept, new_tokens))
+        return self.prefill_from(tokens, kept, new_tokens, self.tell.after_each_layer(each_layer))
+
+    def prefill_from(
+        self,
+        tokens: Sequence[int],
+        kept: int,
+        new_tokens: int,
+        each_layer: Callable[[int], None],
+    ) -> Prefilled:
+        """See `prefill`, which tells the other ranks. The first `kept` tokens are reused."""
+        self.reset(kept, len(tokens), new_tokens)
+        feed = Feed.text(torch.tensor(tokens[kept:]), kept, self.model.device)
+        try:
+            # A few tokens are a pass like any other, and leave KV in the reclaimed workspace.
+            short = kept and feed.rows <= self.sequence.kv.max_pass_tokens
+            last = self._pass(feed, each_layer) if short else self._prefill(feed, each_layer)
+        except Interrupted:
+            self.roll_back(kept)
+            raise
+        self.text = Text(list(tokens))
+        self.link_when_prefilled = self.models.runtime.link.counters()
+        self.passes_when_prefilled = self.sequence.counters
+        logits = self.model.logits(last)
+        self.note(logits)
+        scored = feed.rows if short else min(feed.rows, SCORED_TOKENS)
+        return Prefilled(logits, kept, scored)
+
+    def reset(self, kept: int, tokens: int, new_tokens: int) -> None:
+        """Roll back to the first `kept` tokens, and make ready for a text of `tokens` tokens that
+        `new_tokens` at most will follow. Raises LinkError.
+        """
+        self.roll_back(kept)
+        self._rotated_alike = self.model.rope.reads_alike(tokens)
+        self.sequence.kv.expect(tokens + new_tokens)
+        self.levels.begin()
+
+    def roll_back(self, tokens: int) -> None:
+        """Forget all but the first `tokens` tokens of the text. Raises LinkError."""
+        self.sequence.roll_back(tokens)
+        self.levels.roll_back(tokens)
+        self.text = Text(self.text.tokens[:tokens])
+        self._checksum = Checksum()
+
+    def retry_from(self, kept: int) -> None:
+        """After a pass or a prefill that failed: keep the KV of the first `kept` tokens, and let
+        whatever drafts begin anew. The text, which may be one token ahead, stays. Raises LinkError.
+        """
+        self.sequence.roll_back(kept)
+        self.levels.roll_back(0)
+        # Its counts may be incomplete.
+        self.text.seen = None
+
+    @torch.inference_mode()
+    def refresh(self, scored: int) -> None:
+        """Choose the chunks of the retrieval cache by the last `scored` tokens of the text. Before
+        the copies of the next pass begin: chunks would wait behind them. Raises LinkError.
+        """
+        self.tell(calls.Refresh(scored))
+        self.levels.refresh(scored)
+
+    def join(self, ask: Ask) -> Feed:
+        """Take part in a pass that is about to run. Return this context's rows of it."""
+        self.tell(calls.RunPass(ask.tokens, ask.parents, ask.is_kept, ask.more))
+        self.logits = None
+        self.levels.expect(ask.tokens.shape[0])
+        start, device = self.length, self.model.device
+        if ask.parents is None:
+            return Feed.text(ask.tokens, start, device)
+        return Feed.tree(ask.tokens, start, ask.parents, device)
+
+    def run(self, ask: Ask) -> torch.Tensor:
+        """Run a pass over this context alone. See `run_pass`."""
+        return run_pass([self], [ask])[0]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep a path of the rows of the last pass, and forget the others."""
+        self.tell(calls.Keep(list(rows)))
+        self.sequence.keep(rows)
+
+    def note(self, logits: torch.Tensor) -> None:
+        """Keep the logits of a forward, if somebody asks for them later."""
+        self.logits = logits if self.tells_logits else None
+
+    def end(self) -> None:
+        """Drop a pass that was begun, because none follows for now."""
+        self.tell(calls.End())
+        self.models.runtime.passes.end()
+
+    def reclaim(self) -> None:
+        """Use the memory of dropped levels for KV, once nothing refers to them."""
+        self.tell(calls.Lend())
+        self.sequence.reclaim(self.models.freed_bytes)
+
+    def check_ranks(self) -> None:
+        """Raise RankError if a rank was lost. Call it when the host has what the ranks computed,
+        before it is used.
+        """
+        self.models.ranks.check()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        # Ranks that are lost need not be told.
+        with suppress(RankError):
+            self.tell(calls.Close())
+        self._resources.close()
+
+    def _pass(self, feed: Feed, each_layer: Callable[[int], None]) -> torch.Tensor:
+        """Prefill by a pass. Return the last row's hidden state, [1, hidden]."""
+        passes, sequences = self.models.runtime.passes, [self.sequence]
+        passes.begin(sequences)
+        hidden = self.model.forward(
+            feed, passes.weights, passes.cache(sequences), each_layer=each_layer
+        )
+        self.sequence.keep(range(feed.rows))
+        return hidden[-1:]
+
+    def _prefill(self, feed: Feed, each_layer: Callable[[int], None]) -> torch.Tensor:
+        """Return a copy of the last row's hidden state, [1, hidden]: the others' memory is
+        reclaimed next.
+        """
+        weights = self.models.runtime.passes.weights
+        with self.sequence.prefill(feed.rows) as cache:
+            hidden = self.model.forward(
+                feed, weights, cache, chunk=PREFILL_CHUNK, each_layer=each_layer
+            )
+            return hidden[-1:].clone()
+
+
+@torch.inference_mode()
+def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Tensor]:
+    """Run one pass of the full model over what each context asks for.
+
+    Returns float32 logits after the rows of each, [rows, vocab]. Raises LinkError.
+    """
+    model, passes = contexts[0].model, contexts[0].models.runtime.passes
+    sequences = [context.sequence for context in contexts]
+    feeds = [context.join(ask) for context, ask in zip(contexts, asks, strict=True)]
+    passes.begin(sequences)
+    feed = Feed.side_by_side(feeds)
+    hidden = model.forward(feed, passes.weights, passes.cache(sequences))
+    for sequence, ask in zip(sequences, asks, strict=True):
+        if ask.is_kept:
+            sequence.keep([0])
+    if all(ask.is_kept and ask.more for ask in asks):
+        # The next pass's copies run while the head and the draws compute.
+        passes.begin(sequences)
+    logits = list(model.logits(hidden).split([own.rows for own in feeds]))
+    for context, own in zip(contexts, logits, strict=True):
+        context.note(own)
+    return logits

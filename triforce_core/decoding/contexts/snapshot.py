@@ -1,0 +1,103 @@
+"""What a context has computed, on the host: its tokens, its KV, the scores of its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from triforce_core.decoding.contexts import calls
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.text import Text
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """tokens: whose KV it has. layers: how many
+
+    layer_kv: of a layer, [2, kv_heads, tokens, head_dim] on the host. scores: mass of each chunk
+    so far, [layers, kv_heads, chunks] float32 on the host; None where nothing is retrieved.
+    scored_by: how, and how large chunks are. about: what else was kept with it
+    """
+
+    tokens: list[int]
+    layers: int
+    layer_kv: Callable[[int], torch.Tensor]
+    scores: torch.Tensor | None = None
+    scored_by: str = ""
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    def has_scores(self, by: str, chunk_size: int) -> bool:
+        """Return whether there is a score for every chunk of `chunk_size` tokens. by: see
+        scored_by.
+        """
+        if self.scores is None or self.scored_by != by:
+            return False
+        return self.scores.shape[2] == len(self.tokens) // chunk_size
+
+    def copied(self) -> Snapshot:
+        """Return a snapshot that holds all layers now. Raises LinkError or RankError."""
+        layers = [self.layer_kv(layer) for layer in range(self.layers)]
+        return replace(self, layer_kv=layers.__getitem__)
+
+
+def snapshot_of(context: Context) -> Snapshot:
+    """Return what was computed so far, to be read layer by layer before the context does anything
+    else; of all heads, whatever ranks share them. Raises LinkError or RankError.
+    """
+    models = context.models
+    tokens, layers = context.text.tokens[: context.length], context.sequence.kv.shape.layers
+    # Where ranks share a head, each knows the scores of its own query heads alone.
+    scored = context.levels.retrieval and models.kv_parts.are_apart
+    scores = known_scores(context) if scored else None
+    return Snapshot(
+        tokens, layers, lambda layer: layer_kv(context, layer), scores, models.method.scored_by
+    )
+
+
+def layer_kv(context: Context, layer: int) -> torch.Tensor:
+    """Snapshot.layer_kv. Raises LinkError or RankError."""
+    own = context.sequence.kv.on_host(layer)
+    return context.models.kv_parts.gathered(own, context.tell.signed(calls.LayerKV(layer)))
+
+
+def known_scores(context: Context) -> torch.Tensor:
+    """Snapshot.scores. Raises RankError."""
+    chunks = context.length // context.models.method.chunk_size
+    own = context.levels.scores.sums[..., :chunks].to("cpu", copy=True)
+    return context.models.kv_parts.gathered(own, context.tell.signed(calls.ChunkScores()))
+
+
+@torch.inference_mode()
+def restore(context: Context, saved: Snapshot) -> None:
+    """Make the context what it was. A drafter begins anew.
+
+    Raises DoesNotFitError, LinkError or RankError; the context is of no use then.
+    """
+    method = context.models.method
+    scored = bool(context.levels.retrieval) and saved.has_scores(
+        method.scored_by, method.chunk_size
+    )
+    try:
+        context.tell(calls.Restore(saved.tokens, scored))
+        restore_from(context, saved.tokens, scored, saved)
+    except BaseException:
+        context.models.kv_parts.give_up()
+        raise
+
+
+def restore_from(
+    context: Context, tokens: Sequence[int], scored: bool, saved: Snapshot | None
+) -> None:
+    """See `restore`, which tells the other ranks. saved: None on a rank that does not lead."""
+    parts = context.models.kv_parts
+    context.reset(0, len(tokens), 0)
+    context.sequence.restore(
+        len(tokens), lambda layer: parts.scattered(saved and saved.layer_kv(layer))
+    )
+    if scored:
+        sums, own = context.levels.scores.sums, parts.scattered(saved and saved.scores)
+        sums[..., : own.shape[2]] = own.to(sums.device)
+    parts.agree()
+    context.text = Text(list(tokens))

@@ -1,0 +1,201 @@
+"""The levels below the target, as one context has them: the drafter and the retrieval level."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from triforce_core.decoding.contexts import calls
+from triforce_core.decoding.contexts.models import Models
+from triforce_core.decoding.drafters.ngram import NGramDrafter
+from triforce_core.decoding.drafters.resident import ResidentModel
+from triforce_core.decoding.drafters.retrieval import POLICIES, RetrievalCache
+from triforce_core.decoding.drafters.small_model import SmallModelDrafter, WindowCache
+from triforce_core.decoding.levels import Drafter, Nothing
+from triforce_core.plan.levels import fitting_budget
+from triforce_offload.kv.direct import reader
+from triforce_offload.kv.gather import ChunkReader
+from triforce_offload.kv.scores import ChunkScores
+from triforce_offload.kv.sequence import SequenceKV
+from triforce_offload.kv.sizes import GATHER_BUFFERS, reader_bytes
+from triforce_offload.kv.store import KVStore
+from triforce_offload.weights.store import ResidentWeights
+
+
+class DraftLevels:
+    """What drafts for one context, with its KV, its scores and its recorded forwards.
+
+    drafter: the lowest level
+    retrieval: the retrieval cache; None if there is no retrieval level. scores: of the chunks it is
+        chosen from. model: the target's weights, or copies of them, over it
+    """
+
+    def __init__(self, models: Models, sequence: SequenceKV, tell: calls.Teller) -> None:
+        """Raises DoesNotFitError."""
+        self.scores: ChunkScores | None = None
+        self.retrieval: RetrievalCache | None = None
+        self.model: ResidentModel | None = None
+        self._models = models
+        self._tell = tell
+        self._retrieval_resources = ExitStack()
+        with ExitStack() as stack:
+            self.drafter = make_drafter(models)
+            stack.callback(self.close)
+            if models.budget:
+                self._make_retrieval(sequence)
+            stack.pop_all()
+
+    def begin(self) -> None:
+        """Make ready for the prefill of a request. Waits for the device."""
+        if self.retrieval:
+            self.retrieval.begin()
+
+    def expect(self, rows: int) -> None:
+        """Make ready for a pass of so many rows."""
+        if self.retrieval:
+            self.retrieval.expect(rows)
+
+    def refresh(self, scored: int) -> None:
+        """See `Context.refresh`."""
+        if self.retrieval:
+            began = time.perf_counter()
+            self.retrieval.refresh(scored)
+            trace = self._models.runtime.trace
+            trace.host("refresh", began, time.perf_counter() - began)
+
+    def roll_back(self, tokens: int) -> None:
+        """Forget all but the first `tokens` tokens of the text."""
+        self.drafter.roll_back(tokens)
+        if self.retrieval:
+            self.retrieval.roll_back(tokens)
+
+    def draft(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run the retrieval model over tokens [n]. Return float32 logits after each, [n, vocab],
+        to be used before the next call.
+        """
+        self._tell(calls.Draft(tokens))
+        return self.model.logits(tokens, self.retrieval.length)
+
+    def keep_drafted(self, rows: Sequence[int]) -> None:
+        """Keep a path of the last rows of `draft`, until a pass has computed them."""
+        self._tell(calls.KeepDrafted(list(rows)))
+        self.retrieval.kv.keep(rows)
+
+    def drop_drafter(self) -> int:
+        """Drop the drafter for good: nothing proposes at the lowest level from now on.
+
+        Returns the bytes of device memory that it gave back.
+        """
+        before = self._models.runtime.memory.available_bytes
+        self.drafter.close()
+        self.drafter = Nothing(self._models.target.device)
+        self._models.drop_drafter()
+        return self._freed_since(before)
+
+    def drop_retrieval(self) -> int:
+        """Drop the retrieval level for good. Not in the middle of a pass.
+
+        Returns the bytes of device memory that it gave back.
+        """
+        self._tell(calls.DropRetrieval())
+        before = self._models.runtime.memory.available_bytes
+        self._retrieval_resources.close()
+        self.scores = self.retrieval = self.model = None
+        self._models.drop_retrieval()
+        return self._freed_since(before)
+
+    def give_up_recorded(self) -> bool:
+        """Drop all recorded forwards and their memory pool, and record no more. Return whether
+        there were any.
+        """
+        levels = [level for level in (self.model, self.drafter) if level is not None]
+        given = [level.give_up_recorded() for level in levels]
+        self._models.recorder = None
+        self._models.runtime.memory.trim()
+        return any(given)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self._retrieval_resources.close()
+        self.drafter.close()
+
+    def _freed_since(self, before: int) -> int:
+        freed = self._models.runtime.memory.available_bytes - before
+        self._models.freed_bytes += freed
+        return freed
+
+    def _make_retrieval(self, sequence: SequenceKV) -> None:
+        """The retrieval cache over a sequence, and the model over it; passes collect the scores."""
+        models, resources = self._models, self._retrieval_resources
+        runtime, method, demand = models.runtime, models.method, models.runtime.plan.requirements
+        scores = ChunkScores(
+            demand.kv,
+            method.chunk_size,
+            demand.context_tokens,
+            POLICIES[method.retrieval],
+            runtime.memory,
+        )
+        resources.callback(scores.close)
+        sequence.collect(scores)
+        resources.callback(sequence.collect, None)
+        cache = retrieval_cache(models, sequence.kv, scores)
+        resources.callback(cache.close)
+        model = ResidentModel(
+            models.target,
+            ResidentWeights(runtime.weights, models.int4_copies, high=models.reads_high_bits),
+            cache.kv,
+            models.recorder,
+            runtime.trace,
+            "retrieval model",
+        )
+        resources.callback(model.close)
+        self.scores, self.retrieval, self.model = scores, cache, model
+
+
+def retrieval_cache(models: Models, kv: KVStore, scores: ChunkScores) -> RetrievalCache:
+    """Return a retrieval cache over a sequence's KV. Raises DoesNotFitError."""
+    runtime, method = models.runtime, models.method
+    budget = fitting_budget(
+        models.budget, method.chunk_size, runtime.plan.requirements.context_tokens
+    )
+    collected = ChunkReader(
+        kv,
+        runtime.link,
+        runtime.memory,
+        runtime.host,
+        method.chunk_size,
+        reader_bytes(kv.shape, budget) // GATHER_BUFFERS,
+    )
+    return RetrievalCache(
+        kv,
+        reader(kv, runtime.link, runtime.host, collected),
+        runtime.memory,
+        scores,
+        method.retrieval,
+        budget,
+        method.chunk_size,
+        method.max_draft_tokens,
+        rounded=models.rounds_kv,
+    )
+
+
+def make_drafter(models: Models) -> Drafter:
+    """Return the lowest level. Raises DoesNotFitError."""
+    runtime, small = models.runtime, models.small
+    if not models.method.has_drafter or not models.method.drafts:
+        return Nothing(runtime.memory.device)
+    if small is None:
+        return NGramDrafter(runtime.memory.device)
+    cache = WindowCache(small.shape, small.model.rope, small.capacity, runtime.memory)
+    level = ResidentModel(
+        small.model,
+        ResidentWeights(small.store),
+        cache.kv,
+        models.recorder,
+        runtime.trace,
+        "drafter",
+    )
+    return SmallModelDrafter(level, cache, models.target.config.vocab)

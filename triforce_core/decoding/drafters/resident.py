@@ -1,0 +1,168 @@
+"""A model that is wholly on the device: its forwards over a few tokens, recorded where they can be.
+
+What drafts runs many short forwards, and on a GPU launching their kernels one by one takes longer
+than running them. So a forward of each size is recorded as a CUDA graph when it has been used a few
+times, and replayed from then on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from triforce_core.model.transformer import Model
+from triforce_core.plan.levels import LONGEST_RECORDED
+from triforce_kernels import warmup
+from triforce_offload.feed import Feed
+from triforce_offload.graphs import Recorder, Run
+from triforce_offload.kv.caches.dense import DenseKV
+from triforce_offload.link.trace import Tracer
+from triforce_offload.memory.device import put
+from triforce_offload.weights.store import ResidentWeights
+
+# Forwards of a size that run as they will be recorded: libraries set themselves up at first use.
+USES_BEFORE = 2
+
+
+def padded(tokens: int) -> int:
+    """The size of the recorded forward that takes `tokens` tokens, a power of two."""
+    return 1 << (tokens - 1).bit_length()
+
+
+class ResidentModel:
+    """Forwards of a model over a DenseKV, to logits. What is recorded serves every request.
+
+    Eager and recorded forwards compute the same, up to rounding.
+
+    recorded: how many sizes were recorded so far
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: ResidentWeights,
+        kv: DenseKV,
+        recorder: Recorder | None,
+        trace: Tracer,
+        name: str,
+    ) -> None:
+        """recorder: None to run everything eagerly. name: what a trace calls its forwards."""
+        self.kv = kv
+        self.recorded = 0
+        self._model = model
+        self._weights = weights
+        self._recorder = recorder if model.recordable else None
+        self._trace = trace
+        self._name = name
+        self._forwards: dict[int, _FixedForward] = {}
+
+    def logits(self, tokens: torch.Tensor, position: int, *, last: bool = False) -> torch.Tensor:
+        """Feeds tokens [n], the first at `position`, behind the end of the KV; its end stays.
+
+        Returns float32 logits after each of them, [n, vocab], or after the last alone, [1, vocab]:
+        to be used before the next call, which may write over them.
+        """
+        with self._trace.compute(self._name, tokens=tokens.shape[0]):
+            return self._logits(tokens, position, last)
+
+    def of_tree(self, tree: Feed, rows: Sequence[int]) -> torch.Tensor:
+        """Feeds a tree behind the end of the KV; its end stays. Never recorded.
+
+        Returns float32 logits after some of its rows, [rows, vocab].
+        """
+        with self._trace.compute(self._name, tokens=tree.rows):
+            hidden = self._model.forward(tree, self._weights, self.kv)
+            return self._model.logits(hidden[put(rows, hidden.device)])
+
+    def give_up_recorded(self) -> bool:
+        """Lets go of what was recorded, and records no more; says whether there was anything."""
+        given = any(forward.is_recorded for forward in self._forwards.values())
+        self._forwards.clear()
+        self._recorder = None
+        return given
+
+    def close(self) -> None:
+        """Lets go of what was recorded, and with it of its memory."""
+        self._forwards.clear()
+
+    def _logits(self, tokens: torch.Tensor, position: int, last: bool) -> torch.Tensor:
+        count = tokens.shape[0]
+        size = padded(count)
+        if self._recorder and size <= LONGEST_RECORDED and self.kv.end + size <= self.kv.capacity:
+            forward = self._forwards.get(size)
+            if forward is None:
+                forward = self._forwards[size] = _FixedForward(
+                    self._model, self._weights, self.kv, size, tokens.device
+                )
+            forward.take(tokens, position)
+            if forward.uses == USES_BEFORE:
+                self._record(forward, size)
+            out = forward.run()[:count]
+            return out[-1:] if last else out
+        feed = Feed.text(tokens, position, tokens.device)
+        hidden = self._model.forward(feed, self._weights, self.kv)
+        return self._model.logits(hidden[-1:] if last else hidden)
+
+    def _record(self, forward: _FixedForward, size: int) -> None:
+        try:
+            warmup.note()
+            forward.record(self._recorder)
+            self.recorded += 1
+        except RuntimeError as error:
+            # Every use so far ran kernel by kernel; it is only slower.
+            warnings.warn(
+                f"{self._name}: forwards of {size} tokens are launched kernel by kernel, since "
+                f"recording them failed: {str(error).splitlines()[0]}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class _FixedForward:
+    """A forward of exactly `size` tokens, whose inputs lie at fixed addresses.
+
+    Tokens that pad it follow the real ones, which therefore do not see them; what they leave in the
+    KV lies behind its end.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: ResidentWeights,
+        kv: DenseKV,
+        size: int,
+        device: torch.device,
+    ) -> None:
+        self.uses = 0
+        self._model = model
+        self._weights = weights
+        self._kv = kv
+        self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self._position = torch.zeros(1, dtype=torch.int64, device=device)
+        self._end = torch.zeros(1, dtype=torch.int64, device=device)
+        self._replay: Run | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._replay is not None
+
+    def take(self, tokens: torch.Tensor, position: int) -> None:
+        """Sets the inputs."""
+        self._tokens[: tokens.shape[0]] = tokens
+        self._position.fill_(position)
+        self._end.fill_(self._kv.end)
+
+    def run(self) -> torch.Tensor:
+        """[size, vocab]; of a recorded forward the same tensor each time."""
+        self.uses += 1
+        return self._compute() if self._replay is None else self._replay()
+
+    def record(self, recorder: Recorder) -> None:
+        self._replay = recorder.record(self._compute)
+
+    def _compute(self) -> torch.Tensor:
+        feed = Feed.text(self._tokens, self._position, self._tokens.device)
+        cache = self._kv.fixed(self._end)
+        return self._model.logits(self._model.forward(feed, self._weights, cache))

@@ -1,0 +1,255 @@
+"""The drafter that is a small model with a window: attention sinks and the recent tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isnan
+
+import torch
+import torch.nn.functional as F
+
+from triforce_core.decoding.acceptance import Draft, Rule
+from triforce_core.decoding.contexts.text import Text
+from triforce_core.decoding.distributions import distributions
+from triforce_core.decoding.drafters.resident import ResidentModel
+from triforce_core.decoding.levels import Brancher, check_token
+from triforce_core.decoding.trees.growing import Candidate, Tree, younger
+from triforce_core.decoding.trees.growth import Growth
+from triforce_core.model.rope import Rope
+from triforce_core.params import SamplingParams
+from triforce_core.plan.levels import SINKS, WINDOW
+from triforce_offload.feed import Feed
+from triforce_offload.kv.caches.dense import DenseKV
+from triforce_offload.kv.shape import KVShape
+from triforce_offload.link.waiting import come
+from triforce_offload.memory.device import DeviceMemory, put
+
+# Tokens of a row that are looked at, the likeliest.
+_WIDEST = 32
+
+
+class WindowCache:
+    """KV of the first tokens of a text and of its recent ones (StreamingLLM, Xiao et al., 2024).
+
+    Positions count inside the cache, so a model may draft for texts far longer than it was trained
+    on. When it is full the oldest tokens after the sinks go, and the keys behind them are turned
+    back to their new positions.
+
+    capacity: tokens that it takes
+    """
+
+    def __init__(self, shape: KVShape, rope: Rope, capacity: int, memory: DeviceMemory) -> None:
+        """Raises DoesNotFitError."""
+        self.kv = DenseKV(shape, capacity, memory, "drafter cache")
+        self.capacity = capacity
+        self.sinks = min(SINKS, capacity // 4)
+        self._rope = rope
+
+    def keep_recent(self, tokens: int) -> None:
+        """Makes room: of the tokens after the sinks only the last `tokens` stay."""
+        length, end, rows = self.kv.end, self.sinks + tokens, self.kv.rows
+        rest = rows[:, :, :, length - tokens : length].clone()
+        rows[:, 0, :, self.sinks : end] = self._rope.turned_back(rest[:, 0], length - end)
+        rows[:, 1, :, self.sinks : end] = rest[:, 1]
+        self.kv.end = end
+
+    def close(self) -> None:
+        self.kv.close()
+
+
+class SmallModelDrafter:
+    """A small model and its window on a text.
+
+    What was fed is kept beside the cache and held against the text at every call, so the cache
+    follows whatever was accepted or rejected above.
+    """
+
+    def __init__(self, model: ResidentModel, cache: WindowCache, vocab: int) -> None:
+        """model: over the cache. vocab: tokens of the model above, which are the same; either may
+        be padded longer.
+        """
+        self.vocab = vocab
+        self._model = model
+        self._cache = cache
+        self._fed: list[int] = []
+        self._sure = 0
+        self._drawn: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._cache.kv.rows.device
+
+    @property
+    def most(self) -> int:
+        """Tokens of the longest draft."""
+        return (self._cache.capacity - self._cache.sinks) // 2
+
+    def proposer(self, params: SamplingParams, rule: Rule) -> Brancher:
+        """Drafter.proposer."""
+        return _SmallModelProposer(self, params, rule)
+
+    def roll_back(self, tokens: int) -> None:
+        """Drafter.roll_back."""
+        self._sure = min(self._sure, tokens)
+
+    def give_up_recorded(self) -> bool:
+        """Drafter.give_up_recorded."""
+        return self._model.give_up_recorded()
+
+    def close(self) -> None:
+        self._model.close()
+        self._cache.close()
+
+    def feed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits after the last of some tokens [n], [1, vocab]: their text goes on behind what was
+        fed.
+        """
+        logits = self._model.logits(tokens, self._cache.kv.end, last=True)
+        self._cache.kv.keep(range(tokens.shape[0]))
+        return self._of_vocab(logits)
+
+    def feed_tree(self, tree: Tree, rows: Sequence[int]) -> torch.Tensor:
+        """Logits after some rows of a tree whose first tokens follow what was fed, [rows, vocab].
+        Nothing of it is kept.
+        """
+        parents = [parent - 1 for parent in tree.parents]
+        tokens = put(tree.tokens, self.device)
+        feed = Feed.tree(tokens, self._cache.kv.end, parents, self.device)
+        return self._of_vocab(self._model.of_tree(feed, [row - 1 for row in rows]))
+
+    def _of_vocab(self, logits: torch.Tensor) -> torch.Tensor:
+        missing = max(0, self.vocab - logits.shape[-1])
+        return F.pad(logits, (0, missing), value=float("-inf"))[..., : self.vocab]
+
+    def have_drawn(self, tokens: torch.Tensor) -> None:
+        """Says which tokens were drawn, and so fed, since `catch_up`: [n]. They are read at the
+        next call, since the levels above wait for them anyway.
+        """
+        self._drawn = tokens
+
+    def catch_up(self, text: Text, count: int) -> torch.Tensor:
+        """Rolls back what does not hold, makes room for a draft, and gives what must be fed
+        first.
+        """
+        if self._drawn is not None:
+            self._fed += come(self._drawn).tolist()
+            self._drawn = None
+        held, limit = self._sure, min(len(self._fed), len(text.tokens) - 1)
+        while held < limit and self._fed[held] == text.tokens[held]:
+            held += 1
+        held = min(held, limit)
+        cache, new = self._cache, text.tokens[held:]
+        cache.kv.end -= len(self._fed) - held
+        room = cache.capacity - cache.sinks - count
+        if not held or cache.kv.end < cache.sinks or len(new) > max(1, room - WINDOW):
+            cache.kv.end = 0
+            recent = max(1, min(WINDOW, room))
+            if len(text.tokens) > cache.sinks + recent:
+                new = text.tokens[: cache.sinks] + text.tokens[-recent:]
+            else:
+                new = text.tokens
+        elif cache.kv.end - cache.sinks + len(new) > room:
+            cache.keep_recent(min(WINDOW, room - len(new)))
+        self._fed[held:] = text.tokens[held:]
+        self._sure = text.committed
+        return put(new, self.device)
+
+
+class _SmallModelProposer:
+    """Draws tokens of one request, one forward each, without waiting for the device."""
+
+    def __init__(self, drafter: SmallModelDrafter, params: SamplingParams, rule: Rule) -> None:
+        self._drafter = drafter
+        self._params = params
+        self._rule = rule
+
+    def propose(self, text: Text, count: int) -> Draft:
+        """Propose at most `count` tokens; -1 where the small model computes no number."""
+        drafter = self._drafter
+        count = min(count, drafter.most)
+        tokens: list[torch.Tensor] = []
+        drawn_from: list[torch.Tensor] = []
+        feed = drafter.catch_up(text, count) if count else None
+        for i in range(count):
+            # A distribution that is no number gives -1, which whoever verifies will see.
+            before = torch.cat(tokens).clamp_(min=0) if tokens else None
+            drawn_from.append(distributions(drafter.feed(feed), self._params, text, before))
+            tokens.append(self._rule.draw(drawn_from[-1], len(text.tokens) + i))
+            feed = tokens[-1].clamp(min=0)
+        if not tokens:
+            return Draft(put([], drafter.device))
+        drawn = torch.cat(tokens)
+        # All but the last were fed.
+        drafter.have_drawn(drawn[:-1])
+        return Draft(drawn, torch.cat(drawn_from))
+
+    def branch(self, text: Text, growth: Growth, nodes: int, deepest: int) -> Draft:
+        """Brancher.branch, level by level: each is one forward of all the tree, and one wait.
+
+        Raises CheckpointError for a distribution that is no number.
+        """
+        drafter, tree, drawn_from = self._drafter, Tree(), []
+        nodes = min(nodes, drafter.most)
+        logits, rows = drafter.feed(drafter.catch_up(text, nodes)), [0]
+        for depth in range(deepest):
+            below = len(tree)
+            self._grow(tree, rows, logits, growth, nodes, len(text.tokens) + depth, drawn_from)
+            rows = [
+                row for row in range(below + 1, len(tree) + 1) if growth.may_bear(tree.values[row])
+            ]
+            if not rows or len(tree) == nodes or depth + 1 == deepest:
+                break
+            if not growth.is_worth_a_level([tree.values[row] for row in rows]):
+                break
+            logits = drafter.feed_tree(tree, rows)
+        growth.grew(len(tree))
+        return tree.draft(drafter.device, drawn_from)
+
+    def _grow(
+        self,
+        tree: Tree,
+        rows: Sequence[int],
+        logits: torch.Tensor,
+        growth: Growth,
+        nodes: int,
+        position: int,
+        drawn_from: list[torch.Tensor],
+    ) -> None:
+        """Gives children to some rows of a tree, all as deep: `position` is where these stand.
+
+        logits: of the rows, [rows, vocab]
+        """
+        # By what the drafter finds likely at temperature 1: a distribution may have a single token.
+        best = logits.log_softmax(-1).topk(min(_WIDEST, logits.shape[-1]))
+        likely = come(best.values.exp()).tolist()
+        tokens = best.indices.tolist()
+        check_token(-1 if any(isnan(row[0]) for row in likely) else 0)
+        # Who gets a first child is decided before that is drawn; no other may take its place.
+        firsts = []
+        for i, row in enumerate(rows):
+            chance = growth.chance(0, likely[i][0])
+            if (value := tree.values[row] * chance) >= growth.level_least:
+                firsts.append((value, -i))
+        firsts = sorted(firsts, reverse=True)[: nodes - len(tree)]
+        if not firsts:
+            return
+        chosen = [-i for _, i in firsts]
+        probs = distributions(logits[put(chosen, logits.device)], self._params)
+        places = torch.full((len(chosen),), position, device=logits.device)
+        drawn = come(self._rule.draw(probs, places)).tolist()
+        check_token(min(drawn))
+        # Of a distribution that is one-hot the token was sure.
+        has_law = self._params.temperature > 0
+        if has_law:
+            drawn_from.append(probs)
+        later: list[Candidate] = []
+        for (value, _), i, token in zip(firsts, chosen, drawn, strict=True):
+            row = rows[i]
+            tree.add(row, token, value, likely[i][0], drawn=has_law)
+            others = [pair for pair in zip(tokens[i], likely[i], strict=True) if pair[0] != token]
+            rest = 1 - dict(zip(tokens[i], likely[i], strict=True)).get(token, 0.0)
+            later += younger(growth, tree.values[row] - value, row, rest, others)
+        # Of the same value the first, so that no child comes before an elder one.
+        later.sort(key=lambda candidate: -candidate.value)
+        for candidate in later[: nodes - len(tree)]:
+            tree.add(candidate.parent, candidate.token, candidate.value, candidate.sure)

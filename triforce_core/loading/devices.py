@@ -1,0 +1,117 @@
+"""The device that is computed on, its link, its processors and its numbers."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import torch
+
+from triforce_core.plan.machine import Device
+from triforce_core.settings import MachineSettings
+from triforce_kernels.dispatch import TRITON, KernelsError, backend
+from triforce_kernels.weights.blocks import can_decode, has_kernel
+from triforce_kernels.weights.linear import widens
+from triforce_offload.errors import UsageError
+from triforce_offload.kv.direct import reads_in_place
+from triforce_offload.link.cuda import CudaLink
+from triforce_offload.link.emulated import EmulatedLink
+from triforce_offload.link.link import Link
+from triforce_offload.machine.openmp import limit_busy_waiting
+from triforce_offload.memory.host import CudaDriver, HostMemory
+from triforce_offload.memory.numa import cpus_near
+from triforce_offload.ranks import Ranks
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def rank_device(machine: MachineSettings, ranks: Ranks) -> tuple[torch.device, bool]:
+    """The device of one of several ranks, and whether it has that for itself. Raises UsageError."""
+    cuda = machine.device == "cuda" or (machine.device is None and torch.cuda.is_available())
+    if ranks.count == 1 or not cuda:
+        return open_device(machine.device), ranks.count == 1
+    if ranks.here > (count := torch.cuda.device_count()):
+        raise UsageError(
+            f"{ranks.here} GPUs were asked for, and CUDA finds {count}; --device cuda:0 shares one"
+        )
+    return open_device(f"cuda:{ranks.local}"), True
+
+
+def open_device(name: str | None) -> torch.device:
+    """The device asked for, or the first GPU, or the CPU. Raises UsageError."""
+    if name is None:
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"device {name!r} is not known; use cuda:0 or cpu") from None
+    if device.type == "cpu":
+        _check_kernels(device)
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise UsageError(f"device {name!r} is not supported; use cuda:0 or cpu")
+    count = torch.cuda.device_count()
+    device = torch.device("cuda", device.index or 0)
+    if device.index >= count:
+        raise UsageError(f"device {name!r} is not there; CUDA finds {count} GPUs")
+    _check_kernels(device)
+    return device
+
+
+def _check_kernels(device: torch.device) -> None:
+    try:
+        backend(device)
+    except KernelsError as error:
+        raise UsageError(str(error)) from error
+
+
+def open_link(machine: MachineSettings, device: torch.device) -> tuple[Link, HostMemory]:
+    """PCIe on a GPU, an emulated link on the CPU, and the host memory that it copies from, directly
+    where it is registered with the driver.
+
+    Raises UsageError.
+    """
+    if device.type == "cpu":
+        return EmulatedLink(machine.link_bandwidth), HostMemory()
+    if machine.link_bandwidth is not None:
+        raise UsageError("--link-bandwidth sets the emulated link; on a GPU the link is real")
+    host = HostMemory(CudaDriver(device), pin=machine.pin, cpus=cpus_near(device))
+    return CudaLink(device, host), host
+
+
+def describe(
+    device: torch.device,
+    machine: MachineSettings,
+    dtype: torch.dtype,
+    copy_bytes: int,
+    *,
+    own_device: bool,
+) -> Device:
+    """Return what a plan asks about a device. copy_bytes: of a copy that its link makes at once."""
+    gpu, kernels = device.type == "cuda", backend(device) == TRITON
+    return Device(
+        gpu=gpu,
+        kernels=kernels,
+        copy_bytes=copy_bytes,
+        # What goes through host memory cannot be recorded.
+        graphs=machine.cuda_graphs and gpu and own_device,
+        gathers_through_host=not (machine.pin and reads_in_place(device)),
+        widens=widens(device, dtype),
+        can_decode=partial(can_decode, device=device),
+        has_kernel=partial(has_kernel, device=device),
+    )
+
+
+def set_threads(machine: MachineSettings, device: torch.device, ranks: Ranks) -> None:
+    """Those that compute on the CPU, for all of the process."""
+    if machine.threads is not None:
+        torch.set_num_threads(machine.threads)
+    elif ranks.count > 1 and device.type == "cpu":
+        # Those of one rank would wait for processors that another one's have.
+        torch.set_num_threads(max(1, _threads() // ranks.here))
+    limit_busy_waiting()
+
+
+@cache
+def _threads() -> int:
+    """As there were before any engine changed that."""
+    return torch.get_num_threads()

@@ -1,0 +1,201 @@
+"""Executes a plan: reads the weights to where it says, and makes what drafts. Chooses nothing."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from triforce_core.decoding.contexts.kv_parts import KVParts
+from triforce_core.decoding.contexts.models import Models, SmallModel
+from triforce_core.loading.layer_source import LayerSource, Readable
+from triforce_core.model.rope import Rope
+from triforce_core.model.share import Share
+from triforce_core.model.tensors import Layouts, dense_layouts
+from triforce_core.model.transformer import Ends, Model
+from triforce_core.plan.levels import small_model_shape, window_tokens
+from triforce_core.plan.resolve import Resolved
+from triforce_core.settings import INT8
+from triforce_offload.checkpoint.layer_cache import LayerCache
+from triforce_offload.files import cache_directory
+from triforce_offload.graphs import CudaRecorder, Recorder
+from triforce_offload.link.link import Link
+from triforce_offload.link.trace import Tracer
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.memory.host import HostMemory
+from triforce_offload.plan.memory_plan import LayerPlan, Where
+from triforce_offload.ranks import Ranks
+from triforce_offload.runtime import Runtime
+from triforce_offload.weights.formats import dtype_name
+from triforce_offload.weights.int4_copies import RECIPE, Int4Copies
+from triforce_offload.weights.store import WeightStore
+
+# Called with what is under way, how much of it is done, and how much there is; by one thread at a
+# time, not always the same.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How one rank executes a plan, on a device that is open.
+
+    checkpoint: this rank's share of the weights; drafter: of the draft model, None for none
+    share: None where one rank has the whole model
+    resources: closes everything that was made; the models take it over
+    """
+
+    checkpoint: Readable
+    drafter: Readable | None
+    resolved: Resolved
+    memory: DeviceMemory
+    host: HostMemory
+    ranks: Ranks
+    share: Share | None
+    progress: Progress
+    resources: ExitStack
+
+    def models(self, link: Link, tracer: Tracer) -> Models:
+        """Load the models.
+
+        Raises DoesNotFitError, CheckpointError, CannotSplitError or RankError.
+        """
+        resolved, memory, stack = self.resolved, self.memory, self.resources
+        sizes, plan, config = resolved.sizes, resolved.memory, self.checkpoint.config
+        layouts, graphs = sizes.weights, self._records_graphs()
+        with memory.typed_errors(), memory.current():
+            rope = Rope(config, memory.device, self.checkpoint.rope_factors())
+            recorder: Recorder | None = CudaRecorder(memory.device) if graphs else None
+            small = self._small_model()
+            ends = self._target_ends()
+            int4_copies = self._int4_copies()
+            source = LayerSource(
+                self.checkpoint, memory, layouts.layers, int4_copies, self._report()
+            )
+            runtime = Runtime(
+                memory, self.host, link, plan, layouts.layers, source.fill, tracer, source.loaded
+            )
+        stack.callback(runtime.close)
+        source.end()
+        method = sizes.method
+        heads = self.share.kv_heads if self.share else [range(plan.requirements.kv.kv_heads)]
+        return Models(
+            Model(config, ends, rope, memory.device, self.ranks),
+            runtime,
+            replace(method, draft_kv=INT8) if sizes.rounds_kv else method,
+            resolved.budget,
+            KVParts(self.ranks, heads),
+            small,
+            int4_copies,
+            recorder,
+            stack.pop_all(),
+            weights=resolved.weights,
+        )
+
+    def _report(self) -> Callable[[], None]:
+        layers, read = len(self.checkpoint.config.layers), itertools.count(1)
+        one_by_one = threading.Lock()
+
+        def report() -> None:
+            with one_by_one:
+                self.progress("load", next(read), layers)
+
+        return report
+
+    def _records_graphs(self) -> bool:
+        """Whether this rank records forwards. They are padded, so ranks record alike or not at
+        all. Raises RankError.
+        """
+        graphs = self.resolved.sizes.graphs
+        if self.ranks.count == 1:
+            return graphs
+        resident = self.resolved.memory.placement.embedding_resident
+        recordable = resident or self.resolved.sizes.weights.embedding is None
+        return bool(self.ranks.least(int(graphs and recordable)))
+
+    def _target_ends(self) -> Ends:
+        resident = self.resolved.memory.placement.embedding_resident
+        layouts = self.resolved.sizes.weights
+        ends = self._ends(self.checkpoint, layouts, self.resources, embedding_resident=resident)
+        if (share := self.share) is None:
+            return ends
+        return replace(ends, first=share.vocab[share.rank].start, widths=share.widths)
+
+    def _int4_copies(self) -> Int4Copies | None:
+        plan, layout = self.resolved.memory, self.resolved.sizes.int4_layout
+        if not self.resolved.budget or layout is None or not plan.placement.int4_layers:
+            return None
+        copies = Int4Copies(
+            layout,
+            plan.placement.int4_layers,
+            self.memory,
+            plan.requirements.decoding_bytes,
+            self._copies_cache(),
+        )
+        self.resources.callback(copies.close)
+        return copies
+
+    def _copies_cache(self) -> LayerCache | None:
+        """Where int4 copies are kept from run to run; none for numbers that are in no file."""
+        checkpoint, ranks = self.checkpoint, self.ranks
+        if not checkpoint.files:
+            return None
+        recipe = f"{RECIPE} of {dtype_name(self.resolved.sizes.dtype)}"
+        if ranks.count > 1:
+            recipe += f", rank {ranks.index} of {ranks.count}"
+        return LayerCache(cache_directory() / "layers", recipe, checkpoint.files)
+
+    def _small_model(self) -> SmallModel | None:
+        """Load the draft model, all of it onto the device."""
+        if (checkpoint := self.drafter) is None:
+            return None
+        config, memory = checkpoint.config, self.memory
+        like = self.resolved.memory.requirements.kv
+        rope = Rope(config, memory.device, checkpoint.rope_factors())
+        layouts = dense_layouts(config, like.dtype)
+        with ExitStack() as stack:
+            ends = self._ends(checkpoint, layouts, stack, embedding_resident=True)
+            source = LayerSource(checkpoint, memory, layouts.layers)
+            kept = [LayerPlan(Where.DEVICE, layout.nbytes) for layout in layouts.layers]
+            store = WeightStore(layouts.layers, kept, memory, self.host, source.fill)
+            stack.callback(store.close)
+            small = SmallModel(
+                Model(config, ends, rope, memory.device),
+                store,
+                small_model_shape(config, like),
+                window_tokens(config, self.resolved.sizes.method.max_draft_tokens),
+                stack.pop_all(),
+            )
+        # Not the model's own method: a model that is dropped must not be held by it.
+        self.resources.callback(small.resources.close)
+        return small
+
+    def _ends(
+        self,
+        checkpoint: Readable,
+        layouts: Layouts,
+        stack: ExitStack,
+        *,
+        embedding_resident: bool,
+    ) -> Ends:
+        """Load the head, and the embedding if it is a matrix of its own."""
+        memory = self.memory
+        allocation = memory.allocate(layouts.head.nbytes, "head")
+        stack.callback(memory.free, allocation)
+        tensors = layouts.head.views(allocation.bytes)
+        for name, view in tensors.items():
+            checkpoint.read(name, view)
+        embedding = tensors["head"]
+        if (layout := layouts.embedding) is not None:
+            if embedding_resident:
+                resident = memory.allocate(layout.nbytes, "embedding")
+                stack.callback(memory.free, resident)
+                buffer = resident.bytes
+            else:
+                arena = self.host.arena(layout.nbytes, pin=False)
+                stack.callback(arena.close)
+                buffer = arena.bytes
+            embedding = layout.views(buffer)["embedding"]
+            checkpoint.read("embedding", embedding)
+        return Ends(embedding, tensors["norm"], tensors["head"])

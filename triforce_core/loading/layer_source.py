@@ -1,0 +1,120 @@
+"""Where a model's layers come from: a checkpoint, read in any thread, when they are needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.share import Share
+from triforce_kernels.weights.block_types import BlockType
+from triforce_kernels.weights.linear import Weight
+from triforce_offload.errors import CannotSplitError
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.memory.host import check_available
+from triforce_offload.weights.int4_copies import Int4Copies
+from triforce_offload.weights.layouts import FlatLayout, Views
+
+
+class Readable(Protocol):
+    """What weights are read from: a Checkpoint, or random numbers.
+
+    files: that hold them, if any do
+    """
+
+    config: ModelConfig
+
+    @property
+    def stored_dtype(self) -> str | None: ...
+
+    @property
+    def files(self) -> Sequence[Path]: ...
+
+    def pieces(self, name: str) -> Sequence[tuple[int, BlockType | None]]: ...
+
+    def read_layer(self, layer: int, views: Views) -> None: ...
+
+    def read(self, name: str, into: Weight) -> None: ...
+
+    def rope_factors(self) -> torch.Tensor | None: ...
+
+    def shared(self, share: Share) -> Readable: ...
+
+    def reopened(self) -> Readable: ...
+
+    def close(self) -> None: ...
+
+
+class LayerSource:
+    """Fills layers, and what stands in for them."""
+
+    def __init__(
+        self,
+        checkpoint: Readable,
+        memory: DeviceMemory,
+        layouts: Sequence[FlatLayout],
+        int4_copies: Int4Copies | None = None,
+        report: Callable[[], None] = lambda: None,
+    ) -> None:
+        """layouts: of each layer. report: called when one is loaded, in any thread."""
+        self._checkpoint = checkpoint
+        self._memory = memory
+        self._layouts = layouts
+        self._int4_copies = int4_copies
+        self._report = report
+        self._cannot_split: dict[int, CannotSplitError] = {}
+        self._all_loaded = False
+        # No more than one layer that has no place on the host is there at a time.
+        self._reading = threading.Lock()
+
+    def fill(self, layer: int, views: Views) -> None:
+        """Writes a layer's tensors. Raises CheckpointError; that cannot be split some is
+        told by `end`, once all layers were read.
+        """
+        # Both are a thread's own.
+        with torch.inference_mode(), self._memory.current():
+            try:
+                self._checkpoint.read_layer(layer, views)
+            except CannotSplitError as error:
+                if self._all_loaded:
+                    raise
+                self._cannot_split[layer] = error
+
+    def loaded(self, layer: int, views: Views | None) -> None:
+        """Makes what stands in for a layer that has its place; in a file, if it has no views."""
+        if layer in self._cannot_split:
+            # What is in its place is no layer, and no copy of it may be kept.
+            self._report()
+            return
+        int4_copies = self._int4_copies
+        with torch.inference_mode(), self._memory.current():
+            if int4_copies and layer in int4_copies.views and not int4_copies.restore(layer):
+                with self._exact(layer, views) as exact:
+                    int4_copies.make(layer, exact)
+        self._report()
+
+    def end(self) -> None:
+        """Said when all layers are loaded. Raises CannotSplitError for all that cannot be
+        split: what is in their places is of no use.
+        """
+        self._all_loaded = True
+        if errors := list(self._cannot_split.values()):
+            names = frozenset().union(*(error.names for error in errors))
+            raise CannotSplitError(errors[0].path, names)
+
+    @contextmanager
+    def _exact(self, layer: int, views: Views | None) -> Iterator[Views]:
+        if views is not None:
+            yield views
+            return
+        with self._reading:
+            size = self._layouts[layer].nbytes
+            check_available(size, "host memory for a layer that is read")
+            views = self._layouts[layer].views(torch.empty(size, dtype=torch.uint8))
+            self._checkpoint.read_layer(layer, views)
+            yield views

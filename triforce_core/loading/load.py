@@ -1,0 +1,169 @@
+"""From a checkpoint on disk to models on the device, refusing before loading what will not fit."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from triforce_core.decoding.contexts.models import Models
+from triforce_core.loading.devices import (
+    DTYPES,
+    describe,
+    open_link,
+    rank_device,
+    set_threads,
+)
+from triforce_core.loading.execution import Execution, Progress
+from triforce_core.loading.layer_source import Readable
+from triforce_core.model.share import Share, mlp_unit
+from triforce_core.plan.formats import as_asked, element_type
+from triforce_core.plan.machine import Room
+from triforce_core.plan.resolve import resolve
+from triforce_core.plan.sizes import ModelSizes
+from triforce_core.settings import EngineConfig
+from triforce_offload.errors import CannotSplitError, UsageError
+from triforce_offload.link.staging import StagedLink
+from triforce_offload.link.trace import NoTrace, Trace, TracedLink, Tracer
+from triforce_offload.memory.available import available_host_bytes
+from triforce_offload.memory.device import DeviceMemory
+from triforce_offload.plan.memory_plan import READ_AHEAD
+from triforce_offload.ranks import Alone, Ranks
+
+
+def load(
+    checkpoint: Readable,
+    config: EngineConfig,
+    max_context: int,
+    drafter: Readable | None,
+    progress: Progress,
+    ranks: Ranks | None = None,
+) -> Models:
+    """Resolve a plan for the models and execute it.
+
+    max_context: tokens of the longest sequence
+    ranks: that share the model, of which this one reads its part
+
+    Raises UsageError, DoesNotFitError before anything is read, CheckpointError or RankError.
+    """
+    ranks, unsplit = ranks or Alone(), frozenset[str]()
+    while True:
+        try:
+            return _load(checkpoint, config, max_context, drafter, progress, ranks, unsplit)
+        except CannotSplitError as error:
+            # Ranks would have to begin anew together.
+            if ranks.count > 1:
+                raise
+            unsplit |= error.names
+            which, count = min(unsplit), len(unsplit)
+            kept = f"{count} matrices are kept dense, {which} among them"
+            warnings.warn(
+                f"{kept if count > 1 else f'{which} is kept dense'}, with more exceptions than "
+                "the split format has room for; the model is read once more",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _load(
+    checkpoint: Readable,
+    config: EngineConfig,
+    max_context: int,
+    drafter: Readable | None,
+    progress: Progress,
+    ranks: Ranks,
+    unsplit: frozenset[str],
+) -> Models:
+    """`load` once. Raises CannotSplitError for matrices that must be added to `unsplit`."""
+    machine = config.machine
+    device, own_device = rank_device(machine, ranks)
+    set_threads(machine, device, ranks)
+    share = _share(checkpoint, ranks)
+    if share is not None:
+        checkpoint = checkpoint.shared(share)
+    stored = checkpoint.stored_dtype
+    dtype = DTYPES[element_type(config.dtype, stored, gpu=device.type == "cuda")]
+    with ExitStack() as stack:
+        # Measures a GPU's link, so before the cap is set.
+        link, host = open_link(machine, device)
+        stack.callback(lambda: link.close())
+        ranks.meet(device, own_device=own_device)
+        sizes = ModelSizes(
+            checkpoint.config,
+            dtype,
+            max_context,
+            config.method,
+            config.block_tokens,
+            drafter and drafter.config,
+            describe(device, machine, dtype, link.copy_bytes, own_device=own_device),
+            sequences=config.sequences,
+        )
+        room, limit = _room(checkpoint, config, device, ranks, share, own_device=own_device)
+        sizes = as_asked(sizes, config, checkpoint.pieces, room, unsplit)
+        memory = DeviceMemory(device, limit, sizes.stored_bytes)
+        stack.callback(memory.close)
+        resolved = resolve(
+            sizes,
+            config,
+            replace(room, device_bytes=memory.available_bytes),
+            unsplit,
+            alone=ranks.count == 1,
+            agreed=ranks.least,
+        )
+        if resolved.memory.weights_file_bytes:
+            # The files stay open as long as the models.
+            checkpoint = checkpoint.reopened()
+            stack.callback(checkpoint.close)
+        if not room.emulated or resolved.memory.weights_file_bytes:
+            reading = (READ_AHEAD, max(resolved.memory.requirements.layer_bytes))
+            link = StagedLink(link, host, reading=reading)
+        tracer: Tracer = NoTrace()
+        if config.trace:
+            tracer = Trace(link)
+            link = TracedLink(link, tracer)
+        execution = Execution(
+            checkpoint, drafter, resolved, memory, host, ranks, share, progress, stack
+        )
+        return execution.models(link, tracer)
+
+
+def _share(checkpoint: Readable, ranks: Ranks) -> Share | None:
+    """Return what this rank has of the model, None for all of it."""
+    if ranks.count == 1:
+        return None
+    unit = mlp_unit(checkpoint.config, checkpoint.pieces)
+    return Share.of(checkpoint.config, ranks.index, ranks.count, unit)
+
+
+def _room(
+    checkpoint: Readable,
+    config: EngineConfig,
+    device: torch.device,
+    ranks: Ranks,
+    share: Share | None,
+    *,
+    own_device: bool,
+) -> tuple[Room, int | None]:
+    """Return the memory that this rank may take, and the cap of its device, None for all.
+
+    Raises UsageError.
+    """
+    machine, emulated = config.machine, device.type == "cpu"
+    # Of this machine's memory, before any rank takes some.
+    host_share = share.of_machine(ranks.local, ranks.here) if share else 1.0
+    host_bytes = int(available_host_bytes() * host_share)
+    limit = machine.device_memory
+    if limit is None and not own_device:
+        if not emulated:
+            raise UsageError("ranks that share a GPU need --device-memory, of each")
+        limit = host_bytes
+    room = Room(
+        host_bytes if limit is None else limit,
+        host_bytes,
+        machine.host_memory and int(machine.host_memory * host_share),
+        emulated=emulated,
+        reads_files=bool(checkpoint.files),
+    )
+    return room, limit

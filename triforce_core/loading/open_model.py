@@ -1,0 +1,62 @@
+"""A model on disk before its weights are read; a GGUF file is opened without torch."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint, resolve
+from triforce_core.model.checkpoints.tokenizer import (
+    Tokenizer,
+    check_same_vocabulary,
+    load_tokenizer,
+)
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model on disk of which all but the weights was read. Closed by `close` or `with`.
+
+    seconds: that it took
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+    seconds: float = 0.0
+
+    @classmethod
+    def at(cls, model: str | Path, tokenizer: Tokenizer | None = None) -> OpenModel:
+        """model: a directory with safetensors, a .gguf file or a hub id. tokenizer: one that is
+        loaded already.
+
+        Raises UsageError or CheckpointError.
+        """
+        began = time.perf_counter()
+        checkpoint = open_checkpoint(resolve(model))
+        try:
+            tokenizer = tokenizer or load_tokenizer(checkpoint.path, checkpoint.metadata)
+        except BaseException:
+            checkpoint.close()
+            raise
+        return cls(str(model), checkpoint, tokenizer, time.perf_counter() - began)
+
+    def check_drafter(self, drafter: OpenModel) -> None:
+        """Raises UsageError if a drafter's tokens are not the model's."""
+        check_same_vocabulary(
+            str(drafter.checkpoint.path),
+            drafter.tokenizer,
+            drafter.checkpoint.config.vocab,
+            self.tokenizer,
+            self.checkpoint.config.vocab,
+        )
+
+    def close(self) -> None:
+        self.checkpoint.close()
+
+    def __enter__(self) -> OpenModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

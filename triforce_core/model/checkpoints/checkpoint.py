@@ -1,0 +1,281 @@
+"""Opening a model: a directory, a hub id or a .gguf file, as config, tensors and their names."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from triforce_core.model.checkpoints.gguf_config import gguf_config
+from triforce_core.model.checkpoints.names import Piece, gguf_names, hf_names
+from triforce_core.model.config import ModelConfig, from_hf
+from triforce_core.model.share import Share
+from triforce_offload.checkpoint.header import read_json
+from triforce_offload.checkpoint.identity import sampled, state
+from triforce_offload.checkpoint.safetensors import SCALE_SUFFIX, SafetensorsSource
+from triforce_offload.checkpoint.source import TensorSource
+from triforce_offload.errors import (
+    CannotSplitError,
+    CheckpointError,
+    TriforceError,
+    UnsupportedModelError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from triforce_kernels.weights.block_types import BlockType
+    from triforce_kernels.weights.linear import Weight
+
+_HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
+# Some repositories hold copies of the same weights in other layouts.
+_HUB_IGNORED = ["consolidated*", "*/*"]
+# Old checkpoints carry buffers that are computed here; scales belong to the tensor they are named
+# after.
+_UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX)
+
+
+class Checkpoint:
+    """A model on disk: its config and its tensors under this runtime's names."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: ModelConfig,
+        source: TensorSource,
+        names: Callable[[str], list[Piece]],
+        rope_factors: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        checked: bool = True,
+    ) -> None:
+        """metadata: of a GGUF file, whose tokenizer is in it. checked: whether faults are raised"""
+        self.path = path
+        self.config = config
+        self.metadata = metadata
+        self._source = source
+        self._names = names
+        self._rope_factors = rope_factors
+        self._share: Share | None = None
+        try:
+            for fault in self.faults() if checked else ():
+                raise fault
+            self._opened = {path: state(path) for path in source.files}
+        except BaseException:
+            source.close()
+            raise
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """The dtype of the layers' matrices, None if they are quantised."""
+        return self._source.dtype(self._names("layers.0.o")[0].name)
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """That hold its tensors."""
+        return self._source.files
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells it from any other: its config, its files' sizes and some bytes of them."""
+        return f"{self.config!r} {' '.join(map(sampled, sorted(self.files)))}"
+
+    def read_layer(self, layer: int, views: Mapping[str, Weight]) -> None:
+        """Writes every tensor of a layer, named and shaped as `LayerSpec.shapes`.
+
+        Raises CheckpointError, also if a file has changed, or CannotSplitError at the end.
+        """
+        for path, status in self._opened.items():
+            if state(path) not in (status, None):
+                raise CheckpointError(f"{path} was changed while it was in use")
+        dense: set[str] = set()
+        for part, view in views.items():
+            try:
+                self.read(f"layers.{layer}.{part}", view)
+            except CannotSplitError as error:
+                dense |= error.names
+        if dense:
+            raise CannotSplitError(self.path, dense)
+
+    def rope_factors(self) -> torch.Tensor | None:
+        """Divisors of the inverse frequencies, [head_dim / 2], which GGUF stores for Llama 3."""
+        if self._rope_factors is None:
+            return None
+        # A header is read without torch.
+        import torch
+
+        factors = torch.empty(self._source.shape(self._rope_factors))
+        self._source.read(self._rope_factors, factors)
+        return factors
+
+    def reopened(self) -> Checkpoint:
+        """The same, with a life of its own. Raises CheckpointError."""
+        checkpoint = open_checkpoint(self.path)
+        return checkpoint.shared(self._share) if self._share else checkpoint
+
+    def shared(self, share: Share) -> Checkpoint:
+        """A rank's share of it: whatever is asked of that is about the share alone. Either closes
+        both.
+        """
+        checkpoint = copy.copy(self)
+        checkpoint.config = share.config
+        checkpoint._share = share
+        return checkpoint
+
+    def close(self) -> None:
+        self._source.close()
+
+    def pieces(self, name: str) -> list[tuple[int, BlockType | None]]:
+        """What makes up `embedding`, `head` or `layers.N.PART`: rows, and the block type they are
+        stored in, if they are.
+        """
+
+        def whole(name: str) -> list[tuple[int, BlockType | None]]:
+            return [(piece.rows, self._source.blocks(piece.name)) for piece in self._names(name)]
+
+        return whole(name) if self._share is None else self._share.pieces(whole)(name)
+
+    def read(self, name: str, into: Weight) -> None:
+        """Writes `embedding`, `head`, `norm` or `layers.N.PART`. Raises CheckpointError."""
+        from triforce_kernels.weights.linear import rows_of
+        from triforce_kernels.weights.split_bf16 import SplitError
+        from triforce_offload.checkpoint.reading import read_into
+
+        first, pieces = 0, self._names(name)
+        if self._share is not None:
+            windows = self._share.windows(name)
+            pieces = [piece.within(w) for piece, w in zip(pieces, windows, strict=True)]
+        for piece in pieces:
+            part = rows_of(into, first, first + piece.rows)
+            first += piece.rows
+            head_rows = piece.rows // piece.heads if piece.heads else 0
+            try:
+                read_into(self._source, piece.name, part, piece.corner, head_rows)
+            except SplitError as error:
+                raise CannotSplitError(self.path, [name]) from error
+
+    def faults(self) -> Iterator[CheckpointError]:
+        """What keeps it from being the model that its config says, by its headers: every tensor is
+        there, in its shape, and no other that means something.
+        """
+        config, layers = self.config, len(self.config.layers)
+        held = self._source.names()
+        if any(piece.name not in held for piece in self._names(f"layers.{layers - 1}.o")):
+            yield CheckpointError(
+                f"{self.path} does not hold the last of the {layers} layers of its config"
+            )
+        expected = dict(self._expected())
+        missing = sorted(expected.keys() - held)
+        if missing:
+            yield CheckpointError(f"{self.path} lacks {missing[0]} ({len(missing)} missing in all)")
+        unused = sorted(
+            name
+            for name in held - expected.keys()
+            if name.startswith(("model.layers.", "blk.")) and not name.endswith(_UNUSED)
+        )
+        if unused:
+            yield UnsupportedModelError(
+                f"{self.path} holds {unused[0]}, which a {config.family} model does not use "
+                f"({len(unused)} such tensors)"
+            )
+        for name, shape in expected.items():
+            if name in held and (stored := self._source.shape(name)) != shape:
+                yield CheckpointError(
+                    f"{self.path}: {name} has shape {list(stored)}, its config says {list(shape)}"
+                )
+
+    def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor that the model has, by its name in the files, in float32. Raises
+        CheckpointError.
+        """
+        import torch
+
+        for name in sorted(self._source.names() & dict(self._expected()).keys()):
+            numbers = torch.empty(self._source.shape(name))
+            self._source.read(name, numbers)
+            yield name, numbers
+
+    def _expected(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        config = self.config
+        shapes = {
+            "embedding": (config.vocab, config.hidden),
+            "norm": (config.hidden,),
+        }
+        if not config.tied:
+            shapes["head"] = (config.vocab, config.hidden)
+        for layer, spec in enumerate(config.layers):
+            parts = spec.shapes(config.hidden)
+            shapes.update({f"layers.{layer}.{part}": shape for part, shape in parts.items()})
+        for name, shape in shapes.items():
+            for piece in self._names(name):
+                yield piece.name, (piece.rows, *shape[1:])
+        if self._rope_factors is not None:
+            yield self._rope_factors, (config.attention.head_dim // 2,)
+
+
+def resolve(model: str | Path) -> Path:
+    """The directory or .gguf file of a model, downloaded if it is a hub id.
+
+    Raises UsageError if it is neither, CheckpointError if the hub does not give it.
+    """
+    if not isinstance(model, (str, Path)):
+        raise UsageError(f"a model is a path or a hub id, and this is {type(model).__name__}")
+    name = str(model)
+    if not name:
+        raise UsageError("the model's name is empty")
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith(".gguf"):
+        raise UsageError(f"there is no file or directory {name}, and it is no hub id (owner/name)")
+    from huggingface_hub import snapshot_download
+
+    try:
+        # The config first: a model that is not supported is refused before its weights travel.
+        for files in (_HUB_HEADERS, [*_HUB_HEADERS, "*.safetensors"]):
+            snapshot = snapshot_download(name, allow_patterns=files, ignore_patterns=_HUB_IGNORED)
+            from_hf(read_json(Path(snapshot) / "config.json"), {})
+        return Path(snapshot)
+    except TriforceError:
+        raise
+    except Exception as error:
+        # The hub's own errors begin with a status and the number of a request.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        told = [line for line in lines if not re.match(r"\d{3} \w+ Error", line)]
+        reason = (told or lines or [type(error).__name__])[0]
+        raise CheckpointError(f"cannot download {name} from the hub: {reason}") from error
+
+
+def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
+    """Opens a model on disk, and checks it. Raises CheckpointError or UnsupportedModelError."""
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise CheckpointError(
+                f"{path} holds no model: it has no config.json (a .gguf file is given by its path)"
+            )
+        config = from_hf(
+            read_json(path / "config.json"), _optional_json(path / "generation_config.json")
+        )
+        names = hf_names(config)
+        return Checkpoint(path, config, SafetensorsSource(path), names, checked=checked)
+    if path.suffix != ".gguf":
+        raise UsageError(f"{path} is neither a directory nor a .gguf file")
+    # Only who has such a file needs the package.
+    from triforce_offload.checkpoint.gguf import GGUFSource
+
+    source = GGUFSource(path)
+    try:
+        config = gguf_config(source)
+    except BaseException:
+        source.close()
+        raise
+    factors = "rope_freqs.weight" if "rope_freqs.weight" in source.names() else None
+    names = gguf_names(config)
+    return Checkpoint(path, config, source, names, factors, source.metadata, checked=checked)
+
+
+def _optional_json(path: Path) -> dict:
+    return read_json(path) if path.exists() else {}

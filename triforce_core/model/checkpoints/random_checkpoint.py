@@ -1,0 +1,109 @@
+"""Checkpoints of random weights in any shape, to be timed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.share import Share
+from triforce_kernels.weights.stored import SplitWeight, is_split
+from triforce_offload.checkpoint.reading import read_into
+from triforce_offload.checkpoint.source import WHOLE, Corner
+
+
+class RandomCheckpoint:
+    """Reads as a Checkpoint of random weights."""
+
+    stored_dtype = "float16"
+    files: tuple[Path, ...] = ()
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._noise: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        # Coding a matrix takes much longer than copying one: all of a shape are the same.
+        self._coded: dict[tuple[type, tuple[int, ...]], SplitWeight] = {}
+
+    def pieces(self, name: str) -> list[tuple[int, None]]:
+        if "." not in name:
+            return [(self.config.vocab, None)]
+        _, layer, part = name.split(".")
+        return [(self.config.layers[int(layer)].shapes(self.config.hidden)[part][0], None)]
+
+    def read_layer(self, layer: int, views: Mapping[str, torch.Tensor | SplitWeight]) -> None:
+        for part, view in views.items():
+            self.read(part, view)
+
+    def read(self, name: str, into: torch.Tensor | SplitWeight) -> None:
+        """Write a tensor of random numbers, or of ones for a norm, in the format of `into`."""
+        if is_split(into):
+            self._read_coded(name, into)
+        elif "norm" in name:
+            into.fill_(1)
+        else:
+            self._fill(into)
+
+    def _read_coded(self, name: str, into: SplitWeight) -> None:
+        key = (type(into), tuple(into.shape))
+        if key not in self._coded:
+            here = _on_host(into)
+            read_into(_Noise(self), name, here, WHOLE)
+            self._coded[key] = here
+        for field, source in _tensors(self._coded[key]).items():
+            getattr(into, field).copy_(source)
+
+    def _fill(self, into: torch.Tensor, start: int = 0) -> None:
+        """start: of the whole tensor's numbers, where this part of it begins"""
+        key = (into.device, into.dtype)
+        if key not in self._noise:
+            noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0))
+            self._noise[key] = (noise * _STD).to(*key)
+        noise, place = self._noise[key], start % _NOISE
+        flat = into.view(-1)
+        first, rest = flat[: _NOISE - place], flat[_NOISE - place :]
+        first.copy_(noise[place : place + first.numel()])
+        for part in rest.split(_NOISE):
+            part.copy_(noise[: part.numel()])
+
+    def rope_factors(self) -> None:
+        return None
+
+    def shared(self, share: Share) -> RandomCheckpoint:
+        return RandomCheckpoint(share.config)
+
+    def reopened(self) -> RandomCheckpoint:
+        return RandomCheckpoint(self.config)
+
+    def close(self) -> None:
+        self._noise.clear()
+        self._coded.clear()
+
+
+class _Noise:
+    """A TensorSource, as far as `read_split` asks it."""
+
+    def __init__(self, checkpoint: RandomCheckpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def read(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
+        self._checkpoint._fill(into, corner.row * into.shape[-1])
+
+
+def _tensors(weight: SplitWeight) -> dict[str, torch.Tensor]:
+    """The tensors that a weight is made of, by the names of its fields."""
+    values = {field.name: getattr(weight, field.name) for field in fields(weight)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+
+def _on_host(weight: SplitWeight) -> SplitWeight:
+    """A weight like another one, in host memory, its contents unspecified."""
+    parts = {name: torch.empty_like(it, device="cpu") for name, it in _tensors(weight).items()}
+    return replace(weight, **parts)
+
+
+# So many random numbers are drawn and repeated. A prime: no two rows of a matrix are the same.
+_NOISE = 1_000_003
+_STD = 0.02

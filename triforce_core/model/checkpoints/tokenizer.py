@@ -1,0 +1,291 @@
+"""Between text and token ids: the checkpoint's own tokenizer and chat template."""
+
+from __future__ import annotations
+
+import json
+import operator
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from triforce_offload.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class Backend(Protocol):
+    """What knows the tokens."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids. special: with what the model wants before and behind a text."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text; special tokens have none."""
+
+    def vocabulary(self) -> dict[str, int]: ...
+
+    def in_transformers(self) -> Any:
+        """The same as a tokenizer of transformers."""
+
+
+class TransformersTokenizer:
+    """A tokenizer of transformers as a Backend."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._tokenizer.chat_template
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab()
+
+    def in_transformers(self) -> Any:
+        return self._tokenizer
+
+
+class Tokenizer:
+    """A model's tokens and its chat template, with failures made typed."""
+
+    def __init__(self, backend: Backend, load_seconds: float = 0.0) -> None:
+        self.load_seconds = load_seconds
+        self._backend = backend
+        self._for_grammars: dict[tuple[int, int | None], Any] = {}
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._backend.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text. Raises UsageError for what is no Unicode text."""
+        check_text(text)
+        return self._backend.encode(text)
+
+    def chat(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of messages in the chat template, ready for the model's answer. See `render`,
+        whose errors it raises.
+        """
+        return self.encode_rendered(self.render(messages))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a text that names its special tokens itself, as a template's does."""
+        check_text(text)
+        return self._backend.encode(text, special=False)
+
+    def render(
+        self,
+        messages: str | Sequence[Mapping[str, str]],
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Messages in the chat template, ready for the model's answer, as text.
+
+        messages: each with a "role" and its "content", or what the user says first
+        variables: of the template, besides the messages, such as "enable_thinking"
+        Raises UsageError if there is no template, or it does not take them.
+        """
+        variables = variables or {}
+        if not self.has_chat_template:
+            raise UsageError("the model has no chat template: give it plain text")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        render = self._in_transformers.apply_chat_template
+        # Arguments of the call, the template itself among them, are not the client's to set.
+        if taken := sorted({"messages", *signature(render).parameters} & variables.keys()):
+            raise UsageError(f"the chat template's {taken[0]} cannot be set by a request")
+        try:
+            return render(list(messages), tokenize=False, add_generation_prompt=True, **variables)
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            raise UsageError(f"the chat template does not take these messages: {reason}") from error
+
+    def save(self, directory: Path) -> None:
+        """Writes it beside a checkpoint in `directory`."""
+        self._in_transformers.save_pretrained(directory)
+
+    def for_grammars(self, vocab: int, end: int | None) -> Any:
+        """The same as llguidance has it, for a model of `vocab` tokens. end: ends a text"""
+        if (vocab, end) not in self._for_grammars:
+            from llguidance.hf import from_tokenizer
+
+            made = from_tokenizer(self._in_transformers, n_vocab=vocab, eos_token=end)
+            self._for_grammars[vocab, end] = made
+        return self._for_grammars[vocab, end]
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        return self._backend.vocabulary()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens; special ones have none."""
+        return self._backend.decode(token_ids)
+
+    @cached_property
+    def _in_transformers(self) -> Any:
+        return self._backend.in_transformers()
+
+
+def check_text(text: str, what: str = "text") -> None:
+    """Raises UsageError for lone surrogates, which stand for bytes that were no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the {what} is not UTF-8 text (character {error.start})") from error
+
+
+def token_ids_of(prompt: str | Iterable[int], tokenizer: Tokenizer | None, vocab: int) -> list[int]:
+    """Token ids of a prompt, which is text or ids: numbers of any kind. Raises UsageError."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UsageError("the model has no tokenizer; give the prompt as token ids")
+        token_ids = tokenizer.encode(prompt)
+    elif isinstance(prompt, Iterable) and not isinstance(prompt, (bytes, Mapping)):
+        token_ids = [_token_id(token, vocab) for token in prompt]
+    else:
+        kind = type(prompt).__name__
+        raise UsageError(f"a prompt is text or a list of token ids, and this is {kind}")
+    if not token_ids:
+        raise UsageError("the prompt is empty")
+    return token_ids
+
+
+def _token_id(token: object, vocab: int) -> int:
+    """A token id that may be a number of numpy or torch."""
+    try:
+        number = -1 if isinstance(token, bool) else operator.index(token)
+    except TypeError:
+        number = -1
+    if not 0 <= number < vocab:
+        kind = type(token).__name__
+        raise UsageError(f"token id {token!r} ({kind}) is not a whole number from 0 to {vocab - 1}")
+    return number
+
+
+def load_tokenizer(path: Path, metadata: Mapping[str, Any] | None = None) -> Tokenizer | None:
+    """The tokenizer beside (or inside) a checkpoint, None if there is none.
+
+    metadata: of a GGUF file that was read already. Raises CheckpointError if it cannot be read.
+    """
+    began = time.perf_counter()
+    try:
+        backend = _from_folder(path) if path.is_dir() else _from_gguf(path, metadata)
+    except (KeyboardInterrupt, SystemExit, CheckpointError):
+        raise
+    except BaseException as error:
+        # The Rust tokenizer's panics are BaseExceptions.
+        raise CheckpointError(
+            f"cannot read the tokenizer of {path}: {type(error).__name__}: {error}"
+        ) from error
+    return backend and Tokenizer(backend, time.perf_counter() - began)
+
+
+def _from_folder(path: Path) -> Backend | None:
+    if not any((path / name).exists() for name in _FILES):
+        return None
+    return _from_transformers(path)
+
+
+def _from_gguf(path: Path, metadata: Mapping[str, Any] | None) -> Backend | None:
+    from triforce_core.model.checkpoints.byte_level import ByteLevelTokenizer, is_known
+    from triforce_offload.checkpoint.gguf import GGUFSource
+
+    if metadata is None:
+        # Opening it here also checks its lengths before transformers' reader sees the file.
+        source = GGUFSource(path)
+        source.close()
+        metadata = source.metadata
+    if "tokenizer.ggml.model" not in metadata:
+        return None
+    if is_known(metadata):
+        return ByteLevelTokenizer(metadata)
+    return _from_transformers(path.parent, gguf_file=path.name)
+
+
+def _from_transformers(directory: Path, **options: str) -> TransformersTokenizer:
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        # Without `trust_remote_code` transformers would ask on standard input, which may be a
+        # prompt, whether to run the directory's code.
+        return TransformersTokenizer(
+            AutoTokenizer.from_pretrained(
+                directory,
+                config=_plain_config(directory),
+                local_files_only=True,
+                trust_remote_code=False,
+                **options,
+            )
+        )
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise CheckpointError(
+            f"the tokenizer of {directory} needs code that comes with the model (auto_map in its "
+            "tokenizer_config.json), and such code is never run; use a model whose tokenizer is a "
+            "tokenizer.json"
+        ) from error
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()
+
+
+def _plain_config(directory: Path) -> PreTrainedConfig | None:
+    """config.json as a config of no model's class, which is all that choosing a tokenizer's class
+    needs if tokenizer_config.json names one; otherwise None. A model's own takes 1.2 s to import.
+    """
+    from transformers import PreTrainedConfig
+
+    try:
+        named = json.loads((directory / "tokenizer_config.json").read_text())["tokenizer_class"]
+        config = PreTrainedConfig.from_dict(json.loads((directory / "config.json").read_text()))
+    except Exception:  # a model's own config says better what is wrong
+        return None
+    config.name_or_path = str(directory)  # some classes are chosen by it
+    return config if isinstance(named, str) and config.model_type else None
+
+
+def check_same_vocabulary(
+    name: str,
+    drafter: Tokenizer | None,
+    drafter_tokens: int,
+    target: Tokenizer | None,
+    target_tokens: int,
+) -> None:
+    """Raises UsageError if the drafter `name` has other tokens than the target.
+
+    Where both have a tokenizer these decide, since models of one family pad their matrices to
+    different sizes; otherwise the sizes do.
+    """
+    if drafter is None or target is None:
+        if drafter_tokens != target_tokens:
+            raise UsageError(
+                f"the drafter {name} has a vocabulary of {drafter_tokens} tokens, the model one of "
+                f"{target_tokens}; they must be the same"
+            )
+        return
+    theirs, ours = drafter.vocabulary, target.vocabulary
+    if theirs != ours:
+        same = len(theirs.items() & ours.items())
+        raise UsageError(
+            f"the drafter {name} has another vocabulary: {len(theirs)} tokens against the model's "
+            f"{len(ours)}, of which {same} are the same"
+        )

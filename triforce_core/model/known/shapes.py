@@ -1,0 +1,316 @@
+"""Shapes of well-known models, as their config.json says them; no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triforce_core.model.config import ModelConfig, from_hf
+from triforce_core.model.known.hub_ids import shape_of, unsupported_family
+from triforce_core.model.known.mixes import pieces_of
+from triforce_core.model.tensors import Pieces
+from triforce_offload.checkpoint.header import read_json
+from triforce_offload.errors import UnsupportedModelError, UsageError
+from triforce_offload.machine.profiles import nearest
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+_LLAMA3_2_ROPE = _LLAMA3_ROPE | {"factor": 32.0}
+
+_LLAMA2_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+}
+# Yarn-Llama-2, as NousResearch published it.
+_128K = {
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+_QWEN2_5 = {
+    "model_type": "qwen2",
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+}
+# With the rope scaling that its authors give for 128K tokens.
+_QWEN3 = {
+    "model_type": "qwen3",
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    },
+}
+
+# As config.json says it. mistral-7b is v0.3, mistral-small that of 2501.
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "llama2-7b": _LLAMA2_7B,
+    "llama2-7b-128k": _LLAMA2_7B | _128K,
+    "llama2-13b-128k": _LLAMA2_7B
+    | _128K
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    },
+    "llama3.1-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_parameters": _LLAMA3_ROPE,
+    },
+    "llama3.1-70b": {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_parameters": _LLAMA3_ROPE,
+    },
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+    },
+    "qwen2.5-14b": _QWEN2_5
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+    },
+    "qwen2.5-32b": _QWEN2_5
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+    },
+    "qwen2.5-72b": _QWEN2_5
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    "qwen3-4b": _QWEN3
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "qwen3-14b": _QWEN3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    },
+    "qwen3-32b": _QWEN3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+    },
+    "llama3.2-1b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_parameters": _LLAMA3_2_ROPE,
+        "tie_word_embeddings": True,
+    },
+    "llama3.2-3b": {
+        "model_type": "llama",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rope_parameters": _LLAMA3_2_ROPE,
+        "tie_word_embeddings": True,
+    },
+    "mistral-small": {
+        "model_type": "mistral",
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 131072,
+        "max_position_embeddings": 32768,
+        "sliding_window": None,
+        "rope_theta": 1e8,
+    },
+    "mistral-7b": {
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32768,
+        "max_position_embeddings": 32768,
+        "sliding_window": None,
+        "rope_theta": 1e6,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 1e5,
+        "tie_word_embeddings": True,
+    },
+    "smollm2-1.7b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 1.3e5,
+        "tie_word_embeddings": True,
+    },
+    "llama-68m": {
+        "model_type": "llama",
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 12,
+        "vocab_size": 32000,
+        "max_position_embeddings": 2048,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan must know of a model. pieces: of its matrices if it is quantised"""
+
+    config: ModelConfig
+    pieces: Pieces | None = None
+
+
+def read_shape(name: str) -> ModelConfig:
+    """The config of `read_model`. Raises UsageError or CheckpointError."""
+    return read_model(name).config
+
+
+def read_model(name: str) -> Shape:
+    """The shape of a model: by a name of SHAPES or the hub id of a model that has it, quantised as
+    in `qwen3-32b:Q4_K_M`; or of a config.json, the folder it lies in, or a .gguf file.
+
+    Raises UsageError, with the names nearest to it, UnsupportedModelError, which names the family,
+    or CheckpointError.
+    """
+    known, _, mix = name.partition(":")
+    if not Path(name).expanduser().exists():
+        known = shape_of(known) or known
+    if known in SHAPES:
+        config = from_hf(SHAPES[known], {})
+        return Shape(config, pieces_of(config, mix) if mix else None)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return Shape(from_hf(read_json(path / "config.json"), {}))
+    if path.suffix == ".gguf" and path.exists():
+        checkpoint = open_checkpoint(path)
+        try:
+            quantised = checkpoint.stored_dtype is None
+            return Shape(checkpoint.config, _pieces_read(checkpoint) if quantised else None)
+        finally:
+            checkpoint.close()
+    if not path.exists() and (family := unsupported_family(name)):
+        raise UnsupportedModelError(
+            f"{name} is of a family that is not supported: {family} (supported: dense Llama, "
+            "Mistral, Qwen2, Qwen2.5 and Qwen3)"
+        )
+    if not path.exists():
+        raise UsageError(
+            f"{name!r} is no file, no directory and none of the known models; "
+            f"{nearest(known, SHAPES)} (known: {', '.join(SHAPES)})"
+        )
+    return Shape(from_hf(read_json(path), {}))
+
+
+def _pieces_read(checkpoint: Checkpoint) -> Pieces:
+    """Read now: the file is closed when they are asked for."""
+    hidden = checkpoint.config.hidden
+    names = ["head", "embedding"]
+    for layer, spec in enumerate(checkpoint.config.layers):
+        parts = (part for part, shape in spec.shapes(hidden).items() if len(shape) == 2)
+        names += (f"layers.{layer}.{part}" for part in parts)
+    return {name: checkpoint.pieces(name) for name in names}.__getitem__
+
+
+def for_timing(config: ModelConfig) -> ModelConfig:
+    """The same shape for any context: its weights are random, only time counts."""
+    return replace(config, trained_positions=max(config.trained_positions, _ANY_POSITIONS))
+
+
+_ANY_POSITIONS = 1 << 18

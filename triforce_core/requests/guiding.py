@@ -1,0 +1,133 @@
+"""Texts that keep to a grammar or a JSON schema, by the package llguidance."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from triforce_core.model.checkpoints.tokenizer import Tokenizer
+from triforce_core.model.config import ModelConfig
+from triforce_core.params import SamplingParams
+from triforce_offload.errors import UsageError
+
+
+class GrammarLimitError(UsageError):
+    """A grammar or a JSON schema takes more than the package that checks texts by it allows."""
+
+
+def check_limits(matcher: object, what: str) -> None:
+    """Raises GrammarLimitError for a matcher that has given up: it would say that the text ends."""
+    if matcher.is_error():
+        reason = (matcher.get_error().strip() or "it has given up").splitlines()[0]
+        raise GrammarLimitError(f"the {what} exceeds the limits of llguidance: {reason}")
+
+
+class Guide:
+    """What a grammar lets follow the text of a request.
+
+    Its own state is that of what was committed; what is proposed is tried on copies.
+    """
+
+    def __init__(self, matcher: object, vocab: int, stops: frozenset[int]) -> None:
+        """matcher: an llguidance.LLMatcher at the beginning. vocab: tokens of the model. stops:
+        that end a text; where the grammar ends, these alone may follow.
+        """
+        self._matcher = matcher
+        self._vocab = vocab
+        self._stops = sorted(stops)
+        self._taken = 0
+
+    def take(self, generated: list[int]) -> None:
+        """What was committed since: all tokens behind the prompt. Raises GrammarLimitError."""
+        for token in generated[self._taken :]:
+            self._step(self._matcher, token)
+        self._taken = len(generated)
+
+    def masks(self, proposed: list[int], rows: int) -> torch.Tensor:
+        """Which tokens may follow, [rows, vocab] bool on the host.
+
+        proposed: tokens behind those that were taken. The last row follows all of them, the one
+            before it all but the last, and so on. Behind a token that may not be anything may.
+
+        Raises GrammarLimitError.
+        """
+        matcher = self._matcher.deep_copy()
+        common, sound = len(proposed) - (rows - 1), True
+        for token in proposed[:common]:
+            sound = sound and self._step(matcher, token)
+        masks = [self._mask(matcher) if sound else self._all()]
+        for token in proposed[common:]:
+            sound = sound and self._step(matcher, token)
+            masks.append(self._mask(matcher) if sound else self._all())
+        return torch.stack(masks)
+
+    def ended_by(self, tokens: list[int]) -> int | None:
+        """How many of some tokens, which follow what was taken, the text has when the grammar has
+        ended; None if it has not. Raises GrammarLimitError.
+        """
+        matcher = self._matcher.deep_copy()
+        for count, token in enumerate(tokens, start=1):
+            if not self._step(matcher, token) or matcher.is_stopped():
+                return count
+        return None
+
+    @staticmethod
+    def _step(matcher: object, token: int) -> bool:
+        """Goes on by a token, and says whether it may follow."""
+        if matcher.is_stopped():
+            return False
+        # Unlike `consume_token`, this is no error for a token that may not follow.
+        follows = matcher.try_consume_tokens([token]) == 1
+        check_limits(matcher, "grammar or JSON schema")
+        return follows
+
+    def _mask(self, matcher: object) -> torch.Tensor:
+        mask = torch.zeros(self._vocab, dtype=torch.bool)
+        if not matcher.is_stopped():
+            found = matcher.compute_bitmask()
+            check_limits(matcher, "grammar or JSON schema")
+            bits = np.unpackbits(np.frombuffer(found, dtype=np.uint8), bitorder="little")
+            bits = bits[: self._vocab]
+            mask[: len(bits)] = torch.from_numpy(bits.astype(bool))
+        if matcher.is_stopped() or matcher.is_accepting():
+            mask[self._stops] = True
+        # Nothing may follow, and the text ends before anything is asked for.
+        return mask if mask.any() else self._all()
+
+    def _all(self) -> torch.Tensor:
+        return torch.ones(self._vocab, dtype=torch.bool)
+
+
+def guide_of(
+    params: SamplingParams, tokenizer: Tokenizer | None, config: ModelConfig
+) -> Guide | None:
+    """The guide that a request asks for, if it does. config: of the model
+
+    Raises UsageError for a grammar that is none.
+    """
+    if params.grammar is None and params.json_schema is None:
+        return None
+    if tokenizer is None:
+        raise UsageError("the model has no tokenizer, and a grammar is of text")
+    try:
+        from llguidance import LLMatcher
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            "grammars need the package llguidance: pip install 'triforce-offload[grammar]'"
+        ) from error
+    vocab, stops = config.vocab, frozenset(config.eos_token_ids + params.stop_token_ids)
+    what = "grammar" if params.grammar is not None else "json_schema"
+    try:
+        if params.grammar is not None:
+            grammar = LLMatcher.grammar_from_lark(params.grammar)
+        else:
+            grammar = LLMatcher.grammar_from_json_schema(params.json_schema)
+        tokens = tokenizer.for_grammars(vocab, min(stops, default=None))
+        wrong = LLMatcher.validate_grammar(grammar, tokens)
+    except ValueError as error:
+        wrong = str(error)
+    if wrong:
+        raise UsageError(f"the {what} cannot be used: {wrong.strip().splitlines()[0]}")
+    matcher = LLMatcher(tokens, grammar, log_level=0)
+    check_limits(matcher, what)
+    return Guide(matcher, vocab, stops)

@@ -1,0 +1,291 @@
+"""A request: parameters, a rule with its random numbers, and a clock, over a context."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+import torch
+
+from triforce_core.decoding.acceptance import make_rule
+from triforce_core.decoding.contexts.calls import RankStats
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.kv_parts import Interrupted
+from triforce_core.decoding.decoder import Ask, Decoder, Prefilled, Step
+from triforce_core.decoding.drafting import Drafting
+from triforce_core.decoding.levels import Tallies, Tally
+from triforce_core.loading.start import Loaded
+from triforce_core.model.checkpoints.tokenizer import token_ids_of
+from triforce_core.params import SamplingParams, check_context, checked
+from triforce_core.requests.guiding import Guide, guide_of
+from triforce_core.requests.stats import (
+    Clock,
+    bits_per_number,
+    drafting_stats,
+    rank_stats,
+    request_stats,
+)
+from triforce_core.requests.stream import Completion, Piece, TokenLogprob, pieces_of, until_stop
+from triforce_core.requests.text import TextStream
+from triforce_offload.errors import TriforceError
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a request is asked for.
+
+    tokens: of the prompt. text: turns new tokens into text. guide: a grammar that the text follows
+    reuse: see `Context.prefill`
+    """
+
+    tokens: list[int]
+    params: SamplingParams
+    text: TextStream
+    guide: Guide | None = None
+    reuse: bool = True
+
+
+def asked_for(
+    loaded: Loaded, prompt: str | Sequence[int], params: SamplingParams | None, reuse: bool
+) -> Asked:
+    """Return what a request needs. Raises UsageError if the model cannot take it."""
+    tokenizer, config = loaded.tokenizer, loaded.whole
+    params = checked(params, config.vocab)
+    tokens = token_ids_of(prompt, tokenizer, config.vocab)
+    limit = loaded.models.runtime.plan.requirements.context_tokens
+    whose = "the model has" if limit == config.positions else "the engine was made for"
+    check_context(len(tokens), params.max_new_tokens, limit, whose)
+    text = TextStream(tokenizer, params.stop, one_by_one=params.tells_logprobs)
+    return Asked(tokens, params, text, guide_of(params, tokenizer, config), reuse)
+
+
+class Request:
+    """Prefills a prompt into a context, and makes text of what passes give. `Batch` runs it.
+
+    seed: of its random numbers; drawn if the parameters have none
+    reason: why it ends: "stop", "length" or "interrupted"; empty while it goes on
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        context: Context,
+        drafting: Drafting,
+        interrupted: Event,
+        name: str,
+        load_seconds: float,
+    ) -> None:
+        """interrupted: ends the request within a layer of its prompt, or a pass. name,
+        load_seconds: of the model, for the stats
+        """
+        models, params = context.models, asked.params
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.reason = ""
+        self._asked = asked
+        self._params = params
+        self._text = asked.text
+        self._context = context
+        self._interrupted = interrupted
+        self._name = name
+        self._clock = Clock(models.runtime.link, load_seconds)
+        self._stops = frozenset(models.target.config.eos_token_ids + params.stop_token_ids)
+        self._rule = make_rule(models.method.accept, self.seed, models.target.device)
+        self._drafting = drafting
+        self._tallies = Tallies(Tally(), Tally())
+        self._decoder = self._make_decoder()
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        # Of tokens whose text has not come yet.
+        self._untold: list[TokenLogprob] = []
+        self._prompt: Prefilled | None = None
+        self._step: Step | None = None
+        # The rows that the next pass's chunks are chosen by, until they have been.
+        self._due: int | None = None
+
+    @property
+    def made(self) -> int:
+        """New tokens so far."""
+        return len(self._tokens)
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the prompt was prefilled."""
+        return self._prompt is not None
+
+    def prefill(self, each_layer: Callable[[int], None]) -> None:
+        """Prefill the prompt into the context, which is this request's until it ends.
+
+        each_layer: called after each layer with its index
+        Raises DoesNotFitError or LinkError, or Interrupted, which `interrupt_prefill` follows.
+        """
+        context = self._context
+
+        def after(layer: int) -> None:
+            each_layer(layer)
+            if self._interrupted.is_set():
+                raise Interrupted
+
+        context.tells_logits = self._params.tells_logprobs
+        prompt = context.prefill(
+            self._asked.tokens, self._params.max_new_tokens, after, reuse=self._asked.reuse
+        )
+        context.text.guide = self._asked.guide
+        context.models.runtime.link.synchronize()
+        self._note_counters()
+        self._prompt = prompt
+
+    def interrupt_prefill(self) -> None:
+        """End the request in the middle of its prefill."""
+        self._clock.end_prefill()
+        self.reason = "interrupted"
+        self._note_counters()
+
+    def first(self) -> Step:
+        """Draw the first token, by the prompt's logits. Raises CheckpointError."""
+        return self._decoder.first(self._prompt)
+
+    def ask(self) -> Ask:
+        """See `Decoder.ask`."""
+        if self._step.scored is not None:
+            # If the pass fails: whatever drafts begins anew then.
+            self._due = 1
+        return self._decoder.ask(self._params.max_new_tokens - len(self._tokens))
+
+    def take(self, logits: torch.Tensor, seconds: float) -> Step:
+        """See `Decoder.take`. `taken` follows."""
+        return self._decoder.take(logits, seconds)
+
+    def taken(self, step: Step) -> list[Piece]:
+        """Return the text of a step's tokens. `reason` says whether they are the last."""
+        self._step, self._due = step, step.scored
+        if not self._tokens:
+            self._clock.end_prefill()
+        taken, ended = until_stop(step.tokens, self._stops)
+        guide = self._asked.guide
+        if guide and (count := guide.ended_by(taken)) is not None:
+            taken, ended = taken[:count], True
+        logprobs = self._logprobs_of(taken)
+        pieces, used = pieces_of(self._text, taken, step, logprobs, self._untold)
+        self._tokens += taken[:used]
+        self._logprobs += logprobs[:used]
+        if ended or self._text.stopped:
+            self.reason = "stop"
+        elif len(self._tokens) >= self._params.max_new_tokens:
+            self.reason = "length"
+        elif self._interrupted.is_set():
+            self.reason = "interrupted"
+        return pieces
+
+    def refresh(self) -> None:
+        """Choose the chunks for the next pass, unless that is done. Raises LinkError."""
+        if self._due is not None:
+            self._context.refresh(self._due)
+            self._due = None
+
+    def drop_what_never_pays(self) -> None:
+        """See `Drafting.drop_lost`."""
+        if self._drafting.drop_lost(self._context):
+            self.levels_changed()
+            self._context.reclaim()
+
+    def levels_changed(self) -> None:
+        """Make the decoder anew: the old one refers to a level that was dropped."""
+        self._decoder = self._make_decoder()
+
+    def finish(self) -> list[Piece | Completion]:
+        """End the request. Return the rest of its text and the Completion. The context is free.
+
+        Raises LinkError or RankError.
+        """
+        text, untold = self._text, self._untold
+        if self._tokens:
+            self._clock.end_decode()
+        self._context.end()
+        # Before anything is told: a rank may be lost by now.
+        ranks = self._rank_stats()
+        last: list[Piece | Completion] = []
+        if piece := text.finish():
+            last.append(Piece(piece, "plain", tuple(untold)))
+        elif text.stopped and untold:
+            # Those of the stop, whose text is not given.
+            del self._logprobs[-len(untold) :]
+        return [*last, self._completion(ranks)]
+
+    def fail(self, error: TriforceError) -> list[Piece | Completion]:
+        """End the request with an error. Return the rest of its text and a Completion of what there
+        is, without a word to the device or to other ranks.
+        """
+        self.reason = "error"
+        self._clock.fail()
+        rest = self._text.finish()
+        last = self._completion({"error": str(error)})
+        return [Piece(rest, "plain", tuple(self._untold)), last] if rest else [last]
+
+    @torch.inference_mode()
+    def _logprobs_of(self, tokens: list[int]) -> list[TokenLogprob]:
+        """Return the log-probabilities of a step's tokens; none if nobody asked."""
+        if not self._params.tells_logprobs:
+            return []
+        rows = self._step.rows
+        logits = self._context.logits if rows is None else self._context.logits[list(rows)]
+        logs = logits[: len(tokens)].float().log_softmax(-1)
+        best = logs.topk(min(self._params.logprobs, logs.shape[1]))
+        own = logs.cpu().gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
+        likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        return [
+            TokenLogprob(token, value, tuple(zip(*row, strict=True)))
+            for token, value, row in zip(tokens, own, likeliest, strict=True)
+        ]
+
+    def _make_decoder(self) -> Decoder:
+        return self._drafting.decoder(
+            self._context, self._params, self._rule, self._stops, self._tallies
+        )
+
+    def _note_counters(self) -> None:
+        """Note where the decode phase begins."""
+        self._before = self._context.sequence.counters
+        self._retrieval = self._context.levels.retrieval
+
+    def _rank_stats(self) -> dict[str, Any]:
+        models = self._context.models
+        if models.ranks.count == 1:
+            return {}
+        own = rank_stats(models.runtime, self._context)
+        return {"ranks": [own, *models.ranks.ask(RankStats())]}
+
+    def _completion(self, more: dict[str, Any]) -> Completion:
+        """What there is so far. more: besides, in the stats"""
+        stats = self._own_stats() | more
+        return Completion(self._tokens, self._text.text, self.reason, stats, self._logprobs)
+
+    def _own_stats(self) -> dict[str, Any]:
+        models, sequence = self._context.models, self._context.sequence
+        runtime = models.runtime
+        return {
+            "method": models.method.method,
+            "model": self._name,
+            "device": str(runtime.memory.device),
+            "threads": torch.get_num_threads(),
+            "dtype": str(runtime.plan.kv.shape.dtype).removeprefix("torch."),
+            "seed": self.seed,
+            "new_tokens": len(self._tokens),
+            "token_ids": self._tokens,
+            "text": self._text.text,
+            "prompt_tokens": len(self._asked.tokens),
+            "reused_tokens": self._prompt.reused if self._prompt else 0,
+            "finish_reason": self.reason,
+            **request_stats(
+                runtime,
+                sequence.kv,
+                sequence.counters - self._before,
+                self._clock,
+                self._tallies.target,
+                len(self._tokens),
+            ),
+            **drafting_stats(models, self._tallies, self._retrieval),
+            "bits_per_number": bits_per_number(models),
+        }

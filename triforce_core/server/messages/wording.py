@@ -1,0 +1,145 @@
+"""What the server answers, as OpenAI's interface has it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from triforce_core.model.checkpoints.tokenizer import Tokenizer
+from triforce_core.requests.stats import LEAST_EXAMINED
+from triforce_core.requests.stream import Completion, Piece, TokenLogprob
+
+_REASONS = {"stop": "stop", "length": "length", "interrupted": "stop"}
+
+
+class Wording:
+    """One answer's. chat: whether it is to messages."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer, *, chat: bool) -> None:
+        self._tokenizer = tokenizer
+        self._chat = chat
+        kind = "chat.completion" if chat else "text_completion"
+        self._head = {
+            "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, completions: Sequence[Completion], each: int, *, told: bool) -> dict[str, Any]:
+        """each: completions of one prompt. told: whether log-probabilities are."""
+        choices = [self._choice(index, one, told) for index, one in enumerate(completions)]
+        return self._head | {"choices": choices, "usage": usage(completions, each)}
+
+    def first(self, index: int) -> dict[str, Any] | None:
+        """What a streamed choice begins with."""
+        return self._chunk(index, {"role": "assistant", "content": ""}) if self._chat else None
+
+    def piece(self, index: int, piece: Piece) -> dict[str, Any]:
+        """A piece of a streamed choice, with the level that it came from."""
+        content: Any = {"content": piece.text} if self._chat else piece.text
+        logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
+        return self._chunk(index, content, logprobs=logprobs) | {"origin": piece.origin}
+
+    def last(self, index: int, completion: Completion) -> dict[str, Any]:
+        """What a streamed choice ends with, and the figures of its run."""
+        content: Any = {} if self._chat else ""
+        chunk = self._chunk(index, content, reason=_REASONS[completion.finish_reason])
+        return chunk | {"timings": timings(completion)}
+
+    def used(self, completions: Sequence[Completion], each: int) -> dict[str, Any]:
+        """What a stream ends with, if it was asked for. each: completions of one prompt"""
+        head = self._head | {"object": self._streamed}
+        return head | {"choices": [], "usage": usage(completions, each)}
+
+    @property
+    def _streamed(self) -> str:
+        return "chat.completion.chunk" if self._chat else "text_completion"
+
+    def _chunk(
+        self,
+        index: int,
+        content: Any,
+        *,
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        name = "delta" if self._chat else "text"
+        choice = {"index": index, name: content, "logprobs": logprobs, "finish_reason": reason}
+        return self._head | {"object": self._streamed, "choices": [choice]}
+
+    def _choice(self, index: int, completion: Completion, told: bool) -> dict[str, Any]:
+        text = completion.text
+        content = {"message": {"role": "assistant", "content": text}} if self._chat else {}
+        return {
+            "index": index,
+            **(content or {"text": text}),
+            "logprobs": self._logprobs(completion.logprobs) if told else None,
+            "finish_reason": _REASONS[completion.finish_reason],
+        }
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        if self._chat:
+            return {
+                "content": [
+                    self._token(each.token, each.logprob)
+                    | {"top_logprobs": [self._token(*likely) for likely in each.likeliest]}
+                    for each in tokens
+                ]
+            }
+        texts = [self._text(each.token) for each in tokens]
+        starts = [sum(map(len, texts[:i])) for i in range(len(texts))]
+        return {
+            "tokens": texts,
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [
+                {self._text(token): value for token, value in each.likeliest} for each in tokens
+            ],
+            "text_offset": starts,
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.decode([token])
+
+
+def usage(completions: Sequence[Completion], each: int) -> dict[str, Any]:
+    """Tokens of prompts, each counted once, and answers. each: completions of one prompt"""
+    firsts = completions[::each]
+    prompt = sum(first.stats["prompt_tokens"] for first in firsts)
+    new = sum(len(one.token_ids) for one in completions)
+    reused = sum(first.stats["reused_tokens"] for first in firsts)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": reused},
+    }
+
+
+def timings(completion: Completion) -> dict[str, Any]:
+    """What a person wants to see of a run."""
+    stats = completion.stats
+    seconds, link = stats["seconds_per_token"], stats["link"]
+    busy = link["busy_seconds"] / stats["seconds"]["decode"] if stats["seconds"]["decode"] else 0.0
+    few = stats["draft_tokens"]["examined"] < LEAST_EXAMINED
+    return {
+        "tokens_per_second": 1 / seconds if seconds else None,
+        "prefill_seconds": stats["seconds"]["prefill"],
+        "tokens_per_pass": stats["tokens_per_pass"],
+        "acceptance": None if few else stats["acceptance"]["target"],
+        "link_share": min(1.0, busy),
+        "prompt_tokens": stats["prompt_tokens"],
+        "reused_tokens": stats["reused_tokens"],
+        "context_tokens": stats["prompt_tokens"] + len(completion.token_ids),
+    }
+
+
+def refusal(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict:
+    """An error in OpenAI's words."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
