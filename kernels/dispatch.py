@@ -41,7 +41,10 @@ KERNELS = {
     "rope_into": ("layer.reference_rope_into", "layer_triton.rope_into"),
     "round_chunks": ("kv.rounding.reference_round_chunks", "kv.rounding_triton.round_chunks"),
     "swiglu": ("layer.reference_swiglu", "layer_triton.swiglu"),
-    "law": ("sampling.sampling.reference_law", "sampling.law_triton.law"),
+    "distribution": (
+        "sampling.sampling.reference_distribution",
+        "sampling.distribution_triton.distribution",
+    ),
     "accept": ("sampling.sampling.reference_accept", "sampling.accept_triton.accept"),
     "pick": ("sampling.sampling.reference_pick", "sampling.accept_triton.pick"),
     "decode_blocks": ("weights.blocks.reference_decode", "weights.blocks_triton.decode"),

@@ -11,7 +11,7 @@ import torch
 
 from triforce_offload.errors import LinkError
 from triforce_offload.link.link import Event, Link
-from triforce_offload.weights.homes import Home, Source
+from triforce_offload.weights.locations import Location, Source
 
 
 @dataclass(frozen=True)
@@ -88,16 +88,16 @@ class Conveyor:
         return held.slot.buffer[: held.transfer.source.bytes.numel()]
 
     @contextmanager
-    def bring(self, key: Hashable, home: Home) -> Iterator[torch.Tensor]:
-        """The bytes of a home on the device, valid inside the block: of one with a source, the next
-        transfer, which must be `key`.
+    def bring(self, key: Hashable, location: Location) -> Iterator[torch.Tensor]:
+        """The bytes of a location on the device, valid inside the block: of one with a source, the
+        next transfer, which must be `key`.
 
         Raises LinkError.
         """
-        if home.source is None:
-            yield home.read(None)
+        if location.source is None:
+            yield location.read(None)
             return
-        yield home.read(self.acquire(key))
+        yield location.read(self.acquire(key))
         self.release(key)
 
     def release(self, key: Hashable) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from triforce_offload.conveyor import Conveyor, Transfer
 from triforce_offload.kv.store import KVStore
 from triforce_offload.schedule import Crossing, KVPlaces, Places, pass_schedule
-from triforce_offload.weights.homes import Home
+from triforce_offload.weights.locations import Location
 from triforce_offload.weights.store import WeightStore
 
 
@@ -62,7 +62,7 @@ class PassCopies:
                 layer_bytes=self._weights.link_bytes,
                 texts=[
                     KVPlaces(
-                        [len(kv.homes(layer)) for layer in layers],
+                        [len(kv.locations(layer)) for layer in layers],
                         [kv.on_device(layer) for layer in layers],
                     )
                     for kv in sequences
@@ -71,12 +71,12 @@ class PassCopies:
             )
         ).crossings
 
-        def home(crossing: Crossing) -> Home:
+        def location(crossing: Crossing) -> Location:
             if crossing.block is None:
-                return self._weights.homes[crossing.layer]
-            return sequences[crossing.text].homes(crossing.layer)[crossing.block]
+                return self._weights.locations[crossing.layer]
+            return sequences[crossing.text].locations(crossing.layer)[crossing.block]
 
         # A block with more exceptions than the split format has room for is larger than the others.
-        crossings = [c._replace(nbytes=home(c).source.bytes.numel()) for c in crossings]
-        self.conveyor.start(Transfer(c.key, c.ring, home(c).source) for c in crossings)
+        crossings = [c._replace(nbytes=location(c).source.bytes.numel()) for c in crossings]
+        self.conveyor.start(Transfer(c.key, c.ring, location(c).source) for c in crossings)
         return crossings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from triforce_offload.copies import PassCopies
-from triforce_offload.feed import Cache
+from triforce_offload.forward_batch import Cache
 from triforce_offload.kv.caches.sequences import SequenceCaches
 from triforce_offload.kv.sequence import SequenceKV
 from triforce_offload.weights.store import StreamedWeights

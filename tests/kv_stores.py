@@ -120,8 +120,8 @@ def kv_of(tokens: Sequence[int], layer: int, shape: KVShape = SHAPE) -> torch.Te
 def start(store: KVStore, conveyor: Conveyor) -> None:
     """Starts a pass's copies of what streams."""
     conveyor.start(
-        Transfer((KV, layer, index), KV, home.source)
+        Transfer((KV, layer, index), KV, location.source)
         for layer in range(SHAPE.layers)
-        for index, home in enumerate(store.homes(layer))
-        if home.source is not None
+        for index, location in enumerate(store.locations(layer))
+        if location.source is not None
     )

@@ -227,7 +227,7 @@ def test_formats_and_placements_are_not_told_apart_elsewhere() -> None:
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.ClassDef)
     }
-    assert {"Blocks", "SplitWeight", "DeviceHome"} <= classes
+    assert {"Blocks", "SplitWeight", "DeviceLocation"} <= classes
     for name, path in MODULES.items():
         if name.startswith(THEIR_ROOMS):
             continue

@@ -1,4 +1,4 @@
-"""Tokens: model definition, laws, decoding, engine, command line.
+"""Tokens: model definition, distributions, decoding, engine, command line.
 
 from triforce_core import Engine, SamplingParams
 """

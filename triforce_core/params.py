@@ -110,7 +110,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the law depends on more than the logits."""
+        """Whether the distribution depends on more than the logits."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repeat_penalty - 1)
         guided = self.grammar is not None or self.json_schema is not None
         return bool(guided or self.logit_bias or any(penalties))

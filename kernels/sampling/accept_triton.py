@@ -109,24 +109,24 @@ def _choose_kernel(
 
 def accept(
     tokens: torch.Tensor,
-    draft_laws: torch.Tensor | None,
-    target_laws: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
     coins: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     drafts, n = tokens.shape
-    vocab = target_laws.shape[-1]
+    vocab = target_probs.shape[-1]
     parts = triton.cdiv(vocab, _PART)
     accepted, chosen = torch.empty((2, drafts), dtype=torch.int64, device=tokens.device)
     sums = torch.empty((drafts, 2, parts), dtype=torch.float64, device=tokens.device)
-    # Without a draft, or its laws, nothing of them is read: any address serves.
-    laws = target_laws if draft_laws is None or not n else draft_laws
+    # Without a draft, or its distributions, nothing of them is read: any address serves.
+    distributions = target_probs if draft_probs is None or not n else draft_probs
     tokens = tokens.contiguous() if n else accepted
     coins = coins.contiguous()
-    inputs = (tokens, laws, target_laws, coins, sums)
-    strides = (n, *laws.stride()[:2], *target_laws.stride()[:2], n + 1)
+    inputs = (tokens, distributions, target_probs, coins, sums)
+    strides = (n, *distributions.stride()[:2], *target_probs.stride()[:2], n + 1)
     # One size for most drafts: a new one would be compiled in the middle of a text.
     options = {"TOKENS": max(_DRAFT_TOKENS, triton.next_power_of_2(n)), "PART": _PART}
-    options |= {"SURE": draft_laws is None, "num_warps": 4, "enable_fp_fusion": True}
+    options |= {"SURE": draft_probs is None, "num_warps": 4, "enable_fp_fusion": True}
     _sums_kernel[(drafts, parts)](*inputs, *strides, n, vocab, **options)
     _choose_kernel[(drafts,)](
         *inputs, accepted, chosen, *strides, n, vocab, parts,
@@ -135,6 +135,6 @@ def accept(
     return accepted, chosen
 
 
-def pick(law: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty((law.shape[0], 0), dtype=torch.int64, device=law.device)
-    return accept(empty, None, law.unsqueeze(1), coins.unsqueeze(1))[1]
+def pick(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty((probs.shape[0], 0), dtype=torch.int64, device=probs.device)
+    return accept(empty, None, probs.unsqueeze(1), coins.unsqueeze(1))[1]

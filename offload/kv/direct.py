@@ -27,7 +27,7 @@ class DirectReader:
     a ChunkReader does it all.
 
     Invariants, and why they hold:
-    - A host block is read only after its own bytes have come: whenever homes have changed, the
+    - A host block is read only after its own bytes have come: whenever locations have changed, the
       device waits for the events of each source before it reads by their addresses.
     - A block's host memory is reused behind an event that is recorded after this read, as every
       copy to the host is, and unregistered after `close`, which waits.
@@ -78,7 +78,7 @@ class DirectReader:
         if not self._direct:
             return
         block = moves // (shape.block_tokens // chunk_tokens)
-        crossing = (block >= self._on_device) & (block < len(store.homes(0)))
+        crossing = (block >= self._on_device) & (block < len(store.locations(0)))
         nbytes = 2 * chunk_tokens * shape.head_dim * shape.dtype.itemsize
         if shape.split:
             # 12 bits of 16, and the bases.
@@ -100,13 +100,13 @@ class DirectReader:
         store = self._store
         self._direct = True
         for layer in range(store.shape.layers):
-            for home in store.homes(layer):
+            for location in store.locations(layer):
                 # A block that could not be split is laid out otherwise.
-                self._direct &= not home.dense
-                if home.source is not None:
-                    for event in home.source.after:
+                self._direct &= not location.dense
+                if location.source is not None:
+                    for event in location.source.after:
                         self._link.wait(event)
-                    self._direct &= self._host.is_direct(home.memory)
+                    self._direct &= self._host.is_direct(location.memory)
         table = store.addresses()
         self._addresses = put(table.flatten(), device).view(table.shape)
         on_device = [store.on_device(layer) for layer in range(store.shape.layers)]

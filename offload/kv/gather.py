@@ -17,7 +17,7 @@ from triforce_offload.link.waiting import come
 from triforce_offload.memory.device import Allocation, DeviceMemory, put
 from triforce_offload.memory.host import HostArena, HostMemory
 from triforce_offload.weights.formats import ALIGNMENT
-from triforce_offload.weights.homes import Home
+from triforce_offload.weights.locations import Location
 
 
 class Reader(Protocol):
@@ -123,13 +123,13 @@ class ChunkReader:
         ):
             part = slice(start, start + count)
             start += count
-            homes = store.homes(first + layer)
-            if index < len(homes) and homes[index].source is not None:
-                crossing.append((homes[index], part))
+            locations = store.locations(first + layer)
+            if index < len(locations) and locations[index].source is not None:
+                crossing.append((locations[index], part))
             else:
                 head, slot, inside = there[:, part]
-                if index < len(homes):
-                    found = store.chunks(homes[index], head, inside, self._chunk)
+                if index < len(locations):
+                    found = store.chunks(locations[index], head, inside, self._chunk)
                 else:
                     found = as_chunks(store.tail(first + layer), self._chunk)[:, head, inside]
                 target[layer][:, head, slot] = found
@@ -186,12 +186,12 @@ class ChunkReader:
         size = (2, count, self._chunk, shape.head_dim)
         collected = buffer.arena.bytes[:nbytes].view(shape.dtype).view(size)
         filled = 0
-        for home, part in piece:
-            for event in home.source.after:
+        for location, part in piece:
+            for event in location.source.after:
                 self._link.wait_on_host(event)
             heads, _, inside = places[:, part]
             end = filled + len(heads)
-            collected[:, filled:end] = self._store.chunks(home, heads, inside, self._chunk)
+            collected[:, filled:end] = self._store.chunks(location, heads, inside, self._chunk)
             filled = end
         event = self._link.to_device(
             buffer.device[:nbytes],
@@ -206,18 +206,18 @@ class ChunkReader:
 
 
 # Host blocks and the chunks that are wanted of each: which of all that move.
-Piece = list[tuple[Home, slice]]
+Piece = list[tuple[Location, slice]]
 
 
 def _pieces(crossing: Piece, most: int) -> Iterator[Piece]:
     """Chunks of some blocks, at most so many at a time."""
     piece: Piece = []
     count = 0
-    for home, part in crossing:
+    for location, part in crossing:
         start = part.start
         while start < part.stop:
             end = min(part.stop, start + most - count)
-            piece.append((home, slice(start, end)))
+            piece.append((location, slice(start, end)))
             count += end - start
             start = end
             if count == most:

@@ -1,4 +1,4 @@
-"""The KV cache of one text: blocks with homes, a hot tail, and one owner of the length."""
+"""The KV cache of one text: blocks with locations, a hot tail, and one owner of the length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from triforce_offload.link.link import Link
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.memory.host import HostBlocks
 from triforce_offload.schedule import KV
-from triforce_offload.weights.homes import DenseHome, DeviceHome, Home, HostHome, MirroredHome
+from triforce_offload.weights.locations import (
+    DenseLocation,
+    DeviceLocation,
+    HostLocation,
+    Location,
+    MirroredLocation,
+)
 
 
 class KVStore:
@@ -33,7 +39,7 @@ class KVStore:
     layers, so that the link never rests for the length of a resident layer. Some that follow them
     may have a copy there (`use_reclaimed`); the others stream.
 
-    length: tokens that are kept; version: changes whenever a block's home does
+    length: tokens that are kept; version: changes whenever a block's location does
     """
 
     def __init__(
@@ -62,7 +68,7 @@ class KVStore:
         self._dense_blocks = dense_blocks
         self._link = link
         self._staging = staging
-        self._homes: list[list[Home]] = [[] for _ in range(shape.layers)]
+        self._locations: list[list[Location]] = [[] for _ in range(shape.layers)]
         self._mirror: DeviceBlocks | None = None
         with ExitStack() as undo:
             self._tail = HotTail(shape, max_pass_tokens, memory)
@@ -86,15 +92,15 @@ class KVStore:
         """Tokens that the hot tail of a layer has room for."""
         return self._tail.capacity
 
-    def homes(self, layer: int) -> Sequence[Home]:
+    def locations(self, layer: int) -> Sequence[Location]:
         """Homes of the layer's blocks, in token order."""
-        return self._homes[layer]
+        return self._locations[layer]
 
     def on_device(self, layer: int) -> int:
         """How many of the layer's blocks are on the device: its first ones."""
-        homes = self._homes[layer]
-        streamed = (i for i, home in enumerate(homes) if home.source is not None)
-        return next(streamed, len(homes))
+        locations = self._locations[layer]
+        streamed = (i for i, location in enumerate(locations) if location.source is not None)
+        return next(streamed, len(locations))
 
     def runs(self, layer: int) -> Iterator[KeysValues]:
         """The layer's blocks on the device, keys and values [blocks, kv_heads, block_tokens,
@@ -108,26 +114,26 @@ class KVStore:
         if count > resident:
             yield from self._format.runs(self._mirror.run(layer, count - resident))
 
-    def read(self, home: Home, block: torch.Tensor) -> KeysValues:
+    def read(self, location: Location, block: torch.Tensor) -> KeysValues:
         """Keys and values of a block, [kv_heads, block_tokens, head_dim] each, valid until the next
-        read. block: the home's bytes, on the device
+        read. block: the location's bytes, on the device
         """
-        return self._format_of(home).read(block).unbind()
+        return self._format_of(location).read(block).unbind()
 
-    def copy(self, home: Home, block: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies a block to [2, kv_heads, block_tokens, head_dim]. block: the home's bytes, on the
-        device
+    def copy(self, location: Location, block: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies a block to [2, kv_heads, block_tokens, head_dim]. block: the location's bytes, on
+        the device
         """
-        self._format_of(home).copy(block, target)
+        self._format_of(location).copy(block, target)
 
     def chunks(
-        self, home: Home, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
+        self, location: Location, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
     ) -> torch.Tensor:
         """Some chunks of a block where it lies, [2, n, tokens, head_dim], to draft with.
 
         heads, chunks: [n] int64 where the block lies: KV heads, and chunks of the block
         """
-        return self._format_of(home).chunks(home.memory, heads, chunks, tokens)
+        return self._format_of(location).chunks(location.memory, heads, chunks, tokens)
 
     def tail(self, layer: int, rows: int = 0) -> torch.Tensor:
         """[2, kv_heads, tokens, head_dim]: what is kept in the tail, and so many rows behind it."""
@@ -149,14 +155,14 @@ class KVStore:
         """
         shape, size = self.shape, self.shape.block_tokens
         whole = torch.empty(2, shape.kv_heads, self.length, shape.head_dim, dtype=shape.dtype)
-        for index, home in enumerate(self._homes[layer]):
-            for event in home.source.after if home.source else ():
+        for index, location in enumerate(self._locations[layer]):
+            for event in location.source.after if location.source else ():
                 self._link.wait_on_host(event)
             place = whole[:, :, index * size : (index + 1) * size]
-            if home.memory.device.type == "cpu":
-                self.copy(home, home.memory, place)
+            if location.memory.device.type == "cpu":
+                self.copy(location, location.memory, place)
             else:
-                place.copy_(self._format_of(home).read(home.memory))
+                place.copy_(self._format_of(location).read(location.memory))
         whole[:, :, self._tail_start :] = self.tail(layer)
         return whole
 
@@ -174,8 +180,8 @@ class KVStore:
         """
         return torch.tensor(
             [
-                [*(home.memory.data_ptr() for home in homes), tail.data_ptr()]
-                for homes, tail in zip(self._homes, self._tail.rows, strict=True)
+                [*(location.memory.data_ptr() for location in locations), tail.data_ptr()]
+                for locations, tail in zip(self._locations, self._tail.rows, strict=True)
             ]
         )
 
@@ -187,8 +193,8 @@ class KVStore:
         blocks = tokens // self.shape.block_tokens
         self._host_blocks.reserve(
             sum(
-                max(0, blocks - max(len(homes), resident))
-                for homes, resident in zip(self._homes, self._resident.counts, strict=True)
+                max(0, blocks - max(len(locations), resident))
+                for locations, resident in zip(self._locations, self._resident.counts, strict=True)
             )
         )
 
@@ -212,7 +218,7 @@ class KVStore:
         The layers of a text are filled one by one; `commit_fill` then sets the length. Raises
         RuntimeError for a text that is shorter than what was filled.
         """
-        block_tokens, filled = self.shape.block_tokens, len(self._homes[layer])
+        block_tokens, filled = self.shape.block_tokens, len(self._locations[layer])
         if tokens < max(self.length, filled * block_tokens):
             raise RuntimeError(f"fill of layer {layer} with {tokens} tokens, it holds more")
         for start in range(filled * block_tokens, tokens - block_tokens + 1, block_tokens):
@@ -223,10 +229,12 @@ class KVStore:
 
     def commit_fill(self, tokens: int) -> None:
         """Sets the length after `fill` of every layer."""
-        if any(len(homes) != tokens // self.shape.block_tokens for homes in self._homes):
+        if any(
+            len(locations) != tokens // self.shape.block_tokens for locations in self._locations
+        ):
             raise RuntimeError("commit_fill before every layer was filled")
         self.length = tokens
-        self._tail_start = len(self._homes[0]) * self.shape.block_tokens
+        self._tail_start = len(self._locations[0]) * self.shape.block_tokens
 
     def roll_back(self, length: int) -> None:
         """Forgets all but the first `length` tokens, and a fill that was not committed. The block
@@ -237,13 +245,13 @@ class KVStore:
         if not 0 <= length <= self.length:
             raise RuntimeError(f"roll back to {length} tokens of {self.length}")
         blocks, rest = divmod(length, self.shape.block_tokens)
-        for layer, homes in enumerate(self._homes):
-            if len(homes) > blocks:
+        for layer, locations in enumerate(self._locations):
+            if len(locations) > blocks:
                 if rest:
-                    self._recall(layer, homes[blocks], rest)
-                for home in homes[blocks:]:
-                    self._give_back(home)
-                del homes[blocks:]
+                    self._recall(layer, locations[blocks], rest)
+                for location in locations[blocks:]:
+                    self._give_back(location)
+                del locations[blocks:]
         self.length = length
         self._tail_start = blocks * self.shape.block_tokens
         self.version += 1
@@ -258,18 +266,18 @@ class KVStore:
 
     def settle(self, layer: int, index: int, block: torch.Tensor) -> None:
         """Keeps a copy of a block that was brought, if there is memory for it. block: its bytes."""
-        home = self._homes[layer][index]
-        if home.source and (copy := self._reclaimed_for(layer, index)) is not None:
+        location = self._locations[layer][index]
+        if location.source and (copy := self._reclaimed_for(layer, index)) is not None:
             copy.copy_(block)
-            self._homes[layer][index] = MirroredHome(home, copy)
+            self._locations[layer][index] = MirroredLocation(location, copy)
             self.version += 1
 
     def release_reclaimed(self) -> bool:
         """Gives reclaimed memory back, and says whether there was any: its blocks stream again."""
         if self._mirror is None:
             return False
-        for homes in self._homes:
-            homes[:] = [home.host or home for home in homes]
+        for locations in self._locations:
+            locations[:] = [location.host or location for location in locations]
         self._mirror.close()
         self._mirror = None
         self.version += 1
@@ -289,8 +297,8 @@ class KVStore:
         except DoesNotFitError:
             return False
         for layer, count in staying:
-            for index, home in enumerate(self._homes[layer][:count]):
-                self._homes[layer][index] = self._leave(home.memory, layer, index)
+            for index, location in enumerate(self._locations[layer][:count]):
+                self._locations[layer][index] = self._leave(location.memory, layer, index)
         # Their memory is somebody else's next.
         self._link.synchronize()
         self._resident.close()
@@ -307,9 +315,9 @@ class KVStore:
         with suppress(LinkError):
             self._link.synchronize()
         self._staging.forget()
-        for home in (home for homes in self._homes for home in homes):
-            self._give_back(home)
-        self._homes = []
+        for location in (location for locations in self._locations for location in locations):
+            self._give_back(location)
+        self._locations = []
         self.release_reclaimed()
         self._tail.close()
         self._memory.free(self._scratch)
@@ -325,15 +333,15 @@ class KVStore:
         self._tail_start += block_tokens
 
     def _add_block(self, layer: int, keys_values: torch.Tensor) -> None:
-        homes = self._homes[layer]
-        index = len(homes)
+        locations = self._locations[layer]
+        index = len(locations)
         self.version += 1
         has_room = True
         if index < self._resident.counts[layer] and self.on_device(layer) == index:
             buffer = self._resident.buffer(layer, index)
             has_room = self._format.write(buffer, keys_values)
             if has_room:
-                homes.append(DeviceHome(buffer))
+                locations.append(DeviceLocation(buffer))
                 return
         buffer = self._staging.take()
         block = buffer[: self._format.nbytes]
@@ -341,49 +349,49 @@ class KVStore:
         if is_dense:
             block = buffer[: self._dense.nbytes]
             self._dense.write(block, keys_values)
-        home = self._leave(block, layer, index, is_dense=is_dense)
-        self._staging.leaves(home.source.after[0])
-        homes.append(home)
+        location = self._leave(block, layer, index, is_dense=is_dense)
+        self._staging.leaves(location.source.after[0])
+        locations.append(location)
         self.settle(layer, index, block)
 
     def _leave(
         self, block: torch.Tensor, layer: int, index: int, *, is_dense: bool = False
-    ) -> HostHome:
-        """The home of a block whose bytes are on their way to the host."""
-        blocks, made = self._host_blocks, HostHome
+    ) -> HostLocation:
+        """The location of a block whose bytes are on their way to the host."""
+        blocks, made = self._host_blocks, HostLocation
         if is_dense:
-            blocks, made = self._dense_blocks, DenseHome
+            blocks, made = self._dense_blocks, DenseLocation
         host, after = blocks.take(), (self._link.record(),)
         try:
             return made(host, self._link.to_host(host, block, after, (KV, layer, index)))
         except BaseException:
-            # No home has it yet that would give it back.
+            # No location has it yet that would give it back.
             blocks.give_back(host)
             raise
 
-    def _recall(self, layer: int, home: Home, tokens: int) -> None:
+    def _recall(self, layer: int, location: Location, tokens: int) -> None:
         """Puts the first tokens of a block at the beginning of the tail."""
-        if home.source is None:
-            block = home.memory
+        if location.source is None:
+            block = location.memory
         else:
-            block = self._staging.take()[: home.memory.numel()]
-            after = (*home.source.after, self._link.record())
-            self._link.wait(self._link.to_device(block, home.memory, after, (KV, layer)))
-        kept = self._format_of(home).read(block)
+            block = self._staging.take()[: location.memory.numel()]
+            after = (*location.source.after, self._link.record())
+            self._link.wait(self._link.to_device(block, location.memory, after, (KV, layer)))
+        kept = self._format_of(location).read(block)
         self._tail.rows[layer, :, :, :tokens] = kept[:, :, :tokens]
 
-    def _format_of(self, home: Home) -> BlockFormat:
-        return self._dense if home.dense else self._format
+    def _format_of(self, location: Location) -> BlockFormat:
+        return self._dense if location.dense else self._format
 
     def _reclaimed_for(self, layer: int, index: int) -> torch.Tensor | None:
         place = index - self._resident.counts[layer]
         if self._mirror is None or not 0 <= place < self._mirror.counts[layer]:
             return None
         # Behind a block that must stream all do, so that those on the device are the first ones.
-        if any(home.dense for home in self._homes[layer][: index + 1]):
+        if any(location.dense for location in self._locations[layer][: index + 1]):
             return None
         return self._mirror.buffer(layer, place)
 
-    def _give_back(self, home: Home) -> None:
-        if host := home.host:
+    def _give_back(self, location: Location) -> None:
+        if host := location.host:
             (self._dense_blocks if host.dense else self._host_blocks).give_back(host.memory)

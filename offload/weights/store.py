@@ -15,9 +15,15 @@ from triforce_offload.memory.device import Allocation, DeviceMemory
 from triforce_offload.memory.host import HostBuffers, HostMemory
 from triforce_offload.plan.memory_plan import LayerPlan, Where
 from triforce_offload.schedule import WEIGHTS
-from triforce_offload.weights.homes import DeviceHome, FileHome, HostHome, LayerHome, SplitHome
 from triforce_offload.weights.int4_copies import Int4Copies
 from triforce_offload.weights.layouts import FlatLayout, Views
+from triforce_offload.weights.locations import (
+    DeviceLocation,
+    FileLocation,
+    HostLocation,
+    LayerLocation,
+    SplitLocation,
+)
 
 # Layers that are read and dequantised at a time.
 _READERS = 4
@@ -33,9 +39,9 @@ class Weights(Protocol):
 
 
 class WeightStore:
-    """Every layer as one flat buffer with a home.
+    """Every layer as one flat buffer with a location.
 
-    homes, layouts: of each layer
+    locations, layouts: of each layer
     """
 
     def __init__(
@@ -63,7 +69,7 @@ class WeightStore:
         except BaseException:
             self._host.close()
             raise
-        self.homes: list[LayerHome] = []
+        self.locations: list[LayerLocation] = []
         views: list[Views | None] = []
         parts = zip(self._device.bytes.split(on_device), self._host.buffers, strict=True)
         for layer, (layout, plan, (device, host_part)) in enumerate(
@@ -71,16 +77,16 @@ class WeightStore:
         ):
             match plan.where:
                 case Where.DEVICE:
-                    self.homes.append(DeviceHome(device))
+                    self.locations.append(DeviceLocation(device))
                     views.append(layout.views(device))
                 case Where.SPLIT:
-                    self.homes.append(SplitHome(device, host_part))
+                    self.locations.append(SplitLocation(device, host_part))
                     views.append(layout.joined(device, host_part))
                 case Where.HOST:
-                    self.homes.append(HostHome(host_part))
+                    self.locations.append(HostLocation(host_part))
                     views.append(layout.views(host_part))
                 case Where.FILE:
-                    self.homes.append(FileHome(_FilledLayer(layer, layout, fill)))
+                    self.locations.append(FileLocation(_FilledLayer(layer, layout, fill)))
                     views.append(None)
 
         def load(layer: int, into: Views | None) -> None:
@@ -100,10 +106,12 @@ class WeightStore:
     @property
     def link_bytes(self) -> list[int]:
         """Of each layer, the bytes that cross the link in a pass."""
-        return [home.source.bytes.numel() if home.source else 0 for home in self.homes]
+        return [
+            location.source.bytes.numel() if location.source else 0 for location in self.locations
+        ]
 
     def close(self) -> None:
-        self.homes.clear()
+        self.locations.clear()
         self._memory.free(self._device)
         self._host.close()
 
@@ -139,11 +147,11 @@ class StreamedWeights:
     @contextmanager
     def layer(self, index: int) -> Iterator[Views]:
         """Weights.layer. Raises LinkError."""
-        home = self._store.homes[index]
-        with self._conveyor.bring((WEIGHTS, index), home) as buffer:
+        location = self._store.locations[index]
+        with self._conveyor.bring((WEIGHTS, index), location) as buffer:
             key = (index, buffer.data_ptr())
             if key not in self._views:
-                self._views[key] = home.views(self._store.layouts[index], buffer)
+                self._views[key] = location.views(self._store.layouts[index], buffer)
             with self._trace.compute("layer", layer=index):
                 yield self._views[key]
 
@@ -160,11 +168,13 @@ class ResidentWeights:
         """
         instead = int4_copies.views if int4_copies else {}
         self._views: list[Views] = []
-        for layer, (layout, home) in enumerate(zip(store.layouts, store.homes, strict=True)):
+        for layer, (layout, location) in enumerate(
+            zip(store.layouts, store.locations, strict=True)
+        ):
             if layer in instead:
                 self._views.append(instead[layer])
             else:
-                self._views.append(home.draft_views(layout, high=high))
+                self._views.append(location.draft_views(layout, high=high))
 
     def layer(self, index: int) -> AbstractContextManager[Views]:
         """Weights.layer."""

@@ -19,7 +19,7 @@ from triforce_kernels.attention.streaming import Running, attend_blocks, attend_
 from triforce_kernels.dispatch import REFERENCE, backend
 from triforce_kernels.kv.gather import ChunkSource, gather_chunks
 from triforce_kernels.kv.selection import choose_chunks
-from triforce_kernels.sampling.sampling import accept, law, reference_accept, reference_law
+from triforce_kernels.sampling import sampling
 from triforce_kernels.weights.block_types import BLOCK_TYPES
 from triforce_kernels.weights.blocks import BlockWeight, block_matmul, decode
 from triforce_kernels.weights.int4 import int4_matmul, quantise
@@ -34,7 +34,7 @@ CHUNK = 8
 BUDGET = 4096
 BLOCK_BYTES = 16 << 20
 CHURN = 0.06
-# A graph calls its kernel so often, over as many sets of data where those fit.
+# A graph calls its kernel so often, over as many sets of data as fit.
 CALLS = 8
 
 
@@ -64,10 +64,8 @@ class KernelCases:
     repeats: int
 
     def rows(self) -> Iterator[KernelRow]:
-        for rows in (
-            *(self._attention, self._cache, self._choice, self._gather, self._small),
-            *(self._sampling, self._int4, self._blocks),
-        ):
+        cases = (self._attention, self._cache, self._choice, self._gather, self._small)
+        for rows in (*cases, self._sampling, self._int4, self._blocks):
             yield from rows()
             self.settle()
 
@@ -327,8 +325,9 @@ class KernelCases:
         for top_k, top_p in ((0, 1.0), (0, 0.9), (50, 0.9)):
             arguments = (logits, 0.6, top_k, top_p)
             yield self.row(
-                "law", f"{tokens} x {vocab}, top-k {top_k}, top-p {top_p}", logits.numel() * 8, 0,
-                [partial(law, *arguments)], (PLAIN, [partial(reference_law, *arguments)]),
+                "distribution", f"{tokens} x {vocab}, top-k {top_k}, top-p {top_p}",
+                logits.numel() * 8, 0, [partial(sampling.distribution, *arguments)],
+                (PLAIN, [partial(sampling.reference_distribution, *arguments)]),
             )  # fmt: skip
         laws = logits.softmax(-1)[None]
         coins = torch.rand(1, tokens, device=self.device, dtype=torch.float64)
@@ -336,7 +335,8 @@ class KernelCases:
         arguments = (drafted, laws[:, :-1], laws, coins)
         yield self.row(
             "accept", f"{tokens - 1} of {vocab}", 4 * vocab * 4, 0,
-            [partial(accept, *arguments)], (PLAIN, [partial(reference_accept, *arguments)]),
+            [partial(sampling.accept, *arguments)],
+            (PLAIN, [partial(sampling.reference_accept, *arguments)]),
         )  # fmt: skip
 
     def _int4(self) -> Iterator[KernelRow]:

@@ -24,7 +24,7 @@ from bench.material import model_file
 from bench.workloads import MODEL, SAMPLING, stretches
 from frame import Benchmark, Figures, Option
 from triforce_kernels.kv.rounding import rounded, scale_of
-from triforce_kernels.sampling.sampling import law
+from triforce_kernels.sampling.sampling import distribution
 from triforce_kernels.weights.high_bits import HighBitsWeight, decode
 from triforce_kernels.weights.int4 import dequantise, quantise
 from triforce_kernels.weights.split_codes import base_of, high_codes, middle_bits
@@ -139,7 +139,7 @@ def continued(
     cache, logits, tokens = out.past_key_values, out.logits[0, -1:], []
     for _ in range(new_tokens):
         tokens.append(
-            int(torch.multinomial(law(logits, TEMPERATURE, 0, TOP_P), 1, generator=coins))
+            int(torch.multinomial(distribution(logits, TEMPERATURE, 0, TOP_P), 1, generator=coins))
         )
         out = model(torch.tensor([tokens[-1:]]), past_key_values=cache, use_cache=True)
         logits = out.logits[0, -1:]
@@ -158,7 +158,7 @@ def laws(model: torch.nn.Module, text: torch.Tensor, kv: KV) -> torch.Tensor:
     for layer, (keys, values) in enumerate(kv):
         cache.update(keys.clone(), values.clone(), layer)
     out = model(text[:, :-1], past_key_values=cache, use_cache=True)
-    return law(out.logits[0], TEMPERATURE, 0, TOP_P)
+    return distribution(out.logits[0], TEMPERATURE, 0, TOP_P)
 
 
 def a_pass(held: torch.Tensor) -> float:

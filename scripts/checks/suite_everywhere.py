@@ -6,7 +6,7 @@ every run.
 
     python scripts/checks suite_everywhere [--runs 10] [--only NAME ...] [--resume] [-- ...]
 
-Arguments after `--` go to pytest: `-- tests/offload -k feed`. Failures are counted by test. Writes
+Arguments after `--` go to pytest: `-- tests/offload -k batch`. Failures are counted by test. Writes
 benchmarks/results/suite_everywhere.json. Exits with 1 if a test failed in any run.
 """
 

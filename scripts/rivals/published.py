@@ -147,7 +147,7 @@ class Published:
     def drafter_seconds(self) -> float:
         """A token of llama-68m over its window, kernel by kernel."""
         small = Costs(read_shape(DRAFTER), self.case.dtype, self.case.hardware)
-        launches = len(small.config.layers) * LAYER_LAUNCHES + PLAIN.law
+        launches = len(small.config.layers) * LAYER_LAUNCHES + PLAIN.distribution
         work = small.resident_forward(1, SINKS + WINDOW)
         return max(work, self._launches(launches))
 

@@ -34,7 +34,7 @@ from triforce_kernels.kv.rounding import round_chunks
 from triforce_kernels.kv.selection import choose_chunks
 from triforce_kernels.kv.split_kv import SplitKV, decode_blocks, encode_block
 from triforce_kernels.layer import rms_norm, rope_into, swiglu
-from triforce_kernels.sampling.sampling import accept, law, pick
+from triforce_kernels.sampling.sampling import accept, distribution, pick
 from triforce_kernels.weights import blocks
 from triforce_kernels.weights.block_types import ALL_TYPES
 from triforce_kernels.weights.blocks import FUSED, BlockWeight, block_matmul, decode
@@ -195,7 +195,7 @@ def launch_others(dtype: torch.dtype) -> None:
     round_chunks(moves, target, empty(2, 2, 32, 128, dtype=torch.float32), whole)
     logits = empty(17, 32000, dtype=torch.float32)
     for temperature, top_k, top_p in ((0, 0, 1.0), (0.6, 0, 0.9), (1.0, 50, 1.0), (1.0, 50, 0.9)):
-        law(logits, temperature, top_k, top_p)
+        distribution(logits, temperature, top_k, top_p)
     coins = torch.zeros(1, 17, dtype=torch.float64)
     for laws in (logits[None, :16], None):
         accept(torch.zeros(1, 16, dtype=torch.int64), laws, logits[None], coins)

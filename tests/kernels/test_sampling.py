@@ -6,7 +6,7 @@ import pytest
 import torch
 from exactness import DEVICE
 
-from triforce_kernels.sampling.sampling import accept, law, pick
+from triforce_kernels.sampling.sampling import accept, distribution, pick
 
 
 def exact_law(row: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
@@ -34,7 +34,7 @@ def test_laws(backend, draw, vocab, temperature, top_k, top_p) -> None:
     wide = draw(4, vocab + 3) * 3
     logits = wide[:, :vocab]
     logits[1, :3] = float("-inf")
-    ours = law(logits, temperature, top_k, top_p)
+    ours = distribution(logits, temperature, top_k, top_p)
     assert ours.dtype == torch.float32
     for row, mine in zip(logits.double().tolist(), ours.tolist(), strict=True):
         expected = exact_law(row, temperature, top_k, top_p)
@@ -47,7 +47,7 @@ def test_laws(backend, draw, vocab, temperature, top_k, top_p) -> None:
 def test_laws_that_no_short_list_holds(backend, draw, spread, top_k, top_p) -> None:
     """Flat ones have more candidates than fit there, and of steep ones too few lie near the top."""
     logits = draw(3, 6000) * spread
-    ours = law(logits, 0.9, top_k, top_p)
+    ours = distribution(logits, 0.9, top_k, top_p)
     for row, mine in zip(logits.double().tolist(), ours.tolist(), strict=True):
         expected = exact_law(row, 0.9, top_k, top_p)
         # Sums in float32 may move the edge of a nucleus by a token in a thousand.
@@ -64,10 +64,10 @@ def test_laws_that_no_short_list_holds(backend, draw, spread, top_k, top_p) -> N
 def test_logits_that_are_not_finite_are_seen(backend, draw, temperature, top_k, top_p, bad) -> None:
     logits = draw(3, 300)
     logits[1, 250] = float(bad)
-    result = law(logits, temperature, top_k, top_p).sum(-1)
+    result = distribution(logits, temperature, top_k, top_p).sum(-1)
     assert result.isnan().tolist() == [False, True, False]
     coins = torch.full((3,), 0.5, dtype=torch.float64, device=DEVICE)
-    assert (pick(law(logits, temperature, top_k, top_p), coins) == -1).tolist() == [
+    assert (pick(distribution(logits, temperature, top_k, top_p), coins) == -1).tolist() == [
         False,
         True,
         False,
@@ -75,12 +75,12 @@ def test_logits_that_are_not_finite_are_seen(backend, draw, temperature, top_k, 
 
 
 def test_ties_at_the_edge_of_a_nucleus_keep_its_size(backend) -> None:
-    ours = law(torch.zeros(1, 10, device=DEVICE), 1.0, 0, 0.45)
+    ours = distribution(torch.zeros(1, 10, device=DEVICE), 1.0, 0, 0.45)
     assert sorted(ours[0].tolist()) == pytest.approx([0] * 5 + [0.2] * 5)
-    ours = law(torch.zeros(1, 10, device=DEVICE), 1.0, 4, 1.0)
+    ours = distribution(torch.zeros(1, 10, device=DEVICE), 1.0, 4, 1.0)
     assert ours[0].tolist() == pytest.approx([0.1] * 10), "top-k keeps ties with the k-th"
     for size in (4000, 8000):  # on a short list, and beyond it
-        ours = law(torch.zeros(1, size, device=DEVICE), 1.0, 0, 0.45)
+        ours = distribution(torch.zeros(1, size, device=DEVICE), 1.0, 0, 0.45)
         assert int((ours > 0).sum()) == pytest.approx(0.45 * size, abs=1)
         assert float(ours.sum()) == pytest.approx(1, abs=1e-5)
 
@@ -88,7 +88,7 @@ def test_ties_at_the_edge_of_a_nucleus_keep_its_size(backend) -> None:
 def test_of_equal_logits_temperature_zero_takes_the_first(backend) -> None:
     logits = torch.zeros(2, 5000, device=DEVICE)
     logits[0, [17, 4500]] = 3
-    assert law(logits, 0, 0, 1.0).argmax(-1).tolist() == [17, 0]
+    assert distribution(logits, 0, 0, 1.0).argmax(-1).tolist() == [17, 0]
 
 
 def random_laws(draw, *shape: int) -> torch.Tensor:
@@ -169,11 +169,11 @@ def test_equal_laws_that_reject_draw_from_the_verifier(backend) -> None:
 
 
 def test_what_does_not_fit_is_reported(backend, draw) -> None:
-    with pytest.raises(ValueError, match=r"law cannot take .*top_p 1.5"):
-        law(draw(2, 8), 1.0, 0, 1.5)
+    with pytest.raises(ValueError, match=r"distribution cannot take .*top_p 1.5"):
+        distribution(draw(2, 8), 1.0, 0, 1.5)
     coins = torch.rand(2, 3, dtype=torch.float64, device=DEVICE)
     tokens = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match=r"accept cannot take tokens .*coins \(2, 3\)"):
         accept(tokens, draw(2, 3, 8), draw(2, 4, 8), coins)
-    with pytest.raises(ValueError, match=r"pick cannot take law .*coins \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"pick cannot take probs .*coins \(2, 3\)"):
         pick(draw(2, 8), coins)

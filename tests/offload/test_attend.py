@@ -11,7 +11,7 @@ from float_bounds import assert_within, attention_bound
 from kv_stores import SHAPE, make_store, start
 
 from triforce_offload.conveyor import Conveyor
-from triforce_offload.feed import Feed
+from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.caches.attend import PassCache
 from triforce_offload.kv.caches.prefill import PrefillCache
 from triforce_offload.kv.store import KVStore
@@ -28,12 +28,12 @@ class Text:
         self.qkv = torch.randn(tokens, HEADS + 2 * SHAPE.kv_heads, 8, generator=generator)
         self.seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
 
-    def feed(self, first: int, end: int, parents: Sequence[int] | None = None) -> Feed:
+    def batch(self, first: int, end: int, parents: Sequence[int] | None = None) -> ForwardBatch:
         rows = end - first
         # No rotation: cosines of one and sines of zero.
         rotation = (torch.ones(rows, 8), torch.zeros(rows, 8))
         parents = None if parents is None else tuple(parents)
-        return Feed(torch.arange(rows), torch.arange(rows), parents, rotation=rotation)
+        return ForwardBatch(torch.arange(rows), torch.arange(rows), parents, rotation=rotation)
 
     def attention(self, seen: torch.Tensor) -> torch.Tensor:
         """[heads, rows, head_dim] by seen [rows, keys], of the last rows."""
@@ -58,7 +58,7 @@ def read(store: KVStore, conveyor: Conveyor, text: Text, end: int, cuts: Sequenc
     gathered = torch.empty(end * SHAPE.token_bytes, dtype=torch.uint8)
     start(store, conveyor)
     cache = PrefillCache(store, conveyor, end - first, gathered)
-    whole = text.feed(first, end)
+    whole = text.batch(first, end)
     expected = text.attention(text.seen)
     for layer in range(SHAPE.layers):
         for a, b in itertools.pairwise([first, *cuts, end]):
@@ -80,7 +80,7 @@ def test_passes_and_reading_attend_as_one_prefill_would() -> None:
                 cache, first = PassCache(store, conveyor), store.length
                 for layer in range(SHAPE.layers):
                     part = slice(first, first + count)
-                    out = cache.attend(layer, text.qkv[part], text.feed(first, first + count))
+                    out = cache.attend(layer, text.qkv[part], text.batch(first, first + count))
                     assert_within(out, expected[:, part], text.bound())
                 cache.keep(range(count))
             end = store.length + 7
@@ -91,7 +91,7 @@ def test_passes_and_reading_attend_as_one_prefill_would() -> None:
             cache, first = PassCache(store, conveyor), store.length
             for layer in range(SHAPE.layers):
                 part = slice(first, first + 1)
-                out = cache.attend(layer, text.qkv[part], text.feed(first, first + 1))
+                out = cache.attend(layer, text.qkv[part], text.batch(first, first + 1))
                 assert_within(out, expected[:, part], text.bound())
             cache.keep([0])
         store.close()
@@ -117,7 +117,7 @@ def test_rows_of_a_tree_see_their_ancestors_and_a_path_of_them_is_kept() -> None
     start(store, conveyor)
     cache = PassCache(store, conveyor)
     for layer in range(SHAPE.layers):
-        out = cache.attend(layer, text.qkv[10:], text.feed(10, 16, parents))
+        out = cache.attend(layer, text.qkv[10:], text.batch(10, 16, parents))
         assert_within(out, text.attention(seen), text.bound())
     with pytest.raises(RuntimeError, match=r"rows \[0, 1, 4\] are no path of a feed of 6"):
         cache.keep([0, 1, 4])
@@ -127,9 +127,9 @@ def test_rows_of_a_tree_see_their_ancestors_and_a_path_of_them_is_kept() -> None
     start(store, conveyor)
     for layer in range(SHAPE.layers):
         parts = []
-        for index, home in enumerate(store.homes(layer)):
-            with conveyor.bring((KV, layer, index), home) as block:
-                parts.append(torch.stack(store.read(home, block)))
+        for index, location in enumerate(store.locations(layer)):
+            with conveyor.bring((KV, layer, index), location) as block:
+                parts.append(torch.stack(store.read(location, block)))
         seen = torch.cat([*parts, store.tail(layer)], 2)
         keys, values = (text.qkv[rows, HEADS + i : HEADS + i + 2].transpose(0, 1) for i in (0, 2))
         assert torch.equal(seen, torch.stack((keys, values)))

@@ -15,7 +15,7 @@ import torch
 from triforce_offload.conveyor import Conveyor, Transfer
 from triforce_offload.errors import LinkError
 from triforce_offload.link.link import LinkCounters
-from triforce_offload.weights.homes import Source
+from triforce_offload.weights.locations import Source
 
 SCHEDULES = int(os.environ.get("TRIFORCE_SCHEDULES", "2000"))
 NOTHING = 255

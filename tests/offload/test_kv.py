@@ -45,9 +45,9 @@ def contents(store: KVStore, conveyor: Conveyor, rows: int = 0) -> list[torch.Te
     layers = []
     for layer in range(SHAPE.layers):
         parts = []
-        for index, home in enumerate(store.homes(layer)):
-            with conveyor.bring((KV, layer, index), home) as block:
-                parts.append(torch.stack(store.read(home, block)))
+        for index, location in enumerate(store.locations(layer)):
+            with conveyor.bring((KV, layer, index), location) as block:
+                parts.append(torch.stack(store.read(location, block)))
                 store.settle(layer, index, block)
         layers.append(torch.cat([*parts, store.tail(layer, rows)], 2))
     return layers
@@ -230,10 +230,10 @@ def test_texts_that_share_staging_slots_wait_for_each_other() -> None:
     link.synchronize()
     for store, text in zip(stores, texts, strict=True):
         for layer in range(SHAPE.layers):
-            for index, home in enumerate(store.homes(layer)):
+            for index, location in enumerate(store.locations(layer)):
                 first = index * SHAPE.block_tokens
                 own = kv_of(text[first : first + SHAPE.block_tokens], layer)
-                kept = home.memory.view(SHAPE.dtype).view(own.shape)
+                kept = location.memory.view(SHAPE.dtype).view(own.shape)
                 assert torch.equal(kept, own)
     for store in stores:
         store.close()

@@ -9,7 +9,7 @@ import torch
 from kv_stores import SHAPE
 
 from triforce_offload.errors import DoesNotFitError
-from triforce_offload.feed import Feed
+from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.caches.rounded import RoundedKV
 from triforce_offload.kv.sizes import dense_bytes, rounded_bytes
@@ -126,7 +126,7 @@ def test_attention_is_that_over_what_the_numbers_stand_for(kv, on_device, count)
     dense.rows.copy_(stands_for(kv))
     qkv = torch.randn(count, HEADS + 2 * SHAPE.kv_heads, SHAPE.head_dim)
     rotation = torch.ones(count, SHAPE.head_dim), torch.zeros(count, SHAPE.head_dim)
-    feed = Feed(torch.arange(count), torch.arange(count), rotation=rotation)
+    batch = ForwardBatch(torch.arange(count), torch.arange(count), rotation=rotation)
     # What lands behind the end is rounded too.
     both = qkv.clone()
     keys_values = both[:, HEADS:].transpose(0, 1).unflatten(0, (2, SHAPE.kv_heads))
@@ -135,8 +135,8 @@ def test_attention_is_that_over_what_the_numbers_stand_for(kv, on_device, count)
         keys_values.copy_((keys_values / step).add(0.5).floor().clamp(-127, 127) * step)
         end = torch.tensor([kv.end])
         cache = kv.fixed(end) if on_device else kv
-        out = cache.attend(layer, qkv, feed)
-        expected = dense.attend(layer, both, feed)
+        out = cache.attend(layer, qkv, batch)
+        expected = dense.attend(layer, both, batch)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
         there = slice(kv.end, kv.end + count)
         torch.testing.assert_close(
@@ -151,9 +151,9 @@ def test_attention_is_that_over_what_the_numbers_stand_for(kv, on_device, count)
 
 def test_a_tree_is_refused(kv) -> None:
     qkv = torch.randn(3, HEADS + 2 * SHAPE.kv_heads, SHAPE.head_dim)
-    feed = Feed.tree(torch.arange(3), 0, (-1, 0, 0), CPU)
+    batch = ForwardBatch.tree(torch.arange(3), 0, (-1, 0, 0), CPU)
     with pytest.raises(RuntimeError, match="a tree over KV in 8 bits"):
-        kv.attend(0, qkv, feed)
+        kv.attend(0, qkv, batch)
 
 
 def test_it_takes_what_was_planned_and_gives_it_back() -> None:

@@ -15,7 +15,7 @@ from triforce_offload.link.emulated import EmulatedLink
 from triforce_offload.link.trace import write_spans
 from triforce_offload.plan.simulate import Work, simulate, spans
 from triforce_offload.schedule import Crossing, Kind, KVPlaces, Places, pass_schedule
-from triforce_offload.weights.homes import Source
+from triforce_offload.weights.locations import Source
 
 
 def random_schedule(seed: int) -> tuple[list[Crossing], list[Work], dict[str, int]]:

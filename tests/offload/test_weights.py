@@ -69,7 +69,8 @@ def test_layers_of_different_sizes_go_through_slots_of_one(streamed, slots: int)
         for _ in range(2):
             before = link.counters()
             conveyor.start(
-                Transfer((WEIGHTS, layer), WEIGHTS, store.homes[layer].source) for layer in streamed
+                Transfer((WEIGHTS, layer), WEIGHTS, store.locations[layer].source)
+                for layer in streamed
             )
             for layer in range(LAYERS):
                 with weights.layer(layer) as views:

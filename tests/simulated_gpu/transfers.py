@@ -203,12 +203,12 @@ def _is_whole_number(index: Any) -> bool:
 def _between_devices(target: GpuTensor, source: GpuTensor) -> None:
     """By both devices' current streams, each of which waits for the other, as PyTorch does it."""
     here = machine()
-    there, home = (here.current_stream(it.index_) for it in (target, source))
-    there.wait_event(home.record_event())
+    there, location = (here.current_stream(it.index_) for it in (target, source))
+    there.wait_event(location.record_event())
     use_all(here, source.index_, "copy to a device", (source.inner,), {}, ())
     use_all(here, target.index_, "copy from a device", (target.inner,), {}, (0,))
     target.inner.copy_(source.inner)
-    home.wait_event(there.record_event())
+    location.wait_event(there.record_event())
 
 
 def _carry(

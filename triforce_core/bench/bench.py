@@ -196,10 +196,10 @@ class Bench:
         level, cache = RetrievalModel(context, _PARAMS), context.levels.retrieval
         context.end()
         cache.refresh(1)
-        feed = self._tokens(1)
+        batch = self._tokens(1)
 
         def step() -> None:
-            level.probs(feed)
+            level.probs(batch)
 
         seconds = self._times(step, 4 * self.settings.repeats, before=USES_BEFORE + 1)
         plan, high_bits = self.runtime.plan, self.models.reads_high_bits

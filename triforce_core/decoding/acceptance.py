@@ -13,7 +13,7 @@ import torch
 
 from triforce_core.decoding.distributions import draw
 from triforce_core.decoding.trees.tree import Branches, Walk, accept_tree
-from triforce_core.plan.levels import LAW_ROWS
+from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.sampling import sampling
 from triforce_offload.memory.device import put
 
@@ -129,7 +129,7 @@ class Coupled:
         if isinstance(position, int):
             position = torch.arange(position, position + rows, device=probs.device)
         # Noise is several times as wide as distributions.
-        parts = zip(probs.split(LAW_ROWS), position.split(LAW_ROWS), strict=True)
+        parts = zip(probs.split(DISTRIBUTION_ROWS), position.split(DISTRIBUTION_ROWS), strict=True)
         return torch.cat([self._race(*part, vocab) for part in parts])
 
     def _race(self, probs: torch.Tensor, positions: torch.Tensor, vocab: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.penalties import changed
 from triforce_core.params import SamplingParams
-from triforce_core.plan.levels import LAW_ROWS
+from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.dispatch import TRITON, backend
 from triforce_kernels.sampling import sampling
 
@@ -19,7 +19,7 @@ def distributions(
     drawn: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the probabilities of the next token, float32, for each row of logits [rows, vocab]:
-    `penalties.changed`, then `sampling.law`, then min_p.
+    `penalties.changed`, then `sampling.distribution`, then min_p.
 
     text, drawn: what each row follows; see `penalties.changed`
     The reference takes a few rows at a time, so that its temporaries stay small; a kernel has none.
@@ -27,10 +27,12 @@ def distributions(
     if params.changes_logits and text is not None:
         logits = changed(logits, params, text, drawn)
     if backend(logits.device) == TRITON:
-        return _least(sampling.law(logits, params.temperature, params.top_k, params.top_p), params)
+        return _least(
+            sampling.distribution(logits, params.temperature, params.top_k, params.top_p), params
+        )
     parts = [
-        _least(sampling.law(part, params.temperature, params.top_k, params.top_p), params)
-        for part in logits.split(LAW_ROWS)
+        _least(sampling.distribution(part, params.temperature, params.top_k, params.top_p), params)
+        for part in logits.split(DISTRIBUTION_ROWS)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

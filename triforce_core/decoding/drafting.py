@@ -68,7 +68,8 @@ class Drafting:
             proposer = RetrievalLevel(
                 proposer, verifier, rule, self._inner, self._outer, stops, tallies.retrieval
             )
-        # Laws that depend on more than logits are made for texts, each row behind the one before.
+        # Distributions that depend on more than logits are made for texts, each row behind the one
+        # before.
         branches = not context.levels.retrieval and not params.changes_logits
         return Hierarchy(
             context,

@@ -103,7 +103,7 @@ class Hierarchy:
         propose = partial(self._propose, context.text, remaining - 1)
         self._proposed = propose_draft(propose, context.text, context.model.device)
         branches = self._proposed.draft.branches
-        return Ask(self._proposed.fed, branches and branches.of_feed)
+        return Ask(self._proposed.fed, branches and branches.of_batch)
 
     def _propose(self, text: Text, most: int) -> Draft:
         growth = self._growth

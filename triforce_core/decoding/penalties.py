@@ -11,7 +11,7 @@ import torch
 
 from triforce_core.decoding.contexts.text import Seen, Text
 from triforce_core.params import SamplingParams
-from triforce_core.plan.levels import LAW_ROWS
+from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_offload.link.waiting import come
 from triforce_offload.memory.device import put
 
@@ -37,8 +37,8 @@ def changed(
     before = torch.zeros(vocab, device=logits.device)
     before.index_add_(0, proposed[:common], torch.ones(common, device=logits.device))
     parts = []
-    for first in range(0, rows, LAW_ROWS):
-        part = logits[first : first + LAW_ROWS].float()
+    for first in range(0, rows, DISTRIBUTION_ROWS):
+        part = logits[first : first + DISTRIBUTION_ROWS].float()
         # What each row of the part has before it and the row before it has not.
         own = torch.zeros_like(part)
         after = slice(common + max(0, first - 1), common + first + len(part) - 1)

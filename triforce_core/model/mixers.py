@@ -7,7 +7,7 @@ import torch
 from triforce_core.model.layers import Attention
 from triforce_kernels.layer import rms_norm
 from triforce_kernels.weights.linear import linear
-from triforce_offload.feed import Cache, Feed
+from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.weights.layouts import Views
 
 
@@ -20,16 +20,18 @@ class AttentionMixer:
         self._eps = norm_eps
         self._kv_layer = kv_layer
 
-    def __call__(self, w: Views, hidden: torch.Tensor, cache: Cache, feed: Feed) -> torch.Tensor:
+    def __call__(
+        self, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
+    ) -> torch.Tensor:
         """From hidden states [rows, hidden], before their norm, to the mixer's output [rows,
         hidden]: where ranks share the model, this one's part of the sum.
         """
         spec = self._spec
         qkv = linear(rms_norm(hidden, w["input_norm"], self._eps), w["qkv"], w.get("qkv_bias"))
-        heads = qkv.view(feed.rows, spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        heads = qkv.view(batch.rows, spec.heads + 2 * spec.kv_heads, spec.head_dim)
         if spec.qk_norm:
             queries, keys, _ = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), 1)
             queries.copy_(rms_norm(queries, w["q_norm"], self._eps))
             keys.copy_(rms_norm(keys, w["k_norm"], self._eps))
-        mixed = cache.attend(self._kv_layer, heads, feed).transpose(0, 1).reshape(feed.rows, -1)
+        mixed = cache.attend(self._kv_layer, heads, batch).transpose(0, 1).reshape(batch.rows, -1)
         return linear(mixed, w["o"], w.get("o_bias"))

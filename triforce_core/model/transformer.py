@@ -13,7 +13,7 @@ from triforce_core.model.mlps import dense_mlp
 from triforce_core.model.rope import Rope
 from triforce_kernels.layer import rms_norm
 from triforce_kernels.weights.linear import Weight, linear, lookup
-from triforce_offload.feed import Cache, Feed
+from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.link.waiting import come
 from triforce_offload.ranks import Alone, Ranks
 from triforce_offload.weights.layouts import Views
@@ -71,22 +71,22 @@ class Model:
 
     def forward(
         self,
-        feed: Feed,
+        batch: ForwardBatch,
         weights: Weights,
         cache: Cache,
         *,
         chunk: int | None = None,
         each_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """One forward over a feed.
+        """One forward over a forward batch.
 
         chunk: rows of a layer computed at a time, None for all; each layer is asked for once either
         way. each_layer is called after each layer with its index.
         Returns hidden states before the final norm, [rows, hidden].
         """
-        hidden = self._embed(feed.tokens)
-        feed = replace(feed, rotation=self.rope.rotation(feed.positions, hidden))
-        parts = [(hidden[part.first : part.end], part) for part in feed.parts(chunk)]
+        hidden = self._embed(batch.tokens)
+        batch = replace(batch, rotation=self.rope.rotation(batch.positions, hidden))
+        parts = [(hidden[part.first : part.end], part) for part in batch.parts(chunk)]
         for index in range(len(self.config.layers)):
             with weights.layer(index) as layer:
                 for rows, part in parts:
@@ -118,10 +118,12 @@ class Model:
         hidden = hidden.masked_fill_(elsewhere.unsqueeze(1), 0)
         return self._ranks.sum(hidden.to(self.device))
 
-    def _layer(self, index: int, w: Views, hidden: torch.Tensor, cache: Cache, feed: Feed) -> None:
+    def _layer(
+        self, index: int, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
+    ) -> None:
         """Adds mixer and MLP of one layer to `hidden` [rows, hidden], in place.
 
         Each makes its own norm: what it makes on the way is gone before the next one begins.
         """
-        mixed = self._ranks.sum(self._mixers[index](w, hidden, cache, feed))
+        mixed = self._ranks.sum(self._mixers[index](w, hidden, cache, batch))
         hidden += self._ranks.sum(dense_mlp(w, hidden, self.config.norm_eps, mixed))

@@ -7,8 +7,8 @@ from triforce_core.model.tensors import dense_layouts, kv_shape
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import dense_bytes, rounded_bytes, scores_bytes
 
-# Rows of logits that `laws` turns into laws at a time.
-LAW_ROWS = 16
+# Rows of logits that `distributions` turns into distributions at a time.
+DISTRIBUTION_ROWS = 16
 # Tokens of the longest forward that is recorded as a graph.
 LONGEST_RECORDED = 32
 # Tokens that a small model which drafts attends to: the first of a text, and the recent ones.

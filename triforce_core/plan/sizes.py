@@ -22,10 +22,10 @@ from triforce_core.plan.levels import (
 from triforce_core.plan.machine import Device
 from triforce_core.plan.workspace import (
     decode_bytes,
+    distribution_bytes,
     forward_bytes,
     graph_bytes,
     groups_bytes,
-    law_bytes,
     pass_bytes,
     reading_bytes,
     split_bytes,
@@ -217,7 +217,7 @@ class ModelSizes:
         longest, total = self.method.max_draft_tokens, 0
         if self.drafter:
             total += small_model_parts_bytes(self.drafter, shape, longest, self.sequences)
-            total += law_bytes(self.drafter, 1)
+            total += distribution_bytes(self.drafter, 1)
             total += forward_bytes(self.drafter, _CATCH_UP, self.dtype.itemsize)
         if budget:
             chunk, context = self.method.chunk_size, self.max_context

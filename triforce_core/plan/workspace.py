@@ -5,7 +5,7 @@ from __future__ import annotations
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.tensors import matrices
-from triforce_core.plan.levels import LAW_ROWS
+from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.limits import (
     DECODE_BYTES,
     DECODED_AT_ONCE,
@@ -18,8 +18,9 @@ from triforce_kernels.limits import (
 )
 from triforce_offload.kv.sizes import SCORED_TOKENS
 
-# Scores, sorted values and order, softmax, cumulative sum and masks of a law: see `sampling.law`.
-_LAW_BYTES_PER_TOKEN_OF_VOCABULARY = 40
+# Scores, sorted values and order, softmax, cumulative sum and masks of a distribution: see
+# `sampling.distribution`.
+_BYTES_PER_TOKEN_OF_VOCABULARY = 40
 # A matrix library's workspace, which recording allocates anew, and the allocator's rounding.
 _GRAPH_LIBRARY_BYTES = 64 << 20
 
@@ -105,21 +106,22 @@ def refresh_bytes(config: ModelConfig, chunks: int) -> int:
     return len(config.kv_layers) * config.attention.kv_heads * chunks * (4 * 2 + 8 * 2 + 4)
 
 
-def law_bytes(config: ModelConfig, rows: int) -> int:
-    """Logits and laws of `rows` positions, the laws they were drafted by, and what it takes to
-    make a few laws at a time and to accept.
+def distribution_bytes(config: ModelConfig, rows: int) -> int:
+    """Logits and distributions of `rows` positions, the distributions they were drafted by, and
+    what it takes to make a few distributions at a time and to accept.
     """
-    at_once = min(rows, LAW_ROWS)
+    at_once = min(rows, DISTRIBUTION_ROWS)
     whole = rows * (config.vocab * 4 * (2 if rows == 1 else 5) + config.hidden * 4 * 2)
     if config.vocab_rows < config.vocab:
         # Each rank's part, as it comes and side by side.
         whole += rows * (config.vocab + 2 * config.vocab_rows) * 4
-    return whole + at_once * config.vocab * _LAW_BYTES_PER_TOKEN_OF_VOCABULARY
+    return whole + at_once * config.vocab * _BYTES_PER_TOKEN_OF_VOCABULARY
 
 
 def graph_bytes(config: ModelConfig, tokens: int, itemsize: int, splits: int) -> int:
     """What recorded forwards of up to `tokens` tokens keep: the temporaries of the largest, whose
-    memory the others share, and the outputs of all sizes. Laws are drawn from these outside.
+    memory the others share, and the outputs of all sizes. Distributions are drawn from these
+    outside.
     """
     logits = tokens * config.vocab_rows * itemsize
     if config.vocab_rows < config.vocab:
@@ -168,12 +170,12 @@ def pass_bytes(
     """
     forward = forward_bytes(config, pass_tokens, itemsize)
     forward += running_bytes(config, pass_tokens, splits)
-    laws = law_bytes(config, pass_tokens)
+    distributions = distribution_bytes(config, pass_tokens)
     if not scored_chunk:
-        return max(forward, laws)
+        return max(forward, distributions)
     forward += _scoring_bytes(config, pass_tokens, context_tokens, block_tokens, scored_chunk)
     choosing = refresh_bytes(config, -(-context_tokens // scored_chunk))
-    return max(forward, laws, choosing, rounding)
+    return max(forward, distributions, choosing, rounding)
 
 
 def _scoring_bytes(

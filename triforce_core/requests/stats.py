@@ -127,7 +127,7 @@ def _link_stats(link: Link, counted: PassCounters, clock: Clock) -> dict[str, An
 def _placement_stats(plan: MemoryPlan, kv: KVStore) -> dict[str, Any]:
     """Return where the weights are, and the KV at this length."""
     layers = range(kv.shape.layers)
-    blocks = [(kv.on_device(layer), len(kv.homes(layer))) for layer in layers]
+    blocks = [(kv.on_device(layer), len(kv.locations(layer))) for layer in layers]
     return {
         **plan.layer_counts,
         "embedding_resident": plan.placement.embedding_resident,

@@ -13,7 +13,7 @@ import torch
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.layer import rope_into
 from triforce_offload.conveyor import Conveyor
-from triforce_offload.feed import Feed
+from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.store import KVStore
 from triforce_offload.schedule import kv_key
@@ -32,40 +32,40 @@ class PassCache:
         self._store = store
         self._conveyor = conveyor
         self._scores = scores
-        self._fed: Feed | None = None
+        self._batch: ForwardBatch | None = None
         self.text = 0
 
-    def attend(self, layer: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Cache.attend. Raises LinkError."""
         store = self._store
-        keys, values = store.room(layer, feed.end)
-        end = store.tail_length + feed.end
-        query = rope_into(qkv, *feed.rotation, keys, values, store.tail_length + feed.first)
-        self._fed = feed
-        homes = store.homes(layer)
+        keys, values = store.room(layer, batch.end)
+        end = store.tail_length + batch.end
+        query = rope_into(qkv, *batch.rotation, keys, values, store.tail_length + batch.first)
+        self._batch = batch
+        locations = store.locations(layer)
         scores = self._scores if self._scores and self._scores.enabled else None
-        if not homes and scores is None and feed.visible is None:
+        if not locations and scores is None and batch.visible is None:
             # Of a text that fills no block there is nothing to merge.
             rows = query.reshape(store.shape.kv_heads, -1, query.shape[2])
-            return attend_cache(rows, keys, values, feed.rows, end - feed.rows).view(query.shape)
-        seen = len(homes) * store.shape.block_tokens + end
+            return attend_cache(rows, keys, values, batch.rows, end - batch.rows).view(query.shape)
+        seen = len(locations) * store.shape.block_tokens + end
         attention = PassAttention(query, store.shape.kv_heads, scores, seen)
         for run in store.runs(layer):
             attention.blocks(*run)
-        for index in range(store.on_device(layer), len(homes)):
-            with self._conveyor.bring(kv_key(layer, index, self.text), homes[index]) as block:
-                key, value = store.read(homes[index], block)
+        for index in range(store.on_device(layer), len(locations)):
+            with self._conveyor.bring(kv_key(layer, index, self.text), locations[index]) as block:
+                key, value = store.read(locations[index], block)
                 attention.blocks(key.unsqueeze(0), value.unsqueeze(0))
                 store.settle(layer, index, block)
-        return attention.end(layer, keys[:, :end], values[:, :end], feed.visible)
+        return attention.end(layer, keys[:, :end], values[:, :end], batch.visible)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Cache.keep."""
-        if self._fed is None:
+        if self._batch is None:
             raise RuntimeError("keep before a pass")
-        self._fed.check_path(rows)
+        self._batch.check_path(rows)
         self._store.keep(rows)
-        self._fed = None
+        self._batch = None
 
 
 class PassAttention:

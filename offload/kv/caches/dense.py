@@ -8,7 +8,7 @@ import torch
 
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.layer import rope_into
-from triforce_offload.feed import Feed
+from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.gather import Reader
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import dense_bytes, dense_capacity
@@ -35,27 +35,29 @@ class DenseKV:
         self.rows = self._allocation.bytes.zero_().view(shape.dtype)
         self.rows = self.rows.view(shape.layers, 2, shape.kv_heads, self.capacity, shape.head_dim)
 
-    def attend(self, layer: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Cache.attend."""
-        if self.end + feed.end > self.capacity:
-            raise RuntimeError(f"{self.end + feed.end} tokens in a cache of {self.capacity}")
-        return self.attend_at(layer, qkv, self.end + feed.first, feed)
+        if self.end + batch.end > self.capacity:
+            raise RuntimeError(f"{self.end + batch.end} tokens in a cache of {self.capacity}")
+        return self.attend_at(layer, qkv, self.end + batch.first, batch)
 
     def attend_at(
-        self, layer: int, qkv: torch.Tensor, start: int | torch.Tensor, feed: Feed
+        self, layer: int, qkv: torch.Tensor, start: int | torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         """Cache.attend behind `start`, a number or [1] int64 on the device, for which there is
         room.
         """
         keys, values = self.rows[layer]
-        query = rope_into(qkv, *feed.rotation, keys, values, start)
+        query = rope_into(qkv, *batch.rotation, keys, values, start)
         heads, tokens, head_dim = query.shape
         rows = query.reshape(keys.shape[0], heads // keys.shape[0] * tokens, head_dim)
-        if feed.visible is None:
+        if batch.visible is None:
             return attend_cache(rows, keys, values, tokens, start).view(query.shape)
         running, own = Running.of(rows), slice(start, start + tokens)
         attend_blocks(running, rows, keys[None, :, :start], values[None, :, :start])
-        out = attend_tail(running, rows, keys[:, own], values[:, own], tokens, visible=feed.visible)
+        out = attend_tail(
+            running, rows, keys[:, own], values[:, own], tokens, visible=batch.visible
+        )
         return out.out.view(query.shape)
 
     def gather(self, moves: torch.Tensor, reader: Reader, chunk: int) -> None:
@@ -73,7 +75,7 @@ class DenseKV:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Cache.keep. That the rows are a path is the caller's to see to: a recorded forward has no
-        feed to ask.
+        forward batch to ask.
         """
         count = len(rows)
         if self.end + max(rows, default=-1) >= self.capacity:
@@ -101,6 +103,6 @@ class FixedDense:
         self._kv = kv
         self._end = end
 
-    def attend(self, layer: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Cache.attend."""
-        return self._kv.attend_at(layer, qkv, self._end, feed)
+        return self._kv.attend_at(layer, qkv, self._end, batch)

@@ -9,7 +9,7 @@ import torch
 from triforce_kernels.attention.attention import Partial, merge, partial_attention
 from triforce_kernels.layer import rope_into
 from triforce_offload.conveyor import Conveyor
-from triforce_offload.feed import Feed
+from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.caches.attend import PassAttention
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.sizes import SCORED_TOKENS
@@ -18,15 +18,15 @@ from triforce_offload.schedule import KV
 
 
 class PrefillCache:
-    """The cache of a feed of any length over what is kept, little or much: a layer's KV is gathered
-    on the device, then stored block by block.
+    """The cache of a forward batch of any length over what is kept, little or much: a layer's KV is
+    gathered on the device, then stored block by block.
 
-    What streams of a layer's KV crosses the link once for all of the feed, and its new blocks cross
-    once, to the host. Parts of the feed attend to everything before them without a mask, and to
-    themselves causally.
+    What streams of a layer's KV crosses the link once for all of the forward batch, and its new
+    blocks cross once, to the host. Parts of the forward batch attend to everything before them
+    without a mask, and to themselves causally.
 
     gathered: keys and values of the layer at hand, [2, kv_heads, tokens, head_dim], of what is kept
-        and of the feed
+        and of the forward batch
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class PrefillCache:
         gathered: torch.Tensor,
         scores: ChunkScores | None = None,
     ) -> None:
-        """rows: of the whole feed. gathered: flat uint8 device buffer for one layer's KV of what is
-        kept and of the feed.
+        """rows: of the whole forward batch. gathered: flat uint8 device buffer for one layer's KV
+        of what is kept and of the forward batch.
 
         scores: gets what each chunk of the text is worth to its last tokens, if given.
         """
@@ -50,17 +50,17 @@ class PrefillCache:
         size = (2, shape.kv_heads, store.length + rows, shape.head_dim)
         self.gathered = gathered.view(shape.dtype).view(size)
 
-    def attend(self, layer: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Cache.attend. Raises LinkError."""
-        if not feed.first:
+        if not batch.first:
             self._bring_kept(layer)
         keys, values = self.gathered
-        start = self._store.length + feed.first
-        query = rope_into(qkv, *feed.rotation, keys, values, start)
-        last = feed.end == self._rows
+        start = self._store.length + batch.first
+        query = rope_into(qkv, *batch.rotation, keys, values, start)
+        last = batch.end == self._rows
         if last and self._scores:
             self._score(layer, query[:, -SCORED_TOKENS:])
-        end = start + feed.rows
+        end = start + batch.rows
         self._store.fill(layer, self.gathered, end, last=last)
         return _attend(query, keys[:, :end], values[:, :end])
 
@@ -78,10 +78,10 @@ class PrefillCache:
         """Gathers the layer's KV of what is kept."""
         store, shape = self._store, self._store.shape
         size = shape.block_tokens
-        for index, home in enumerate(store.homes(layer)):
-            with self._conveyor.bring((KV, layer, index), home) as block:
+        for index, location in enumerate(store.locations(layer)):
+            with self._conveyor.bring((KV, layer, index), location) as block:
                 place = self.gathered[:, :, index * size : (index + 1) * size]
-                store.copy(home, block, place)
+                store.copy(location, block, place)
         tail = store.tail(layer)
         self.gathered[:, :, store.length - tail.shape[2] : store.length] = tail
 

@@ -9,7 +9,7 @@ import torch
 from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.kv.rounding import round_chunks, rounded, scale_of
 from triforce_kernels.layer import rope_into
-from triforce_offload.feed import Feed
+from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.gather import Reader
 from triforce_offload.kv.shape import KVShape
@@ -84,15 +84,15 @@ class RoundedKV(DenseKV):
         super().write(start, rounded(keys_values, self.scale.unsqueeze(3)))
 
     def attend_at(
-        self, layer: int, qkv: torch.Tensor, start: int | torch.Tensor, feed: Feed
+        self, layer: int, qkv: torch.Tensor, start: int | torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """DenseKV.attend_at; the feed is no tree."""
-        if feed.visible is not None:
+        """DenseKV.attend_at; the forward batch is no tree."""
+        if batch.visible is not None:
             raise RuntimeError("a tree over KV in 8 bits")
         (keys, values), scale = self.rows[layer], self.scale[layer]
-        query = rope_into(qkv, *feed.rotation, keys, values, start, scale)
+        query = rope_into(qkv, *batch.rotation, keys, values, start, scale)
         rows = query.reshape(keys.shape[0], -1, query.shape[2])
-        out = attend_cache(rows, keys, values, feed.rows, start)
+        out = attend_cache(rows, keys, values, batch.rows, start)
         return torch.mul(out, scale[1].unsqueeze(1), out=out).view(query.shape)
 
     def close(self) -> None:

@@ -45,12 +45,12 @@ class Drafter:
         self._last = text.tokens[-1]
         return torch.tensor(text.tokens[-1:])
 
-    def feed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def batch(self, tokens: torch.Tensor) -> torch.Tensor:
         self.forwards += 1
         self._last = int(tokens[-1])
         return self._logits[self._last : self._last + 1]
 
-    def feed_tree(self, tree: Tree, rows: list[int]) -> torch.Tensor:
+    def forward_tree(self, tree: Tree, rows: list[int]) -> torch.Tensor:
         self.forwards += 1
         return self._logits[[tree.tokens[row - 1] for row in rows]]
 
@@ -58,7 +58,7 @@ class Drafter:
         pass
 
 
-def law(rule: Optimal, growth: Growth, until: float = 0.0) -> tuple[float, list[int]]:
+def distribution(rule: Optimal, growth: Growth, until: float = 0.0) -> tuple[float, list[int]]:
     """The p-value of a long text's transitions, and how many tokens each draft had that held."""
     proposer, verifying = _SmallModelProposer(Drafter(), PARAMS, rule), rule
     text, accepted, p = Text([0]), [], 1.0
@@ -82,7 +82,7 @@ def asked() -> Growth:
 
 
 def test_a_text_by_trees_has_the_targets_law() -> None:
-    p, accepted = law(Optimal(torch.Generator().manual_seed(3)), asked())
+    p, accepted = distribution(Optimal(torch.Generator().manual_seed(3)), asked())
     assert p > LEAST_P
     assert {0, 1, 2, 3} == set(accepted)
 
@@ -105,7 +105,7 @@ class Choosy(Optimal):
 
 @pytest.mark.parametrize("rule", [Sharper, Choosy])
 def test_first_children_of_another_law_are_found_out(rule: type[Optimal]) -> None:
-    p, _ = law(rule(torch.Generator().manual_seed(3)), asked(), until=LEAST_P)
+    p, _ = distribution(rule(torch.Generator().manual_seed(3)), asked(), until=LEAST_P)
     assert p < LEAST_P
 
 
@@ -146,7 +146,7 @@ def no_residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 def test_a_wrong_residual_is_found_out() -> None:
     with patch.object(tree, "residual", no_residual):
-        p, _ = law(Optimal(torch.Generator().manual_seed(3)), asked(), until=LEAST_P)
+        p, _ = distribution(Optimal(torch.Generator().manual_seed(3)), asked(), until=LEAST_P)
     assert p < LEAST_P
 
 

@@ -75,7 +75,7 @@ class ChainDrafter:
 
 
 class FaultyRule(Optimal):
-    """An Optimal whose acceptance is `fault(tokens, draft_laws, target_laws, generator)`."""
+    """An Optimal whose acceptance is `fault(tokens, draft_probs, target_probs, generator)`."""
 
     def __init__(self, generator: torch.Generator, fault: Callable) -> None:
         super().__init__(generator)

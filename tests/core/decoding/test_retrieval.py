@@ -50,10 +50,10 @@ def full_kv(cache: RetrievalCache, layer: int) -> torch.Tensor:
     """All kept KV of a layer, [2, kv_heads, tokens, head_dim], from wherever it lies."""
     store = cache._store
     parts = []
-    for home in store.homes(layer):
-        for event in home.source.after if home.source else ():
+    for location in store.locations(layer):
+        for event in location.source.after if location.source else ():
             cache._reader._link.wait_on_host(event)
-        parts.append(torch.stack(store.read(home, home.memory)))
+        parts.append(torch.stack(store.read(location, location.memory)))
     parts.append(store.tail(layer))
     return torch.cat(parts, 2)
 

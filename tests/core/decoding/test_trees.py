@@ -25,7 +25,7 @@ from triforce_core.decoding.trees import tree
 from triforce_core.decoding.trees.tree import Branches
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import CheckpointError, UsageError
-from triforce_offload.feed import Feed
+from triforce_offload.forward_batch import ForwardBatch
 
 DRAWS = int(os.environ.get("TRIFORCE_DRAWS", 50_000))
 # A root with a drawn child and two others, the first and the last of which have children.
@@ -131,7 +131,7 @@ def test_a_seeds_tree_is_followed_as_far_as_it_says_what_plain_decoding_does(tem
 def test_branches_know_their_paths() -> None:
     assert FORK.children == ((1, 2, 3), (4, 5), (), (6,), (), (), ())
     assert FORK.depths == (0, 1, 1, 1, 2, 2, 2)
-    assert FORK.of_feed == (-1, 0, 0, 0, 1, 1, 3)
+    assert FORK.of_batch == (-1, 0, 0, 0, 1, 1, 3)
     assert FORK.path(6) == [0, 3, 6]
     assert FORK.examined([0, 3]) == [(1, False), (2, False), (3, True), (6, False)]
     assert FORK.examined([0, 1, 4]) == [(1, True), (4, True)]
@@ -168,7 +168,7 @@ def test_a_siblings_keys_that_are_seen_are_found_out(models) -> None:
     with engine(models) as branching:
         assert branching.generate(PROMPT, params).token_ids == expected
         all_before = PropertyMock(side_effect=lambda: None)
-        with patch.object(Feed, "visible", all_before):
+        with patch.object(ForwardBatch, "visible", all_before):
             assert branching.generate(PROMPT, params, reuse=False).token_ids != expected
 
 

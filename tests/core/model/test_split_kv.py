@@ -16,7 +16,7 @@ from triforce_kernels.kv import split_kv
 from triforce_offload.errors import UsageError
 from triforce_offload.kv.store import KVStore
 from triforce_offload.plan.placement import Placement
-from triforce_offload.weights.homes import DenseHome
+from triforce_offload.weights.locations import DenseLocation
 
 PROMPT, NEW = random_ids(75), 40
 
@@ -88,11 +88,11 @@ def test_texts_are_the_same_at_every_placement(tiny, room, placement: str) -> No
 
 def test_blocks_without_room_are_dense_ones_that_stream(tiny, monkeypatch) -> None:
     path, _ = tiny("llama")
-    homes: list[list] = []
+    locations: list[list] = []
     close = KVStore.close
 
     def closing(store: KVStore) -> None:
-        homes.extend(list(store.homes(layer)) for layer in range(store.shape.layers))
+        locations.extend(list(store.locations(layer)) for layer in range(store.shape.layers))
         close(store)
 
     monkeypatch.setattr(KVStore, "close", closing)
@@ -100,10 +100,10 @@ def test_blocks_without_room_are_dense_ones_that_stream(tiny, monkeypatch) -> No
     where = with_slots(PLACEMENTS["resident"])
     with engine(path, "split", method="autoregressive", placement=where) as running:
         result = running.generate(PROMPT, SamplingParams(8, temperature=0))
-    assert homes
-    assert all(isinstance(home, DenseHome) for layer in homes for home in layer)
+    assert locations
+    assert all(isinstance(location, DenseLocation) for layer in locations for location in layer)
     dense = running.runtime.plan.kv.shape.dense_block_bytes
-    assert {home.memory.numel() for layer in homes for home in layer} == {dense}
+    assert {location.memory.numel() for layer in locations for location in layer} == {dense}
     assert result.stats["link"]["bytes_to_device"] > 0
 
 

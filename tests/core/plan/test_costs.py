@@ -20,7 +20,7 @@ from triforce_kernels.attention import streaming
 from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.dispatch import KERNELS, _load
 from triforce_kernels.layer import rope_into
-from triforce_offload.feed import Feed
+from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.machine.profiles import gpu_names, integer_rate, named
 from triforce_offload.weights.formats import DTYPES
 
@@ -37,10 +37,10 @@ class Cache8:
     rows: torch.Tensor = field(default_factory=lambda: torch.zeros(2, 2, 16, 8, dtype=torch.int8))
     scale: torch.Tensor = field(default_factory=lambda: torch.ones(2, 2, 8))
 
-    def attend(self, index: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
+    def attend(self, index: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         keys, values = self.rows
-        query = rope_into(qkv, *feed.rotation, keys, values, 0, self.scale)
-        out = attend_cache(query.reshape(2, -1, 8), keys, values, feed.rows, 0)
+        query = rope_into(qkv, *batch.rotation, keys, values, 0, self.scale)
+        out = attend_cache(query.reshape(2, -1, 8), keys, values, batch.rows, 0)
         return torch.mul(out, self.scale[1].unsqueeze(1), out=out).view(query.shape)
 
 
@@ -85,12 +85,12 @@ def test_kernels_of_a_layer_are_as_many_as_the_code_launches(monkeypatch) -> Non
     views = {
         name: torch.full(shape, 0.1) for name, shape in TINY.layers[0].shapes(TINY.hidden).items()
     }
-    feed = Feed.text(torch.zeros(TOKENS, dtype=torch.int64), 0, torch.device("cpu"))
-    feed = replace(feed, rotation=(torch.ones(TOKENS, 8), torch.zeros(TOKENS, 8)))
+    batch = ForwardBatch.text(torch.zeros(TOKENS, dtype=torch.int64), 0, torch.device("cpu"))
+    batch = replace(batch, rotation=(torch.ones(TOKENS, 8), torch.zeros(TOKENS, 8)))
     model, cache = Model(TINY, None, None, torch.device("cpu")), Cache8()
     hidden = torch.ones(TOKENS, TINY.hidden)
     with launched:
-        model._layer(0, views, hidden, cache, feed)
+        model._layer(0, views, hidden, cache, batch)
     products = [name for name in launched.names if name in ("mm", "linear", "addmm")]
     small = FUSED.small_before + FUSED.small_after + 2  # scaling, and merging what attention gave
     assert len(products) == 4

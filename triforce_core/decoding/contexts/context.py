@@ -16,7 +16,7 @@ from triforce_core.decoding.decoder import Ask, Prefilled
 from triforce_core.decoding.drafters.draft_levels import DraftLevels
 from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_offload.errors import RankError
-from triforce_offload.feed import Feed
+from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.sequence import PassCounters
 from triforce_offload.kv.sizes import SCORED_TOKENS
 from triforce_offload.link.link import LinkCounters
@@ -106,11 +106,11 @@ class Context:
     ) -> Prefilled:
         """See `prefill`, which tells the other ranks. The first `kept` tokens are reused."""
         self.reset(kept, len(tokens), new_tokens)
-        feed = Feed.text(torch.tensor(tokens[kept:]), kept, self.model.device)
+        batch = ForwardBatch.text(torch.tensor(tokens[kept:]), kept, self.model.device)
         try:
             # A few tokens are a pass like any other, and leave KV in the reclaimed workspace.
-            short = kept and feed.rows <= self.sequence.kv.max_pass_tokens
-            last = self._pass(feed, each_layer) if short else self._prefill(feed, each_layer)
+            short = kept and batch.rows <= self.sequence.kv.max_pass_tokens
+            last = self._pass(batch, each_layer) if short else self._prefill(batch, each_layer)
         except Interrupted:
             self.roll_back(kept)
             raise
@@ -119,7 +119,7 @@ class Context:
         self.passes_when_prefilled = self.sequence.counters
         logits = self.model.logits(last)
         self.note(logits)
-        scored = feed.rows if short else min(feed.rows, SCORED_TOKENS)
+        scored = batch.rows if short else min(batch.rows, SCORED_TOKENS)
         return Prefilled(logits, kept, scored)
 
     def reset(self, kept: int, tokens: int, new_tokens: int) -> None:
@@ -155,15 +155,15 @@ class Context:
         self.tell(calls.Refresh(scored))
         self.levels.refresh(scored)
 
-    def join(self, ask: Ask) -> Feed:
+    def join(self, ask: Ask) -> ForwardBatch:
         """Take part in a pass that is about to run. Return this context's rows of it."""
         self.tell(calls.RunPass(ask.tokens, ask.parents, ask.is_kept, ask.more))
         self.logits = None
         self.levels.expect(ask.tokens.shape[0])
         start, device = self.length, self.model.device
         if ask.parents is None:
-            return Feed.text(ask.tokens, start, device)
-        return Feed.tree(ask.tokens, start, ask.parents, device)
+            return ForwardBatch.text(ask.tokens, start, device)
+        return ForwardBatch.tree(ask.tokens, start, ask.parents, device)
 
     def run(self, ask: Ask) -> torch.Tensor:
         """Run a pass over this context alone. See `run_pass`."""
@@ -201,24 +201,24 @@ class Context:
             self.tell(calls.Close())
         self._resources.close()
 
-    def _pass(self, feed: Feed, each_layer: Callable[[int], None]) -> torch.Tensor:
+    def _pass(self, batch: ForwardBatch, each_layer: Callable[[int], None]) -> torch.Tensor:
         """Prefill by a pass. Return the last row's hidden state, [1, hidden]."""
         passes, sequences = self.models.runtime.passes, [self.sequence]
         passes.begin(sequences)
         hidden = self.model.forward(
-            feed, passes.weights, passes.cache(sequences), each_layer=each_layer
+            batch, passes.weights, passes.cache(sequences), each_layer=each_layer
         )
-        self.sequence.keep(range(feed.rows))
+        self.sequence.keep(range(batch.rows))
         return hidden[-1:]
 
-    def _prefill(self, feed: Feed, each_layer: Callable[[int], None]) -> torch.Tensor:
+    def _prefill(self, batch: ForwardBatch, each_layer: Callable[[int], None]) -> torch.Tensor:
         """Return a copy of the last row's hidden state, [1, hidden]: the others' memory is
         reclaimed next.
         """
         weights = self.models.runtime.passes.weights
-        with self.sequence.prefill(feed.rows) as cache:
+        with self.sequence.prefill(batch.rows) as cache:
             hidden = self.model.forward(
-                feed, weights, cache, chunk=PREFILL_CHUNK, each_layer=each_layer
+                batch, weights, cache, chunk=PREFILL_CHUNK, each_layer=each_layer
             )
             return hidden[-1:].clone()
 
@@ -231,17 +231,17 @@ def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Ten
     """
     model, passes = contexts[0].model, contexts[0].models.runtime.passes
     sequences = [context.sequence for context in contexts]
-    feeds = [context.join(ask) for context, ask in zip(contexts, asks, strict=True)]
+    batches = [context.join(ask) for context, ask in zip(contexts, asks, strict=True)]
     passes.begin(sequences)
-    feed = Feed.side_by_side(feeds)
-    hidden = model.forward(feed, passes.weights, passes.cache(sequences))
+    batch = ForwardBatch.side_by_side(batches)
+    hidden = model.forward(batch, passes.weights, passes.cache(sequences))
     for sequence, ask in zip(sequences, asks, strict=True):
         if ask.is_kept:
             sequence.keep([0])
     if all(ask.is_kept and ask.more for ask in asks):
         # The next pass's copies run while the head and the draws compute.
         passes.begin(sequences)
-    logits = list(model.logits(hidden).split([own.rows for own in feeds]))
+    logits = list(model.logits(hidden).split([own.rows for own in batches]))
     for context, own in zip(contexts, logits, strict=True):
         context.note(own)
     return logits

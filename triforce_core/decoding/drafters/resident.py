@@ -15,7 +15,7 @@ import torch
 from triforce_core.model.transformer import Model
 from triforce_core.plan.levels import LONGEST_RECORDED
 from triforce_kernels import warmup
-from triforce_offload.feed import Feed
+from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.graphs import Recorder, Run
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.link.trace import Tracer
@@ -67,7 +67,7 @@ class ResidentModel:
         with self._trace.compute(self._name, tokens=tokens.shape[0]):
             return self._logits(tokens, position, last)
 
-    def of_tree(self, tree: Feed, rows: Sequence[int]) -> torch.Tensor:
+    def of_tree(self, tree: ForwardBatch, rows: Sequence[int]) -> torch.Tensor:
         """Feeds a tree behind the end of the KV; its end stays. Never recorded.
 
         Returns float32 logits after some of its rows, [rows, vocab].
@@ -101,8 +101,8 @@ class ResidentModel:
                 self._record(forward, size)
             out = forward.run()[:count]
             return out[-1:] if last else out
-        feed = Feed.text(tokens, position, tokens.device)
-        hidden = self._model.forward(feed, self._weights, self.kv)
+        batch = ForwardBatch.text(tokens, position, tokens.device)
+        hidden = self._model.forward(batch, self._weights, self.kv)
         return self._model.logits(hidden[-1:] if last else hidden)
 
     def _record(self, forward: _FixedForward, size: int) -> None:
@@ -163,6 +163,6 @@ class _FixedForward:
         self._replay = recorder.record(self._compute)
 
     def _compute(self) -> torch.Tensor:
-        feed = Feed.text(self._tokens, self._position, self._tokens.device)
+        batch = ForwardBatch.text(self._tokens, self._position, self._tokens.device)
         cache = self._kv.fixed(self._end)
-        return self._model.logits(self._model.forward(feed, self._weights, cache))
+        return self._model.logits(self._model.forward(batch, self._weights, cache))

@@ -18,7 +18,7 @@ from triforce_core.decoding.trees.growth import Growth
 from triforce_core.model.rope import Rope
 from triforce_core.params import SamplingParams
 from triforce_core.plan.levels import SINKS, WINDOW
-from triforce_offload.feed import Feed
+from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.link.waiting import come
@@ -71,7 +71,7 @@ class SmallModelDrafter:
         self.vocab = vocab
         self._model = model
         self._cache = cache
-        self._fed: list[int] = []
+        self._batch: list[int] = []
         self._sure = 0
         self._drawn: torch.Tensor | None = None
 
@@ -100,7 +100,7 @@ class SmallModelDrafter:
         self._model.close()
         self._cache.close()
 
-    def feed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits after the last of some tokens [n], [1, vocab]: their text goes on behind what was
         fed.
         """
@@ -108,14 +108,14 @@ class SmallModelDrafter:
         self._cache.kv.keep(range(tokens.shape[0]))
         return self._of_vocab(logits)
 
-    def feed_tree(self, tree: Tree, rows: Sequence[int]) -> torch.Tensor:
+    def forward_tree(self, tree: Tree, rows: Sequence[int]) -> torch.Tensor:
         """Logits after some rows of a tree whose first tokens follow what was fed, [rows, vocab].
         Nothing of it is kept.
         """
         parents = [parent - 1 for parent in tree.parents]
         tokens = put(tree.tokens, self.device)
-        feed = Feed.tree(tokens, self._cache.kv.end, parents, self.device)
-        return self._of_vocab(self._model.of_tree(feed, [row - 1 for row in rows]))
+        batch = ForwardBatch.tree(tokens, self._cache.kv.end, parents, self.device)
+        return self._of_vocab(self._model.of_tree(batch, [row - 1 for row in rows]))
 
     def _of_vocab(self, logits: torch.Tensor) -> torch.Tensor:
         missing = max(0, self.vocab - logits.shape[-1])
@@ -132,14 +132,14 @@ class SmallModelDrafter:
         first.
         """
         if self._drawn is not None:
-            self._fed += come(self._drawn).tolist()
+            self._batch += come(self._drawn).tolist()
             self._drawn = None
-        held, limit = self._sure, min(len(self._fed), len(text.tokens) - 1)
-        while held < limit and self._fed[held] == text.tokens[held]:
+        held, limit = self._sure, min(len(self._batch), len(text.tokens) - 1)
+        while held < limit and self._batch[held] == text.tokens[held]:
             held += 1
         held = min(held, limit)
         cache, new = self._cache, text.tokens[held:]
-        cache.kv.end -= len(self._fed) - held
+        cache.kv.end -= len(self._batch) - held
         room = cache.capacity - cache.sinks - count
         if not held or cache.kv.end < cache.sinks or len(new) > max(1, room - WINDOW):
             cache.kv.end = 0
@@ -150,7 +150,7 @@ class SmallModelDrafter:
                 new = text.tokens
         elif cache.kv.end - cache.sinks + len(new) > room:
             cache.keep_recent(min(WINDOW, room - len(new)))
-        self._fed[held:] = text.tokens[held:]
+        self._batch[held:] = text.tokens[held:]
         self._sure = text.committed
         return put(new, self.device)
 
@@ -169,13 +169,13 @@ class _SmallModelProposer:
         count = min(count, drafter.most)
         tokens: list[torch.Tensor] = []
         drawn_from: list[torch.Tensor] = []
-        feed = drafter.catch_up(text, count) if count else None
+        batch = drafter.catch_up(text, count) if count else None
         for i in range(count):
             # A distribution that is no number gives -1, which whoever verifies will see.
             before = torch.cat(tokens).clamp_(min=0) if tokens else None
-            drawn_from.append(distributions(drafter.feed(feed), self._params, text, before))
+            drawn_from.append(distributions(drafter.forward(batch), self._params, text, before))
             tokens.append(self._rule.draw(drawn_from[-1], len(text.tokens) + i))
-            feed = tokens[-1].clamp(min=0)
+            batch = tokens[-1].clamp(min=0)
         if not tokens:
             return Draft(put([], drafter.device))
         drawn = torch.cat(tokens)
@@ -190,7 +190,7 @@ class _SmallModelProposer:
         """
         drafter, tree, drawn_from = self._drafter, Tree(), []
         nodes = min(nodes, drafter.most)
-        logits, rows = drafter.feed(drafter.catch_up(text, nodes)), [0]
+        logits, rows = drafter.forward(drafter.catch_up(text, nodes)), [0]
         for depth in range(deepest):
             below = len(tree)
             self._grow(tree, rows, logits, growth, nodes, len(text.tokens) + depth, drawn_from)
@@ -201,7 +201,7 @@ class _SmallModelProposer:
                 break
             if not growth.is_worth_a_level([tree.values[row] for row in rows]):
                 break
-            logits = drafter.feed_tree(tree, rows)
+            logits = drafter.forward_tree(tree, rows)
         growth.grew(len(tree))
         return tree.draft(drafter.device, drawn_from)
 

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from triforce_core.plan.levels import LAW_ROWS
+from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.sampling import sampling
 from triforce_offload.memory.device import put
 
@@ -54,7 +54,7 @@ class Branches:
         return tuple(depths)
 
     @property
-    def of_feed(self) -> tuple[int, ...]:
+    def of_batch(self) -> tuple[int, ...]:
         """Parents of a pass's rows, as `Feed.tree` has them."""
         return (-1, *self.parents)
 
@@ -101,7 +101,7 @@ def accept_tree(
     x = tokens[:, walk.child]
     value = target_probs.gather(2, x).double()
     # In parts, since each is widened whole.
-    parts = target_probs.split(LAW_ROWS, 1)
+    parts = target_probs.split(DISTRIBUTION_ROWS, 1)
     mass = torch.cat([part.sum(-1, dtype=torch.float64) for part in parts], 1)
     coin = coins[:, walk.child]
     first = None
@@ -110,7 +110,7 @@ def accept_tree(
         rows = put([branches.parents[token] for token in branches.drawn], tokens.device)
         q = draft_probs.gather(2, tokens[:, drawn].unsqueeze(2)).squeeze(2).double()
         first = coins[:, drawn] * q < value[:, rows, 0]
-        for some in torch.arange(len(rows), device=rows.device).split(LAW_ROWS):
+        for some in torch.arange(len(rows), device=rows.device).split(DISTRIBUTION_ROWS):
             at = rows[some]
             rest = residual(target_probs[:, at], draft_probs[:, some])
             mass[:, at] = rest.sum(-1, dtype=torch.float64)

@@ -29,7 +29,7 @@ class Launches:
     before, after: of a layer, up to its attention and from it on (`model`)
     attend, score: of each piece of keys, and besides if its chunks are scored; merge: of a layer
         when its keys have been seen (`attend`)
-    law: from logits to laws (`sampling`)
+    distribution: from logits to distributions (`sampling`)
     small_before, small_after: of those before and after, such as compute next to nothing: all but
         the products with weights
     """
@@ -39,7 +39,7 @@ class Launches:
     score: int
     merge: int
     after: int
-    law: int
+    distribution: int
     small_before: int = 0
     small_after: int = 0
 
@@ -50,20 +50,20 @@ class Launches:
 
 
 # PyTorch's operations, views among them: what computes on a CPU.
-PLAIN = Launches(before=21, attend=12, score=8, merge=12, after=15, law=20)
+PLAIN = Launches(before=21, attend=12, score=8, merge=12, after=15, distribution=20)
 # Triton's kernels: norm, product, rotation; one for blocks, one for the tail and one for scores;
 # a copy that puts heads side by side, product, norm with residual, product, SwiGLU, product, sum.
 FUSED = Launches(
-    before=3, attend=1, score=0, merge=2, after=7, law=1, small_before=2, small_after=4
+    before=3, attend=1, score=0, merge=2, after=7, distribution=1, small_before=2, small_after=4
 )
 # On a GPU a kernel that computes next to nothing takes so long from beginning to end: 2.9 us, in
 # "Getting Started with CUDA Graphs" (NVIDIA technical blog).
 SMALL_KERNEL_SECONDS = 2.9e-6
-# The law of a row is one program on a GPU, which goes through its vocabulary in steps of so many
-# numbers: four times, and top-p through a short list once for each of 32 bits, and twice
-# (`law_triton`). A step is what waits for the one before: a read of the L2 cache, about 270 cycles
-# (Luo et al., arXiv 2402.13499), 8 numbers a thread, and a sum over 16 warps. Assumed, about 2,500
-# cycles.
+# The distribution of a row is one program on a GPU, which goes through its vocabulary in steps of
+# so many numbers: four times, and top-p through a short list once for each of 32 bits, and twice
+# (`distribution_triton`). A step is what waits for the one before: a read of the L2 cache, about
+# 270 cycles (Luo et al., arXiv 2402.13499), 8 numbers a thread, and a sum over 16 warps. Assumed,
+# about 2,500 cycles.
 LAW_STEP_NUMBERS, LAW_PASSES, LAW_SEARCH_STEPS, LAW_STEP_SECONDS = 4096, 4, 34, 1e-6
 # Instructions of the pipe for whole numbers for each number of a matrix, by the rows it is
 # multiplied with, at most: counted in the loops that Triton 3.9 compiles for compute capabilities
@@ -79,10 +79,10 @@ OPERATIONS = {
 DECODE_OPERATIONS = 15.0
 # Keys of a chunk that is scored, as a rule (`settings.chunk_size`).
 SCORED_KEYS = 8
-# A law and its rule read and write so many bytes for each token of the vocabulary: about 70 the law
-# (its scores, softmax, shortlist, mask and sums), 50 the rule (the residual, and sums of it in
-# float64).
-LAW_BYTES = 120.0
+# A distribution and its rule read and write so many bytes for each token of the vocabulary: about
+# 70 the distribution (its scores, softmax, shortlist, mask and sums), 50 the rule (the residual,
+# and sums of it in float64).
+DISTRIBUTION_BYTES = 120.0
 # A norm reads or writes its token so often, a rotation its heads, silu and product their row.
 NORM_TOUCHES, ROTATE_TOUCHES, MLP_TOUCHES = 18, 12, 5
 # A round of `levels.speculate` launches so many kernels outside its forward: the rule, one wait,
@@ -214,18 +214,23 @@ class Costs:
         return self._launched(kernels * each, kernels, recorded)
 
     def head(self, tokens: int, *, recorded: bool = False) -> float:
-        """Final norm, output matrix and laws."""
+        """Final norm, output matrix and distributions."""
         config = self.config
         matrix = config.vocab_rows * config.hidden
-        laws = self.piece(
-            LAW_BYTES * tokens * config.vocab, 0, self.launches.law, recorded=recorded
+        distributions = self.piece(
+            DISTRIBUTION_BYTES * tokens * config.vocab,
+            0,
+            self.launches.distribution,
+            recorded=recorded,
         )
-        laws = max(laws, self._law_steps())
+        distributions = max(distributions, self._distribution_steps())
         work = self._product(tokens, matrix, self.matrices.head, self.matrices.head_read)
-        return self._launched(work, 9, recorded) + laws + self._ends(tokens)
+        return self._launched(work, 9, recorded) + distributions + self._ends(tokens)
 
-    def _law_steps(self) -> float:
-        """Seconds of the program that makes a row's law; those of other rows run beside it."""
+    def _distribution_steps(self) -> float:
+        """Seconds of the program that makes a row's distribution; those of other rows run beside
+        it.
+        """
         if not self.hardware.asynchronous:
             return 0.0
         steps = LAW_PASSES * -(-self.config.vocab // LAW_STEP_NUMBERS) + LAW_SEARCH_STEPS
@@ -245,7 +250,7 @@ class Costs:
         )
 
     def resident_forward(self, tokens: int, keys: int, *, recorded: bool = True) -> float:
-        """A forward over weights and KV that are all on the device, laws included."""
+        """A forward over weights and KV that are all on the device, distributions included."""
         layers = len(self.config.layers) * self.resident_layer(tokens, keys, recorded=recorded)
         return layers + self.head(tokens, recorded=recorded)
 

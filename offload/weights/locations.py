@@ -1,9 +1,9 @@
 """Homes: where the bytes of a block or a layer lie, and how compute gets them.
 
-Who computes asks a home for its bytes and cannot tell where they were. What has to cross the link
-first is the home's `source`: the schedule lists it, the conveyor carries it to a slot, and the home
-says what the bytes are once it has come. A home may read less over the link than it holds, or join
-what comes with what is on the device already.
+Who computes asks a location for its bytes and cannot tell where they were. What has to cross the
+link first is the location's `source`: the schedule lists it, the conveyor carries it to a slot, and
+the location says what the bytes are once it has come. A location may read less over the link than
+it holds, or join what comes with what is on the device already.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from triforce_offload.weights.layouts import FlatLayout, Views
 
 
 class Source(NamedTuple):
-    """What must cross the link before a home can be read.
+    """What must cross the link before a location can be read.
 
     bytes: flat uint8 host buffer, or what is read then; after: events before which it does not hold
         its bytes
@@ -27,7 +27,7 @@ class Source(NamedTuple):
     after: tuple[Event, ...] = ()
 
 
-class Home(Protocol):
+class Location(Protocol):
     """Where the bytes of a KV block are. Buffers are flat uint8.
 
     dense: whether it is a block that is kept dense where others are split
@@ -46,14 +46,14 @@ class Home(Protocol):
         """
 
     @property
-    def host(self) -> HostHome | None:
+    def host(self) -> HostLocation | None:
         """The bytes in host memory, if they are there too or alone."""
 
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
         """The bytes on the device. slot: what came of `source`, None where there is none."""
 
 
-class LayerHome(Home, Protocol):
+class LayerLocation(Location, Protocol):
     """Where the weights of a layer are, and what passes and the retrieval level get of them."""
 
     def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
@@ -66,7 +66,7 @@ class LayerHome(Home, Protocol):
         """
 
 
-class DeviceHome:
+class DeviceLocation:
     """Bytes that stay on the device."""
 
     dense, source, host = False, None, None
@@ -84,7 +84,7 @@ class DeviceHome:
         return layout.joined(self.memory, None) if high else layout.views(self.memory)
 
 
-class HostHome:
+class HostLocation:
     """Bytes in host memory, all of which cross the link each time they are read."""
 
     dense = False
@@ -95,7 +95,7 @@ class HostHome:
         self.source = Source(buffer, () if written is None else (written,))
 
     @property
-    def host(self) -> HostHome:
+    def host(self) -> HostLocation:
         return self
 
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
@@ -105,7 +105,7 @@ class HostHome:
         return layout.views(came)
 
 
-class DenseHome(HostHome):
+class DenseLocation(HostLocation):
     """A block of keys and values in host memory that is kept dense, where others are split:
     they have no room for its exceptions.
     """
@@ -113,7 +113,7 @@ class DenseHome(HostHome):
     dense = True
 
 
-class SplitHome:
+class SplitLocation:
     """A layer of which the first bytes, the high bits among them, stay on the device and the
     last, the low bits, cross the link.
     """
@@ -134,7 +134,7 @@ class SplitHome:
         return layout.joined(self.memory, None)
 
 
-class FileHome:
+class FileLocation:
     """A layer that is read from a file, and crosses the link, each time it is asked for."""
 
     memory = None
@@ -149,12 +149,12 @@ class FileHome:
         return layout.views(came)
 
 
-class MirroredHome:
+class MirroredLocation:
     """A block in host memory with a copy on the device, which may be dropped at any time."""
 
     dense, source = False, None
 
-    def __init__(self, host: HostHome, copy: torch.Tensor) -> None:
+    def __init__(self, host: HostLocation, copy: torch.Tensor) -> None:
         self.host = host
         self.memory = copy
 

@@ -10,7 +10,7 @@ from float_bounds import assert_within, forward_bound
 from helpers import random_ids
 
 from triforce_core import Engine
-from triforce_offload.feed import Feed
+from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.caches.sequences import SequenceCaches
 from triforce_offload.memory.device import DeviceMemory
@@ -20,18 +20,18 @@ CPU = torch.device("cpu")
 
 
 def test_a_text_stands_at_consecutive_positions_and_is_cut_where_asked() -> None:
-    feed = Feed.text(torch.arange(10), 7, CPU)
-    assert feed.positions.tolist() == list(range(7, 17))
-    parts = list(feed.parts(4))
+    batch = ForwardBatch.text(torch.arange(10), 7, CPU)
+    assert batch.positions.tolist() == list(range(7, 17))
+    parts = list(batch.parts(4))
     assert [(part.first, part.end, part.rows) for part in parts] == [
         (0, 4, 4),
         (4, 8, 4),
         (8, 10, 2),
     ]
     assert torch.cat([part.tokens for part in parts]).tolist() == list(range(10))
-    assert list(feed.parts(None)) == list(feed.parts(10)) == [feed]
-    assert feed.visible is None
-    on_device = Feed.text(torch.arange(3), torch.tensor([5]), CPU)
+    assert list(batch.parts(None)) == list(batch.parts(10)) == [batch]
+    assert batch.visible is None
+    on_device = ForwardBatch.text(torch.arange(3), torch.tensor([5]), CPU)
     assert on_device.positions.tolist() == [5, 6, 7]
 
 
@@ -39,27 +39,27 @@ def test_a_text_stands_at_consecutive_positions_and_is_cut_where_asked() -> None
 def test_rows_of_a_tree_stand_behind_their_ancestors_and_see_them(seed: int) -> None:
     choose = random.Random(seed)
     parents = [choose.randint(-1, row - 1) for row in range(choose.randint(1, 20))]
-    feed = Feed.tree(torch.arange(len(parents)), 9, parents, CPU)
+    batch = ForwardBatch.tree(torch.arange(len(parents)), 9, parents, CPU)
     for row in range(len(parents)):
         path, at = [], row
         while at >= 0:
             path.insert(0, at)
             at = parents[at]
-        assert feed.positions[row] == 9 + len(path) - 1
-        assert feed.visible[row].nonzero().flatten().tolist() == path
-        feed.check_path(path)
-        feed.check_path(path[:-1])
+        assert batch.positions[row] == 9 + len(path) - 1
+        assert batch.visible[row].nonzero().flatten().tolist() == path
+        batch.check_path(path)
+        batch.check_path(path[:-1])
         with pytest.raises(RuntimeError, match="no path"):
-            feed.check_path([*path, row])
+            batch.check_path([*path, row])
     with pytest.raises(ValueError, match="no single text cannot be cut"):
-        list(feed.parts(len(parents) - 1 or 1)) if len(parents) > 1 else list(
-            Feed.side_by_side([feed, feed]).parts(1)
+        list(batch.parts(len(parents) - 1 or 1)) if len(parents) > 1 else list(
+            ForwardBatch.side_by_side([batch, batch]).parts(1)
         )
 
 
 def test_a_tree_comes_after_what_it_follows() -> None:
     with pytest.raises(ValueError, match="row 1 of a tree cannot follow row 1"):
-        Feed.tree(torch.arange(2), 0, (-1, 1), CPU)
+        ForwardBatch.tree(torch.arange(2), 0, (-1, 1), CPU)
 
 
 def test_sequences_in_one_forward_compute_what_each_does_alone(tiny) -> None:
@@ -78,28 +78,28 @@ def test_sequences_in_one_forward_compute_what_each_does_alone(tiny) -> None:
         alone, together = caches(), caches()
         shared = SequenceCaches(together)
         for step in range(6):
-            feeds = []
+            batches = []
             for i, cache in enumerate(alone):
                 tokens = torch.tensor(random_ids(1 + (step + 2 * i) % 5, 10 * step + i))
-                feeds.append(Feed.text(tokens, cache.end, CPU))
+                batches.append(ForwardBatch.text(tokens, cache.end, CPU))
             if step % 2:
-                parents = [-1, *range(feeds[1].rows - 1)]
-                parents[-1] = max(-1, feeds[1].rows - 3)
-                feeds[1] = Feed.tree(feeds[1].tokens, alone[1].end, parents, CPU)
-            whole = Feed.side_by_side(feeds)
-            assert whole.sequences == tuple(feed.rows for feed in feeds)
+                parents = [-1, *range(batches[1].rows - 1)]
+                parents[-1] = max(-1, batches[1].rows - 3)
+                batches[1] = ForwardBatch.tree(batches[1].tokens, alone[1].end, parents, CPU)
+            whole = ForwardBatch.side_by_side(batches)
+            assert whole.sequences == tuple(batch.rows for batch in batches)
             hidden = model.forward(whole, weights, shared)
-            expected = [model.forward(f, weights, c) for f, c in zip(feeds, alone, strict=True)]
+            expected = [model.forward(f, weights, c) for f, c in zip(batches, alone, strict=True)]
             assert_within(hidden, torch.cat(expected), 2 * bound.hidden)
             rows, first = [], 0
-            for feed, cache in zip(feeds, alone, strict=True):
-                kept, at = [], feed.rows - 1
+            for batch, cache in zip(batches, alone, strict=True):
+                kept, at = [], batch.rows - 1
                 while at >= 0:
                     kept.insert(0, at)
-                    at = feed.parent(at)
+                    at = batch.parent(at)
                 cache.keep(kept)
                 rows += [first + row for row in kept]
-                first += feed.rows
+                first += batch.rows
             with pytest.raises(RuntimeError, match="not all of a feed"):
                 shared.keep([*rows, first])
             shared.keep(rows)

@@ -1,10 +1,10 @@
-"""From logits to laws on a GPU: one program for a row.
+"""From logits to distributions on a GPU: one program for a row.
 
-What top-k and top-p keep is found as a threshold, bit by bit. That takes up to 32 sums over
-the candidates, so these are put on a short list first: all tokens within some distance of the
-likeliest, if they are few and what is farther away may be dropped whole. A law of a language model
-nearly always allows that; then a row is read four times. One that does not is searched as it is.
-(vLLM's Triton sampler truncates before it searches, too: Park et al., "Qrita".)
+What top-k and top-p keep is found as a threshold, bit by bit. That takes up to 32 sums over the
+candidates, so these are put on a short list first: all tokens within some distance of the
+likeliest, if they are few and what is farther away may be dropped whole. A distribution of a
+language model nearly always allows that; then a row is read four times. One that does not is
+searched as it is. (vLLM's Triton sampler truncates before it searches, too: Park et al., "Qrita".)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _greedy_kernel(logits, out, l_row, vocab, AT_ONCE: tl.constexpr):
         places = tl.where(higher, column, places)
         tops = tl.where(higher, x, tops)
     peak = tl.max(tops)
-    # Each lane has the first of its own greatest; where all are -inf there is no law.
+    # Each lane has the first of its own greatest; where all are -inf there is no distribution.
     token = tl.min(tl.where(tops == peak, places, vocab))
     one = tl.where(tl.max(bad) > 0, float("nan"), peak - peak + 1.0)
     for start in range(0, vocab, AT_ONCE):
@@ -130,7 +130,7 @@ def _nucleus(scores, length, least, dropped, most, AT_ONCE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["vocab", "top_k", "temperature", "top_p"])
-def _law_kernel(
+def _distribution_kernel(
     logits, out, shortlist, l_row, temperature, top_k, top_p, vocab, near, far,
     TOP_K: tl.constexpr, TOP_P: tl.constexpr, AT_ONCE: tl.constexpr, SHORTLIST: tl.constexpr,
 ):  # fmt: skip
@@ -219,11 +219,13 @@ def _law_kernel(
             rank = seen + tl.cumsum(same, 0)
             seen += tl.sum(same)
             stays &= (same == 0) | (rank > gone)
-        law = tl.where(stays, tl.exp(score) / kept, 0.0)
-        tl.store(out + column, tl.where(whole == whole, law, float("nan")), mask=there)
+        probs = tl.where(stays, tl.exp(score) / kept, 0.0)
+        tl.store(out + column, tl.where(whole == whole, probs, float("nan")), mask=there)
 
 
-def law(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
+def distribution(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float
+) -> torch.Tensor:
     rows, vocab = logits.shape
     out = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)
     at_once = min(_MOST_AT_ONCE, triton.next_power_of_2(vocab))
@@ -235,7 +237,7 @@ def law(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> t
     limits = 0 < top_k < vocab, top_p < 1
     size = _SHORTLIST if any(limits) else 1
     shortlist = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
-    _law_kernel[(rows,)](
+    _distribution_kernel[(rows,)](
         logits, out, shortlist, logits.stride(0), temperature, top_k, top_p, vocab, _NEAR, _FAR,
         TOP_K=limits[0], TOP_P=limits[1], SHORTLIST=size, **options,
     )  # fmt: skip

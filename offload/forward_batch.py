@@ -1,4 +1,4 @@
-"""The feed: what one forward is over. And the cache that it goes through."""
+"""The forward batch: what one forward is over. And the cache that it goes through."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 @dataclass(frozen=True, eq=False)
-class Feed:
+class ForwardBatch:
     """The rows of one forward: tokens, where each stands, and what it follows.
 
     tokens: [rows] int64
@@ -19,7 +19,7 @@ class Feed:
     parents: for each row the row it follows, -1 for what was kept before; rows come after those
         they follow. None where each follows the one before it, as in a text
     sequences: rows of each sequence, side by side; empty for one sequence
-    first: in a part of a feed, the row of the whole that it begins with
+    first: in a part of a forward batch, the row of the whole that it begins with
     rotation: cosines and sines of the positions, [rows, head_dim] each, which the model adds
     """
 
@@ -31,7 +31,9 @@ class Feed:
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
-    def text(cls, tokens: torch.Tensor, start: int | torch.Tensor, device: torch.device) -> Feed:
+    def text(
+        cls, tokens: torch.Tensor, start: int | torch.Tensor, device: torch.device
+    ) -> ForwardBatch:
         """Tokens that follow one another, the first at position `start`: a number, or [1] int64 on
         the device.
         """
@@ -40,7 +42,7 @@ class Feed:
     @classmethod
     def tree(
         cls, tokens: torch.Tensor, start: int, parents: Sequence[int], device: torch.device
-    ) -> Feed:
+    ) -> ForwardBatch:
         """A tree of tokens whose roots stand at position `start`. Raises ValueError if a row comes
         before the one it follows.
         """
@@ -52,19 +54,19 @@ class Feed:
         return cls(tokens, torch.tensor(depths, device=device) + start, tuple(parents))
 
     @classmethod
-    def side_by_side(cls, feeds: Sequence[Feed]) -> Feed:
-        """Feeds of several sequences as one."""
-        if len(feeds) == 1:
-            return feeds[0]
+    def side_by_side(cls, batches: Sequence[ForwardBatch]) -> ForwardBatch:
+        """Forward batches of several sequences as one."""
+        if len(batches) == 1:
+            return batches[0]
         parents, first = [], 0
-        for feed in feeds:
-            parents += [first + p if p >= 0 else -1 for p in map(feed.parent, range(feed.rows))]
-            first += feed.rows
+        for batch in batches:
+            parents += [first + p if p >= 0 else -1 for p in map(batch.parent, range(batch.rows))]
+            first += batch.rows
         return cls(
-            torch.cat([feed.tokens for feed in feeds]),
-            torch.cat([feed.positions for feed in feeds]),
-            None if all(feed.parents is None for feed in feeds) else tuple(parents),
-            tuple(feed.rows for feed in feeds),
+            torch.cat([batch.tokens for batch in batches]),
+            torch.cat([batch.positions for batch in batches]),
+            None if all(batch.parents is None for batch in batches) else tuple(parents),
+            tuple(batch.rows for batch in batches),
         )
 
     @property
@@ -73,7 +75,7 @@ class Feed:
 
     @property
     def end(self) -> int:
-        """The row of the whole feed behind the last of this part."""
+        """The row of the whole forward batch behind the last of this part."""
         return self.first + self.rows
 
     @cached_property
@@ -89,9 +91,9 @@ class Feed:
                 seen[row] |= seen[parent]
         return seen.to(self.positions.device)
 
-    def parts(self, rows: int | None) -> Iterator[Feed]:
-        """The feed in parts of so many rows, None for one. Raises ValueError for a tree, or for
-        several sequences, that would have to be cut.
+    def parts(self, rows: int | None) -> Iterator[ForwardBatch]:
+        """The forward batch in parts of so many rows, None for one. Raises ValueError for a tree,
+        or for several sequences, that would have to be cut.
         """
         if rows is None or rows >= self.rows:
             yield self
@@ -102,22 +104,22 @@ class Feed:
             yield self.slice(first, min(first + rows, self.rows))
 
     @cached_property
-    def alone(self) -> tuple[Feed, ...]:
-        """The feed of each sequence, as if it were fed alone."""
+    def alone(self) -> tuple[ForwardBatch, ...]:
+        """The forward batch of each sequence, as if it were fed alone."""
         if not self.sequences:
             return (self,)
-        feeds, first = [], 0
+        batches, first = [], 0
         for rows in self.sequences:
             part = self.slice(first, first + rows)
             parents = self.parents and tuple(
                 max(-1, parent - first) for parent in self.parents[first : first + rows]
             )
-            feeds.append(replace(part, first=0, parents=parents, sequences=()))
+            batches.append(replace(part, first=0, parents=parents, sequences=()))
             first += rows
-        return tuple(feeds)
+        return tuple(batches)
 
-    def slice(self, first: int, end: int) -> Feed:
-        """Rows `first` to `end` of a feed that is whole."""
+    def slice(self, first: int, end: int) -> ForwardBatch:
+        """Rows `first` to `end` of a forward batch that is whole."""
         part = slice(first, end)
         rotation = self.rotation and tuple(table[part] for table in self.rotation)
         return replace(
@@ -144,18 +146,18 @@ class Feed:
 class Cache(Protocol):
     """Where a forward keeps its keys and values, and what it attends to."""
 
-    def attend(self, layer: int, qkv: torch.Tensor, feed: Feed) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Rotates queries and keys, stores keys and values behind what was kept, and attends.
 
-        qkv: [rows, heads + 2 kv_heads, head_dim]: queries, keys, values of the feed's rows
-        feed: with its rotation. Parts of one feed come in order, layer by layer
+        qkv: [rows, heads + 2 kv_heads, head_dim]: queries, keys, values of the forward batch's rows
+        forward batch: with its rotation. Parts of one forward batch come in order, layer by layer
 
         Returns [heads, rows, head_dim]: attention of each row to everything that was kept, to the
         rows it follows and to itself. Raises RuntimeError, before any write, if there is no room.
         """
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keeps a path of the last feed, row after row, and forgets its other rows.
+        """Keeps a path of the last forward batch, row after row, and forgets its other rows.
 
         Raises RuntimeError, before any change, for rows that are no path of it.
         """
