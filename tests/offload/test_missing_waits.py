@@ -29,7 +29,7 @@ from triforce_offload.link.link import Event
 from triforce_offload.link.staging import StagedLink
 from triforce_offload.link.waiting import come
 from triforce_offload.memory.host import CudaDriver, HostMemory
-from triforce_offload.weights.homes import Source
+from triforce_offload.weights.locations import Source
 
 pytestmark = [
     pytest.mark.skipif(REAL, reason="simulates a GPU, and there is one"),
