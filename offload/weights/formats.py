@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from triforce_kernels.weights.blocks import BlockWeight
     from triforce_kernels.weights.high_bits import HighBitsWeight
     from triforce_kernels.weights.int4 import Int4Weight
-    from triforce_kernels.weights.linear import SplitWeight, StackedWeight, Weight
+    from triforce_kernels.weights.linear import StackedWeight, Weight
     from triforce_kernels.weights.split_bf16 import SplitBF16Weight
     from triforce_kernels.weights.split_fp16 import SplitFP16Weight
+    from triforce_kernels.weights.stored import SplitWeight
 
 # Bytes. Equal alignment everywhere keeps vectorised kernels bitwise equal at any placement.
 ALIGNMENT = 256

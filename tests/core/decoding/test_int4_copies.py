@@ -172,7 +172,7 @@ def test_what_was_made_is_read_again(tmp_path, kept, monkeypatch) -> None:
         made.append(into)
         original(exact, into)
 
-    from triforce_offload.weights.store import int4_copies
+    from triforce_offload.weights import int4_copies
 
     original = int4_copies._quantise_into
     monkeypatch.setattr(int4_copies, "_quantise_into", counting)
