@@ -167,8 +167,8 @@ def drop_parts() -> None:
 
 def cache_directory() -> Path:
     """Where this package keeps what can be made again."""
-    location = os.environ.get("XDG_CACHE_HOME") or Path.location() / ".cache"
-    return Path(location) / "triforce-offload"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "triforce-offload"
 
 
 def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | Path] = ()) -> None:

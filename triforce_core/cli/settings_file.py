@@ -48,8 +48,8 @@ def settings_path(environ: Mapping[str, str]) -> Path:
     """Where the file is, if there is one."""
     if given := environ.get(FILE_VARIABLE):
         return Path(given).expanduser()
-    location = environ.get("XDG_CONFIG_HOME") or Path.location() / ".config"
-    return Path(location) / "triforce-offload" / "settings.toml"
+    base = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(base) / "triforce-offload" / "settings.toml"
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:

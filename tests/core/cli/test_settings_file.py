@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from command import GREEDY, run
+
+from triforce_core.cli.settings_file import settings_path
+from triforce_offload.files import cache_directory
 
 
 @pytest.fixture
@@ -89,3 +93,14 @@ def test_a_file_in_the_usual_place_and_help_without_it(capsys, tmp_path, monkeyp
     path.write_text("nonsense = 1")
     assert run(capsys, "generate", "x", "--prompt", "y")[0] == 2
     assert run(capsys, "generate", "--help")[0] == 0
+
+
+def test_without_xdg_variables_settings_and_caches_are_in_the_home_folder(
+    tmp_path, monkeypatch
+) -> None:
+    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ours = tmp_path / ".config" / "triforce-offload" / "settings.toml"
+    assert settings_path(os.environ) == ours
+    assert cache_directory() == tmp_path / ".cache" / "triforce-offload"
