@@ -69,18 +69,18 @@ class Collectives:
     def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """Ranks.gather."""
         rows, most = part.shape[0], max(widths)
-        location = part.device
+        device = part.device
         if self._through_host:
             part = come(part).cpu()
         if part.shape[1] < most:
             part = torch.nn.functional.pad(part, (0, most - part.shape[1]))
         if self._rank:
             dist.gather(part.contiguous(), None, 0)
-            return part.new_empty((rows, 0), device=location)
+            return part.new_empty((rows, 0), device=device)
         parts = [torch.empty_like(part) for _ in range(self._ranks)]
         dist.gather(part.contiguous(), parts, 0)
         whole = torch.cat([it[:, :width] for it, width in zip(parts, widths, strict=True)], 1)
-        return whole.to(location)
+        return whole.to(device)
 
     def abort(self) -> None:
         """Ends what waits on this device for a rank that is gone. Called in any thread."""
