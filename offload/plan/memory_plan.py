@@ -176,7 +176,7 @@ class MemoryPlan:
         """Whether anything crosses the link in passes over a full context."""
         return self.link_bytes > 0
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Of a weight slot, which takes any layer that streams."""
         return max(layer.link_bytes for layer in self.layers)

@@ -72,6 +72,11 @@ class ModelConfig:
         """
         return tuple(i for i, each in enumerate(self.layers) if isinstance(each.mixer, Attention))
 
+    @cached_property
+    def distinct_layers(self) -> tuple[LayerSpec, ...]:
+        """One of each kind of layer, in the order in which they first occur."""
+        return tuple(dict.fromkeys(self.layers))
+
     @property
     def vocab_rows(self) -> int:
         """Of embedding and output matrix."""

@@ -31,7 +31,7 @@ _GROUPS = (64, 32)
 
 def matrices(config: ModelConfig) -> tuple[tuple[int, int], ...]:
     """Shapes of the matrices of a layer, of each kind of layer there is."""
-    shapes = (spec.shapes(config.hidden).values() for spec in dict.fromkeys(config.layers))
+    shapes = (spec.shapes(config.hidden).values() for spec in config.distinct_layers)
     return tuple((s[0], s[1]) for s in chain.from_iterable(shapes) if len(s) == 2)
 
 
@@ -96,7 +96,7 @@ def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
     """Every number in `dtype`."""
     hidden, ends = config.hidden, (config.vocab_rows, config.hidden)
     # Layers that compute alike share a layout: planning makes many.
-    layers = {spec: _dense(spec.shapes(hidden), dtype) for spec in set(config.layers)}
+    layers = {spec: _dense(spec.shapes(hidden), dtype) for spec in config.distinct_layers}
     return Layouts(
         tuple(layers[spec] for spec in config.layers),
         _dense({"norm": (hidden,), "head": ends}, dtype),

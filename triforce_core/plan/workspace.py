@@ -39,7 +39,9 @@ def forward_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     """The temporaries of a forward over `tokens` tokens at once: the larger of attention and MLP,
     without what attention keeps between blocks.
     """
-    return max(_layer_bytes(spec, config.hidden, tokens, itemsize) for spec in set(config.layers))
+    return max(
+        _layer_bytes(spec, config.hidden, tokens, itemsize) for spec in config.distinct_layers
+    )
 
 
 def _layer_bytes(spec: LayerSpec, hidden: int, tokens: int, itemsize: int) -> int:

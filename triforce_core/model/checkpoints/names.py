@@ -85,7 +85,7 @@ def _named(
     }
     parts = {
         spec: _layer_pieces(spec, config.hidden, names, interleaved=interleaved)
-        for spec in set(config.layers)
+        for spec in config.distinct_layers
     }
 
     def lookup(name: str) -> list[Piece]:
