@@ -16,11 +16,16 @@ from triforce_offload.units import format_bytes
 BUDGETS = tuple(256 << i for i in range(8))
 DRAFTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 224, 256)
 INNER_DRAFTS = (1, 2, 3, 4, 6, 8)
+# Of these, those by which plans are compared before the lengths of the best are chosen.
+_FEW_DRAFTS = (1, 4, 12, 32, 80)
+_FEW_INNER_DRAFTS = (1, 3, 6)
 
 
 def choose(case: Case) -> Candidate:
-    """The best plan, with weights and KV kept in whichever way is fastest. Raises UsageError, or
-    DoesNotFitError that names the shortest way to fit.
+    """Return the best plan of a case: where everything goes by a few draft lengths, then the best
+    of all lengths there.
+
+    Raises UsageError, or DoesNotFitError that names the shortest way to fit.
     """
     plans, refused = [], None
     for each in _ways(case):
@@ -30,7 +35,7 @@ def choose(case: Case) -> Candidate:
             refused = refused or error
     if refused and not plans:
         raise refused
-    return min(plans, key=lambda plan: plan.seconds_per_token)
+    return _with_best_lengths(min(plans, key=lambda plan: plan.seconds_per_token))
 
 
 def _ways(case: Case) -> list[Case]:
@@ -49,7 +54,7 @@ def _ways(case: Case) -> list[Case]:
 
 
 def _choose(case: Case) -> Candidate:
-    """The best plan of the grid."""
+    """Return the best plan of the grid, with one of a few lengths."""
     case.check()
     draft_kv = case.method.draft_kv
     if rounds := draft_kv == AUTO and case.hardware.asynchronous:
@@ -65,22 +70,49 @@ def _choose(case: Case) -> Candidate:
     return best
 
 
+def _with_best_lengths(best: Candidate) -> Candidate:
+    """Return the plan with whichever drafts are fastest, in the formats that it has."""
+    case, plan = best.case, best.plan
+    fitting, _ = _of_lengths(
+        case,
+        plan.budget,
+        _lengths(case, plan.budget, DRAFTS, INNER_DRAFTS),
+        plan.method.draft_weights,
+        plan.method.draft_kv,
+    )
+    return _fastest([best, *fitting])
+
+
 def _grid(
     case: Case, budgets: Iterable[int], draft_kv: str
 ) -> tuple[list[Candidate], DoesNotFitError | None]:
-    """What fits of some budgets, and the first refusal."""
+    """Return what fits of some budgets with a few lengths, and the first refusal."""
     fitting: list[Candidate] = []
     refused: DoesNotFitError | None = None
     for budget in budgets:
         for weights in _draft_weights(case, budget):
-            for drafted, inners in _lengths(case, budget):
-                try:
-                    fitting += candidates(case, budget, drafted, inners, weights, draft_kv)
-                except DoesNotFitError as error:
-                    # What asks for the least comes first; a longer draft asks for more.
-                    refused = refused or error
-                    break
+            lengths = _lengths(case, budget, _FEW_DRAFTS, _FEW_INNER_DRAFTS)
+            found, error = _of_lengths(case, budget, lengths, weights, draft_kv)
+            fitting += found
+            refused = refused or error
     return fitting, refused
+
+
+def _of_lengths(
+    case: Case,
+    budget: int,
+    lengths: Iterable[tuple[int, tuple[int, ...]]],
+    draft_weights: str,
+    draft_kv: str,
+) -> tuple[list[Candidate], DoesNotFitError | None]:
+    fitting: list[Candidate] = []
+    for drafted, inners in lengths:
+        try:
+            fitting += candidates(case, budget, drafted, inners, draft_weights, draft_kv)
+        except DoesNotFitError as error:
+            # What comes first needs the least memory; a longer draft needs more.
+            return fitting, error
+    return fitting, None
 
 
 def _fastest(candidates: list[Candidate]) -> Candidate:
@@ -128,14 +160,18 @@ def _draft_weights(case: Case, budget: int) -> tuple[str, ...]:
     return (AUTO, INT4) if both else (AUTO,)
 
 
-def _lengths(case: Case, budget: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Draft tokens that are looked at, shorter drafts first, each with inner draft tokens."""
+def _lengths(
+    case: Case, budget: int, drafts: tuple[int, ...], inners: tuple[int, ...]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield draft tokens to look at, shorter drafts first, each with inner draft tokens."""
     fixed = case.fixed
     if fixed.get("method") == "autoregressive":
         yield 0, (0,)
         return
-    drafts = (fixed["draft_tokens"],) if "draft_tokens" in fixed else DRAFTS
-    inners = (fixed["inner_draft_tokens"],) if "inner_draft_tokens" in fixed else INNER_DRAFTS
+    if "draft_tokens" in fixed:
+        drafts = (fixed["draft_tokens"],)
+    if "inner_draft_tokens" in fixed:
+        inners = (fixed["inner_draft_tokens"],)
     if case.draft == NO_DRAFTER or not budget:
         inners = (0,)
     for drafted in drafts:
@@ -185,6 +221,6 @@ def _fits(case: Case) -> bool:
     """Whether any plan of the case does: the smallest of each method asks for the least."""
     for budget in _budgets(case)[:2]:
         with suppress(TriforceError):
-            candidates(case, budget, *next(_lengths(case, budget)))
+            candidates(case, budget, *next(_lengths(case, budget, DRAFTS, INNER_DRAFTS)))
             return True
     return False
