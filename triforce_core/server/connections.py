@@ -30,7 +30,7 @@ class Connection(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Protocol.connection_made."""
+        """See Protocol.connection_made."""
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
@@ -38,17 +38,17 @@ class Connection(H11Protocol):
             self._wait_for("head")
 
     def data_received(self, data: bytes) -> None:
-        """Protocol.data_received."""
+        """See Protocol.data_received."""
         super().data_received(data)
         self._look()
 
     def on_response_complete(self) -> None:
-        """H11Protocol.on_response_complete."""
+        """See H11Protocol.on_response_complete."""
         super().on_response_complete()
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Protocol.connection_lost."""
+        """See Protocol.connection_lost."""
         super().connection_lost(exc)
         self._wait_for(None)
 

@@ -62,8 +62,9 @@ class Job:
             self._member.interrupt()
 
     def begin(self, engine: Engine, receive: Receiver) -> None:
-        """Add the sequence to the engine, in the engine's thread. Raises UsageError or
-        DoesNotFitError.
+        """Add the sequence to the engine, in the engine's thread.
+
+        Raises UsageError or DoesNotFitError.
         """
         self.began = time.monotonic()
         asked = self.asked_for

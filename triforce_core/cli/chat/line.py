@@ -55,8 +55,9 @@ class Lines:
             self._modes = None
 
     def read(self, status: Callable[[], str]) -> str | None:
-        """Return the next line, or None at the end of the input. status: the text shown below the
-        line
+        """Return the next line, or None at the end of the input.
+
+        status: the text shown below the line
         """
         if self._session is None:
             try:

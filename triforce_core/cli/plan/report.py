@@ -22,8 +22,9 @@ def print_plan(
     compared: Prediction | None,
     saved: str | None,
 ) -> None:
-    """Print the tables of a plan to standard output. saved: the file of the plan, if it was
-    saved
+    """Print the tables of a plan to standard output.
+
+    saved: the file of the plan, if it was saved
     """
     console = _console()
     hardware = case.hardware
