@@ -67,7 +67,7 @@ def device_options(*, stream_weights: bool) -> list[str]:
     return [
         *("--device", "cpu", "--link-bandwidth", "2GB/s"),
         *("--device-memory", "400MiB" if stream_weights else "700MiB"),
-        # A larger cache would leave no room for the largest layers.
+        # A larger cache would leave no room for all of the weights.
         *("--budget", "512" if stream_weights else "1024"),
     ]
 

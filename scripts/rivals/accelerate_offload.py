@@ -12,8 +12,10 @@ from rivals.models import generate, load
 
 
 def run(job: Job) -> Outcome:
-    """options: `how` is cpu_offload, disk_offload, auto (device_map, with the same memory), or
-        memory (device_map of one device)
+    """Run the job.
+
+    options: `how` is cpu_offload, disk_offload, auto (device_map, with the same memory), or memory
+        (device_map of one device)
     """
     how = job.options["how"]
     with tempfile.TemporaryDirectory() as folder:

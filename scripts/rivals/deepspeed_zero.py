@@ -15,7 +15,9 @@ from rivals.models import generate, load
 
 
 def run(job: Job) -> Outcome:
-    """options: `offload` keeps parameters in host memory; `cache` is transformers' cache
+    """Run the job.
+
+    options: `offload` keeps parameters in host memory; `cache` is transformers' cache
         implementation
     """
     with socket.socket() as free:

@@ -12,9 +12,10 @@ from rivals.job import Job, Outcome, Refusal
 
 
 def run(job: Job) -> Outcome:
-    """options: engine options; `in_memory`: whether everything may be resident; `policies`:
-        policies of the published code to use; `resident_blocks`, `kv_slots`: the placement of
-        streamed KV
+    """Run the job.
+
+    options: engine options; `in_memory`: whether everything may be resident; `policies`: policies
+        of the published code to use; `resident_blocks`, `kv_slots`: the placement of streamed KV
     """
     from rivals.published_policies import installed
     from triforce_core import Engine, SamplingParams
