@@ -53,9 +53,7 @@ def prompt() -> str:
 
 
 def device_options(*, stream_weights: bool) -> list[str]:
-    """Return options for a device too small for the KV cache, and with `stream_weights` for the
-    weights.
-    """
+    """Return options for a device too small for the KV cache, or also for the weights."""
     import torch
 
     if torch.cuda.is_available():

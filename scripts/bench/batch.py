@@ -63,8 +63,9 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 def generated(
     engine: Engine, prompts: list[list[int]], new_tokens: int
 ) -> tuple[Figures, list[list[int]]]:
-    """Generate all sequences, as many at once as the engine accepts. Return the figures and the
-    tokens.
+    """Generate all sequences, as many at once as the engine accepts.
+
+    Return the figures and the tokens.
     """
     results: dict[int, Completion] = {}
     seconds, passes = 0.0, 0

@@ -74,7 +74,7 @@ def resident(args: argparse.Namespace, prompt: list[int]) -> Figures:
 def time_transformers(
     model: torch.nn.Module, prompt: list[int], new_tokens: int
 ) -> tuple[list[int], float, float]:
-    """Return the tokens of `generate`, the seconds until the first, and the seconds per later
+    """Return the tokens of `generate`, the seconds to the first, and the seconds per later
     token.
     """
     clock = Clock()

@@ -80,8 +80,9 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def placed(bench: PacedBench) -> tuple[int, Placement]:
-    """Return the bytes of a placement, and the placement: RESIDENT_LAYERS exact layers on the
-    device, int4 copies of the others.
+    """Return the bytes of a placement, and the placement.
+
+    RESIDENT_LAYERS exact layers are on the device, with int4 copies of the others.
     """
     with bench.engine(None, draft_weights="int4") as engine:
         demand = engine.memory_plan.requirements

@@ -56,9 +56,7 @@ def candidates(layers: int) -> list[int]:
 
 
 def best(depths: Sequence[Depth]) -> Depth | None:
-    """Return the depth with the highest gain, or None if `auto` would not draft with any of
-    them.
-    """
+    """Return the depth with the highest gain, or None if `auto` would draft with none of them."""
     worth = [depth for depth in depths if depth.gain >= LEAST_GAIN]
     return max(worth, key=lambda depth: depth.gain, default=None)
 

@@ -55,9 +55,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def placed(bench: PacedBench, share: float) -> tuple[int, dict[str, Placement]]:
-    """Return the device bytes for a share of the dense KV, and the placement of each format in
-    them.
-    """
+    """Return the device bytes for a share of the dense KV, and each format's placement in them."""
     with bench.engine(None, kv="dense") as engine:
         demand = engine.memory_plan.requirements
     dense = Placement((), True, int(demand.kv_blocks * share), 0, 3, 2)

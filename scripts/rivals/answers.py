@@ -24,7 +24,7 @@ class Answers:
             path.write_text(whole + newline)
 
     def rates(self, threads: int) -> dict[str, float]:
-        """Return the memory's rates. They are measured once, so a resumed comparison has the same
+        """Return the memory's rates, measured once so that a resumed comparison has the same
         link.
         """
         for line in self._lines():
@@ -35,7 +35,7 @@ class Answers:
         return rates
 
     def outcomes(self) -> dict[tuple[str, int], Outcome]:
-        """Return the outcomes by system and repeat, without refusals: those systems are run
+        """Return the outcomes by system and repeat, except refusals: those systems are run
         again.
         """
         return {

@@ -182,9 +182,7 @@ class Run:
         return 0
 
     def _measure(self, console: Console) -> dict[tuple[str, int], Outcome]:
-        """Return the outcomes of all systems and repeats. A system that refuses is run only
-        once.
-        """
+        """Return the outcomes of all systems and repeats. A system that refuses runs only once."""
         done, names, repeats = self._answers.outcomes(), list(self._systems), self._args.repeats
         # Each round begins with a different system.
         todo = [
@@ -225,8 +223,8 @@ class Run:
         return outcome
 
     def _make_reference(self, console: Console) -> None:
-        """Make the reference text, in float32 if it is small enough, else in the dtype of the
-        job.
+        """Make the reference text, in float32 if the model is small enough, else in the job's
+        dtype.
         """
         if self._job.temperature or self._reference.exists():
             return

@@ -13,9 +13,7 @@ _REPEATS = 5
 
 
 def memory_rates(threads: int) -> dict[str, float]:
-    """Return bytes per second of copies by one thread and of reads by all: the best of five
-    runs.
-    """
+    """Return bytes per second of copies by one thread and of reads by all, the best of five."""
     source = torch.ones(_BYTES // 4)
     target = torch.empty_like(source)
     before = torch.get_num_threads()

@@ -43,7 +43,7 @@ def prepare(job: Job) -> None:
 
 
 class Clock(BaseStreamer):
-    """A record of when `generate` produced tokens: (seconds, tokens so far). The prompt comes
+    """A record of (seconds, tokens so far) for each output of `generate`. The prompt comes
     first.
     """
 
@@ -63,9 +63,7 @@ class Clock(BaseStreamer):
 
 
 def sampling(job: Job) -> dict[str, Any]:
-    """Return arguments of `generate`. Every text has its full length: the model has no end
-    token.
-    """
+    """Return arguments of `generate`. Texts have the full length: the model has no end token."""
     arguments: dict[str, Any] = {"max_new_tokens": job.new_tokens, "do_sample": False}
     if job.temperature:
         arguments |= {"do_sample": True, "temperature": job.temperature, "top_p": 0.9, "top_k": 0}

@@ -158,7 +158,7 @@ class Published:
 
     @property
     def draft_seconds(self) -> float:
-        """Seconds of drafting. Each step gives its own token, and the one before it if it was
+        """Seconds of drafting. A step gives its own token, and the one before it if it was
         accepted.
         """
         if not self.gamma:
@@ -179,9 +179,7 @@ class Published:
         return self.case.costs
 
     def _layer(self, tokens: int, keys: int) -> float:
-        """Seconds of a layer with all-reduces, or those of the host's launches if they take
-        longer.
-        """
+        """Seconds of a layer with all-reduces, or of the host's launches if they take longer."""
         costs = self._costs
         work = costs.before(tokens, recorded=True) + costs.after(tokens, recorded=True)
         work += costs.attend(tokens, keys, recorded=True)

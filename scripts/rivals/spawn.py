@@ -17,8 +17,9 @@ OWN_PYTHON = SCRIPTS.parent / ".venv-rivals" / "bin" / "python"
 
 
 def run(job: Job, log: Path, limit_seconds: float, *, own_packages: bool) -> Outcome:
-    """Run a job and wait for it. Write its output to `log`. If it fails, the outcome gives the
-    reason.
+    """Run a job and wait for it. Write its output to `log`.
+
+    If the job fails, the outcome gives the reason.
     """
     python = OWN_PYTHON if own_packages else Path(sys.executable)
     if not python.exists():

@@ -82,8 +82,9 @@ def engine_config(args: argparse.Namespace, config: EngineConfig | None = None) 
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> Options:
-    """Add the options of the device, its link and the formats of weights and KV. Return their
-    group.
+    """Add the options of the device, its link and the formats of weights and KV.
+
+    Return their group.
     """
     group = parser.add_argument_group("memory and placement")
     _add_device(group)

@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2)
 
     def parse_args(self, args=None, namespace=None):
-        """Parse arguments as argparse does. A command's own parser reports its unknown
+        """Parse arguments as argparse does, but let a command's parser report its unknown
         arguments.
         """
         parsed, unknown = self.parse_known_args(args, namespace)

@@ -166,7 +166,7 @@ def _add_errors(app: FastAPI, settings: ServerSettings) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        # Starlette reports a body that grows too large while it is read as invalid JSON.
+        # FastAPI reports a body that grows too large while it is read as a parsing error.
         if isinstance(error.__cause__, BodyTooLargeError):
             return too_large(settings)
         # It also reports a body that is not UTF-8, or that is nested too deeply, with status 400.

@@ -63,8 +63,9 @@ class KeptContexts:
             self._engine.restore(*best)
 
     def _keep(self, tokens: Sequence[int]) -> None:
-        """Save the current context, unless host memory has no room for it. Drop saved contexts that
-        it continues.
+        """Save the current context, unless host memory has no room for it.
+
+        Drop the saved contexts that it continues.
         """
         owner = self._engine.context_owner
         self._kept = [

@@ -1,6 +1,4 @@
-"""A conversation with an engine, whose turns can be continued, edited, regenerated, saved and
-loaded.
-"""
+"""A conversation: turns can be continued, edited, regenerated, saved and loaded."""
 
 from __future__ import annotations
 
@@ -189,6 +187,6 @@ class ChatSession:
 
 
 def _said(files: str, text: str) -> dict[str, str]:
-    """What the user said, after the files that were attached to it."""
+    """Return a user message whose content begins with the attached files."""
     said = {"role": "user", "content": files + text}
     return said | {_FILES: files} if files else said

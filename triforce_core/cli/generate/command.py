@@ -48,7 +48,7 @@ def generate(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         bars = ProgressBars(show=not args.quiet)
         slowly = None if args.quiet else _say_that_it_ends
-        # Before the bars hide the cursor.
+        # Listen for signals before the bars hide the cursor.
         stop = stack.enter_context(Stop(bars.give_back, slowly).listening())
         stack.enter_context(bars)
         model = stack.enter_context(OpenModel.at(args.model))

@@ -185,9 +185,7 @@ class Run:
                 print_run(result.stats)
 
     def _say_if_planned_otherwise(self, engine: Engine, result: Completion) -> None:
-        """Warn if a run differs much from its plan, as when the rates were measured on a busy
-        machine.
-        """
+        """Warn about a run far off its plan, as when the rates were measured on a busy machine."""
         plan = self._plan
         predicted = plan and plan.predicted and plan.predicted.get("seconds_per_token")
         measured = result.stats["seconds_per_token"]

@@ -127,7 +127,7 @@ def _case(args: argparse.Namespace) -> Case:
 
 
 def _draft_config(draft: str | Path) -> ModelConfig | None:
-    """Return the shape of the draft model, None if there is none. Raises UsageError."""
+    """Return the shape of the draft model, or None without one. Raises UsageError."""
     if draft in (AUTO, NGRAM, NO_DRAFTER):
         return None
     if ":" in str(draft) and read_model(str(draft)).pieces:

@@ -85,7 +85,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def run(worker: Worker, config: Config) -> None:
-    """Serve until a signal comes or the worker fails. Raises the worker's error."""
+    """Serve until a signal arrives or the worker fails. Raises the worker's error."""
     from uvicorn import Server
 
     class Stoppable(Server):

@@ -32,8 +32,8 @@ def leave_with(code: int) -> None:
 
 
 def heeded() -> list[int]:
-    """Return the signals in SIGNALS that the parent process did not set to be ignored, as `nohup`
-    does.
+    """Return the signals in SIGNALS, except those that the parent process ignores, as with
+    `nohup`.
     """
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 

@@ -19,7 +19,7 @@ _RESET = "\x1b[0m"
 
 
 def takes_colors(stream: TextIO | None) -> bool:
-    """Return whether to write colours to a stream: NO_COLOR and FORCE_COLOR override the
+    """Return whether to colour a stream. NO_COLOR and FORCE_COLOR override the check for a
     terminal.
     """
     if os.environ.get("NO_COLOR"):
@@ -133,7 +133,7 @@ def _prefilled(stats: dict[str, Any]) -> str:
 
 
 def accepted_drafts(stats: dict[str, Any], level: str = "target") -> str | None:
-    """Describe how many draft tokens a level accepted: a share, a count if few, None if no
+    """Describe the draft tokens that a level accepted: a share, a count if few, None without
     drafts.
     """
     share = stats["acceptance"][level]
