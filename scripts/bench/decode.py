@@ -74,9 +74,7 @@ def resident(args: argparse.Namespace, prompt: list[int]) -> Figures:
 def time_transformers(
     model: torch.nn.Module, prompt: list[int], new_tokens: int
 ) -> tuple[list[int], float, float]:
-    """Return the tokens of `generate`, the seconds to the first, and the seconds per later
-    token.
-    """
+    """Return the tokens of `generate`, the seconds to the first, and seconds per later token."""
     clock = Clock()
     output = model.generate(
         torch.tensor([prompt]),

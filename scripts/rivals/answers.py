@@ -24,9 +24,7 @@ class Answers:
             path.write_text(whole + newline)
 
     def rates(self, threads: int) -> dict[str, float]:
-        """Return the memory's rates, measured once so that a resumed comparison has the same
-        link.
-        """
+        """Return the memory's rates, measured once: a resumed comparison has the same link."""
         for line in self._lines():
             if "rates" in line:
                 return line["rates"]
@@ -35,9 +33,7 @@ class Answers:
         return rates
 
     def outcomes(self) -> dict[tuple[str, int], Outcome]:
-        """Return the outcomes by system and repeat, except refusals: those systems are run
-        again.
-        """
+        """Return the outcomes by system and repeat, except refusals, which are run again."""
         return {
             (line["system"], line["repeat"]): Outcome.from_dict(line)
             for line in self._lines()

@@ -223,9 +223,7 @@ class Run:
         return outcome
 
     def _make_reference(self, console: Console) -> None:
-        """Make the reference text, in float32 if the model is small enough, else in the job's
-        dtype.
-        """
+        """Make the reference text, in float32 if that is small enough, else in the job's dtype."""
         if self._job.temperature or self._reference.exists():
             return
         options = {"path": str(self._reference)}

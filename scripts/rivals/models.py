@@ -43,9 +43,7 @@ def prepare(job: Job) -> None:
 
 
 class Clock(BaseStreamer):
-    """A record of (seconds, tokens so far) for each output of `generate`. The prompt comes
-    first.
-    """
+    """A record of (seconds, tokens so far) for each output of `generate`, the prompt first."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()

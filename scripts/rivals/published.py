@@ -1,7 +1,7 @@
 """The cost of the published TriForce by the planner's constants, beside its authors' measurements.
 
-The paper measured five settings on RTX 4090s. The planner's costs of the published code are
-compared with these figures; nothing is fitted to them.
+The paper measured five settings on RTX 4090s. The planner's costs of the published code must come
+close to these figures; nothing is fitted to them.
 
     python scripts/rivals published
 
@@ -9,8 +9,8 @@ The published offloading path (Infini-AI-Lab/TriForce, models/TP_llama.py, model
 utils/decoding.py) streams whole layers of KV through two buffers. For each streamed layer it
 synchronises the device, launches the layer's kernels, then the copy of the next layer, and
 synchronises again. Forwards are launched kernel by kernel (its README: no CUDA graphs with tensor
-parallelism on RTX 4090s). A step of the retrieval model verifies one token of llama-68m, over gamma
-+ 1 positions.
+parallelism on RTX 4090s). A step of the retrieval level verifies one token of llama-68m and covers
+gamma + 1 positions.
 """
 
 from __future__ import annotations
@@ -158,9 +158,7 @@ class Published:
 
     @property
     def draft_seconds(self) -> float:
-        """Seconds of drafting. A step gives its own token, and the one before it if it was
-        accepted.
-        """
+        """Seconds of drafting. A step gives its own token, and the one before it if accepted."""
         if not self.gamma:
             return 0.0
         steps = self.gamma / (1 + self._inner)

@@ -39,9 +39,9 @@ def add_option(
     expert: bool = False,
     **options: Any,
 ) -> None:
-    """Add an option for a field of a settings class. It appears in the namespace only if it is
-    given.
+    """Add an option for a field of a settings class.
 
+    The namespace contains the field only if the option is given.
     text: the help text, to which the default is added if there is one
     flags: the flags; derived from the field's name by default
     expert: whether `--help` leaves it out

@@ -48,9 +48,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2)
 
     def parse_args(self, args=None, namespace=None):
-        """Parse arguments as argparse does, but let a command's parser report its unknown
-        arguments.
-        """
+        """Parse arguments as argparse does. Each command reports its own unknown arguments."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             command = getattr(parsed, "parser", self)

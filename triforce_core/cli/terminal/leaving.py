@@ -32,9 +32,7 @@ def leave_with(code: int) -> None:
 
 
 def heeded() -> list[int]:
-    """Return the signals in SIGNALS, except those that the parent process ignores, as with
-    `nohup`.
-    """
+    """Return the signals in SIGNALS that are not ignored, as `nohup` ignores SIGHUP."""
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 

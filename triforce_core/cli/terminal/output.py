@@ -20,9 +20,9 @@ _show_warning = warnings.showwarning
 
 
 def log_lines(*, as_json: bool) -> None:
-    """Select the format of lines on standard error, Python's warnings included.
+    """Select the format of lines on standard error, including Python's warnings.
 
-    With `as_json` each line is a JSON object with `time`, `level`, `message` and further fields.
+    With `as_json`, each line is a JSON object with `time`, `level`, `message` and further fields.
     """
     global _as_json
     if as_json:

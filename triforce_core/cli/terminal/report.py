@@ -19,9 +19,7 @@ _RESET = "\x1b[0m"
 
 
 def takes_colors(stream: TextIO | None) -> bool:
-    """Return whether to colour a stream. NO_COLOR and FORCE_COLOR override the check for a
-    terminal.
-    """
+    """Return whether to colour a stream: a terminal, unless NO_COLOR or FORCE_COLOR decides."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -133,9 +131,7 @@ def _prefilled(stats: dict[str, Any]) -> str:
 
 
 def accepted_drafts(stats: dict[str, Any], level: str = "target") -> str | None:
-    """Describe the draft tokens that a level accepted: a share, a count if few, None without
-    drafts.
-    """
+    """Describe the draft tokens that a level accepted: a share, a count if few, None if none."""
     share = stats["acceptance"][level]
     prefix = "" if level == "target" else "inner_"
     examined = stats["draft_tokens"][f"{prefix}examined"]
