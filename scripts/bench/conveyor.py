@@ -145,9 +145,7 @@ class TimedPasses:
         self.run(1, 1)
 
     def run(self, tokens: int, passes: int) -> tuple[list[float], float]:
-        """Run passes that keep one token each. Return the seconds and the link's floor for a
-        pass.
-        """
+        """Run passes that keep one token each. Return their seconds and the link's floor."""
         # Copies that ran ahead since the last call do not belong to these passes.
         self._pass(tokens)
         before = self._sequence.counters

@@ -40,8 +40,9 @@ class KeptContexts:
     def prepare(self, tokens: Sequence[int], owner: str = "") -> None:
         """Prepare the engine for a request over `tokens`.
 
-        Restores the saved context of this owner that shares the longest prefix, and first saves the
-        current context if the request would overwrite it. Raises LinkError or DoesNotFitError.
+        Restore the saved context of this owner that shares the longest prefix, if that is worth it.
+        Save the current context first if the request would overwrite too much of it. Raises
+        LinkError or DoesNotFitError.
         """
         if not self._most:
             return
