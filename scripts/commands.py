@@ -18,19 +18,19 @@ def run(folder: str) -> int:
     if len(sys.argv) < 2 or sys.argv[1] not in known:
         return _list(folder, known)
     name = sys.argv[1]
-    # The name that the script's help and its record have.
+    # The script's help and record use this name.
     sys.argv[:2] = [f"scripts/{folder} {name}"]
     return importlib.import_module(f"{folder}.{name}").main() or 0
 
 
 def names(folder: str) -> list[str]:
-    """The scripts of a folder that can be run; its other modules are what they share."""
+    """Return the names of a folder's scripts that can be run. Its other modules are shared code."""
     paths = sorted((SCRIPTS / folder).glob("[a-z]*.py"))
     return [path.stem for path in paths if _RUNS.search(path.read_text("utf-8"))]
 
 
 def _list(folder: str, known: list[str]) -> int:
-    """Print every script with the first line of its docstring. Return 2 after a wrong name."""
+    """Print the first docstring line of every script. Return 0 for help, 2 after a wrong name."""
     asked = sys.argv[1:2]
     helped = asked in (["-h"], ["--help"])
     file = sys.stdout if helped else sys.stderr

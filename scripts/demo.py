@@ -1,7 +1,8 @@
 """The demo: SmolLM2-135M answers a question about 6,000 tokens of text, its KV cache streamed.
 
-The text is the Python manual. Each pass verifies many tokens that the retrieval level drafted; on a
-terminal, colours show which were accepted. `--chat` talks to the model, `--serve` serves it.
+The text is the Python manual. Each pass verifies many tokens that the retrieval level has drafted.
+In a terminal, colours show which tokens were accepted. `--chat` talks to the model, and `--serve`
+serves it.
 
 python scripts/demo.py [--weights] [any option of `triforce generate`]
 python scripts/demo.py --chat|--serve [any option of `triforce chat` or `serve`]
@@ -16,7 +17,7 @@ import tempfile
 from bench.material import manual, model_file
 
 QUESTION = "What is the text above about? Summarize it in three sentences."
-# About 6,000 tokens, with the question and the chat template around them.
+# About 6,000 tokens, including the question and the chat template around the text.
 MANUAL_CHARACTERS = 24_500
 
 
@@ -40,8 +41,8 @@ def main() -> int:
                 *("generate", str(model_file()), "--prompt-file", file.name, "--chat"),
                 *device_options(stream_weights=args.weights),
                 *(["--color-levels"] if sys.stdout.isatty() else []),
-                # Every run gives the same text: draft lengths depend on times, and with `coupled`
-                # the text does not depend on draft lengths.
+                # Every run gives the same text: draft lengths depend on measured times, but with
+                # `coupled` the text does not depend on draft lengths.
                 *("--max-new-tokens", "160", "--seed", "2", "--accept", "coupled", *options),
             ]
         )
@@ -52,7 +53,7 @@ def prompt() -> str:
 
 
 def device_options(*, stream_weights: bool) -> list[str]:
-    """Return options of a device too small for the KV cache, or for the weights too."""
+    """Return options for a device too small for the KV cache, or also for the weights."""
     import torch
 
     if torch.cuda.is_available():

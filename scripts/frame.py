@@ -1,4 +1,4 @@
-"""What every benchmark and check shares: its options, its record, its table and its exit code."""
+"""Shared code of all benchmarks and checks: options, records, tables and exit codes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Figures = dict[str, Any]
 
 
 class Option:
-    """One option of a command line. Its type is that of its default.
+    """One command-line option. Its type is the type of its default.
 
-    name: with its dashes; an argument without any is positional
-    default: False makes a switch, a list takes several values
+    name: the name with its dashes; a name without dashes makes a positional argument
+    default: the default value; False makes a switch, a list takes several values
     more: further arguments of `add_argument`
     """
 
@@ -48,12 +48,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A script that measures or checks something and records it.
+    """A script that measures or checks something and records the result.
 
-    doc: the docstring of its module; the first line is the help
-    result: the name of its file in benchmarks/results, None if it writes one only when asked;
-        or a function of the arguments that gives it
-    measure: yields parts of the record. Each is merged into it, and the record is written
+    doc: the docstring of its module, which is its help text
+    result: the name of its file in benchmarks/results, or a function that returns the name from the
+        arguments; None writes no file unless --result asks for one
+    measure: yields parts of the record; the record is written after each part is merged into it
     show: prints the record at the end
     """
 
@@ -64,7 +64,7 @@ class Benchmark:
     show: Callable[[Figures], None] = lambda record: print_record(record)
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
-        """Return 0, 1 if the record tells of faults, or 130 after an interrupt."""
+        """Run the script. Return 0, or 1 if the record has faults, or 130 after an interrupt."""
         args = self._parser().parse_args(arguments)
         result = args.result or (self.result(args) if callable(self.result) else self.result)
         record: Figures = {}
@@ -118,7 +118,7 @@ def command() -> str:
 
 
 def result_path(name: str) -> Path:
-    """Return the file of a result. name: of a file in benchmarks/results, or the path of one"""
+    """Return the path of a result. name: a name in benchmarks/results, or the path of a file"""
     return RESULTS / f"{name.removesuffix('.json')}.json"
 
 
@@ -131,7 +131,7 @@ def write_result(name: str, figures: Figures) -> Path:
 
 
 def faults_of(record: Figures) -> list[Any]:
-    """Everything in a record, at any depth, that says that something was wrong."""
+    """Return the faults in a record, at any depth."""
     faults = [*record.get("faults", ()), *record.get("wrong", ())]
     faults += [
         f"{name} is false"
@@ -150,10 +150,10 @@ def faults_of(record: Figures) -> list[Any]:
 
 
 def print_record(record: Figures) -> None:
-    """Print the figures of a record, its sections as tables. A table's columns are its entries or
-    their figures, whichever are fewer.
+    """Print the figures of a record, its sections as tables.
 
-    Lists are left out, such as those of runs and samples; the file has them.
+    The columns of a table are its entries or their figures, whichever are fewer. Lists such as runs
+    and samples are left out; the file contains them.
     """
     for name, value in record.items():
         if is_table(value):
@@ -175,7 +175,7 @@ def print_record(record: Figures) -> None:
 
 
 def is_table(section: Any) -> bool:
-    """Whether a section of a record has named entries with figures each."""
+    """Return whether a section of a record maps names to dictionaries of figures."""
     return (
         isinstance(section, dict)
         and bool(section)
@@ -184,7 +184,7 @@ def is_table(section: Any) -> bool:
 
 
 def flat(figures: Figures, prefix: str = "") -> Figures:
-    """Return the numbers and texts at any depth, by dotted names."""
+    """Return the numbers and strings at any depth, under dotted names."""
     found: Figures = {}
     for name, value in figures.items():
         if isinstance(value, dict):
@@ -199,7 +199,7 @@ def _cell(value: Any) -> str:
 
 
 def print_table(first: str, rows: Mapping[str, Mapping[str, str]], columns: Sequence[str]) -> None:
-    """Print a row for each entry, its name in the column `first`."""
+    """Print a table with a row for each entry, whose name is in the column `first`."""
     table = Table(Column(first, no_wrap=True), *columns)
     for name, row in rows.items():
         table.add_row(name, *(row[column] for column in columns))

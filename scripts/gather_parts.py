@@ -1,4 +1,4 @@
-"""Joins what the parts of gpu_check.sh printed: gather_parts.py PARTS RESULT.json MEMORY."""
+"""Join the output of the parts of gpu_check.sh: gather_parts.py PARTS RESULT.json MEMORY."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _parsed(output: str) -> Any:
-    """JSON if it is any, else the end of the text."""
+    """Return the output as JSON, or its last lines if it is not JSON."""
     try:
         return json.loads(output)
     except ValueError:

@@ -2,7 +2,7 @@
 
     python scripts/picture_of_a_run.py [--output docs/run.svg] [any option of `triforce generate`]
 
-Colours say which level drafted the text. Lines of progress, which a terminal erases, are left out;
+Colours show which level drafted the text. Progress lines, which a terminal erases, are left out;
 everything else is the command's output.
 """
 
@@ -24,14 +24,14 @@ from rich.text import Text
 import demo
 from bench.material import model_file
 
-# All weights fit into this memory, and of the KV cache about a third.
+# All weights and about a third of the KV cache fit in this memory.
 DEVICE = (
     *("--device", "cpu", "--device-memory", "780MiB", "--link-bandwidth", "2GB/s"),
     *("--budget", "1024"),
 )
 COLUMNS = 104
 _PROGRESS = re.compile(r"^(loading|reading the prompt): \d+ of \d+ layers\n", re.MULTILINE)
-# Fonts from elsewhere, which a picture in a page may not fetch.
+# Remote fonts, which a picture embedded in a page cannot load.
 _FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
@@ -46,7 +46,7 @@ def main() -> int:
         *("--color-levels", "--max-new-tokens", "120", "--seed", "2", *options),
     ]
     with tempfile.TemporaryDirectory() as folder:
-        # Beside each other, so that the command says nothing of this machine.
+        # Put both files in one folder, so that the command shows no path of this machine.
         (Path(folder) / model.name).symlink_to(model)
         (Path(folder) / "manual.txt").write_text(demo.prompt(), "utf-8")
         ran = subprocess.run(
@@ -65,7 +65,7 @@ def main() -> int:
 
 
 def picture(command: str, output: str) -> str:
-    """An SVG of a command and what it wrote."""
+    """Return an SVG of a command and its output."""
     console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
     console.print(Text(f"$ {command}\n", style="bold"))
     console.print(Text.from_ansi(_PROGRESS.sub("", output)))

@@ -1,17 +1,17 @@
-"""How many tokens of the retrieval level's drafts the target accepts, on a real model and text.
+"""How many draft tokens of the retrieval level the target accepts, on a real model and text.
 
-SmolLM2-135M over stretches of the Python manual, temperature 0.6, top-p 0.9; the retrieval level
-drafts alone. For each policy: the acceptance and the tokens per pass. No figure depends on the
-machine's speed. `--task fact` asks for facts that stand far back, and counts the answers' tokens.
+SmolLM2-135M over parts of the Python manual, at temperature 0.6 and top-p 0.9; the retrieval level
+drafts alone. The figures are the acceptance and the tokens per pass of each policy. None depends on
+the machine's speed. `--task fact` asks for facts far back in the text, and counts the tokens of the
+answers.
 
     python scripts/bench acceptance [--budget 1024] [--draft-tokens 24]
     python scripts/bench acceptance --task fact --new-tokens 12 --draft-tokens 6
     python scripts/bench acceptance --policies mass --set draft_kv=int8 dtype=float32 --budget 6160
 
-`--set` gives the engine options, such as those of weights and KV in fewer bits: with the whole text
-in the retrieval cache, a rejection follows from the bits alone.
-
-Writes benchmarks/results/bench_acceptance.json or bench_acceptance_fact.json.
+`--set` gives the engine options, such as those for weights and KV in fewer bits: with the whole
+text in the retrieval cache, only the fewer bits cause rejections. Writes
+benchmarks/results/bench_acceptance.json or bench_acceptance_fact.json.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from triforce_core.decoding import acceptance
 from triforce_core.decoding.drafters.retrieval import RetrievalCache
 
 NEWEST = "newest"
-# Stats of an answer: of an engine, a prompt, a number of tokens and a seed.
+# A function that answers a prompt: (engine, prompt, number of tokens, seed) -> statistics.
 Answer = Callable[[Engine, list[int], int, int], dict[str, Any]]
 
 
@@ -66,7 +66,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def short_answer(engine: Engine, ids: list[int], new_tokens: int, seed: int) -> dict[str, Any]:
-    """Stats of an answer that may end before its length."""
+    """Return the statistics of an answer that may end before its full length."""
     params = SamplingParams(new_tokens, **SAMPLING, seed=seed)
     return engine.generate(ids, params, reuse=False).stats
 
@@ -78,8 +78,9 @@ def accepted(
     answer: Answer = generate_fully,
     **options: Any,
 ) -> Figures:
-    """Return the acceptance (accepted tokens of those examined) and the tokens per pass, over all
-    prompts, where the retrieval level drafts alone. options: of the engine
+    """Return the acceptance (accepted / examined tokens) and the tokens per pass, over all prompts.
+
+    The retrieval level drafts alone. options: engine options
     """
     runs, expected = [], Expected()
     context = max(map(len, prompts)) + new_tokens
@@ -102,7 +103,7 @@ def accepted(
                     "churn": stats["retrieval"]["churn"],
                 }
             )
-    # None of a text whose first pass was its last.
+    # The churn is None for a text that ended with its first pass.
     churns = [run["churn"] for run in runs if run["churn"] is not None]
     return {
         "new_tokens": sum(run["new_tokens"] for run in runs),
@@ -117,8 +118,9 @@ def accepted(
 
 
 class Expected:
-    """The mean of sum(min(p, q)) over the examined tokens: the acceptance that the draws would have
-    on average. It varies far less than the draws themselves.
+    """The mean of sum(min(p, q)) over the examined tokens, which is the expected acceptance.
+
+    It varies far less than the acceptance of the draws themselves.
     """
 
     def __init__(self) -> None:
@@ -146,7 +148,7 @@ class Expected:
 
 
 def newest_chunks() -> Any:
-    """Inside, the retrieval cache takes the first chunk and the newest ones."""
+    """Make the retrieval cache choose the first chunk and the newest chunks."""
     score = RetrievalCache._current_scores
 
     def scores(self: RetrievalCache, tokens: int, chunks: int) -> torch.Tensor:

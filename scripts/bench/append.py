@@ -1,9 +1,9 @@
 """Appending to a context: SmolLM2-135M, 1,000 new tokens of the Python manual after 6,000.
 
-A prompt that continues the context prefills only its new tokens. Its seconds to the first token
-stand beside those of the whole prompt, prefilled afresh, in turns in the same run; so do those of a
-prompt that is asked again unchanged. The greedy tokens that follow must be the same. Float32; with
-everything resident, and with KV streamed over an EMULATED link.
+A prompt that continues the context prefills only its new tokens. Its time to the first token is
+compared with that of prefilling the whole prompt, in turns in the same run, and with that of an
+unchanged prompt. The greedy tokens that follow must be the same. Float32; with everything resident,
+and with KV streamed over an EMULATED link.
 
     python scripts/bench append [--kept 6000] [--new 1000] [--repeats 5]
 
@@ -38,7 +38,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 def timed_prompts(
     args: argparse.Namespace, placement: Placement, bandwidth: float | None
 ) -> Figures:
-    """Seconds to the first token: of the whole prompt, of its new tokens, and of none."""
+    """Time the first token after prefilling the whole prompt, its new tokens only, or nothing."""
     seconds: dict[str, list[float]] = {"afresh": [], "appended": [], "again": []}
     texts: list[list[int]] = []
     length = args.kept + args.new
@@ -68,7 +68,7 @@ def timed_prompts(
 
 
 def check_reuse(result: Completion, tokens: int) -> None:
-    """Ends the benchmark if it would measure something else."""
+    """Exit if a different number of tokens was reused than the benchmark assumes."""
     if result.stats["reused_tokens"] != tokens:
         sys.exit(f"{result.stats['reused_tokens']} tokens were reused instead of {tokens}")
 

@@ -1,9 +1,9 @@
 """Tokens per second of several sequences at once, weights streamed over an EMULATED link.
 
-SmolLM2-135M in float32, every layer streamed, over a link that takes a second for each pass. Eight
-parts of the manual are continued, one after another and then all in each pass, greedily, so that
-the texts can be compared; without drafts and with n-gram drafts. Prompts are prefilled before the
-clock starts; it stops when the last sequence has ended.
+SmolLM2-135M in float32 streams every layer over a link that takes a second for each pass. Eight
+parts of the manual are continued, one after another and then all in each pass, without drafts and
+with n-gram drafts. Decoding is greedy, so that the texts can be compared. Prompts are prefilled
+before the clock starts; it stops when the last sequence has ended.
 
     python scripts/bench batch [--tokens 512] [--new-tokens 40] [--sequences 8]
 
@@ -23,7 +23,7 @@ from frame import Benchmark, Figures, Option
 from triforce_core import Completion, Engine
 
 LINK_SECONDS = 1.0
-# Of the 30 layers in float32, all of which stream; KV stays on the device.
+# The bytes of the 30 layers in float32, all of which stream; KV stays on the device.
 LAYER_BYTES = 424_742_400
 METHODS = {
     "autoregressive": {"method": "autoregressive"},
@@ -63,11 +63,14 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 def generated(
     engine: Engine, prompts: list[list[int]], new_tokens: int
 ) -> tuple[Figures, list[list[int]]]:
-    """Figures of all sequences, as many at once as the engine takes, and their tokens."""
+    """Generate all sequences, as many at once as the engine accepts.
+
+    Return the figures and the tokens.
+    """
     results: dict[int, Completion] = {}
     seconds, passes = 0.0, 0
     link = engine.link
-    # Nothing is timed that is done for the first time.
+    # Warm up, so that no first-time work is timed.
     engine.generate_all([prompt[:16] for prompt in prompts], greedy(4))
     engine.forget()
     waiting = list(enumerate(prompts))
@@ -78,7 +81,7 @@ def generated(
             index, prompt = waiting.pop(0)
             receive = partial(results.__setitem__, index)
             members.append(engine.add_request(prompt, greedy(new_tokens), receive))
-        # Prefills the prompts, and runs a first pass.
+        # Prefill the prompts and run a first pass.
         going = engine.step()
         untimed += sum(member.made for member in members if not member.ended)
         before, began = link.counters(), time.perf_counter()

@@ -1,7 +1,7 @@
-"""What a saved context saves: prefilling 6,000 tokens, against loading them from a file.
+"""The time that a saved context saves: prefilling 6,000 tokens, against loading them from a file.
 
-SmolLM2-135M in float32, everything on the device. One engine prefills a text and saves it; another
-loads it and continues. Its greedy tokens must be those of the first engine.
+SmolLM2-135M in float32, with everything on the device. One engine prefills a text and saves it;
+another loads it and continues. Its greedy tokens must equal those of the first engine.
 
     python scripts/bench contexts [--tokens 6000] [--repeats 3]
 

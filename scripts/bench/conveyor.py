@@ -5,10 +5,10 @@
 2. Compute dominates: seconds per pass of 65 tokens over a fast link against the same pass with
    everything resident, in turns in the same run. An emulated link copies with a thread of the CPU,
    so compute gets one core less than there are, in both; the memory they share remains.
-3. Drafts: how much of each verifying pass the link carries bytes, and how full the slots are when
-   the pass begins.
-4. Both kinds of passes, and what the planner predicts of them after a probe of two seconds.
-5. Device memory for streaming, here and at Llama-2-7B's shape with 131,072 tokens.
+3. Drafts: the share of each verify pass in which the link carries bytes, and how full the slots
+   are when the pass begins.
+4. Both kinds of passes, and what the planner predicts for them after a probe of two seconds.
+5. Device memory for streaming, here and for the shape of Llama-2-7B with 131,072 tokens.
 
     python scripts/bench conveyor [--tokens 6000] [--repeats 5]
 
@@ -58,7 +58,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
         row = link_dominates(prompt, placement, args.repeats, predicted)
         yield {"link_dominates": {name: row}}
     with one_thread_less():
-        # With the rates of the threads that are left.
+        # Measure the rates again with the remaining threads.
         predicted = Predicted.now(str(model_file()))
         for name, placement in STREAMED.items():
             row = compute_dominates(prompt, placement, args.repeats, predicted)
@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 def link_dominates(
     prompt: list[int], placement: Placement, repeats: int, predicted: Predicted
 ) -> Figures:
-    """A pass of one token, again and again: the medians of its seconds and of its floor."""
+    """Time repeated passes of one token. Return the median of their seconds, and their floor."""
     with ExitStack() as stack:
         passes = TimedPasses(prompt, placement, SLOW, repeats, stack)
         seconds, floor = passes.run(1, repeats)
@@ -89,7 +89,7 @@ def link_dominates(
 def compute_dominates(
     prompt: list[int], placement: Placement, repeats: int, predicted: Predicted
 ) -> Figures:
-    """Passes of many tokens, streamed and resident in turns."""
+    """Time passes of many tokens, streamed and resident in turns."""
     with ExitStack() as stack:
         streamed = TimedPasses(prompt, placement, FAST, repeats, stack)
         resident = TimedPasses(prompt, RESIDENT, None, repeats, stack)
@@ -113,7 +113,7 @@ def compute_dominates(
 
 
 class TimedPasses:
-    """Passes over one prompt's KV, each timed from the end of the one before to its own end."""
+    """Passes over one prompt's KV, each timed from the end of the previous one to its own end."""
 
     def __init__(
         self,
@@ -145,8 +145,8 @@ class TimedPasses:
         self.run(1, 1)
 
     def run(self, tokens: int, passes: int) -> tuple[list[float], float]:
-        """Seconds of each pass, of which one token is kept, and the link's floor for one."""
-        # The copies that ran ahead since the last call do not belong to these passes.
+        """Run passes that keep one token each. Return their seconds and the link's floor."""
+        # Copies that ran ahead since the last call do not belong to these passes.
         self._pass(tokens)
         before = self._sequence.counters
         seconds = [timed(lambda: self._pass(tokens)) for _ in range(passes)]
@@ -170,7 +170,7 @@ def one_thread_less() -> Iterator[None]:
 
 
 def copy_seconds(size: int) -> float:
-    """Seconds that one thread takes to copy `size` bytes while nothing computes."""
+    """Return the seconds that one thread takes to copy `size` bytes while nothing computes."""
     source, target = (torch.zeros(size, dtype=torch.uint8).numpy() for _ in range(2))
     target[:] = source
     began = time.perf_counter()
@@ -179,7 +179,7 @@ def copy_seconds(size: int) -> float:
 
 
 def drafts(prompt: list[int], new_tokens: int, plot: Path | None) -> Figures:
-    """Verifying passes of the hierarchy, by their trace."""
+    """Measure the verify passes of triforce by their trace."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         with workloads.engine(
@@ -211,7 +211,7 @@ def drafts(prompt: list[int], new_tokens: int, plot: Path | None) -> Figures:
 
 
 def busy_share(copies: list[Event], verifies: list[Event]) -> float:
-    """Median over passes of the share of verifying in which the link carries bytes."""
+    """Return the median over passes of the share of verify time in which the link carries bytes."""
     shares = []
     for verify in verifies:
         busy = sum(
@@ -223,8 +223,9 @@ def busy_share(copies: list[Event], verifies: list[Event]) -> float:
 
 
 def prefetched_share(copies: list[Event], verifies: list[Event], slot_bytes: int) -> float:
-    """Median over all passes but the first of the share of the slots that was full when verifying
-    began.
+    """Return the median share of the slots that was full when a verify pass began.
+
+    The first pass is left out.
     """
     shares = []
     for before, verify in pairwise(verifies):
@@ -234,7 +235,7 @@ def prefetched_share(copies: list[Event], verifies: list[Event], slot_bytes: int
 
 
 def streaming_memory(tokens: int) -> Figures:
-    """Slots on the device as `place` plans them, on 24 GB."""
+    """Return the slots on the device that `place` plans, for two shapes."""
     figures = {}
     for shape, context, dtype, limit, block_bytes in (
         ("smollm2-135m", tokens + 128, torch.float32, 400 << 20, 8 << 20),

@@ -3,7 +3,7 @@
 1. Everything resident: seconds of prefill and per token against transformers `generate`, in turns
    in the same run.
 2. KV, weights, or both streamed over an EMULATED link slow enough to dominate: seconds per pass
-   against the link's floor, bytes per pass / bandwidth.
+   against the link's floor, which is bytes per pass / bandwidth.
 
     python scripts/bench decode [--tokens 6000] [--repeats 3]
 
@@ -37,7 +37,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def resident(args: argparse.Namespace, prompt: list[int]) -> Figures:
-    """Ours and transformers in turns, on the same prompt, both with everything resident."""
+    """Time our engine and transformers in turns on the same prompt, with everything resident."""
     from transformers import AutoModelForCausalLM
 
     path, count = model_file(), args.new_tokens
@@ -74,7 +74,7 @@ def resident(args: argparse.Namespace, prompt: list[int]) -> Figures:
 def time_transformers(
     model: torch.nn.Module, prompt: list[int], new_tokens: int
 ) -> tuple[list[int], float, float]:
-    """Tokens, seconds until the first and seconds per token after it, of `generate`."""
+    """Return the tokens of `generate`, the seconds to the first, and seconds per later token."""
     clock = Clock()
     output = model.generate(
         torch.tensor([prompt]),
@@ -89,7 +89,7 @@ def time_transformers(
 
 
 def streamed(prompt: list[int], placement: Placement, bandwidth: float, passes: int) -> Figures:
-    """Seconds per pass over an emulated link, against its floor."""
+    """Time passes over an emulated link, against its floor."""
     context = len(prompt) + passes + 1
     with engine(
         context, link_bandwidth=bandwidth, placement=placement, method="autoregressive"

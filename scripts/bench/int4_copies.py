@@ -1,14 +1,15 @@
 """Seconds per token over an EMULATED link with device memory for a third of the exact layers.
 
-SmolLM2-135M in bfloat16 after 1,500 tokens of the manual. A third of the layers is on the device,
-the others stream in every pass, and the retrieval level computes with int4 copies of those. A pass
-over the link takes 100 times a step of that level over one token.
+SmolLM2-135M in bfloat16 after 1,500 tokens of the manual. A third of the layers is on the device;
+the others stream in every pass, and the retrieval level computes with int4 copies of them. A pass
+over the link takes 100 times as long as a step of that level over one token.
 
 1. Seconds per token, medians over the prompts: triforce; autoregressive and speculative (n-grams)
    with the same layers on the device; and both in the same memory, where exact layers take the
    place of the copies.
 2. Acceptance of the retrieval level, and tokens per pass, on the same texts and coins: with exact
-   weights (all resident: more memory), with copies of the streamed layers, with copies of all.
+   weights (all resident, which takes more memory), with copies of the streamed layers, and with
+   copies of all layers.
 
     python scripts/bench int4_copies [--prompts 3]
 
@@ -29,11 +30,11 @@ from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placement import Placement
 from triforce_offload.plan.placing import spread
 
-# Tokens that each method generates. A token of `autoregressive` is a pass, and all passes take the
-# same time.
+# The number of tokens that each method generates. With `autoregressive` each token is a pass, and
+# all passes take the same time.
 NEW_TOKENS = {"autoregressive": 2, "speculative": 6, "triforce": 97}
 RESIDENT_LAYERS = 10
-# Enough text to tell acceptances apart.
+# Enough tokens to distinguish acceptances.
 ACCEPTANCE_TOKENS = 193
 STREAMED_COPIES, EXACT = "4 bits of what streams", "exact"
 
@@ -79,7 +80,10 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def placed(bench: PacedBench) -> tuple[int, Placement]:
-    """RESIDENT_LAYERS exact layers on the device and int4 copies of the others, and their bytes."""
+    """Return the bytes of a placement, and the placement.
+
+    RESIDENT_LAYERS exact layers are on the device, with int4 copies of the others.
+    """
     with bench.engine(None, draft_weights="int4") as engine:
         demand = engine.memory_plan.requirements
     streamed = sorted(set(range(demand.layers)) - set(spread(RESIDENT_LAYERS, demand.layers)))

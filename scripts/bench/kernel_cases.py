@@ -1,4 +1,4 @@
-"""What `bench kernels` times: each kernel on the shapes that a model gives it, and its rival."""
+"""The cases of `bench kernels`: each kernel on the shapes that a model gives it, and its rival."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from triforce_offload.machine.probe import Rates
 from triforce_offload.memory.host import CudaDriver, HostMemory
 
 Run = Callable[[], object]
-# PyTorch's own way to the same, by its name.
+# PyTorch's own operation for the same result, with its name.
 Rival = tuple[str, Sequence[Run]]
 PLAIN, DENSE, SDPA = "plain operations", "dense product", "SDPA"
 CHUNK = 8
 BUDGET = 4096
 BLOCK_BYTES = 16 << 20
 CHURN = 0.06
-# A graph calls its kernel so often, over as many sets of data as fit.
+# The calls of a kernel in one graph, over as many sets of data as fit.
 CALLS = 8
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """seconds: medians of one call; rival: PyTorch's own way to the same, None if there is none"""
+    """One figure. seconds: the median of one call. rival: PyTorch's own operation, or empty"""
 
     kernel: str
     inputs: str
@@ -78,13 +78,13 @@ class KernelCases:
             torch.cuda.empty_cache()
 
     def times(self, runs: Sequence[Run]) -> float:
-        """Seconds of one call, the median over `repeats` rounds of all the runs."""
+        """Return the seconds of one call, the median over `repeats` rounds of all the runs."""
         for run in runs:
             run()
         self.settle()
         calls = [runs[i % len(runs)] for i in range(max(CALLS, len(runs)))]
         if backend(self.device) == REFERENCE:
-            # Some references wait for the device, which nothing that is recorded may do.
+            # Some references wait for the device, which a recorded graph may not do.
             rounds = [timed(partial(self._call, calls)) for _ in range(self.repeats)]
             return statistics.median(rounds) / len(calls)
         graph = torch.cuda.CUDAGraph()
@@ -115,7 +115,7 @@ class KernelCases:
         runs: Sequence[Run] | float,
         rival: Rival | None = None,
     ) -> KernelRow:
-        """Time a kernel and its rival. runs: over different data, or the seconds of one call"""
+        """Time a kernel and its rival. runs: calls on different data, or seconds of a call"""
         bounds = {
             "memory": nbytes / self.rates.memory_bytes_per_second,
             "matrix": flops / self.rates.flops_per_second,
@@ -138,7 +138,7 @@ class KernelCases:
         rows_of: Sequence[int],
         note: str = "",
     ) -> Iterator[KernelRow]:
-        """A product with a weight of the MLP, of different numbers of rows, and a dense one."""
+        """Time products with an MLP weight and dense ones, at different numbers of rows."""
         out, width = dense[0].shape
         for rows in rows_of:
             x = self.draw(rows, width, dtype=dense[0].dtype)
@@ -174,7 +174,7 @@ class KernelCases:
         heads = query.view(mixer.heads, tokens, head_dim)[None]
         flat = kv.transpose(1, 2).reshape(2, kv_heads, count * block, head_dim)
         rival = partial(F.scaled_dot_product_attention, heads, *flat[:, None], enable_gqa=True)
-        # Its KV is a copy of ours, and must go before ours is timed.
+        # Its KV is a copy of ours and must be freed before ours is timed.
         sdpa_seconds = self.times([rival])
         del flat, rival
         nbytes, written = count * block * token_bytes, chunk_scores.numel() * 4
@@ -252,7 +252,7 @@ class KernelCases:
         blocks = -(-self.context // block)
 
         def gathering(some: torch.Tensor) -> Run:
-            # A few blocks stand for all: each chunk is read from somewhere else in them.
+            # A few blocks stand for all: each chunk is read from a different place in them.
             starts = torch.tensor([part.data_ptr() for part in some.view(4, size)])
             addresses = starts[torch.arange(layers * (blocks + 1)) % 4].view(layers, blocks + 1)
             source = ChunkSource(addresses.to(self.device), block, block)
@@ -263,7 +263,7 @@ class KernelCases:
         yield from self.gathered("gather_chunks", inputs, nbytes, nbytes, some, gathering)
 
     def moves(self, chunks: int, slots: int) -> torch.Tensor:
-        """Chunks that a refresh brings, -1 for slots that stay as they are."""
+        """Return the chunks that a refresh loads; -1 marks slots that stay unchanged."""
         size = len(self.config.kv_layers), self.config.attention.kv_heads, slots
         moves = torch.randint(0, chunks, size)
         return moves.where(torch.rand(moves.shape) < CHURN, -1).to(self.device)
@@ -277,7 +277,7 @@ class KernelCases:
         blocks: torch.Tensor,
         gathering: Callable[[torch.Tensor], Run],
     ) -> Iterator[KernelRow]:
-        """Chunks of blocks on the device, and on a GPU of the same blocks in pinned host memory."""
+        """Time chunks of device blocks and, on a GPU, of the same blocks in pinned memory."""
         run = gathering(blocks)
         yield self.row(f"{name}, device blocks", inputs, nbytes + written, 0, [run])
         if self.device.type != "cuda":
@@ -359,7 +359,7 @@ class KernelCases:
     def _shipped(
         self, out: int, width: int, dtype: torch.dtype
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What torch ships for 4-bit weights, where it takes that dtype."""
+        """Return torch's own product with 4-bit weights, None if it lacks the dtype."""
         scales = torch.ones(width // 64, out, 2, device=self.device, dtype=dtype)
         try:
             if self.device.type == "cuda":
@@ -382,9 +382,9 @@ class KernelCases:
         for name in ("Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0"):
             kind = BLOCK_TYPES[name]
             if width % kind.elements:
-                # No file holds such rows.
+                # No file has such rows.
                 continue
-            # Zeros: what numbers they are takes no time.
+            # Zeros, because values do not affect the time.
             data = [
                 torch.zeros(out, kind.row_bytes(width), dtype=torch.uint8, device=self.device)
                 for _ in range(CALLS)

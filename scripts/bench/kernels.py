@@ -1,12 +1,12 @@
-"""How fast each kernel is, beside what this GPU reaches and what PyTorch takes for the same.
+"""Time each kernel, beside the limits of this GPU and PyTorch's own operations.
 
-Ceilings are measured in the same run: a copy on the device, one large product, a copy from pinned
-host memory. Kernels run from a CUDA graph, several calls over different data, so that neither
-launching nor the L2 cache changes their times.
+The limits are measured in the same run: a copy on the device, one large product, a copy from pinned
+host memory. Kernels run from a CUDA graph, in several calls over different data, so that neither
+launches nor the L2 cache affect their times.
 
     python scripts/bench kernels [--shape llama2-7b] [--context 131072] [--split] [--json]
 
-Without a GPU it times the PyTorch references on the CPU, over a small context.
+Without a GPU, it times the PyTorch references on the CPU, over a small context.
 """
 
 from __future__ import annotations

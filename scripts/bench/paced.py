@@ -1,7 +1,7 @@
-"""Generation over an EMULATED link that is paced by the retrieval level's own speed.
+"""Generation over an EMULATED link whose speed is set by the retrieval level's own speed.
 
-A pass over the link takes RATIO times a step of the retrieval level over one token, as 2.5 s to
-25 ms on an RTX 4090: so the figures are those of a machine whose link is that slow.
+A pass over the link takes RATIO times as long as a step of the retrieval level over one token, like
+2.5 s and 25 ms on an RTX 4090, so the figures apply to a machine with such a slow link.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RATIO = 100
 
 
 def workload(args: argparse.Namespace, dtype: str) -> Figures:
-    """What a record says of the prompts and of how tokens are drawn."""
+    """Return the entries of a record that describe the prompts and the sampling."""
     return {
         "model": f"{MODEL} {dtype}",
         "link": "emulated",
@@ -36,10 +36,11 @@ def workload(args: argparse.Namespace, dtype: str) -> Figures:
 
 @dataclass(frozen=True)
 class PacedBench:
-    """Engines in bfloat16 over links of different speeds, and the prompts that all are given.
+    """Engines in bfloat16 over links of different speeds, and the prompts for all of them.
 
-    prompts: each of the same length; budget: tokens of the retrieval cache
-    new_tokens: the most that any engine generates, so that all have contexts of one size
+    prompts: token ids, all of the same length
+    budget: the tokens in the retrieval cache
+    new_tokens: the most that any engine generates, so that all contexts have the same size
     """
 
     prompts: Sequence[list[int]]
@@ -54,13 +55,14 @@ class PacedBench:
         return workloads.engine(context, link_bandwidth=bandwidth, **self.options | options)
 
     def calibrate(self, new_tokens: int = 40, **options: Any) -> tuple[float, float]:
-        """Return the seconds of a step of the retrieval level over one token, and the bytes of a
-        pass. options: of an engine whose retrieval level drafts alone
+        """Return the seconds of a retrieval step over one token, and the bytes of a pass.
+
+        options: further options of an engine whose retrieval level drafts alone
         """
         options = {"draft": "none", "draft_tokens": 24} | options
         with self.engine(None, **options) as engine:
             params = SamplingParams(min(new_tokens, self.new_tokens), **SAMPLING, seed=0)
-            # Warms up.
+            # Warm up.
             engine.generate(self.prompts[0], params, reuse=False)
             with stopwatch(engine) as watch:
                 stats = engine.generate(self.prompts[0], params, reuse=False).stats
@@ -70,7 +72,7 @@ class PacedBench:
         return statistics.median(watch.single_token_seconds), moved
 
     def measure(self, bandwidth: float, new_tokens: int, **options: Any) -> Figures:
-        """Return medians over the prompts, and each run."""
+        """Return the medians over the prompts, and each run."""
         runs = []
         with self.engine(bandwidth, **options) as engine:
             for seed, prompt in enumerate(self.prompts):
@@ -98,7 +100,7 @@ class PacedBench:
 
 
 def ratios_to(own: str, methods: dict[str, Figures]) -> dict[str, float]:
-    """How many times as long as `own` each other method takes for a token."""
+    """Return the time per token of each other method, as a multiple of that of `own`."""
     seconds = methods[own]["seconds_per_token"]
     return {
         f"times {name}": row["seconds_per_token"] / seconds
@@ -108,8 +110,10 @@ def ratios_to(own: str, methods: dict[str, Figures]) -> dict[str, float]:
 
 
 class Stopwatch:
-    """Seconds inside model forwards and waiting for the link, from the first forward after the
-    prompt's; and of each forward over one token, its head included.
+    """The seconds inside model forwards and waits for the link, from the first forward after
+    prefill.
+
+    It also times each forward over one token, including its head.
     """
 
     def __init__(self) -> None:

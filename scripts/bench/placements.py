@@ -1,4 +1,4 @@
-"""Where SmolLM2-135M's weights and KV are in the benchmarks over an emulated link."""
+"""Placements of SmolLM2-135M's weights and KV in the benchmarks over an emulated link."""
 
 from __future__ import annotations
 

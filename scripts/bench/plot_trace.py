@@ -1,4 +1,4 @@
-"""Draw what `--trace` wrote as a picture: one row for each stream, one bar for each event.
+"""Draw a file from `--trace` as a picture: a row for each stream, a bar for each event.
 
     python scripts/bench plot_trace TRACE.json PICTURE.png [--begin SECONDS] [--end SECONDS]
 
@@ -34,7 +34,7 @@ _COLORS = {
 
 
 class Event(NamedTuple):
-    """began, seconds: from the first event of the file on"""
+    """One event of a trace. began: seconds after the first event of the file"""
 
     name: str
     began: float
@@ -47,9 +47,9 @@ class Event(NamedTuple):
 
 
 def read_trace(path: Path) -> dict[str, list[Event]]:
-    """The events of each track, in order."""
+    """Return the events of each track, in order."""
     events = json.loads(path.read_text("utf-8"))["traceEvents"]
-    # A rank is a process of the viewer.
+    # Each rank is a separate process in the viewer.
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     tracks: dict[str, list[Event]] = {name: [] for name in names.values()}
     for event in events:
@@ -76,9 +76,10 @@ def main() -> None:
 
 
 def draw(trace: Path, path: Path, begin: float, end: float) -> None:
-    """Draw the events between two moments. begin, end: seconds from the first event of the file
+    """Draw the events between two moments.
 
-    Raises OSError, ValueError or KeyError for a file that is no trace.
+    begin, end: seconds after the first event of the file
+    Raises OSError, ValueError or KeyError for a file that is not a trace.
     """
     import matplotlib
 
@@ -91,7 +92,7 @@ def draw(trace: Path, path: Path, begin: float, end: float) -> None:
     seen = set()
     for row, events in enumerate(tracks.values()):
         shown = [e for e in events if e.ended >= begin and e.began <= end]
-        # SplitFormat events are drawn last, over those that contain them.
+        # Draw short events last, over the events that contain them.
         for event in sorted(shown, key=lambda event: -event.seconds):
             seen.add(event.name)
             color = _COLORS.get(event.name, "#999999")

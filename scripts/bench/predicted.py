@@ -1,8 +1,8 @@
 """The planner's predictions of an engine's runs over an emulated link, beside their times.
 
-The rates are those of the probe of `triforce plan`, measured in two seconds in the same process;
-bytes, slots and placement are the engine's own. The numbers of drafted and accepted tokens are the
-run's: the planner predicts seconds, not texts.
+The rates come from the probe of `triforce plan`, measured for two seconds in the same process;
+bytes, slots and placement are those of the engine. The numbers of drafted and accepted tokens are
+those of the run: the planner predicts seconds, not texts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triforce_offload.weights.formats import DTYPES
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predicts for one model file. rates: of this machine, now."""
+    """Predictions for one model file. rates: the current rates of this machine"""
 
     model: str
     rates: Rates
@@ -42,17 +42,18 @@ class Predicted:
         early_head: bool = False,
         **hardware: Any,
     ) -> float:
-        """Return the seconds of a pass over `tokens` tokens after `length`, in a row of passes.
+        """Return the seconds of a pass over `tokens` tokens after `length`, in a sequence of
+        passes.
 
         early_head: whether the head is computed after the next pass's copies have begun
-        hardware: what differs from one device on an emulated link
+        hardware: differences from one device on an emulated link
         """
         case = self._case(engine, bandwidth, **hardware)
         cost = RoundCost(case.costs, engine.memory_plan, length, tokens)
         return replace(cost, early_head=early_head).seconds
 
     def run(self, engine: Engine, bandwidth: float, stats: dict[str, Any]) -> dict[str, float]:
-        """Return the seconds per pass and per token of a run, from its stats."""
+        """Return the predicted seconds per pass and per token of a run with these statistics."""
         case = self._case(engine, bandwidth)
         drafted = stats["draft_tokens"]["mean"] or 0.0
         plan = engine.plan
@@ -84,5 +85,5 @@ class Predicted:
 
 
 def compare(predicted: float, measured: float) -> dict[str, float]:
-    """Return both and their ratio, as records have them."""
+    """Return both figures and their ratio, in the format of records."""
     return {"predicted": predicted, "measured": measured, "ratio": predicted / measured}

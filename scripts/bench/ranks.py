@@ -1,9 +1,9 @@
 """Seconds per pass on one rank and on two, each with an EMULATED link of its own.
 
-A random Llama whose heads divide, 4,000 tokens, one token a pass, KV or weights or both streamed.
-The links are so slow that they dominate: two ranks move half of the bytes each, and add their sums
-(gloo, on the CPU). Each pass stands beside the planner's prediction, with rates of a probe and a
-sum timed in the same run.
+A random Llama whose heads divide evenly, 4,000 tokens, one token per pass, with KV, weights or both
+streamed. The links are so slow that they dominate: two ranks move half of the bytes each, and add
+their sums (gloo, on the CPU). Each pass is compared with the planner's prediction, with rates of a
+probe and an all-reduce timed in the same run.
 
     python scripts/bench ranks [--tokens 4000] [--link 100MB/s] [--passes 4]
 
@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
     with tempfile.TemporaryDirectory() as root:
         model = Path(root, "model")
         make_model(model)
-        # Ranks have one processor each, and so has the one that is alone.
+        # Each of two ranks has one processor, so a single rank gets one too.
         torch.set_num_threads(1)
         predicted = Predicted.now(str(model))
         sums = seconds_of_sums()
@@ -99,7 +99,7 @@ def passes(
     sums: dict[int, float],
     trace: Path | None,
 ) -> Figures:
-    """Seconds and bytes of a pass on `count` ranks, beside what the planner predicts."""
+    """Measure the seconds and bytes of a pass on `count` ranks, beside the planner's prediction."""
     tokens = torch.randint(32000, (args.tokens,), generator=torch.Generator().manual_seed(0))
     with Engine.from_pretrained(
         model,
@@ -134,7 +134,7 @@ def passes(
 
 
 def seconds_of_sums() -> dict[int, float]:
-    """Seconds of a sum of one number and of a million, over two processes."""
+    """Time the sum of one number and of a million, over two processes."""
     with tempfile.TemporaryDirectory() as root:
         torch.multiprocessing.spawn(_time_sums, (root,), nprocs=2)
         told = json.loads(Path(root, "seconds.json").read_text("utf-8"))

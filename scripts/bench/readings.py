@@ -1,9 +1,10 @@
-"""Acceptance of drafts that a model makes with its weights and its KV read in fewer bits.
+"""Acceptance of drafts from a model whose weights and KV are rounded to fewer bits.
 
 SmolLM2-135M as a bfloat16 checkpoint, computed in float32 by transformers, so that only the fewer
-bits round. It continues stretches of the Python manual at temperature 0.6, top-p 0.9. Then each way
-of reading runs over the same tokens, and its acceptance is the mean of sum(min(p, q)). The kernels
-split the numbers and decode the high bits. No figure depends on the machine's speed.
+bits cause rounding. It continues parts of the Python manual at temperature 0.6, top-p 0.9. Then
+each rounded model processes the same tokens, and its acceptance is the mean of sum(min(p, q)). The
+project's kernels split the numbers and decode the high bits. No figure depends on the machine's
+speed.
 
     python scripts/bench readings [--tokens 2000 6000] [--stretches 3] [--new-tokens 192]
 
@@ -30,9 +31,9 @@ from triforce_kernels.weights.int4 import dequantise, quantise
 from triforce_kernels.weights.split_codes import base_of, high_codes, middle_bits
 
 TEMPERATURE, TOP_P = SAMPLING.values()
-# Tokens of a draft, for the tokens that a pass would give.
+# The draft length for which tokens per pass are computed.
 DRAFT = 24
-# Columns that share a scale: those of SmolLM2's own file are 32, which says nothing.
+# Columns that share a scale. SmolLM2's own file uses groups of 32, which would show no error.
 GROUP = 64
 
 Reading = Callable[[torch.Tensor], torch.Tensor]
@@ -40,7 +41,7 @@ KV = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def high_bits(numbers: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """By the high bits of bfloat16, whose bases go along `dim`."""
+    """Round to the high bits of bfloat16, with bases along `dim`."""
     bits = numbers.bfloat16().view(torch.int16)
     base = base_of(bits, dim)
     high, _ = high_codes(bits, base)
@@ -48,23 +49,23 @@ def high_bits(numbers: torch.Tensor, dim: int = 1) -> torch.Tensor:
 
 
 def high_bytes(matrix: torch.Tensor) -> torch.Tensor:
-    """By the high bytes of float16."""
+    """Round to the high bytes of float16."""
     both = matrix.half().view(torch.uint8).view(*matrix.shape, 2)
     return decode(HighBitsWeight(both[..., 1].contiguous(), None)).float()
 
 
 def groups(matrix: torch.Tensor) -> torch.Tensor:
-    """In groups of 4 bits."""
+    """Round to 4 bits in groups that share a scale."""
     return dequantise(quantise(matrix, GROUP)).float()
 
 
 def whole_numbers(numbers: torch.Tensor) -> torch.Tensor:
-    """In 8 bits with a scale for each channel, as a retrieval cache on a GPU has them."""
+    """Round to 8 bits with a scale for each channel, as the retrieval cache on a GPU does."""
     scale = scale_of(numbers.abs().amax(2, keepdim=True))
     return rounded(numbers, scale).float() * scale
 
 
-# Of a layer's matrices, of the output matrix, and of keys and values.
+# The bits per number, and the roundings of layer matrices, the output matrix, and keys and values.
 READINGS: dict[str, tuple[float, Reading | None, Reading | None, Reading | None]] = {
     "layers by high bits": (8, high_bits, None, None),
     "output matrix by high bits": (8, None, high_bits, None),
@@ -125,7 +126,7 @@ def reader(
         if of_layers and name and isinstance(module, torch.nn.Linear):
             module.weight.data = of_layers(module.weight.data)
     if of_head:
-        # Not the embedding, which is the same matrix.
+        # Leave the embedding exact, which shares its matrix with the head.
         made.lm_head.weight = torch.nn.Parameter(of_head(model.lm_head.weight.data))
     return made
 
@@ -134,7 +135,10 @@ def reader(
 def continued(
     model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int, seed: int
 ) -> tuple[torch.Tensor, KV]:
-    """The text from the last token of the prompt on, [1, 1 + new], and the KV of all before it."""
+    """Continue a prompt. Return tokens [1, 1 + new] and KV.
+
+    The tokens start with the last one of the prompt; the KV is that of all tokens before it.
+    """
     coins, out = torch.Generator().manual_seed(seed), model(prompt, use_cache=True)
     cache, logits, tokens = out.past_key_values, out.logits[0, -1:], []
     for _ in range(new_tokens):
@@ -153,7 +157,7 @@ def continued(
 
 @torch.no_grad()
 def laws(model: torch.nn.Module, text: torch.Tensor, kv: KV) -> torch.Tensor:
-    """Of each token of the text but its first, [new, vocab]."""
+    """Return the distributions of all tokens of the text but the first, [new, vocab]."""
     cache = DynamicCache()
     for layer, (keys, values) in enumerate(kv):
         cache.update(keys.clone(), values.clone(), layer)
@@ -162,7 +166,7 @@ def laws(model: torch.nn.Module, text: torch.Tensor, kv: KV) -> torch.Tensor:
 
 
 def a_pass(held: torch.Tensor) -> float:
-    """Return the tokens of a pass over a draft, on average over places in the text."""
+    """Return the tokens per pass, averaged over places in the text."""
     starts = range(0, len(held) - DRAFT, 4)
     each = [1 + float(held[start : start + DRAFT].cumprod(0).sum()) for start in starts]
     return sum(each) / len(each)

@@ -1,4 +1,4 @@
-"""How well a model's first layers draft for the whole model, measured on a text."""
+"""Measure how well a model's first layers draft for the whole model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from triforce_core.decoding.draft_length import LEAST_GAIN
 
-# Longest draft that is considered.
+# The longest draft that is considered.
 MOST_DRAFT_TOKENS = 16
-# Positions whose distributions are computed at a time.
+# The number of positions whose distributions are computed together.
 _ROWS = 64
 
 
@@ -20,10 +20,10 @@ _ROWS = 64
 class Depth:
     """The first `layers` layers as a drafter.
 
-    acceptance: the chance that a drafted token is accepted at temperature 1, its mean over a text:
-        the sum over the vocabulary of min(p, q) (Leviathan et al., 2023)
+    acceptance: the probability that a draft token is accepted at temperature 1, averaged over a
+        text: the sum over the vocabulary of min(p, q) (Leviathan et al., 2023)
     agreement: the share of positions at which both have the same most likely token
-    cost: of drafting a token, in forwards of the whole model
+    cost: the cost of drafting one token, in forwards of the whole model
     """
 
     layers: int
@@ -33,13 +33,14 @@ class Depth:
 
     @property
     def draft_tokens(self) -> int:
-        """Return the draft length that gains most, 0 if none gains."""
+        """The draft length with the highest gain, or 0 if no length gains."""
         return max(range(MOST_DRAFT_TOKENS + 1), key=self._gain)
 
     @property
     def gain(self) -> float:
-        """Return how many times faster decoding is than without drafts, if a forward takes as long
-        as reading the weights, as on one device.
+        """How many times faster decoding is than without drafts.
+
+        It assumes one device, where a forward takes as long as reading the weights.
         """
         return self._gain(self.draft_tokens)
 
@@ -49,20 +50,20 @@ class Depth:
 
 
 def candidates(layers: int) -> list[int]:
-    """Return depths to try for a model: a few small ones, then eighths."""
+    """Return the depths to try for a model: a few small ones, then eighths of its layers."""
     eighths = (layers * i // 8 for i in range(1, 8))
     return sorted({d for d in (1, 2, 4, *eighths) if 1 <= d < layers})
 
 
 def best(depths: Sequence[Depth]) -> Depth | None:
-    """Return the depth that gains most, None if `auto` would draft with none."""
+    """Return the depth with the highest gain, or None if `auto` would draft with none of them."""
     worth = [depth for depth in depths if depth.gain >= LEAST_GAIN]
     return max(worth, key=lambda depth: depth.gain, default=None)
 
 
 @torch.inference_mode()
 def measure(path: Path, tokens: Sequence[int], depths: Sequence[int]) -> list[Depth]:
-    """Measure depths. path: of the model, which is read into memory. tokens: of a text"""
+    """Measure depths on a text. path: the model, which is loaded into memory. tokens: the text"""
     from transformers import AutoModelForCausalLM
 
     if path.is_dir():
@@ -79,7 +80,7 @@ def measure(path: Path, tokens: Sequence[int], depths: Sequence[int]) -> list[De
     *states, normed = model.model(
         torch.tensor([list(tokens)]), output_hidden_states=True
     ).hidden_states
-    # What is handed out after the last layer has gone through the final norm.
+    # transformers applies the final norm to the last hidden state only.
     outputs = [*(model.model.norm(state[0]) for state in states), normed[0]]
     found = []
     for depth in depths:

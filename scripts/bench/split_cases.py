@@ -1,4 +1,4 @@
-"""What `bench kernels --split` times: weights, blocks of KV, and chunks of these blocks."""
+"""The cases of `bench kernels --split`: weights, blocks of KV, and chunks of these blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SplitCases(KernelCases):
             [partial(split_bf16.decode, w) for w in weights], (COPY, [d.clone for d in dense]),
         )  # fmt: skip
         if self.device.type == "cpu":
-            # On a GPU weights are encoded by the host, as they are read.
+            # On a GPU the host encodes weights while they are loaded.
             runs = [partial(split_bf16.encode, d) for d in dense]
             yield self.row("split_bf16.encode", shape, numbers * 7 // 2, 0.0, runs)
         high = [HighBitsWeight.of(each) for each in weights]
@@ -61,7 +61,8 @@ class SplitCases(KernelCases):
                 coder.write(buffer, exact)
             self.settle()
 
-        # Encoding waits for the device to say whether there was room: not from a graph.
+        # Encoding waits for the device to report whether there was room, so a graph cannot record
+        # it.
         seconds = statistics.median(timed(write_all) for _ in range(self.repeats)) / CALLS
         yield self.row("encode_kv_block, its wait included", what, nbytes, 0.0, seconds)
 

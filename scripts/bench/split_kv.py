@@ -1,9 +1,9 @@
-"""Seconds per token over an EMULATED link with KV split and with dense KV, in one memory.
+"""Seconds per token over an EMULATED link with split KV and with dense KV, in the same memory.
 
 SmolLM2-135M in bfloat16, its weights on the device, after 6,000 tokens of the manual. The device
 has room for a share of the dense KV, half of it by default. The link is so slow that a pass without
-drafts over dense KV takes 100 times a step of the retrieval level over one token. Blocks split
-take three quarters of the bytes, so more of them stay on the device too.
+drafts over dense KV takes 100 times as long as a step of the retrieval level over one token. Split
+blocks take three quarters of the bytes, so more of them also stay on the device.
 
     python scripts/bench split_kv [--prompts 6] [--new-tokens 384]
     python scripts/bench split_kv --share 0.667 --prompts 3 --result bench_split_kv_two_thirds
@@ -23,7 +23,7 @@ from frame import Benchmark, Figures, Option
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placement import Placement
 
-# Without drafts a token is a pass, and all passes take the same time.
+# Without drafts each token is a pass, and all passes take the same time.
 PLAIN_TOKENS = 4
 
 
@@ -55,7 +55,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def placed(bench: PacedBench, share: float) -> tuple[int, dict[str, Placement]]:
-    """Bytes of the device that hold a share of the dense KV, and what they hold of either kind."""
+    """Return the device bytes for a share of the dense KV, and each format's placement in them."""
     with bench.engine(None, kv="dense") as engine:
         demand = engine.memory_plan.requirements
     dense = Placement((), True, int(demand.kv_blocks * share), 0, 3, 2)

@@ -1,8 +1,8 @@
-"""Tokens per pass of drafts that branch, beside chains of the same drafter and as many tokens.
+"""Tokens per pass of draft trees, beside chains of the same drafter with as many tokens.
 
-SmolLM2-135M in bfloat16. Its own first layers (`make_shallow_draft`) and n-gram lookup propose
-straight to the target. The figures are counts of tokens and passes: on any machine the same, but
-for rounding.
+SmolLM2-135M in bfloat16. Its own first layers (`make_shallow_draft`) and n-gram lookup draft
+directly for the target. The figures are counts of tokens and passes, which are the same on any
+machine except for rounding.
 
     python scripts/bench trees [--layers 24] [--nodes 24] [--tokens 800] [--new-tokens 150]
 
@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def compared(args: argparse.Namespace, draft: str, temperature: float) -> Figures:
-    """Trees and chains of one drafter, over all tasks."""
+    """Compare trees and chains of one drafter, over all tasks."""
     row: Figures = {
         "drafter": draft if draft == "ngram" else f"first {args.layers} layers",
         "temperature": temperature,
@@ -75,14 +75,14 @@ def compared(args: argparse.Namespace, draft: str, temperature: float) -> Figure
 def generated(
     engine: Engine, args: argparse.Namespace, task: str, temperature: float
 ) -> tuple[int, int]:
-    """How many tokens the passes gave, and how many passes there were."""
+    """Return the number of tokens that passes gave, and the number of passes."""
     ids = workloads.prompt(task, engine.tokenizer, args.tokens)
     if temperature:
         seeds = range(1, args.seeds + 1)
         each = [generate_fully(engine, ids, args.new_tokens, seed) for seed in seeds]
     else:
         each = [engine.generate(ids, greedy(args.new_tokens), reuse=False).stats]
-    # The first token comes from the prompt's logits.
+    # The first token comes from prefill.
     tokens = sum(stats["new_tokens"] - 1 for stats in each)
     return tokens, sum(stats["passes"] for stats in each)
 

@@ -1,15 +1,16 @@
 """Seconds per token of every method over an EMULATED link, SmolLM2-135M after 6,000 tokens.
 
-The KV cache streams, and the link is so slow that one full pass takes 100 times one step of the
-retrieval level, as 2.5 s to 25 ms on an RTX 4090; also 30 and 300 times. Every method gets the same
-prompts in the same run; figures are medians over the prompts. The drafter is n-gram lookup.
+The KV cache streams. The link is so slow that a full pass takes 100 times as long as a step of the
+retrieval level, like 2.5 s and 25 ms on an RTX 4090; ratios of 30 and 300 are measured too. Every
+method gets the same prompts in the same run; figures are medians over the prompts. The drafter is
+n-gram lookup.
 
 1. autoregressive, speculative and triforce at each ratio.
-2. At 100:1, draft length `auto` against fixed ones, with `--accept coupled`, so that every length
-   gives the same text and the comparison is of lengths alone.
+2. At 100:1, draft length `auto` against fixed lengths, with `--accept coupled`, so that every
+   length gives the same text and only lengths are compared.
 
 The planner predicts the seconds per pass and per token of every run, after a probe of two seconds;
-the record has them beside the measured ones.
+the record has the predictions beside the measurements.
 
     python scripts/bench triforce [--ratios 100 30 300] [--prompts 3]
 
@@ -35,8 +36,8 @@ from triforce_core.cli.plan.plot import picture
 from triforce_offload.files import Output
 
 PLOT = ROOT / "docs" / "bench_triforce.png"
-# Tokens that each method generates. A token of `autoregressive` is a pass, and all passes take the
-# same time.
+# The number of tokens that each method generates. With `autoregressive` each token is a pass, and
+# all passes take the same time.
 NEW_TOKENS = {"autoregressive": 4, "speculative": 13, "triforce": 129}
 RATIOS, LENGTHS = "pass_to_retrieval_step", "draft_lengths_coupled_100"
 
@@ -79,7 +80,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 
 @dataclass(frozen=True)
 class TriforceBench(PacedBench):
-    """Engines in float32 whose KV streams, and the planner's predictions of their runs."""
+    """Engines in float32 whose KV streams, and the planner's predictions for their runs."""
 
     predicted: Predicted = field(kw_only=True)
 
@@ -112,7 +113,7 @@ class TriforceBench(PacedBench):
                 stats = engine.generate(prompt, params, reuse=False).stats
             if stats["finish_reason"] == "length":
                 break
-            # A text that ends early does not fill its passes.
+            # A text that ends early does not fill its last passes.
             seed += 1000
         decode = stats["seconds"]["decode"]
         shown = ("new_tokens", "seconds_per_token", "passes", "tokens_per_pass", "acceptance")
@@ -128,7 +129,7 @@ class TriforceBench(PacedBench):
 
 
 def plot(ratios: dict[str, Figures]) -> None:
-    """Draw bars of seconds per token at each ratio."""
+    """Draw a bar chart of seconds per token at each ratio."""
     import matplotlib
 
     matplotlib.use("Agg")

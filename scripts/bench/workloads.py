@@ -1,4 +1,4 @@
-"""The model and the texts of the benchmarks."""
+"""The model and the prompts of the benchmarks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from bench.material import manual, model_file
 from triforce_core import Engine, SamplingParams
 from triforce_core.model.checkpoints.tokenizer import Tokenizer, load_tokenizer
 
-# The model of every record; its dtype follows.
+# The model of every record; the dtype follows this text.
 MODEL = "SmolLM2-135M-Instruct.Q4_1 as"
 TASKS = ("continuation", "question", "code", "fact")
-# Each fact stands once in a document, and a question at the end asks for it.
+# Each fact occurs once in a document, and a question at the end asks for it.
 FACTS = (
     ("the password of the lighthouse keeper", "amber-seven-kestrel"),
     ("the number of the locker at the station", "four-nine-two-eight-six-one"),
@@ -23,7 +23,7 @@ FACTS = (
     ("the address of the old observatory", "17 Quarry Lane, Upper Tollgate"),
 )
 _ASKS = "How does the with statement use a context manager? Answer in a few sentences."
-# How sampled texts are drawn, and how records say so.
+# The sampling of texts, also written to records.
 SAMPLING = {"temperature": 0.6, "top_p": 0.9}
 
 
@@ -33,9 +33,9 @@ def tokenizer() -> Tokenizer:
 
 
 def engine(max_context: int, **options: Any) -> Engine:
-    """Return SmolLM2-135M on the CPU. options: of the engine, such as an emulated link
+    """Return SmolLM2-135M on the CPU. options: engine options, such as an emulated link
 
-    Weights are dense unless options say otherwise: records say that the model is "as float32".
+    Weights are dense unless options say otherwise: records describe the model as "as float32".
     """
     options = {"device": "cpu", "weights": "dense", "max_context": max_context} | options
     return Engine.from_pretrained(model_file(), tokenizer=tokenizer(), **options)
@@ -55,8 +55,10 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 def generate_fully(engine: Engine, ids: list[int], new_tokens: int, seed: int) -> dict[str, Any]:
-    """Return the stats of the first seed from `seed` on whose text has all its tokens: a text that
-    ends early does not fill its passes.
+    """Return the statistics of a text with all its tokens, for the first seed from `seed` that
+    gives one.
+
+    A text that ends early does not fill its last passes.
     """
     while True:
         params = SamplingParams(new_tokens, **SAMPLING, seed=seed)
@@ -67,12 +69,12 @@ def generate_fully(engine: Engine, ids: list[int], new_tokens: int, seed: int) -
 
 
 def prompt(task: str, tokenizer: Tokenizer, tokens: int, fact: int = 0) -> list[int]:
-    """Return the token ids of a prompt. fact: the number of its fact in FACTS.
+    """Return the token ids of a prompt for a task. fact: the index of its fact in FACTS
 
     continuation: a part of the Python manual
     code: a part of CPython's library
     question: a question about a long part of the manual
-    fact: a question about one sentence far back in it
+    fact: a question about one sentence far back in the manual
     """
     if task in ("continuation", "code"):
         text = manual(8 * tokens) if task == "continuation" else _code()

@@ -1,8 +1,7 @@
-"""The demo beside processes that keep processors busy: it ends in at most three times its quiet
-time, with the same text each time.
+"""Check that the demo takes at most three times its quiet time beside busy processes.
 
-The runs take turns: quiet, beside one busy process, beside two. Nothing else should run meanwhile;
-the load average at the start is recorded.
+Its text must be the same each time. The runs take turns: quiet, beside one busy process, beside
+two. Nothing else should run meanwhile; the load average at the start is recorded.
 
     python scripts/checks demo_under_load [--runs 5]
 
@@ -23,16 +22,16 @@ from dataclasses import dataclass
 
 from frame import ROOT, Benchmark, Figures
 
-# Busy processes beside the demo.
+# The numbers of busy processes beside the demo.
 LOADS = (0, 1, 2)
-# A run beside busy processes takes at most this many times the median of the quiet ones.
+# The bound for each run, as a multiple of the median quiet time.
 MOST_TIMES = 3.0
 DEMO = (sys.executable, str(ROOT / "scripts" / "demo.py"))
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a command. seconds: from its start to its end."""
+    """One run of a command. seconds: its duration"""
 
     seconds: float
     text: str
@@ -60,7 +59,7 @@ def timed(command: Sequence[str], load: int) -> Run:
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """`count` processes that each keep a processor busy."""
+    """Run `count` processes that each keep a processor busy."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -71,7 +70,10 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def compared(runs: dict[int, list[Run]]) -> Figures:
-    """Medians, and whether the bounds hold. runs: by how many busy processes were beside them."""
+    """Return the medians, and whether the bounds hold.
+
+    runs: the runs by number of busy processes
+    """
     quiet = statistics.median(run.seconds for run in runs[0])
     texts = {run.text for each in runs.values() for run in each}
     worst = max(run.seconds for each in runs.values() for run in each) / quiet

@@ -1,14 +1,14 @@
-"""Damaged files of every kind that is read: checkpoints and the files that users keep beside them.
+"""Read damaged files of every kind: checkpoints and the files that users keep beside them.
 
-The long version of tests/core/model/test_corrupt.py and tests/core/test_damaged_files.py. A mutant
-is read, or refused with a typed error; a checkpoint that loads must generate. None may crash the
-process; no mutant of a checkpoint may take 2 s of processor time, or 200 MB and three times its
-size.
+This is the long version of tests/core/model/test_corrupt.py and tests/core/test_damaged_files.py. A
+mutant must be read, or rejected with a typed error; a checkpoint that loads must generate. No
+mutant may crash the process. No mutant of a checkpoint may take more than 2 s of processor time, or
+more memory than 200 MB and three times its size.
 
     python scripts/checks fuzz [--count 100000] [--of-checkpoints N] [--only NAME ...]
 
 Writes benchmarks/results/fuzz.json, or fuzz_NAME_NAME.json with --only. Exits with 1 if a mutant
-did what none may.
+broke one of these rules.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from frame import Benchmark, Figures, Option
 
 def measure(args: argparse.Namespace) -> Iterator[Figures]:
     use_tests()
-    # Of the processes that it starts.
+    # For the processes that this one starts.
     os.environ["HF_HUB_OFFLINE"] = "1"
     import kept_files
     import mutants
@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 def of_checkpoint(name: str, folder: Path, count: int) -> tuple[Figures, list[str]]:
     import mutants
 
-    # Left damaged by the kind before.
+    # The mutants of the previous kind have damaged it.
     root = folder / name
     mutants.make_sound(root)
     process = subprocess.run(

@@ -1,6 +1,6 @@
-"""F1: random schedules of the conveyor on simulated streams that an adversary interleaves.
+"""F1: run random schedules of the conveyor on simulated streams that an adversary interleaves.
 
-The long version of tests/offload/test_conveyor.py.
+This is the long version of tests/offload/test_conveyor.py.
 
     python scripts/checks long_checks [--schedules 100000]
 

@@ -1,15 +1,15 @@
-"""F6: each place at which a small run may fail, from loading to saving, made to fail once.
+"""F6: make each place at which a small run can fail, from loading to saving, fail once.
 
-The long version of tests/core/test_faults_everywhere.py: each allocation of device and host
-memory, each result of an operation, copy, wait, write and collective in turn. A run must end in a
-typed error or give the same tokens, and the next one be right, with nothing left behind. Where a
-kind has more places than `--each`, as operations do, a sample of that size is tried; `--whole`
-tries all places of the first case.
+This is the long version of tests/core/test_faults_everywhere.py. The places are each allocation of
+device and host memory, and each result of an operation, copy, wait, write and collective. A run
+must end with a typed error or give the same tokens; the next run must be correct, with nothing left
+behind. If a kind has more places than `--each`, as operations do, a sample of that size is tested;
+`--whole` tests all places of the first case.
 
     python scripts/checks long_faults [--each 500] [--collectives 20] [--whole]
 
 Writes benchmarks/results/long_faults.json, or long_faults_sample.json without `--whole`. Exits with
-1 if a run did anything else.
+1 if a run broke one of these rules.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def try_all(runs: Any, most: dict[str, int]) -> tuple[Figures, list[str]]:
-    """What faults of each kind led to, and what they should not have led to."""
+    """Return the outcomes of failures of each kind, and the outcomes that are faults."""
     from fault_points import KINDS
 
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     faults: list[str] = []
     began, choose = time.perf_counter(), random.Random(0)
-    # Ranks try collectives alone: everything else costs seconds a place and is the other cases'.
+    # With several ranks only collectives are tested: each place costs seconds, and the other cases
+    # cover the other kinds.
     for kind in ["collective"] if runs.counts["collective"] else KINDS:
         places = runs.places(kind)
         for _, at in choose.sample(places, min(len(places), most[kind])):

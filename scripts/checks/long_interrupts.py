@@ -1,9 +1,9 @@
-"""K1: runs that are interrupted at random moments: of loading, prefill, decoding, saving.
+"""K1: interrupt runs at random moments of loading, prefill, decoding and saving.
 
-The long version of tests/core/cli/test_interrupts.py. Most runs are forks of a process that has
-loaded torch, interrupted within their half second; every tenth is a command of its own, interrupted
-within its four. Text and stats must be kept, and no part of a file, no process, no shared memory
-may be left.
+This is the long version of tests/core/cli/test_interrupts.py. Most runs are forks of a process that
+has loaded torch, and are interrupted within their half second; every tenth is a separate command,
+interrupted within its four seconds. Text and statistics must be kept, and no partial file, process
+or shared memory may remain.
 
     python scripts/checks long_interrupts [--count 200]
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from checks.small_runs import forks, tiny_model
 from frame import Benchmark, Figures, Option
 
-# Seconds that a command and a fork take; most of a command's are imports.
+# The durations of a command, most of which are imports, and of a fork.
 _COMMAND_SECONDS, _FORK_SECONDS = 4.0, 0.5
 _EVERY = 10
 

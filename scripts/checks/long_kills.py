@@ -1,12 +1,12 @@
-"""K2: runs that are killed at random moments, each followed by the same run to its end.
+"""K2: kill runs at random moments, and repeat each of them to its end.
 
-On a tiny model whose KV streams, with int4 copies of its layers on disk, stats, a timeline and a
-saved context; the killed run may have been writing any of them. The run after it must give the same
-text, and nothing of the first may be left.
+The runs use a tiny model whose KV streams. They write int4 copies of its layers, statistics, a
+timeline and a saved context; a kill may hit any of these writes. The run after a killed one must
+give the same text, and no file of the killed run may remain.
 
     python scripts/checks long_kills [--count 200]
 
-Writes benchmarks/results/long_kills.json. Exits with 1 if a run left anything, or said another
+Writes benchmarks/results/long_kills.json. Exits with 1 if a run left a file behind, or gave another
 text.
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from checks.small_runs import forks, tiny_model
 from frame import Benchmark, Figures, Option
 
-# Seconds that a fork takes.
+# The duration of a fork.
 _SECONDS = 0.4
 
 

@@ -1,8 +1,9 @@
-"""L1, L2, L3: long versions of the tests that the output has the full model's distribution.
+"""L1, L2, L3: long tests that the output has the target model's distribution.
 
-L1: the acceptance rule alone, 50 configurations of 200,000 draws of chains, and as many of trees.
-L2: two levels over Markov chains; the tests see planted faults with fewer tokens.
-L3: the whole engine on a tiny model, every outcome of the first three tokens, all drafters,
+L1: the acceptance rule alone, with 50 configurations of 200,000 draws of chains, and as many of
+trees.
+L2: two levels over Markov chains; the tests detect planted faults with fewer tokens.
+L3: the whole engine on a tiny model: every outcome of the first three tokens, all drafters,
 policies and rules, at two temperatures, with and without top-p.
 
     python scripts/checks long_laws [--draws 200000] [--tokens 120000] [--samples 200000]
@@ -27,7 +28,7 @@ from checks.tests_folder import use_tests
 from frame import Benchmark, Figures, Option
 
 CONFIGURATIONS = 50
-# Counts of tokens drawn, and the distributions that they should have, a row for each position.
+# The counts of drawn tokens and their expected distributions, with a row for each position.
 Counts = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -1,16 +1,15 @@
-"""S1: `triforce serve` under many clients for a long time: nothing hangs, grows or fails.
+"""S1: run `triforce serve` under many clients for a long time: nothing hangs, grows or fails.
 
-SmolLM2-135M with its layers streamed over an EMULATED link. Each client repeats one of these at
-random: it asks for a whole answer, a streamed one, several choices, a conversation that continues;
-it sends a malformed, partly unknown or too large request; it leaves during its answer, or before;
-it reads slowly. Every status must be the expected one, or 429 when the queue is full. A greedy
-answer must be the same at the end as at the beginning, and the engine free soon after the last
-client has left.
+SmolLM2-135M streams its layers over an EMULATED link. Each client makes requests of random kinds: a
+complete answer, a streamed one, several choices, a conversation that continues; a malformed, partly
+unknown or too large request; a request whose client leaves early or reads slowly. Every status must
+be the expected one, or 429 when the queue is full. A greedy answer must be the same at the end as
+at the beginning, and the engine must be free soon after the last client has left.
 
     python scripts/checks long_server [--minutes 10] [--clients 32] [--sequences 4]
 
-Prints a line now and then and writes benchmarks/results/long_server.json. Exits with 1 if a client
-hung, an answer was wrong or the last one differs.
+Prints a line from time to time and writes benchmarks/results/long_server.json. Exits with 1 if a
+client hung, an answer was wrong or the last greedy answer differs.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from frame import Benchmark, Figures, Option
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 FIXED = {"model": "m", "prompt": "The with statement", "max_tokens": 24, "temperature": 0}
-# An answer takes longer than this only if something hangs.
+# A longer wait in seconds for an answer means that something hangs.
 PATIENCE = 180
 
 
@@ -107,7 +106,7 @@ def wait_until_up(port: int, process: psutil.Process) -> None:
 
 
 def ask(port: int, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
-    """Return status and body; status 0 if the server does not listen."""
+    """Return the status and the body. The status is 0 if the server does not listen."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     data = json.dumps(body) if isinstance(body, dict) else body
     try:
@@ -130,7 +129,11 @@ def running(port: int) -> bool:
 
 
 class Client:
-    """Makes requests until the end. done: by kind and status; wrong: unexpected answers"""
+    """A client that makes random requests until the end.
+
+    done: the number of requests by kind and status
+    wrong: the unexpected answers
+    """
 
     def __init__(self, port: int, seed: int, end: float) -> None:
         self.done: Counter[str] = Counter()

@@ -1,9 +1,9 @@
-"""What the long checks found, in one table: a row for each, with its date, command and faults.
+"""Collect the results of the long checks in one table, with their dates, commands and faults.
 
     python scripts/checks reliability
 
-Reads the results of the scripts named below, and writes benchmarks/results/reliability.json.
-Exits with 1 if a check found anything, or was not run.
+Reads the results of the scripts named below, and writes benchmarks/results/reliability.json. Exits
+with 1 if a check has faults, or was not run.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from frame import Benchmark, Figures, faults_of, result_path
 
 
 class Check(NamedTuple):
-    """codes: of tests/README.md. result: the file that its script writes. told: the figures in it
-    that say how much was tried.
+    """One long check.
+
+    codes: its codes in tests/README.md
+    result: the name of its result
+    told: the figures in the result that show how much was tested
     """
 
     codes: tuple[str, ...]
@@ -31,7 +34,7 @@ CHECKS = (
     Check(("F1",), "long_checks", ("F1",)),
     Check(("F6",), "long_faults", ("cases",)),
     Check(("Z1",), "fuzz", ("files",)),
-    # Since contexts have checksums.
+    # A separate result, because checksums were added to contexts later.
     Check(("Z1", "C2"), "fuzz_context", ("files",)),
     Check(("K1",), "long_interrupts", ("runs", "codes")),
     Check(("K2",), "long_kills", ("runs", "killed")),

@@ -1,4 +1,4 @@
-"""Runs of a tiny model that something ends from outside, each a fork of one process."""
+"""Runs of a tiny model that are interrupted or killed, each in a fork of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from frame import Figures
 
 @contextmanager
 def tiny_model() -> Iterator[tuple[Path, Path]]:
-    """Give a folder and a model in it. Its KV streams in the runs."""
+    """Yield a folder and the path of a model in it. The model's KV streams in the runs."""
     use_tests()
     from helpers import add_tokenizer, make_model
 
@@ -28,7 +28,7 @@ def tiny_model() -> Iterator[tuple[Path, Path]]:
 
 
 def forks(model: Path, folder: Path, moments: list[Figures]) -> list[Figures]:
-    """Run the model once for each moment. moments: when the run is interrupted or killed"""
+    """Run the model once for each moment. moments: when each run is interrupted or killed"""
     import interrupted_runs
 
     done = subprocess.run(

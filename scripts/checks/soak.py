@@ -1,13 +1,14 @@
-"""K4: mixed requests to one engine for a long time: memory, threads and descriptors stay flat.
+"""K4: send mixed requests to one engine for a long time; memory, threads and descriptors stay flat.
 
-SmolLM2-135M with KV and weights streamed over an EMULATED link, in turns at random: prompts that
-continue the context, share a prefix with it or are new, sampled and greedy, with penalties, stops
-and logprobs; interrupted requests; contexts saved and loaded. One greedy request is made at the
-beginning and at the end, and its tokens must be the same.
+SmolLM2-135M streams KV and weights over an EMULATED link. Requests of random kinds alternate:
+prompts that continue the context, share a prefix with it or are new; sampled and greedy ones, with
+penalties, stops and logprobs; interrupted requests; contexts saved and loaded. One greedy request
+is made at the beginning and at the end, and its tokens must be the same.
 
     python scripts/checks soak [--minutes 60]
 
-Prints a line a minute and writes benchmarks/results/soak.json. Exits with 1 if the tokens differ.
+Prints a line each minute and writes benchmarks/results/soak.json. Exits with 1 if the tokens
+differ.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
 
 
 def sample(engine: Engine, elapsed: float) -> Figures:
-    """Bytes, threads and descriptors of this process now."""
+    """Return the memory, threads and descriptors that this process uses now."""
     gc.collect()
     process = psutil.Process()
     found = {
@@ -93,7 +94,7 @@ def sample(engine: Engine, elapsed: float) -> Figures:
 
 
 class Soak:
-    """One request after another."""
+    """A source of random requests to one engine."""
 
     def __init__(self, engine: Engine, choose: random.Random, folder: Path) -> None:
         self.text = engine.tokenizer.encode(manual(20 * CONTEXT))
@@ -103,7 +104,7 @@ class Soak:
         self._saved: list[int] | None = None
 
     def step(self) -> str:
-        """Make a request of a random kind; return the kind."""
+        """Make a request of a random kind. Return the kind."""
         choose = self._choose
         what = choose.choices(
             ("new", "goes on", "turns back", "interrupted", "saved", "loaded"), (3, 5, 2, 3, 1, 1)

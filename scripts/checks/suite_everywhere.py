@@ -1,8 +1,8 @@
-"""The default test suite beside busy processes, and as other processors would run it.
+"""Run the default test suite beside busy processes, and as on other processors.
 
-Runs beside two busy processes come first. Then each of PyTorch's libraries is told to use an older
-instruction set, in a run each, and the threads are one or four. The result is written after
-every run.
+Runs beside two busy processes come first. In the other runs, one of PyTorch's libraries uses an
+older instruction set, or the number of threads is one or four. The result is written after every
+run.
 
     python scripts/checks suite_everywhere [--runs 10] [--only NAME ...] [--resume] [-- ...]
 
@@ -31,23 +31,24 @@ from checks.demo_under_load import busy_processes
 from frame import ROOT, Benchmark, Figures, Option, result_path
 
 NAME = "suite_everywhere"
-# As scripts/test.sh runs the suite.
+# The same command as in scripts/test.sh.
 SUITE = (
     *(sys.executable, "-P", "-m", "pytest", "-q"),
     *("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"),
 )
 USUAL = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-# pytest ends with 0 if all tests passed and with 1 if some failed. Otherwise it did not run them.
+# pytest exits with 0 if all tests passed and with 1 if some failed. Other codes mean that it did
+# not run them.
 _ENDED = (0, 1)
 _FAILED = {"failure", "error"}
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Where the suite runs.
+    """The environment of a run.
 
-    variables: of the environment, over the usual ones
-    busy: processes beside it that keep a processor busy
+    variables: environment variables, over the usual ones
+    busy: the number of other processes that each keep a processor busy
     """
 
     name: str
@@ -67,13 +68,16 @@ ENVIRONMENTS = (
     Environment("threads-1", {"OMP_NUM_THREADS": "1"}),
     Environment("threads-4", {"OMP_NUM_THREADS": "4"}),
 )
-# None of these reaches a run that does not set it.
+# A run sees only those of these variables that it sets itself.
 _VARIED = {name for each in ENVIRONMENTS for name in each.variables}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the suite. exit_code: pytest's; failed: names of tests, in their order"""
+    """One run of the suite.
+
+    exit_code: that of pytest. failed: the names of failed tests, in order
+    """
 
     environment: str
     variables: Mapping[str, str]
@@ -122,7 +126,7 @@ def summary(runs: Sequence[Run]) -> Figures:
 
 
 def suite(environment: Environment, arguments: Sequence[str]) -> Run:
-    """Run the suite once. What pytest says of failures goes to standard output."""
+    """Run the suite once. If it fails, print pytest's output."""
     usual = {name: value for name, value in os.environ.items() if name not in _VARIED}
     with tempfile.TemporaryDirectory() as directory, busy_processes(environment.busy):
         report = Path(directory) / "report.xml"
@@ -157,8 +161,9 @@ def suite(environment: Environment, arguments: Sequence[str]) -> Run:
 
 
 def counted(report: Path) -> tuple[int, int, list[str]]:
-    """Tests that passed, tests that were skipped, and names of those that failed, of pytest's
-    report. A test whose teardown fails too is named once.
+    """Return the number of passed tests, that of skipped tests and the names of failed tests.
+
+    The figures come from pytest's report. A test that fails again in its teardown is named once.
     """
     if not report.exists():
         return 0, 0, []
@@ -172,12 +177,12 @@ def counted(report: Path) -> tuple[int, int, list[str]]:
 
 
 def _name(case: ElementTree.Element) -> str:
-    """As pytest takes it: tests/a/test_b.py::test_c[d]."""
+    """Return the name as pytest accepts it: tests/a/test_b.py::test_c[d]."""
     return f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
 
 
 def revision() -> str:
-    """The commit that is tested, and whether files besides results differ from it."""
+    """Return the tested commit, and whether files other than results differ from it."""
     commit = _git("rev-parse", "--short=12", "HEAD").stdout.strip()
     differs = _git("diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results").returncode
     return (commit or "unknown") + (" and changes" if differs else "")
@@ -189,7 +194,7 @@ def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def _kept(name: str, arguments: Sequence[str]) -> list[Run]:
-    """Runs of the result that exists, of the same tests at the same revision."""
+    """Return the runs of an existing result for the same tests at the same revision."""
     path = result_path(name)
     if not path.exists():
         return []

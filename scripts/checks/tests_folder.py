@@ -1,4 +1,4 @@
-"""The folder of the tests, whose helpers the long runs use."""
+"""Access to the tests folder, whose helpers the long checks use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TESTS = ROOT / "tests"
 
 
 def use_tests(*folders: str) -> None:
-    """Let this process, and those that it starts, import the modules of tests/ and its folders."""
+    """Make the modules of tests/ and its `folders` importable, here and in child processes."""
     paths = [str(TESTS / folder) for folder in ("", *folders)]
     sys.path += paths
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)

@@ -1,7 +1,7 @@
-"""Docstrings as this house writes them, made Markdown for the site (an extension of griffe).
+"""Turn docstrings in this project's style into Markdown for the site, as an extension of griffe.
 
-A docstring names what a class or a call takes in lines `name: what it is`, or `a, b: what they
-are`, whose continuation is indented. On the site they become a list.
+A docstring describes parameters and fields in lines `name: what it is`, or `a, b: what they are`,
+whose continuation lines are indented. On the site they become a list.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FIELDS = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (.+)")
 
 
 class Fields(griffe.Extension):
-    """Rewrites every docstring that is loaded."""
+    """Rewrite every docstring that is loaded."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
@@ -23,7 +23,7 @@ class Fields(griffe.Extension):
 
 
 def as_markdown(docstring: str) -> str:
-    """The same text with its fields as a list, and names of calls and modules as code."""
+    """Return the docstring with its fields as a Markdown list and their names as code."""
     lines: list[str] = []
     in_list = False
     for line in docstring.splitlines():

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pages, figures and packages that lie outside docs/, and the links to them."""
+"""A hook of mkdocs for pages, figures and packages outside docs/, and the links to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-# Where a file of the repository is on the site.
+# The path on the site of each file of the repository.
 PAGES = {
     "README.md": "readme.md",
     "CHANGELOG.md": "changelog.md",
@@ -26,15 +26,16 @@ PAGES = {
     "tests/README.md": "tests.md",
 }
 FIGURES = "benchmarks/results/"
-# Packages that are installed under another name than their folder's.
+# Packages that are installed under a different name from their folder's.
 FOLDERS = {"triforce_offload": "offload"}
-# The target of a link or a picture, with the anchor apart.
+# The target of a link or a picture, separate from its anchor.
 LINK = re.compile(r"(?<=\]\()([^()#\s]+)(#[^()\s]*)?(?=\))")
 
 
 def place(path: str) -> str:
-    """Where a file of the repository is on the site, both from their roots. One that is not there
-    keeps its path, and a link to it fails the build.
+    """Return the path on the site of a file of the repository, both relative to their roots.
+
+    A file that is not on the site keeps its path, and a link to it fails the build.
     """
     if path in PAGES:
         return PAGES[path]

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-# Scripts find each other from the folder above, as bench.*, checks.* and rivals.*.
+# Scripts import each other from the parent folder, as bench.*, checks.* and rivals.*.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from commands import run  # noqa: E402

@@ -1,4 +1,4 @@
-"""accelerate: weights in host memory or on disk, brought for each module's forward by hooks."""
+"""accelerate: hooks load the weights of each module from host memory or disk for its forward."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from rivals.models import generate, load
 
 
 def run(job: Job) -> Outcome:
-    """options: `how` is cpu_offload, disk_offload, auto (device_map, with the same memory), or
-    memory (device_map of one device).
+    """Run the job.
+
+    options: `how` is cpu_offload, disk_offload, auto (device_map, with the same memory), or memory
+        (device_map of one device)
     """
     how = job.options["how"]
     with tempfile.TemporaryDirectory() as folder:
-        # The two offloads take a model in host memory.
+        # cpu_offload and disk_offload expect a model in host memory.
         placing = {"device_map": None}
         if how == "memory":
             placing = {"device_map": {"": job.device}}

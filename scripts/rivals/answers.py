@@ -1,4 +1,4 @@
-"""What a comparison has measured so far, kept in a file so that it can go on after an interrupt."""
+"""The measurements of a comparison so far, in a file from which it resumes after an interrupt."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rivals.memory_rates import memory_rates
 
 
 class Answers:
-    """Lines of JSON: the rates of the memory first, then an outcome for each text."""
+    """Lines of JSON: the rates of the memory first, then an outcome for each generated text."""
 
     def __init__(self, path: Path, *, afresh: bool) -> None:
         self._path = path
         if afresh:
             path.unlink(missing_ok=True)
         elif path.exists():
-            # An interrupt may have cut the last line.
+            # An interrupt may have left an incomplete last line.
             whole, newline, _ = path.read_text().rpartition("\n")
             path.write_text(whole + newline)
 
     def rates(self, threads: int) -> dict[str, float]:
-        """Return the memory's rates, measured once: a comparison that goes on has the same link."""
+        """Return the memory's rates, measured once: a resumed comparison has the same link."""
         for line in self._lines():
             if "rates" in line:
                 return line["rates"]
@@ -33,7 +33,7 @@ class Answers:
         return rates
 
     def outcomes(self) -> dict[tuple[str, int], Outcome]:
-        """By system and repeat, without refusals: those systems are asked again."""
+        """Return the outcomes by system and repeat, except refusals, which are run again."""
         return {
             (line["system"], line["repeat"]): Outcome.from_dict(line)
             for line in self._lines()
@@ -44,7 +44,7 @@ class Answers:
         self._append({"system": system, "repeat": repeat, **asdict(outcome)})
 
     def close(self) -> None:
-        """The same command measures again from now on: what is compared may have changed."""
+        """Finish the comparison, so that the same command measures everything again."""
         self._path.replace(self._path.with_suffix(".done"))
 
     def _lines(self) -> list[dict[str, Any]]:

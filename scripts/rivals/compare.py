@@ -1,8 +1,9 @@
 """Generate the same text with every system that a user could choose, in turns, on this machine.
 
-Each system runs in a process of its own, on the same model, prompt, lengths, dtype, threads and
-memory. Repeats are interleaved. A system that cannot run here says why. Measurements are kept until
-the comparison is complete: after an interrupt the same command goes on (`--afresh` starts over).
+Each system runs in a separate process, with the same model, prompt, lengths, dtype, threads and
+memory. Repeats are interleaved. A system that cannot run here gives the reason. Measurements are
+kept until the comparison is complete: after an interrupt the same command resumes it (`--afresh`
+starts over).
 
     python scripts/rivals compare [--rivals transformers accelerate ours] [--model PATH]
         [--prompt-tokens 2000] [--new-tokens 64] [--repeats 3] [--task continuation]
@@ -91,10 +92,10 @@ def _cache() -> Path:
 
 
 class Run:
-    """One comparison: what is asked of all systems, and what they have answered."""
+    """One comparison: the job that all systems get, and their outcomes."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        """Raises ValueError or TriforceError."""
+        """Prepare the model and the prompt. Raises ValueError or TriforceError."""
         if args.acceptance is not None and not args.shape:
             raise ValueError("--acceptance is assumed of random weights alone: give a --shape")
         self._args = args
@@ -161,7 +162,7 @@ class Run:
             ) from error
 
     def all(self) -> int:
-        """Ask every system, report, and return the exit code."""
+        """Run every system and report. Return the exit code."""
         args = self._args
         console = Console(stderr=True)
         self._logs.mkdir(exist_ok=True)
@@ -181,9 +182,9 @@ class Run:
         return 0
 
     def _measure(self, console: Console) -> dict[tuple[str, int], Outcome]:
-        """The outcomes of all systems and repeats; a system that refuses is asked once."""
+        """Return the outcomes of all systems and repeats. A system that refuses runs only once."""
         done, names, repeats = self._answers.outcomes(), list(self._systems), self._args.repeats
-        # A different system begins each round.
+        # Each round begins with a different system.
         todo = [
             (repeat, names[(i + repeat) % len(names)])
             for repeat in range(repeats)
@@ -222,7 +223,7 @@ class Run:
         return outcome
 
     def _make_reference(self, console: Console) -> None:
-        """In float32 where that is not too much, else in the dtype of all."""
+        """Make the reference text, in float32 if that is small enough, else in the job's dtype."""
         if self._job.temperature or self._reference.exists():
             return
         options = {"path": str(self._reference)}
@@ -261,7 +262,7 @@ class Run:
 
 
 def _stored_bytes(directory: Path, dtype: str, tokens: int) -> int:
-    """Bytes of weights and KV. Raises TriforceError."""
+    """Return the bytes of weights and KV. Raises TriforceError."""
     checkpoint = open_checkpoint(directory)
     try:
         config, itemsize = checkpoint.config, getattr(torch, dtype).itemsize

@@ -1,4 +1,4 @@
-"""What a comparison says: a table, a record and a picture."""
+"""The report of a comparison: a table, a record and a picture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from rivals.systems import ABLATION, GROUPS, MEMORY, OFFLOADED, System
 
 @dataclass(frozen=True)
 class Comparison:
-    """settings: the same for all. memory: rates of the host's memory (`memory_rates`)
+    """The settings and outcomes of a comparison.
+
+    settings: the settings that all systems share
+    memory: the rates of host memory (`memory_rates`)
     systems, outcomes: by name, in the order of the table
     """
 
@@ -27,7 +30,7 @@ class Comparison:
         return [name for name, system in self.systems.items() if system.group == group]
 
     def values(self, name: str, what: str = "token_seconds") -> list[float]:
-        """A figure of each text that was timed and has it."""
+        """Return a figure of each timed text that has it."""
         values = [getattr(o, what) for o in self.outcomes[name] if o.token_seconds is not None]
         return [value for value in values if value is not None]
 
@@ -36,8 +39,10 @@ class Comparison:
         return statistics.median(values) if values else None
 
     def floor(self, group: str) -> float | None:
-        """Seconds of a pass of one token that nothing undercuts: reading everything once, or moving
-        what the device's memory does not hold. None where it was not measured.
+        """Return the lower bound in seconds for a pass of one token.
+
+        It is the time to read everything once, or to move what the device's memory cannot hold.
+        None if the rates were not measured.
         """
         stored = self.settings["weights_and_kv_bytes"]
         if self.settings["device"] != "cpu":
@@ -53,7 +58,7 @@ class Comparison:
         return next((each.refusal for each in self.outcomes[name] if each.refusal), None)
 
     def text(self, name: str) -> str:
-        """Whether a system's text is the reference's."""
+        """Return whether a system's text equals the reference."""
         timed = [each for each in self.outcomes[name] if each.token_seconds is not None]
         if self.settings["temperature"] or not timed:
             return "drawn"

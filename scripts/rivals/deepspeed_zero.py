@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-Inference: stage 3 with parameters in pinned host memory.
 
-Settings are those of DeepSpeedExamples `inference/huggingface/zero_inference`. Without a GPU it is
-run by its CPU accelerator.
+The settings are those of DeepSpeedExamples `inference/huggingface/zero_inference`. Without a GPU it
+runs on its CPU accelerator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from rivals.models import generate, load
 
 
 def run(job: Job) -> Outcome:
-    """options: `offload`: whether parameters lie on the host; `cache`: transformers' cache."""
+    """Run the job.
+
+    options: `offload` keeps parameters in host memory; `cache` is transformers' cache
+        implementation
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -33,10 +37,10 @@ def run(job: Job) -> Outcome:
 
     hidden = AutoConfig.from_pretrained(job.model, trust_remote_code=False).hidden_size
     settings = zero_settings(hidden, job)
-    # Before the model is made: its parameters are then made where they stay.
+    # This must exist before the model, so that parameters are created where they stay.
     _kept = HfDeepSpeedConfig(settings)
     model = load(job, device_map=None)
-    # Whether to offload is said there; parameters without it stay on the device.
+    # The settings say whether to offload; otherwise parameters stay on the device.
     engine = deepspeed.initialize(model=model, config_params=settings)[0]
     arguments = {}
     if job.device != "cpu" and job.options.get("cache"):
@@ -47,7 +51,7 @@ def run(job: Job) -> Outcome:
 
 
 def zero_settings(hidden: int, job: Job) -> dict[str, Any]:
-    """As the example has them, for a hidden size."""
+    """Return the settings of the example for a hidden size."""
     zero: dict[str, Any] = {
         "stage": 3,
         "stage3_prefetch_bucket_size": 2 * hidden * hidden,
@@ -57,7 +61,7 @@ def zero_settings(hidden: int, job: Job) -> dict[str, Any]:
     if job.options["offload"]:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     else:
-        # Nothing is taken apart again once it is there.
+        # Parameters are never partitioned again once they are gathered.
         zero["stage3_param_persistence_threshold"] = 1 << 40
     return {
         "fp16": {"enabled": job.dtype == "float16"},

@@ -1,4 +1,4 @@
-"""The request that every system of a comparison gets, and the answer it gives."""
+"""The request that every system of a comparison gets, and its answer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 class Job:
     """One text to generate, the same for all systems.
 
-    module, options: the adapter and what makes it this system
-    model: a directory with dense safetensors and no end-of-text token, so that all texts are as
-        long; gguf: the file it was made of, if one was, and its twin in float32
+    module, options: the adapter and its options for this system
+    model: a directory with dense safetensors and no end token, so that all texts have the same
+        length
+    gguf: the file that the directory was made from, or its float32 counterpart; None without one
     prompt: token ids
-    device: "cpu" or "cuda:0"; memory_bytes: of the device, all of it if None
-    link_bytes_per_second: of an emulated link
-    acceptance: assumed of each drafted token where weights are random
+    device: "cpu" or "cuda:0"
+    memory_bytes: the memory of the device; None for all of it
+    link_bytes_per_second: the rate of an emulated link
+    acceptance: the assumed acceptance of each draft token, for random weights
     """
 
     module: str
@@ -45,14 +47,15 @@ class Job:
 
 @dataclass
 class Outcome:
-    """One text, timed; or the reason why there is none.
+    """The timing of one generated text, or the reason why there is none.
 
-    tokens: new token ids, None where a system does not give them
-    first_seconds: from the request to the first new token; token_seconds: of each one after
-    device_bytes: the peak of the device's memory, None where it is not counted (on a CPU, for all
-        systems but ours, which counts its emulated device)
+    tokens: new token ids, or None if the system does not give them
+    first_seconds: the time from the request to the first new token
+    token_seconds: the time for each token after it
+    device_bytes: the peak of the device's memory, or None if it is not counted; on a CPU only our
+        engine counts it, for its emulated device
     host_bytes: the peak of the process's resident memory, everything included
-    moved_bytes: to the device, per new token
+    moved_bytes: the bytes moved to the device for each new token
     refusal: why the system cannot run here
     """
 
@@ -73,4 +76,4 @@ class Outcome:
 
 
 class Refusal(Exception):
-    """A system cannot run here; the message says why."""
+    """A system cannot run here; the message gives the reason."""

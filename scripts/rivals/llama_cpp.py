@@ -1,4 +1,4 @@
-"""llama.cpp, through the wheel xllamacpp."""
+"""llama.cpp, through the xllamacpp wheel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rivals.job import Job, Outcome, Refusal
 
 
 def run(job: Job) -> Outcome:
-    """options: `kv_on_host`: whether KV and attention stay on the host, with layers on the GPU."""
+    """options: `kv_on_host` keeps KV and attention on the host, with layers on the GPU"""
     if not job.gguf:
         raise Refusal("it reads GGUF files, and the model is none")
     import xllamacpp

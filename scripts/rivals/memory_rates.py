@@ -1,4 +1,4 @@
-"""How fast this machine's memory is copied and read."""
+"""The rates at which this machine copies and reads memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _REPEATS = 5
 
 
 def memory_rates(threads: int) -> dict[str, float]:
-    """Bytes per second: of copies by one thread, and of reads by all; best of five."""
+    """Return bytes per second of copies by one thread and of reads by all, the best of five."""
     source = torch.ones(_BYTES // 4)
     target = torch.empty_like(source)
     before = torch.get_num_threads()
@@ -21,7 +21,7 @@ def memory_rates(threads: int) -> dict[str, float]:
         torch.set_num_threads(1)
         copied = _best(lambda: target.copy_(source))
         torch.set_num_threads(threads)
-        # A product with a vector reads a matrix once, as decoding does.
+        # A matrix-vector product reads the matrix once, as decoding does.
         matrix, vector = source.view(4096, -1), torch.ones(_BYTES // 4 // 4096)
         read = _best(lambda: matrix @ vector)
     finally:

@@ -1,4 +1,4 @@
-"""What the systems that run transformers' models have in common: loading, and timed generation."""
+"""Shared code of systems that run transformers' models: loading, and timed generation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rivals.job import Job, Outcome, Refusal
 
 
 def load(job: Job, path: str | None = None, **placing: Any) -> torch.nn.Module:
-    """Load the job's model, or the one at `path`. placing: arguments such as device_map; without
-    any the model goes to the job's device
+    """Load the job's model, or the one at `path`.
+
+    placing: arguments such as device_map; without any, the model goes to the job's device
     """
     from transformers import AutoModelForCausalLM
 
@@ -26,7 +27,7 @@ def load(job: Job, path: str | None = None, **placing: Any) -> torch.nn.Module:
 
 
 def prepare(job: Job) -> None:
-    """Set the threads and the cap of the GPU's memory, and silence transformers."""
+    """Set the threads and the GPU memory limit, and silence transformers."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     torch.set_num_threads(job.threads)
     import transformers
@@ -42,14 +43,14 @@ def prepare(job: Job) -> None:
 
 
 class Clock(BaseStreamer):
-    """When `generate` gave tokens: (seconds, how many there are). The prompt comes first."""
+    """A record of (seconds, tokens so far) for each output of `generate`, the prompt first."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
         self.seen: list[tuple[float, int]] = []
 
     def put(self, value: torch.Tensor) -> None:
-        # A GPU has them when the host reads one.
+        # Reading one value on the host waits until the GPU has produced the tokens.
         value.flatten()[-1].item()
         now = time.perf_counter() - self.began
         before = self.seen[-1][1] if self.seen else -value.numel()
@@ -60,7 +61,7 @@ class Clock(BaseStreamer):
 
 
 def sampling(job: Job) -> dict[str, Any]:
-    """Arguments of `generate`. Every text has its whole length: the model knows no end."""
+    """Return arguments of `generate`. Texts have the full length: the model has no end token."""
     arguments: dict[str, Any] = {"max_new_tokens": job.new_tokens, "do_sample": False}
     if job.temperature:
         arguments |= {"do_sample": True, "temperature": job.temperature, "top_p": 0.9, "top_k": 0}
@@ -68,7 +69,7 @@ def sampling(job: Job) -> dict[str, Any]:
 
 
 def generate(model: torch.nn.Module, job: Job, **arguments: Any) -> Outcome:
-    """Generate one text, after a short one that warms up."""
+    """Generate one text, after a short one for warm-up."""
     prompt = torch.tensor([job.prompt], device=job.device)
     mask = torch.ones_like(prompt)
     wanted = sampling(job)

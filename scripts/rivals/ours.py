@@ -1,4 +1,4 @@
-"""triforce-offload, by its Python interface."""
+"""triforce-offload, through its Python interface."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from rivals.job import Job, Outcome, Refusal
 
 
 def run(job: Job) -> Outcome:
-    """options: of the engine; `in_memory`: whether everything may be resident; `policies`: of the
-    published code, in place of ours; `resident_blocks`, `kv_slots`: of a placement that streams KV
+    """Run the job.
+
+    options: engine options; `in_memory`: whether everything may be resident; `policies`: policies
+        of the published code to use; `resident_blocks`, `kv_slots`: the placement of streamed KV
     """
     from rivals.published_policies import installed
     from triforce_core import Engine, SamplingParams
@@ -69,7 +71,7 @@ def run(job: Job) -> Outcome:
 
 
 class NoTokenizer:
-    """Takes the place of a tokenizer: texts are compared as tokens."""
+    """A replacement for a tokenizer, because texts are compared as tokens."""
 
     def encode(self, text: str) -> list[int]:
         raise RuntimeError("a prompt is tokens here")
@@ -80,8 +82,9 @@ class NoTokenizer:
 
 @contextlib.contextmanager
 def assumed(acceptance: float) -> Iterator[None]:
-    """Inside, every draft token is accepted with this probability, since the acceptance of random
-    weights says nothing. The speed is real; the text is not the model's.
+    """Accept every draft token with this probability.
+
+    The acceptance of random weights means nothing. The speed is real; the text is not the model's.
     """
     from triforce_core.decoding.acceptance import Draft, Verdict
     from triforce_core.requests import request

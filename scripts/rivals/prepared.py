@@ -1,4 +1,4 @@
-"""Make the directory that every system reads: dense safetensors of a model that never stops."""
+"""Make the model directory that every system reads: dense safetensors without an end token."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-# Numbers of a file of random weights.
+# The number of values in a file of random weights.
 _SHARD = 1 << 30
 _NOISE = 1_000_003
 _STD = 0.02
 
 
 def prepared(model: Path, folder: Path) -> Path:
-    """Return a checkpoint on disk as such a directory, made once in `folder`."""
+    """Return the directory for a checkpoint on disk; it is made once in `folder`."""
     stamp = f"{model.resolve()} {model.stat().st_mtime_ns}"
     target = folder / hashlib.sha256(stamp.encode()).hexdigest()[:16]
     if (target / "config.json").exists():
@@ -40,7 +40,7 @@ def prepared(model: Path, folder: Path) -> Path:
 
 
 def of_shape(name: str, config: dict[str, Any], dtype: str, folder: Path) -> Path:
-    """Return a directory with random weights of a shape, made once in `folder`."""
+    """Return a directory with random weights of a shape; it is made once in `folder`."""
     target = folder / f"{name}-{dtype}"
     if (target / "config.json").exists():
         return target
@@ -81,7 +81,7 @@ def _random(name: str, shape: tuple[int, ...], noise: torch.Tensor) -> torch.Ten
 
 
 def _dense(gguf: Path, folder: Path) -> dict[str, Any]:
-    """Write the numbers of a GGUF file densely; return the model's config."""
+    """Write the weights of a GGUF file as dense tensors. Return the model's config."""
     from transformers import AutoModelForCausalLM, utils
 
     utils.logging.disable_progress_bar()

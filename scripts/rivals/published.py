@@ -1,15 +1,15 @@
 """The cost of the published TriForce by the planner's constants, beside its authors' measurements.
 
 The paper measured five settings on RTX 4090s. The planner's costs of the published code must come
-to these figures; nothing is fitted to them.
+close to these figures; nothing is fitted to them.
 
     python scripts/rivals published
 
-Its offloading path (Infini-AI-Lab/TriForce, models/TP_llama.py, models/tensor_op.py and
+The published offloading path (Infini-AI-Lab/TriForce, models/TP_llama.py, models/tensor_op.py and
 utils/decoding.py) streams whole layers of KV through two buffers. For each streamed layer it
 synchronises the device, launches the layer's kernels, then the copy of the next layer, and
 synchronises again. Forwards are launched kernel by kernel (its README: no CUDA graphs with tensor
-parallelism on RTX 4090s). A step of the retrieval model verifies one token of llama-68m, over
+parallelism on RTX 4090s). A step of the retrieval level verifies one token of llama-68m and covers
 gamma + 1 positions.
 """
 
@@ -35,22 +35,22 @@ from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.machine.profiles import named
 
 DRAFTER = "llama-68m"
-# Kernels of a layer: 16 of two norms, 3 + 1 + 3 products, 12 of the rotation, 4 of the cache, 2 of
-# attention, 2 all-reduces, 2 sums, 2 of the MLP (models/tensor_op.py).
+# Kernels of a layer: 16 for two norms, 3 + 1 + 3 products, 12 for the rotation, 4 for the cache, 2
+# for attention, 2 all-reduces, 2 sums, 2 for the MLP (models/tensor_op.py).
 LAYER_LAUNCHES = 47
 KV_BUFFERS = 2
 SPARE_TOKENS = 32
 PROMPT_TOKENS, NEW_TOKENS = 130048, 256
-# What the second row of the table implies, bytes a second; see docs/planner.md.
+# Bytes per second, as the second row of the table implies; see docs/planner.md.
 LINK_BYTES_PER_SECOND = 25.4e9
-# A card may hold so many bytes: the layers that TriForce's README keeps resident for 7B make 21.9
-# to 22.2 GB.
+# The memory of a card: the layers that TriForce's README keeps resident for 7B take 21.9 to 22.2
+# GB.
 MOST_BYTES = 22.2e9
 
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """A setting of the paper, with its seconds per token. gamma: 0 without drafts."""
+    """A setting of the paper. seconds: per token. gamma: the draft length, 0 without drafts"""
 
     model: str
     gpus: int
@@ -71,7 +71,11 @@ PAPER = (
 
 @dataclass(frozen=True)
 class Published:
-    """resident_layers: whose KV stays on the device; the first ones. gamma: 0 for no drafts."""
+    """The published code in one setting.
+
+    resident_layers: the number of layers, from the first, whose KV stays on the device
+    gamma: the draft length, 0 without drafts
+    """
 
     case: Case
     budget: int
@@ -84,7 +88,7 @@ class Published:
             raise UsageError(f"resident layers must be 0 to {layers}, got {self.resident_layers}")
 
     def check(self) -> None:
-        """Raises UsageError, or DoesNotFitError."""
+        """Raise UsageError or DoesNotFitError if the setting is impossible."""
         self.case.check()
         available = self.case.hardware.memory_bytes
         if self.device_bytes > available:
@@ -97,10 +101,10 @@ class Published:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of a GPU: weights, buffers, resident layers of KV, retrieval cache, drafter."""
+        """Bytes on one GPU: weights, buffers, KV of resident layers, retrieval cache, drafter."""
         case, rank = self.case, self.case.rank
         whole, own = (dense_layouts(config, case.dtype) for config in (case.config, rank))
-        # Each card has the ends whole.
+        # Each card holds the embedding and the head in full.
         weights = own.layers_bytes + whole.nbytes - whole.layers_bytes
         kv = (KV_BUFFERS + self.resident_layers) * self._layer_kv(case.context + SPARE_TOKENS)
         if not self.gamma:
@@ -127,7 +131,8 @@ class Published:
     def pass_seconds(self) -> float:
         tokens, streamed = self.gamma + 1, len(self.case.config.layers) - self.resident_layers
         compute = self._layer(tokens, self.case.length)
-        # The first streamed layer's copy and the resident layers are on one stream, one by one.
+        # The resident layers and the copy of the first streamed layer run one after another on one
+        # stream.
         seconds = self.resident_layers * compute + self._costs.head(tokens)
         if streamed:
             copy = self.link_seconds / streamed
@@ -138,14 +143,14 @@ class Published:
 
     @cached_property
     def step_seconds(self) -> float:
-        """A step of the retrieval model, over gamma + 1 positions."""
+        """Seconds of a step of the retrieval level, over gamma + 1 positions."""
         tokens = self.gamma + 1
         layers = len(self.case.config.layers) * self._layer(tokens, self.budget + tokens)
         return layers + self._costs.head(tokens) + self._costs.round
 
     @cached_property
     def drafter_seconds(self) -> float:
-        """A token of llama-68m over its window, kernel by kernel."""
+        """Seconds of a token of llama-68m over its window, launched kernel by kernel."""
         small = Costs(read_shape(DRAFTER), self.case.dtype, self.case.hardware)
         launches = len(small.config.layers) * LAYER_LAUNCHES + PLAIN.distribution
         work = small.resident_forward(1, SINKS + WINDOW)
@@ -153,7 +158,7 @@ class Published:
 
     @property
     def draft_seconds(self) -> float:
-        """Each step gives its own token and the one before it if that held."""
+        """Seconds of drafting. A step gives its own token, and the one before it if accepted."""
         if not self.gamma:
             return 0.0
         steps = self.gamma / (1 + self._inner)
@@ -172,7 +177,7 @@ class Published:
         return self.case.costs
 
     def _layer(self, tokens: int, keys: int) -> float:
-        """A layer's compute with all-reduces; the host's launching, if that takes longer."""
+        """Seconds of a layer with all-reduces, or of the host's launches if they take longer."""
         costs = self._costs
         work = costs.before(tokens, recorded=True) + costs.after(tokens, recorded=True)
         work += costs.attend(tokens, keys, recorded=True)
@@ -186,7 +191,7 @@ class Published:
 
 
 def as_published(row: PublishedRow) -> Published:
-    """A row of the paper on RTX 4090s, at the acceptance that its figures imply (.95)."""
+    """Return a row of the paper on RTX 4090s, at the acceptance that its figures imply (.95)."""
     hardware = replace(named("rtx4090"), gpus=row.gpus, link_bytes_per_second=LINK_BYTES_PER_SECOND)
     curve = AcceptanceCurve(
         outer=0.95,

@@ -1,7 +1,7 @@
-"""Policies of the published TriForce in our engine, one at a time: an ablation.
+"""Policies of the published TriForce in our engine, one at a time, for an ablation.
 
-The code that was read is Infini-AI-Lab/TriForce at 164c8c0 (models/cache.py, utils/decoding.py).
-Options of the engine are not here: mean keys, fixed lengths, blocks as long as a layer.
+They follow Infini-AI-Lab/TriForce at 164c8c0 (models/cache.py, utils/decoding.py). Policies that
+the engine has as options are not here: mean keys, fixed lengths, blocks as long as a layer.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ BY_LAYERS = "resident by layers"
 
 @contextlib.contextmanager
 def installed(policies: Sequence[str], blocks_of_layer: int) -> Iterator[None]:
-    """Inside, the engines of this process have these policies. blocks_of_layer: KV blocks of a
-    whole text in a layer
+    """Give the engines of this process some of these policies.
+
+    blocks_of_layer: the number of KV blocks of a full context in one layer
     """
     with contextlib.ExitStack() as stack:
         for policy in policies:
@@ -30,7 +31,7 @@ def installed(policies: Sequence[str], blocks_of_layer: int) -> Iterator[None]:
 
 
 def _chosen_once(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
-    """Chunks keep the scores that the prompt gave them; new ones have none."""
+    """Chunks keep the scores that they had after prefill; new chunks have none."""
     from triforce_core.decoding.drafters.retrieval import RetrievalCache
 
     score, begin = RetrievalCache._current_scores, RetrievalCache.begin
@@ -53,7 +54,7 @@ def _chosen_once(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
 
 
 def _by_layers(blocks_of_layer: int) -> list[tuple[Any, str, Any]]:
-    """The device holds the KV of whole layers, the first ones."""
+    """The device holds the KV of whole layers, starting with the first."""
     from triforce_offload import runtime
     from triforce_offload.kv import sequence
 

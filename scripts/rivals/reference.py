@@ -1,4 +1,4 @@
-"""The text that all lossless systems must give, and how sure the model was of each token."""
+"""The text that all lossless systems must give, and the logits of each token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from rivals.models import load, sampling
 
 
 def run(job: Job) -> Outcome:
-    """options: `path`: of a file that gets tokens [n] and the logits before each, [n, vocab]."""
+    """Generate the reference.
+
+    options: `path` is the file for the tokens [n] and the logits before each token, [n, vocab]
+    """
     model = load(job)
     prompt = torch.tensor([job.prompt], device=job.device)
     with torch.inference_mode():
@@ -28,8 +31,10 @@ def run(job: Job) -> Outcome:
 
 
 def difference(path: str, tokens: list[int]) -> tuple[int, float] | None:
-    """Where a text first differs from the reference, and by how much the model preferred its own
-    token there; None if it does not.
+    """Return where tokens first differ from the reference, and the gap of the reference's logits.
+
+    The gap is the logit of the reference's token minus that of the other token. It is NaN if only
+    the lengths differ. Return None if the tokens are the same.
     """
     with np.load(path) as kept:
         for i, (own, theirs) in enumerate(zip(kept["tokens"], tokens, strict=False)):

@@ -1,4 +1,4 @@
-"""Run a job in a process of its own."""
+"""Run a job in a separate process."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ OWN_PYTHON = SCRIPTS.parent / ".venv-rivals" / "bin" / "python"
 
 
 def run(job: Job, log: Path, limit_seconds: float, *, own_packages: bool) -> Outcome:
-    """Run a job and wait for it. Its output goes to `log`. If it fails, the outcome says why."""
+    """Run a job and wait for it. Write its output to `log`.
+
+    If the job fails, the outcome gives the reason.
+    """
     python = OWN_PYTHON if own_packages else Path(sys.executable)
     if not python.exists():
         return Outcome(refusal="not installed: bash scripts/setup_rivals.sh")
     environment = {
         **os.environ,
-        # What it builds with (ninja) lies beside its python.
+        # The tools that it builds with, such as ninja, are beside its python.
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "OMP_NUM_THREADS": str(job.threads),
         "TOKENIZERS_PARALLELISM": "false",

@@ -13,14 +13,18 @@ GROUPS = {
     OFFLOADED: "in the same memory, which does not hold everything",
     ABLATION: "KV over a slow link: our engine, with what the published code does otherwise",
 }
-# Of the ablation's emulated link: a pass takes several times what computing it takes.
+# The rate of the ablation's emulated link: a pass takes several times as long as its compute.
 ABLATION_LINK = 100e6
 ABLATION_BLOCK = 128
 
 
 @dataclass(frozen=True)
 class System:
-    """module, options: of its adapter. refusal: why it cannot run, on any machine"""
+    """A system of a comparison.
+
+    module, options: the adapter and its options
+    refusal: why it cannot run, on any machine
+    """
 
     group: str
     module: str
@@ -29,19 +33,22 @@ class System:
 
     @property
     def own_packages(self) -> bool:
-        """Whether it is installed in .venv-rivals."""
+        """Whether the system is installed in .venv-rivals."""
         return self.module in ("deepspeed_zero", "llama_cpp")
 
     @property
     def lossless(self) -> bool:
-        """Whether its greedy text must be the model's in float32."""
+        """Whether its greedy text must equal the text of the model in float32."""
         return self.module != "llama_cpp"
 
 
 def systems(
     prompt_tokens: int, new_tokens: int, assistant: str, *, is_gguf: bool
 ) -> dict[str, System]:
-    """Return all systems, for texts of one length. assistant: path of a small model, or empty"""
+    """Return all systems, for texts of one length.
+
+    assistant: the path of a draft model, or empty
+    """
     no_file = None if is_gguf else "it reads GGUF files, and the model is none"
     no_model = None if assistant else "it needs a small model of this vocabulary: --assistant"
     hf, accelerate, deepspeed = "transformers_generate", "accelerate_offload", "deepspeed_zero"
@@ -74,8 +81,9 @@ def systems(
 
 
 def _ablation(prompt_tokens: int, new_tokens: int) -> dict[str, System]:
-    """Return our engine with one more policy of the published code in each row; about a quarter of
-    the KV is resident.
+    """Return our engine with one more policy of the published code in each row.
+
+    About a quarter of the KV is resident.
     """
     layers_resident = 8
     text_tokens = prompt_tokens + new_tokens
@@ -111,9 +119,9 @@ def _ablation(prompt_tokens: int, new_tokens: int) -> dict[str, System]:
 
 
 def chosen(names: list[str], known: dict[str, System]) -> list[str]:
-    """Return the systems that names stand for: names, beginnings of names, groups, or "all".
+    """Return the systems that match: names, beginnings of names, groups, or "all".
 
-    Raises KeyError for a name that stands for none.
+    Raises KeyError for a name that matches none.
     """
     found = []
     for name in names:

@@ -1,5 +1,6 @@
-"""transformers `generate`, weights on the device: plain, with its cache in host memory, with prompt
-lookup, or with a small model that drafts.
+"""transformers `generate` with the weights on the device, in four variants.
+
+The variants are plain decoding, a KV cache in host memory, prompt lookup, and a draft model.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from rivals.models import generate, load
 
 
 def run(job: Job) -> Outcome:
-    """options: arguments of `generate`; `assistant`: the path of a small model."""
+    """options: arguments of `generate`; `assistant` is the path of a draft model"""
     options = dict(job.options)
     if options.get("cache_implementation") == "offloaded" and job.device == "cpu":
         raise Refusal("it needs a CUDA GPU")

@@ -1,4 +1,4 @@
-"""Run one job in a process of its own: `python -m rivals.worker`, the job on standard input.
+"""Run one job in a separate process: `python -m rivals.worker`, with the job on standard input.
 
 The last line of its standard output is the outcome, after a mark.
 """
@@ -29,7 +29,10 @@ def work() -> None:
 
 
 def _most_resident_bytes() -> int | None:
-    """Linux alone says. The peak of `getrusage` includes the process that started this one."""
+    """Return the peak of resident memory, or None on systems other than Linux.
+
+    `getrusage` would not do: its peak includes the process that started this one.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

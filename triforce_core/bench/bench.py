@@ -1,7 +1,8 @@
-"""`triforce bench`: how long the parts of a request take, for any shape, with random weights.
+"""`triforce bench`: time the parts of a request with random weights of any shape.
 
-Each figure is a median of repeated runs, beside the least that the hardware allows (its floor) at
-rates measured in the same process: of the link, of copies on the device, of matrix products.
+Each figure is the median of repeated runs, next to its floor: the least time that the hardware
+allows, at rates of the link, of copies on the device and of matrix products measured in the same
+process.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from triforce_offload.units import format_bytes
 
 _PARAMS = SamplingParams(max_new_tokens=1, temperature=0.6, top_p=0.9)
 _LINK_BYTES = 512 << 20
-# Prompts and tokens after them that take longer are not repeated as often as asked.
+# Prefill and decode runs stop repeating once they have taken this long.
 _LONG_SECONDS = 20.0
-# Copies and products that are timed together, so that launching and waiting weigh little.
+# Copies and products timed together, so that launches and waits weigh little.
 _AT_ONCE = 8
 
 
 class Bench:
-    """A model of random weights, loaded as any other, and the tests over it."""
+    """A model with random weights, loaded like any other, and the tests that time it."""
 
     def __init__(
         self,
@@ -55,9 +56,8 @@ class Bench:
         config: EngineConfig,
         resources: ExitStack,
     ) -> None:
-        """shape, draft_shape: of the model, and of the drafter or None for none. config: its method
-        is the benchmark's own.
-
+        """shape, draft_shape: the shapes of the model and the draft model; None for no draft model
+        config: the engine's config, whose method is replaced by the benchmark's own
         Raises DoesNotFitError or UsageError.
         """
         self.settings = settings
@@ -67,9 +67,10 @@ class Bench:
             draft_tokens=max(settings.draft_tokens, settings.new_tokens),
             budget=settings.budget,
         )
-        # The drafter speaks the model's tokens, whatever its own shape says.
+        # The draft model uses the model's vocabulary, whatever its own shape says.
         drafter = draft_shape and RandomCheckpoint(replace(draft_shape, vocab=shape.vocab))
-        # A run over the random context keeps a token; twice, for warming up and for both lengths.
+        # Each run over the random context keeps one token. There is room for twice the runs at both
+        # pass lengths, warm-up included.
         room = 4 * (settings.repeats + 2) + settings.new_tokens
         self.models = load(
             RandomCheckpoint(shape),
@@ -84,7 +85,7 @@ class Bench:
         self._device = self.runtime.memory.device
 
     def rows(self) -> Iterator[Row]:
-        """Runs the tests, one after another. Tests that this model has no level for give no row."""
+        """Run the tests one after another. Tests of levels that the model lacks give no row."""
         tests = self.settings.tests
         with torch.inference_mode(), self.runtime.memory.current():
             if "link" in tests:
@@ -93,7 +94,7 @@ class Bench:
                 yield from self._host()
             if {"pass", "retrieval"} & set(tests):
                 if "retrieval" in tests:
-                    # Now: a context leaves no room for it.
+                    # Measure this now: a context leaves no memory for it.
                     _ = self.device_copy_bytes_per_second
                 yield from self._over_random_context()
             if "drafter" in tests and self.models.small:
@@ -103,7 +104,7 @@ class Bench:
 
     @cached_property
     def device_copy_bytes_per_second(self) -> float:
-        """The rate of a large copy within the device, bytes read and bytes written together."""
+        """The rate of a large copy within the device, counting bytes read and bytes written."""
         size = (1 << 30) if self._device.type == "cuda" else (64 << 20)
         size = min(size, self.runtime.memory.available_bytes // 4)
         source, target = (
@@ -141,7 +142,7 @@ class Bench:
                 yield Row("link", what, seconds, count * size / 1e9, "GB/s")
 
     def _host(self) -> Iterator[Row]:
-        """Host memory of a whole context, which texts then take from."""
+        """Time the reservation of host memory for the streamed KV of a full context."""
         runtime, blocks = self.runtime, self.runtime.host_blocks
         kv = runtime.plan.kv
         streamed = kv.blocks - kv.resident
@@ -172,7 +173,7 @@ class Bench:
             context.close()
 
     def _pass(self, context: Context, tokens: int) -> Row:
-        """From the end of one pass to the end of the next, whose copies begin in between."""
+        """Time passes, each from the end of the previous one. Its copies begin in between."""
         ask, sequence = Ask(self._tokens(tokens)), context.sequence
 
         def verify() -> None:
@@ -241,7 +242,7 @@ class Bench:
         prompt = self._tokens(settings.context).tolist()
         prefills: list[float] = []
         decodes: list[float] = []
-        # Plain decoding, without any level that drafts.
+        # Plain decoding, without drafting levels.
         plain = replace(self.models, method=MethodSettings("autoregressive"), budget=0)
         context = Context(plain)
         try:
@@ -281,9 +282,9 @@ class Bench:
     def _times(
         self, run: Callable[[], Any], repeats: int | None = None, *, before: int = 1
     ) -> tuple[float, ...]:
-        """Seconds of each of `repeats` runs, after some that warm up.
+        """Return the seconds of each of `repeats` runs, after `before` warm-up runs.
 
-        Each begins where the one before ended: copies go on between them.
+        Each run begins where the previous one ended, because copies continue between them.
         """
         ends = [time.perf_counter()]
         for _ in range(before + (repeats or self.settings.repeats)):
@@ -293,13 +294,13 @@ class Bench:
         return tuple(end - began for began, end in pairwise(ends))[before:]
 
     def _settle(self) -> None:
-        """Waits for what was launched, not for copies that run ahead of it."""
+        """Wait for launched kernels, but not for copies that run ahead of them."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
 
 def _repeated(run: Callable[[], Any]) -> Callable[[], None]:
-    """Several times in a row."""
+    """Return a function that calls `run` _AT_ONCE times."""
 
     def repeated() -> None:
         for _ in range(_AT_ONCE):

@@ -9,7 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """One figure. amount / seconds is its rate; floor_seconds: the least its hardware allows."""
+    """One figure. Its rate is amount / seconds.
+
+    floor_seconds: the least time that the hardware allows
+    """
 
     test: str
     what: str

@@ -1,4 +1,4 @@
-"""What `triforce bench` times."""
+"""Settings of `triforce bench`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ TESTS = ("link", "pass", "retrieval", "drafter", "prefill", "decode")
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Raises UsageError for values out of range.
+    """Settings of `triforce bench`. Raises UsageError for values out of range.
 
-    shape, draft_shape: as `read_shape` takes them; draft_shape may be "none"
-    context: tokens in the KV cache before what is timed. draft_tokens: verified by a pass.
-    budget: as MethodSettings has it
-    new_tokens: decoded one by one after the prompt that `prefill` and `decode` read
+    shape, draft_shape: shapes that `read_shape` accepts; draft_shape may be "none"
+    context: the tokens in the KV cache before the timed work
+    draft_tokens: the draft tokens that a pass verifies
+    budget: as in MethodSettings
+    new_tokens: the tokens decoded one by one after the prompt of `prefill` and `decode`
     """
 
     shape: str = "smollm2-135m"

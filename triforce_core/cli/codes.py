@@ -1,4 +1,4 @@
-"""Exit codes that no error carries. Those of signals are 128 and their number."""
+"""Exit codes that no error class carries. The code of a signal is 128 plus its number."""
 
 OUTPUT_FAILED = 5
 INTERRUPTED = 130

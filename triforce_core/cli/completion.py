@@ -1,4 +1,4 @@
-"""`triforce completion`: a script by which a shell completes commands, options and files."""
+"""`triforce completion`: print a shell script that completes commands, options and files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shtab
 
 
 def completion(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for a shell. parser: of the whole command line"""
+    """Return the completion script. parser: the parser of the whole command line"""
     for action in _actions(parser):
         named = str(action.metavar or "")
         if any(kind in named for kind in ("FILE", "MODEL")):
@@ -18,7 +18,7 @@ def completion(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Those of a parser and of its commands."""
+    """Yield the actions of a parser and of its commands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

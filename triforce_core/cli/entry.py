@@ -1,4 +1,4 @@
-"""The command `triforce`, from its first moment."""
+"""The entry point of the `triforce` command, from the start of the process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triforce_core.cli.terminal.leaving import leave_at_once, leave_with
 
 
 def main() -> int:
-    """Runs the command line, and returns its exit code."""
+    """Run the command line and return its exit code."""
     leave_at_once()
     from triforce_core.cli.main import main
 
@@ -18,6 +18,6 @@ def main() -> int:
     finally:
         waiting = sys.modules.get("triforce_offload.link.waiting")
         if waiting and waiting.hangs():
-            # The driver, asked to let go of the device, would wait for it.
+            # The device hangs: a normal exit releases it, and the driver would wait for it.
             leave_with(code)
     return code

@@ -1,4 +1,4 @@
-"""`triforce env`: what was found on this machine."""
+"""`triforce env`: describe this machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from triforce_offload.units import format_bytes
 
 
 def print_machine(*, probe: bool) -> None:
-    """What `triforce env` found: the report is what was asked for, so it goes to stdout.
+    """Print a description of the machine to stdout, because the description is the command's
+    result.
 
-    probe: whether rates are measured, and what was measured before is forgotten
+    probe: whether to discard cached rates and measure them again
     """
     machine = inspect_machine()
     table = Table(show_header=False)

@@ -1,4 +1,4 @@
-"""The command line. Standard output is generated text only; everything else goes to stderr."""
+"""The command line. Standard output carries generated text only; everything else goes to stderr."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from triforce_offload.errors import TriforceError, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 1, 2 usage, 3 does not fit, 4 bad checkpoint,
-    5 output that could not be written, 128 and its number for a signal, 141 a reader that left.
+    """Run one command and return its exit code.
+
+    The code is 0 for success, 1 for other errors, 2 for wrong usage, 3 if the model does not fit, 4
+    for a bad checkpoint, 5 if the output cannot be written, 128 plus the number of a signal, or 141
+    if the reader of the output has gone.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    # What is wrong with the arguments is said as they ask for.
+    # Errors in the arguments themselves are also logged in the format that they select.
     log_lines(as_json="--log-json" in argv)
     parser, commands = _parser()
     try:
@@ -126,7 +129,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The whole parser, and those of the commands."""
+    """Return the parser, and the parser of each command by name."""
     parser = Parser(
         prog="triforce",
         description="Lossless generation from models whose KV cache or weights do not fit the GPU.",
@@ -185,7 +188,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not of what is off or said in words."""
+    """A help formatter that omits defaults that are None or False."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False:

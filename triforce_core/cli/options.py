@@ -1,4 +1,4 @@
-"""Options that stand for fields of settings: their defaults are those of the classes."""
+"""Command-line options for the fields of settings classes, whose defaults they take."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from triforce_core.settings import (
 )
 from triforce_offload.errors import UsageError
 
-# The flags of a context's length, in every command.
+# The flags for the context length, in every command.
 CONTEXT_FLAGS = ("-c", "--ctx-size", "--context")
-# For `-n -1`: generate until the text ends or the context is full.
+# The value of `-n -1`: generate until the text ends or the context is full.
 UNTIL_FULL = sys.maxsize
 
 
@@ -39,12 +39,13 @@ def add_option(
     expert: bool = False,
     **options: Any,
 ) -> None:
-    """Add an option for a field of a settings class. The namespace has it only where it was given.
+    """Add an option for a field of a settings class.
 
-    text: for the help, to which the default is added if there is one
-    flags: by the field's name if none are given
+    The namespace contains the field only if the option is given.
+    text: the help text, to which the default is added if there is one
+    flags: the flags; derived from the field's name by default
     expert: whether `--help` leaves it out
-    options: of `add_argument`
+    options: further arguments of `add_argument`
     """
     (default,) = (field.default for field in fields(settings) if field.name == name)
     if default not in (None, MISSING, ()) and not isinstance(default, bool):
@@ -56,13 +57,13 @@ def add_option(
 
 
 def given(args: argparse.Namespace, *settings: type) -> dict[str, Any]:
-    """What was given of the fields of some classes."""
+    """Return the fields of some classes that were given on the command line."""
     names = {field.name for each in settings for field in fields(each)}
     return {name: value for name, value in vars(args).items() if name in names}
 
 
 def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams:
-    """What was given of it. Raises UsageError."""
+    """Return the sampling parameters that were given, over `defaults`. Raises UsageError."""
     values = {**defaults, **given(args, SamplingParams)}
     for name in ("grammar", "json_schema"):
         if name in values:
@@ -75,13 +76,16 @@ def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams
 
 
 def engine_config(args: argparse.Namespace, config: EngineConfig | None = None) -> EngineConfig:
-    """A config with what was given of it. Raises UsageError."""
+    """Return a config with the settings that were given. Raises UsageError."""
     changes = given(args, EngineConfig, MachineSettings, MethodSettings)
     return (config or EngineConfig()).changed(**changes)
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> Options:
-    """Add the group of the device, its link, and how weights and KV are stored. Return it."""
+    """Add the options of the device, its link and the formats of weights and KV.
+
+    Return their group.
+    """
     group = parser.add_argument_group("memory and placement")
     _add_device(group)
     add_explained_options(parser)
@@ -132,7 +136,7 @@ def _add_device(group: Options) -> None:
 
 
 def _add_formats(group: Options) -> None:
-    """How weights and KV are stored."""
+    """Add the options for the formats of weights and KV."""
 
     def add(name: str, text: str, **options: Any) -> None:
         add_option(group, EngineConfig, name, text, **options)
@@ -158,7 +162,7 @@ def _add_formats(group: Options) -> None:
 
 
 def add_explained_options(parser: argparse.ArgumentParser) -> None:
-    """Options of llama.cpp that have no counterpart, which a sentence says."""
+    """Add options of llama.cpp that have no counterpart here; using one explains why."""
     parser.add_argument(
         *("-ngl", "--gpu-layers", "--n-gpu-layers"),
         nargs="?",
@@ -171,24 +175,24 @@ def add_explained_options(parser: argparse.ArgumentParser) -> None:
 
 
 def new_tokens(text: str) -> int:
-    """A number of new tokens; -1 is UNTIL_FULL."""
+    """Parse a number of new tokens; -1 gives UNTIL_FULL."""
     number = int(text)
     return UNTIL_FULL if number == -1 else number
 
 
 def seed(text: str) -> int | None:
-    """A seed; None, which draws one, for -1."""
+    """Parse a seed; -1 gives None, which draws a seed."""
     number = int(text)
     return None if number == -1 else number
 
 
 def draft_length(text: str) -> int | str:
-    """A draft length: a number or auto."""
+    """Parse a draft length: a number or "auto"."""
     return _number_or(text, AUTO)
 
 
 def tree_nodes(text: str) -> int | str:
-    """Tokens of a draft that branches: a number, auto or off."""
+    """Parse the number of nodes in a draft tree: a number, "auto" or "off"."""
     return _number_or(text, AUTO, OFF)
 
 

@@ -1,4 +1,4 @@
-"""An argument parser that says what is wrong in one line, and what may have been meant."""
+"""An argument parser with one-line errors that suggest the closest known name."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def for_experts(action: argparse.Action) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Mistakes end with one line on stderr and exit code 2. Abbreviated options are mistakes."""
+    """A parser that ends with one line on stderr and exit code 2. Abbreviations are errors."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def format_help(self, *, everything: bool = False) -> str:
-        """Return the help. everything: options for experts too."""
+        """Return the help. everything: whether to include options for experts"""
         rare = [action for action in self._actions if getattr(action, "for_experts", False)]
         if everything or not rare:
             return super().format_help()
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2)
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse does; what a command does not know is said by that command."""
+        """Parse arguments as argparse does. Each command reports its own unknown arguments."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             command = getattr(parsed, "parser", self)
@@ -62,14 +62,14 @@ class Parser(argparse.ArgumentParser):
         if unknown := _UNKNOWN.search(message):
             flag = unknown[1].split("=")[0].partition(" ")[0]
             flags = [name for name in self._option_string_actions if name.startswith("--")]
-            # What an abbreviation may stand for is said, and never guessed.
+            # An abbreviation is not expanded; the error names the flags it may stand for.
             begun = [name for name in flags if flag.startswith("--") and name.startswith(flag)]
             return f" (did you mean {' or '.join(begun)}?)" if begun else _nearest(flag, flags)
         return ""
 
 
 class HelpAll(argparse.Action):
-    """Prints the help with options for experts, and exits."""
+    """Print the help, with options for experts, and exit."""
 
     def __call__(
         self,
@@ -84,7 +84,7 @@ class HelpAll(argparse.Action):
 
 
 class Explained(argparse.Action):
-    """An option of another program that is refused with a sentence: its `const`."""
+    """An option of another program that is rejected with an explanation, its `const`."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Commands whose model several GPUs share, those among them that torchrun starts."""
+"""Command-line support for several GPUs, including ranks started by torchrun."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from triforce_core.settings import EngineConfig
 
 
 def followed(*, quiet: bool) -> int | None:
-    """Follows to the end, if torchrun started this process beside the rank that leads, and returns
-    the exit code; else None, at once.
+    """Run a follower rank to its end if torchrun started this process as one.
+
+    Return its exit code, or None for the leader and for a process without torchrun.
     """
     world = World.of_environment()
     if world is None or not world.rank:
@@ -23,7 +24,7 @@ def followed(*, quiet: bool) -> int | None:
 
 
 def of_world(config: EngineConfig) -> EngineConfig:
-    """With as many GPUs as torchrun has started ranks, unless it says how many."""
+    """Return the config with one GPU for each rank of torchrun, unless it sets a number of GPUs."""
     world = World.of_environment()
     if world is None or config.machine.gpus > 1:
         return config

@@ -1,7 +1,8 @@
-"""Settings that a person keeps: a TOML file and TRIFORCE_* variables, as flags before those given.
+"""User settings from a TOML file and TRIFORCE_* variables, inserted before the command's flags.
 
-A key is a flag's long name without its dashes. At the top of the file it holds for `generate`,
-`chat` and `serve`, as far as these know it; in a table of a command's name for that one alone.
+A key is a flag's long name without its dashes. A key at the top of the file applies to those of
+`generate`, `chat` and `serve` that have the flag; a key in a table applies to the command of that
+name.
 """
 
 from __future__ import annotations
@@ -18,24 +19,26 @@ from triforce_offload.errors import UsageError
 
 PREFIX = "TRIFORCE_"
 FILE_VARIABLE = "TRIFORCE_SETTINGS"
-# Variables that are no flags: which kernels run, a server's key, and what a leader tells its ranks.
+# Variables that are not flags: the choice of kernels, the server's key, the leader's settings for
+# its ranks and those of the tests.
 _OTHERS = {
     *("TRIFORCE_KERNELS", "TRIFORCE_API_KEY", FILE_VARIABLE),
     *("TRIFORCE_LEADER", "TRIFORCE_LEADER_ADDRESS"),
     *("TRIFORCE_DRAWS", "TRIFORCE_MUTANTS", "TRIFORCE_SCHEDULES"),
 }
-# Commands that settings at the top of the file are for.
+# The commands that keys at the top of the file apply to.
 _COMMON = ("generate", "chat", "serve")
-# What is said for each run, and not once for all.
+# Flags that are given for each run and cannot be set.
 _NOT_KEPT = {"--help", "--model", "--api-key"}
 
 
 def kept_flags(
     command: str, parsers: Mapping[str, argparse.ArgumentParser], environ: Mapping[str, str]
 ) -> list[str]:
-    """Flags for a command by the settings that are kept, the weakest first.
+    """Return the flags that the settings give a command. Later ones take precedence.
 
-    parsers: of each command. Raises UsageError, naming the key and the nearest that there is.
+    parsers: the parser of each command
+    Raises UsageError for an unknown key; the error suggests the closest known key.
     """
     known = {name: _flags(parser) for name, parser in parsers.items()}
     return [
@@ -45,7 +48,7 @@ def kept_flags(
 
 
 def settings_path(environ: Mapping[str, str]) -> Path:
-    """Where the file is, if there is one."""
+    """Return the path of the settings file, which may not exist."""
     if given := environ.get(FILE_VARIABLE):
         return Path(given).expanduser()
     base = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
@@ -53,7 +56,7 @@ def settings_path(environ: Mapping[str, str]) -> Path:
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Actions by their flags' names."""
+    """Return the actions of a parser by the names of their flags."""
     return {
         flag[2:]: action
         for flag, action in parser._option_string_actions.items()
@@ -137,7 +140,7 @@ def _nearest(name: str, known: Any, shown: Any = str) -> str:
 
 
 def with_kept(argv: list[str], parsers: Mapping[str, argparse.ArgumentParser]) -> list[str]:
-    """Arguments of the command line with what is kept behind its command. Raises UsageError."""
+    """Return the command line with flags from the settings after its command. Raises UsageError."""
     if not argv or argv[0] not in parsers or {"-h", "--help"} & set(argv):
         return argv
     return [argv[0], *kept_flags(argv[0], parsers, os.environ), *argv[1:]]

@@ -1,4 +1,4 @@
-"""`triforce verify`: what is wrong with a model on disk, a line each."""
+"""`triforce verify`: print the problems of a model on disk, one per line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triforce_offload.errors import CheckpointError
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Prints what was found. Returns the exit code: that of a bad checkpoint if there was any."""
+    """Print the problems found. Return the exit code, that of a bad checkpoint if there are any."""
     path, found = resolve(args.model), 0
     console = Console(stderr=True, quiet=logs_json())
     with console.status("looking at the headers") as status:

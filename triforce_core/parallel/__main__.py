@@ -1,11 +1,11 @@
-"""A rank that another one started."""
+"""A rank that rank 0 started."""
 
 import sys
 
 from triforce_core.parallel.world import heed_the_leader
 
 if __name__ == "__main__":
-    # Before torch is imported, which takes seconds.
+    # Do this before torch is imported, which takes seconds.
     heed_the_leader()
     from triforce_core.parallel.follower import main
 

@@ -1,4 +1,4 @@
-"""What ranks compute together, from device to device, by torch.distributed."""
+"""Collective operations between the devices of all ranks, with torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from triforce_offload.link.waiting import come
 
 
 def is_own(error: Exception) -> bool:
-    """Whether an error of a call to other ranks is this device's own: its memory, a fault of it, or
-    a call that cannot be recorded as part of a graph.
+    """Return whether an error during a collective comes from this device itself.
+
+    Such errors are out of memory, a fault of the device, and a call that a graph cannot record.
     """
     faults = (torch.OutOfMemoryError, torch.AcceleratorError)
     return isinstance(error, faults) or (
@@ -23,15 +24,18 @@ def is_own(error: Exception) -> bool:
 
 
 class Collectives:
-    """NCCL where each rank has a GPU of its own; gloo on CPUs, and through host memory where ranks
-    share a GPU.
+    """The collectives of one rank.
+
+    They use NCCL if each rank has a GPU of its own, else gloo; ranks that share a GPU go through
+    host memory.
     """
 
     def __init__(
         self, store: dist.Store, rank: int, ranks: int, device: torch.device, *, own_device: bool
     ) -> None:
-        """Waits for all ranks. own_device: whether no other rank computes on it.
+        """Wait for all ranks and create the group.
 
+        own_device: whether no other rank uses the device
         Raises RuntimeError.
         """
         self._rank, self._ranks = rank, ranks
@@ -39,7 +43,7 @@ class Collectives:
         self._aborting = threading.Lock()
         self._nccl = nccl = device.type == "cuda" and own_device
         if nccl:
-            # What ends a hung call is `abort`, and not torch, which would end the process.
+            # `abort` ends a hung call; torch's own handling would end the process.
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._through_host = device.type == "cuda" and not nccl
         dist.init_process_group(
@@ -50,24 +54,25 @@ class Collectives:
             device_id=device if nccl else None,
         )
         try:
-            # The library takes its memory now, before anybody counts what is free.
+            # Make the library allocate its memory now, before free memory is measured.
             self.sum(torch.zeros(1, device=device))
         except BaseException:
-            # Nobody else can: without the group given back this process could make no other.
+            # The caller has no object to close, and an open group would prevent this process from
+            # creating another one.
             self.abort()
             self.close()
             raise
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Of all ranks' parts, written over `part`."""
+        """Sum `part` over all ranks, in place."""
         return self._on_host(part, dist.all_reduce)
 
     def spread(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Writes the first rank's tensor over the others'."""
+        """Overwrite `tensor` on the other ranks with that of rank 0."""
         return self._on_host(tensor, lambda it: dist.broadcast(it, 0))
 
     def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """Ranks.gather."""
+        """See Ranks.gather."""
         rows, most = part.shape[0], max(widths)
         device = part.device
         if self._through_host:
@@ -83,7 +88,7 @@ class Collectives:
         return whole.to(device)
 
     def abort(self) -> None:
-        """Ends what waits on this device for a rank that is gone. Called in any thread."""
+        """Abort calls on this device that wait for a lost rank. Any thread may call this."""
         with self._aborting:
             if self._nccl and not self._aborted.is_set():
                 self._aborted.set()

@@ -1,4 +1,4 @@
-"""Exchanges with other ranks that an interrupt does not leave half done."""
+"""Exchanges with other ranks that an interrupt cannot leave unfinished."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 _Given = TypeVar("_Given")
-# Seconds after which whoever waits asks whether the thread is still there.
+# Seconds between checks that the thread is still alive.
 _LOOK_SECONDS = 0.2
 
 
 class Exchanges:
-    """A thread that calls one thing after another, each to its end. An interrupt comes to the main
-    thread, which waits for that end before it goes on. An executor of the standard library starts
-    its thread as it is first asked: one that is interrupted there does not know what it has begun.
+    """A thread that runs calls one after another, each to its end.
+
+    An interrupt arrives in the main thread, which waits for the end of the call. An executor of the
+    standard library would not do: it starts its thread on the first submit, and an interrupt there
+    leaves it unclear what has been started.
     """
 
     def __init__(self) -> None:
@@ -26,21 +28,23 @@ class Exchanges:
         self._thread.start()
 
     def run(self, call: Callable[[], _Given]) -> _Given:
-        """Returns or raises what the call does; an interrupt, once it has ended. TimeoutError after
-        `close`.
+        """Run a call and return its result or raise its error. An interrupt is raised once the call
+        ends.
+
+        Raises TimeoutError after `close`.
         """
         own: Future[_Given] = Future()
         try:
             return self._ended(call, own)
         except BaseException:
             if not own.done():
-                # It may be under way, and it ends before what is called after it.
+                # The call may be running. An empty call behind it ends only after it.
                 with suppress(TimeoutError):
                     self._ended(lambda: None, Future())
             raise
 
     def close(self) -> None:
-        """Ends the thread, after what it was given to call. May be called there."""
+        """End the thread after the calls it was given. Calls in the thread itself are allowed."""
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""A rank that does what the first one tells it."""
+"""A follower rank, which repeats the calls of rank 0."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from triforce_core.parallel.world import (
 from triforce_offload.errors import CheckpointError, TriforceError
 from triforce_offload.ranks import Call, Silent
 
-# What ends with the first rank, and because of it.
+# The exit code of a rank that ends because rank 0 ended.
 _LED = 1
 
 
 def main() -> int:
-    """Follows until the first rank ends. Returns the exit code."""
+    """Follow rank 0 until it ends. Return the exit code."""
     world = World.of_environment()
     warnings.showwarning = lambda message, *_: _say(f"rank {world.rank}: {message}")
     started = LEADER_PROCESS in os.environ
@@ -50,7 +50,7 @@ def main() -> int:
     except (RuntimeError, OSError, Gone) as error:
         if not started:
             _say(f"rank {world.rank} does not find rank 0: {str(error).splitlines()[0]}")
-        # Or it met an error before it needed anybody, and says so itself.
+        # A rank 0 that started this process has ended with an error, and reports it itself.
         return _LED
     ranks = Follower(world, store, commands)
     try:
@@ -69,13 +69,13 @@ def main() -> int:
 
 
 def _leader_lost(failure: Failure | None) -> None:
-    """Called in the pulse's thread, whatever the other one is waiting for."""
+    """Called in the pulse's thread, whatever the main thread waits for."""
     leader = os.environ.get(LEADER_PROCESS)
     if failure is not None:
         if os.environ["RANK"] == "1" or leader is None:
             _say(f"rank 0 {failure.message}")
         if leader is not None:
-            # It was stopped, or hangs: nobody else would end the command.
+            # The leader is stopped or hangs, and nothing else would end the command.
             os.kill(int(leader), signal.SIGKILL)
     os._exit(_LED)
 
@@ -85,7 +85,7 @@ def _say(line: str) -> None:
 
 
 class Follower(Silent):
-    """Ranks, as any but the first sees them."""
+    """The Ranks interface of a follower."""
 
     def __init__(self, world: World, store: dist.Store, commands: Wire) -> None:
         self.index = world.rank
@@ -98,7 +98,7 @@ class Follower(Silent):
         self._device = torch.device("cpu")
 
     def follow(self) -> None:
-        """Does what it is told until the end. Raises what that raises, or Gone."""
+        """Run the calls of rank 0 until it finishes. Raises their errors, or Gone."""
         call = self.hear()
         if isinstance(call, Finish):
             return
@@ -113,7 +113,7 @@ class Follower(Silent):
         self._collectives.close()
 
     def meet(self, device: torch.device, *, own_device: bool) -> None:
-        """Ranks.meet."""
+        """See Ranks.meet."""
         self._device = device
         with _noticed():
             self._collectives = Collectives(
@@ -121,31 +121,31 @@ class Follower(Silent):
             )
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Ranks.sum."""
+        """See Ranks.sum."""
         with _noticed():
             return self._collectives.sum(part)
 
     def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """Ranks.gather."""
+        """See Ranks.gather."""
         with _noticed():
             return self._collectives.gather(part, widths)
 
     def least(self, number: int) -> int:
-        """Ranks.least."""
+        """See Ranks.least."""
         self._commands.send(number)
         return self._commands.receive()
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Ranks.give."""
+        """See Ranks.give."""
         self._commands.send_tensor(tensor)
 
     def handed(self) -> torch.Tensor | None:
-        """Ranks.handed."""
+        """See Ranks.handed."""
         return self._commands.receive_tensor()
 
     def hear(self) -> Call:
-        """What the first rank is about to do. Raises RankError or Gone."""
-        # Word that nothing will be handed over may come when nothing is waited for any more.
+        """Return the next call of rank 0. Raises RankError or Gone."""
+        # A None in place of a tensor may arrive after this rank has stopped waiting for the tensor.
         while (call := self._commands.receive()) is None:
             pass
         if not isinstance(call, Call):
@@ -161,7 +161,8 @@ class Follower(Silent):
         try:
             if checkpoint.fingerprint != call.fingerprint:
                 raise CheckpointError(f"{call.path} holds another model than it does for rank 0")
-            # Nobody draws here, so the target's own weights are all that drafts.
+            # Only rank 0 samples, so followers load no draft model: they draft with the target's
+            # weights.
             return load(checkpoint, call.config, call.max_context, None, lambda *_: None, self)
         finally:
             checkpoint.close()
@@ -169,7 +170,7 @@ class Follower(Silent):
 
 @contextmanager
 def _noticed() -> Iterator[None]:
-    """Of a call to the other ranks. An error of this rank's own memory is left as it is."""
+    """Turn an error of a collective into LostError. Errors of this device itself pass unchanged."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The rank that leads: starts the others, tells them what it does, notices when one fails."""
+"""Rank 0, which starts the other ranks, sends them its calls and notices when one fails."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from triforce_offload.errors import RankError, TriforceError, UsageError
 from triforce_offload.ranks import Call
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-# Seconds in which a rank that met an error says so, if another one has only lost its connection.
+# Seconds for a failed rank to report its error, after another rank lost its connection.
 _EXPLAIN_SECONDS = 2.0
-# Seconds after which a call that waits for a rank that is lost will not return.
+# Seconds after which a call that waits for a lost rank is assumed never to return.
 _HUNG_SECONDS = 3.0
 _END_SECONDS = 5.0
 
 
 def lead(count: int) -> Leader:
-    """Starts the other ranks of `count` on this machine, or finds those that `torchrun` started.
+    """Start the other ranks of `count` on this machine, or find those that `torchrun` started.
 
     Raises UsageError or RankError.
     """
@@ -60,7 +60,7 @@ def lead(count: int) -> Leader:
 
 
 def _find(world: World, count: int) -> Leader:
-    """The ranks that torchrun started."""
+    """Return the leader of the ranks that torchrun started."""
     if world.rank:
         raise UsageError(
             f"this is rank {world.rank} of torchrun's, and rank 0 leads: call "
@@ -90,9 +90,10 @@ def _start_all(count: int) -> Leader:
 
 
 def _start(world: World, rank: int, address: str) -> subprocess.Popen:
-    # Whoever ends this process ends the others by that: they share its group, and heed it alone.
+    # The other ranks share this process's group and ignore its signals; they end when this one
+    # ends.
     environment = {
-        # It would ask for this machine's name otherwise, which may not resolve.
+        # Otherwise gloo looks up the host name of this machine, which may not resolve.
         _INTERFACE: "lo",
         **os.environ,
         **world.environment(rank),
@@ -100,7 +101,7 @@ def _start(world: World, rank: int, address: str) -> subprocess.Popen:
         LEADER_ADDRESS: address,
     }
     return subprocess.Popen(
-        # Nothing in the current directory is taken for a module.
+        # -P: do not import modules from the current directory.
         [sys.executable, "-P", "-m", "triforce_core.parallel"],
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -109,7 +110,7 @@ def _start(world: World, rank: int, address: str) -> subprocess.Popen:
 
 
 class Leader:
-    """Ranks, as the first one sees them."""
+    """The Ranks interface of rank 0."""
 
     index = 0
     local = 0
@@ -121,7 +122,7 @@ class Leader:
         door: Door,
         processes: Sequence[subprocess.Popen],
     ) -> None:
-        """processes: of the other ranks, if this one started them."""
+        """processes: the processes of the other ranks, if this one started them"""
         self.count = world.ranks
         self.here = world.here
         self._store = store
@@ -138,24 +139,24 @@ class Leader:
         self._door = door
 
     def meet(self, device: torch.device, *, own_device: bool) -> None:
-        """Ranks.meet."""
+        """See Ranks.meet."""
         with _on_this_machine() if self._processes else nullcontext(), self._guarded():
             self._collectives = Collectives(
                 self._store, 0, self.count, device, own_device=own_device
             )
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Ranks.sum."""
+        """See Ranks.sum."""
         with self._guarded():
             return self._collectives.sum(part)
 
     def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """Ranks.gather."""
+        """See Ranks.gather."""
         with self._guarded():
             return self._collectives.gather(part, widths)
 
     def least(self, number: int) -> int:
-        """Ranks.least."""
+        """See Ranks.least."""
         with self._guarded():
             least = min(number, *(wire.receive() for wire in self._wires.values()))
             for wire in self._wires.values():
@@ -163,7 +164,7 @@ class Leader:
             return least
 
     def tell(self, call: Call) -> None:
-        """Ranks.tell."""
+        """See Ranks.tell."""
         if not self._wires:
             self._let_in()
         message, following = packed(call)
@@ -178,19 +179,19 @@ class Leader:
             self._computing = True
 
     def check(self) -> None:
-        """Ranks.check."""
+        """See Ranks.check."""
         self._computing = False
         if self._failed.is_set():
             raise self._error()
 
     def ask(self, question: Call) -> list[Any]:
-        """Ranks.ask."""
+        """See Ranks.ask."""
         self.tell(question)
         with self._guarded():
             return [wire.receive() for wire in self._wires.values()]
 
     def collect(self, call: Call) -> list[torch.Tensor]:
-        """Ranks.collect."""
+        """See Ranks.collect."""
 
         def collect() -> list[torch.Tensor]:
             self.tell(call)
@@ -200,7 +201,7 @@ class Leader:
         return self._exchange(collect)
 
     def hand(self, tensors: Sequence[torch.Tensor] | None) -> None:
-        """Ranks.hand."""
+        """See Ranks.hand."""
         given = tensors or [None] * len(self._wires)
 
         def hand() -> None:
@@ -211,7 +212,7 @@ class Leader:
         self._exchange(hand)
 
     def close(self) -> None:
-        """Ranks.close."""
+        """See Ranks.close."""
         if self._closed.is_set():
             return
         if not self._failed.is_set() and self._wires:
@@ -224,7 +225,7 @@ class Leader:
         self._door.close()
         for pulse in self._pulses.values():
             pulse.close()
-        # Pulses that have ended start no other.
+        # All pulses have ended, so no other timer can start.
         if self._last_resort is not None:
             self._last_resort.cancel()
             self._last_resort.join()
@@ -244,25 +245,25 @@ class Leader:
                 process.wait()
 
     def recover(self) -> None:
-        """Ranks.recover."""
+        """See Ranks.recover."""
         if self._computing or self._failed.is_set():
             self.abandon()
 
     def abandon(self) -> None:
-        """Ranks.abandon."""
+        """See Ranks.abandon."""
         self._computing = False
         self._failed.set()
         self._kill()
         self.close()
 
     def _exchange(self, call: Callable[[], Any]) -> Any:
-        """Calls what an interrupt must not leave half done. Raises RankError."""
+        """Run a call that an interrupt must not leave unfinished. Raises RankError."""
         if self._failed.is_set() or self._closed.is_set():
             raise self._error()
         return self._exchanges.run(call)
 
     def _let_in(self) -> None:
-        """Waits until every rank has opened its wires."""
+        """Wait until every rank has opened its wires."""
         wires: dict[int, Wire] = {}
         until = time.monotonic() + START_SECONDS
         while len(wires) + len(self._pulses) < 2 * (self.count - 1):
@@ -278,7 +279,7 @@ class Leader:
                 if not 0 < rank < self.count:
                     wire.close()
                 elif purpose == PULSE:
-                    # At once: it waits for the first beat.
+                    # Start the pulse now: the other rank already counts silent beats.
                     self._pulses[rank] = Pulse(wire, self._watch(rank))
                 else:
                     wires[rank] = wire
@@ -288,14 +289,14 @@ class Leader:
         return lambda failure: self._lost(rank, failure)
 
     def _lost(self, rank: int, failure: Failure | None) -> None:
-        """Called in a pulse's thread."""
+        """Handle the loss of a rank. Called in a pulse's thread."""
         if failure is None:
             failure = Failure("is gone", 1, first_hand=True)
             if self._processes:
                 failure = failure._replace(message=_how_it_ended(self._processes[rank - 1]))
         self._failures.append((rank, failure))
         if not failure.first_hand:
-            # Somebody else's failure, most likely; that one will say so.
+            # Probably the consequence of another rank's failure: give that rank time to report it.
             self._closed.wait(_EXPLAIN_SECONDS)
         if self._failed.is_set() or self._closed.is_set():
             return
@@ -311,7 +312,7 @@ class Leader:
             self._collectives.abort()
 
     def _leave_if_hung(self) -> None:
-        """What it waits for will not come, and no call can be taken back."""
+        """End the process if a call still waits for a lost rank, because it cannot be cancelled."""
         if self._waiting or self._computing:
             error = self._error()
             print(f"triforce: {error}", file=sys.stderr, flush=True)
@@ -322,7 +323,10 @@ class Leader:
             process.kill()
 
     def _error(self) -> RankError:
-        """What a rank that was lost died of. Whoever asks has noticed."""
+        """Return the error of a lost rank, preferring one that failed itself.
+
+        The caller has noticed the failure, so no computation counts as hung any more.
+        """
         self._computing = False
         if not self._failures:
             return RankError("the ranks were ended after an error; an engine has to be made anew")
@@ -332,14 +336,14 @@ class Leader:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Turns what the loss of a rank does to a call into what that rank died of."""
+        """Turn the errors that a lost rank causes in a call into the error of that rank."""
         if self._failed.is_set() or self._closed.is_set():
             raise self._error()
         self._waiting = True
         try:
             yield
         except DamagedMessageError:
-            # What comes behind it may be anything.
+            # The data after a damaged message cannot be interpreted.
             self.abandon()
             raise
         except TriforceError:
@@ -353,7 +357,7 @@ class Leader:
                 raise RankError(f"ranks lost each other: {error}") from error
             raise self._error() from error
         except BaseException:
-            # An interrupt: what was sent or received is not whole.
+            # After an interrupt, a message may be half sent or half received.
             self.abandon()
             raise
         finally:
@@ -362,8 +366,9 @@ class Leader:
 
 @contextmanager
 def _on_this_machine() -> Iterator[None]:
-    """As the ranks that were started have it; whatever else this process connects to finds its own
-    way.
+    """Make gloo use the loopback interface, as in the ranks that were started.
+
+    The variable is reset afterwards, so that other groups of this process choose their interface.
     """
     before = os.environ.get(_INTERFACE)
     os.environ.setdefault(_INTERFACE, "lo")

@@ -1,4 +1,4 @@
-"""What ranks tell each other: calls with their arguments, and how these are written as JSON."""
+"""Messages between ranks: calls with their arguments, and their encoding as JSON."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ from triforce_offload.link.trace import Span
 from triforce_offload.plan.placement import Placement
 from triforce_offload.ranks import Call
 
-# What a frame is: JSON, or the bytes of a tensor whose sizes came before it.
+# The kinds of a frame: JSON, or the bytes of a tensor whose sizes the previous frame gave.
 MESSAGE, TENSOR = b"m", b"t"
-# Of a message, which may be the timeline of a long run, and of a tensor: a layer's KV.
+# Limits for a message, which may be the timeline of a long run, and for a tensor with a layer's KV.
 MOST_BYTES = 1 << 30
 MOST_TENSOR_BYTES = 1 << 38
 
 
 class DamagedMessageError(RankError):
-    """What came from another rank is not what ranks send."""
+    """Data from another rank is not a valid message."""
 
 
 class Tokens(NamedTuple):
-    """Token ids. Those that are on a device follow from there: values is None then."""
+    """Token ids. `values` is None for ids on a device, which follow from device to device."""
 
     count: int
     values: list[int] | None
 
 
 class Failure(NamedTuple):
-    """What is said of a rank's end. first_hand: whether that is not the end of another one."""
+    """Why a rank ends.
+
+    first_hand: whether the rank failed itself, and not because another one did
+    """
 
     message: str
     exit_code: int
@@ -47,7 +50,7 @@ class Failure(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a tensor whose bytes follow. dtype: its name in torch"""
+    """The sizes of a tensor whose bytes follow. dtype: the name of the dtype in torch"""
 
     shape: tuple[int, ...]
     dtype: str
@@ -58,7 +61,7 @@ class Sizes(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Raises DamagedMessageError."""
+        """The dtype of the tensor. Raises DamagedMessageError."""
         dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else None
         if not isinstance(dtype, torch.dtype):
             raise DamagedMessageError(f"a tensor of {self.dtype!r} came, which is no dtype")
@@ -66,7 +69,7 @@ class Sizes(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Raises DamagedMessageError."""
+        """The size of the tensor in bytes. Raises DamagedMessageError."""
         shape = self.shape
         if type(shape) is not tuple or any(type(size) is not int or size < 0 for size in shape):
             raise DamagedMessageError(f"a tensor of shape {shape!r} came")
@@ -76,7 +79,7 @@ class Sizes(NamedTuple):
         return size
 
 
-# Everything besides JSON's own types that a message may hold. Nothing else is made from one.
+# All types besides JSON's own that a message may contain. Decoding creates no others.
 _RECORDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
@@ -85,7 +88,7 @@ _RECORDS: dict[str, type] = {
         *(EngineConfig, MachineSettings, MethodSettings, Placement),
     )
 }
-# JSON objects stand for these: a kind, and what it is made of.
+# JSON objects stand for these types: an object gives the kind and the parts of a value.
 _KIND, _OF = "kind", "of"
 _MADE: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
@@ -96,15 +99,21 @@ _MADE: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def encoded(message: Any) -> bytes:
-    """A message as JSON in UTF-8. Lists, tuples and what is named above come back as such; a range
-    as a list. Raises TypeError for anything else.
+    """Return a message as JSON, in ASCII.
+
+    Decoding restores lists, tuples and the types above; a range becomes a list. Raises TypeError
+    for other types.
     """
-    # Paths may hold bytes that are no UTF-8: as surrogates, escaped in ASCII.
+    # Paths may contain bytes that are not UTF-8. They become surrogates, which ASCII output
+    # escapes.
     return json.dumps(_plain(message), separators=(",", ":")).encode("ascii")
 
 
 def decoded(data: bytes | bytearray) -> Any:
-    """The message. Raises DamagedMessageError, or UsageError for settings that cannot be."""
+    """Return the decoded message.
+
+    Raises DamagedMessageError, or UsageError for invalid settings.
+    """
     try:
         return json.loads(data, object_hook=_made)
     except UsageError:
@@ -117,7 +126,7 @@ def _plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, range):
-        # Texts of many tokens are such.
+        # A fast path for long lists of token ids.
         return list(value) if all(type(each) is int for each in value) else [*map(_plain, value)]
     name = type(value).__name__
     if type(value) is tuple:
@@ -139,7 +148,7 @@ def _made(found: dict[str, Any]) -> Any:
 
 
 def _record(kind: type, of: list[Any]) -> Any:
-    """Make a record of its values. Raises TypeError or ValueError for those it cannot have."""
+    """Make a record from its values. Raises TypeError or ValueError for invalid values."""
     if not issubclass(kind, Call):
         return kind(*of)
     values = dict(zip((field.name for field in fields(kind)), of, strict=True))
@@ -156,7 +165,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    """Return whether a value is what an annotation says. Tensors come as `Tokens`."""
+    """Return whether a value matches an annotation. `Tokens` stand for tensors."""
     origin = get_origin(hint)
     if origin is UnionType:
         return any(_is_a(value, option) for option in get_args(hint))
@@ -168,7 +177,7 @@ def _is_a(value: Any, hint: Any) -> bool:
 
 
 def packed(call: Call) -> tuple[Call, list[torch.Tensor]]:
-    """Return a call as it is sent, and the tokens that follow it from device to device."""
+    """Return the call to send, and the tokens on the device that follow it."""
     sent, following = {}, []
     for name, value in _tensors(call, torch.Tensor):
         on_host = value.device.type == "cpu"
@@ -181,7 +190,7 @@ def packed(call: Call) -> tuple[Call, list[torch.Tensor]]:
 def unpacked(
     call: Call, device: torch.device, spread: Callable[[torch.Tensor], torch.Tensor]
 ) -> Call:
-    """Return a call as it is made. spread: receives the tokens that follow it."""
+    """Return a received call with its tensors. spread: receives tokens that follow on the device"""
 
     def tensor(tokens: Tokens) -> torch.Tensor:
         if tokens.values is not None:

@@ -1,4 +1,4 @@
-"""How two ranks know of each other that they are alive."""
+"""Heartbeats by which two ranks notice that the other one is lost."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from triforce_core.parallel.message import DamagedMessageError, Failure
 from triforce_core.parallel.wire import Gone, Wire
 
 BEAT_SECONDS = 0.5
-# A rank that has not been heard of for so many beats is lost. They are counted, not timed: a
-# process that was stopped for a while, as Ctrl-Z does to all of them, has missed none.
+# A rank is lost after this many beats without a message. Beats are counted, not timed: a process
+# that was suspended, as all ranks are by Ctrl-Z, has missed none.
 MOST_SILENT_BEATS = 10
 _BEAT, _BYE = "beat", "bye"
 
 
-# Of the other rank: why it is lost, None if it simply was gone.
+# Called when the other rank is lost, with the reason, or None if its connection just ended.
 Lost = Callable[[Failure | None], None]
 
 
 class Pulse:
-    """A thread that sends beats to another rank and listens to its."""
+    """A thread that sends beats to another rank and listens for beats from it."""
 
     def __init__(self, wire: Wire, lost: Lost) -> None:
-        """lost: called once, in the thread, unless the other one said goodbye."""
+        """lost: called once, in the thread, unless the other rank ended properly"""
         self._wire = wire
         self._lost = lost
         self._sending = threading.Lock()
@@ -34,12 +34,12 @@ class Pulse:
         self._thread.start()
 
     def fail(self, failure: Failure) -> None:
-        """Tells the other why this rank ends."""
+        """Send the other rank the reason why this rank ends."""
         self._send(failure)
         self._ended.set()
 
     def close(self) -> None:
-        """Says goodbye."""
+        """Tell the other rank that this one ends properly, and close the wire."""
         if not self._ended.is_set():
             self._ended.set()
             self._send(_BYE)

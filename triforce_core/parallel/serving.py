@@ -1,4 +1,4 @@
-"""What a rank does that is told what to do: the same as the first one, to its own share."""
+"""The main loop of a follower rank, which repeats the calls of rank 0 on its share of the model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Hear = Callable[[], Call]
 
 @torch.inference_mode()
 def serve(models: Models, hear: Hear, answer: Callable[[Any], None]) -> None:
-    """Make every call that comes, until the last one. answer: to what the first rank asks.
+    """Run every call that arrives, until Finish. answer: sends an answer to a question of rank 0
 
-    Raises what the calls raise, DamagedMessageError for a call that makes no sense here, or
-    RankError if this rank's context keeps other tokens than the first rank's.
+    Raises the errors of the calls, DamagedMessageError for a call that is out of place, or
+    RankError if this rank's context has other tokens than that of rank 0.
     """
     served: _Served | None = None
     trace = models.runtime.trace
@@ -57,7 +57,11 @@ def serve(models: Models, hear: Hear, answer: Callable[[Any], None]) -> None:
 
 
 class _Served:
-    """A context whose text is what ran through it, whatever the first rank takes its own for."""
+    """A follower's context.
+
+    Its tokens are the ones that its own passes processed, so a checksum reveals a difference from
+    rank 0.
+    """
 
     def __init__(self, context: Context, hear: Hear) -> None:
         self.context = context
@@ -65,7 +69,7 @@ class _Served:
         self._last_pass = torch.empty(0, dtype=torch.int64)
 
     def make(self, call: calls.ContextCall) -> None:
-        """Make one call. Raises RankError, what the call raises, or DamagedMessageError."""
+        """Run one call. Raises RankError, DamagedMessageError, or the error of the call."""
         context, own = self.context, self.context.checksum
         if own != call.checksum:
             raise RankError(
@@ -117,12 +121,12 @@ class _Served:
         try:
             self.context.prefill_from(call.tokens, call.kept, call.new_tokens, heard)
         except Interrupted:
-            # The reused prefix is kept, here as on the first rank.
+            # The reused prefix is kept, as on rank 0.
             return
 
     def _restore(self, call: calls.Restore) -> None:
         try:
             snapshot.restore_from(self.context, call.tokens, call.scored, None)
         except Interrupted:
-            # Nothing is kept, here as on the first rank.
+            # Nothing is kept, as on rank 0.
             self.context.roll_back(0)

@@ -1,4 +1,4 @@
-"""The ranks of an engine, started if there are to be several."""
+"""Starting the ranks of an engine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from triforce_offload.ranks import Alone, Ranks
 
 
 def start_ranks(checkpoint: Checkpoint, config: EngineConfig, max_context: int) -> Ranks:
-    """Has the others load their shares of a checkpoint. max_context: tokens of the longest text.
+    """Start the ranks of an engine and have each load its share of the checkpoint.
 
+    max_context: the maximum length of a context, in tokens
     Raises UsageError or RankError.
     """
     gpus = config.machine.gpus
     if gpus == 1:
         return Alone()
-    # Refuses a model that does not spread.
+    # Raise for a model that cannot be split between ranks.
     Share.of(checkpoint.config, 0, gpus)
-    # Only who has several ranks needs torch.distributed.
+    # Import this late: a single rank does not need torch.distributed.
     from triforce_core.parallel import leader
 
     ranks = leader.lead(gpus)

@@ -1,7 +1,7 @@
-"""Messages between two ranks, in order, over a connection that says when the other one is gone.
+"""Ordered messages between two ranks, over a connection that reports when the other one is gone.
 
-A message is JSON (`message.encoded`), a tensor its shape, its dtype and its bytes: nothing that
-comes over the network is unpickled.
+A message is JSON (`message.encoded`); a tensor is its shape, its dtype and its bytes. Nothing from
+the network is unpickled.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ from triforce_core.parallel.message import (
 from triforce_offload.errors import RankError
 
 _KEY_BYTES = 32
-# What a stranger may send: a rank and what its wire is for are shorter.
+# The limit for a visitor's greeting: a rank and the purpose of its wire are shorter.
 _MOST_GREETING_BYTES = 1024
-# Of a frame: what it is, and how many bytes follow.
+# The head of a frame: its kind, and the number of bytes that follow.
 _HEAD = struct.Struct("!cQ")
-# A frame of so few bytes is sent at once with its head: somebody waits for it.
+# Frames up to this size are sent in one call with their head, for low latency.
 _SMALL_BYTES = 1 << 16
 
 
 class Gone(Exception):
-    """Whoever is at the other end is not there any more."""
+    """The other end of the connection is gone."""
 
 
 class LostError(RankError):
-    """A call to the other ranks failed, because one of them did or the way to it."""
+    """A collective failed because another rank, or the connection to it, was lost."""
 
 
 class Wire:
-    """One end of a connection. Used by one thread, but for `cut`."""
+    """One end of a connection. Only `cut` may be called from other threads."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        # A message is small and somebody waits for it.
+        # Messages are small and the other rank waits for them.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Any) -> None:
-        """One that `message.encoded` takes. Raises Gone."""
+        """Send a message that `message.encoded` accepts. Raises Gone."""
         self._send(MESSAGE, memoryview(encoded(message)))
 
     def receive(self, most_bytes: int = MOST_BYTES) -> Any:
-        """What `send` sent. most_bytes: of a message that is taken.
+        """Return the next message. most_bytes: the limit for its size
 
         Raises Gone or DamagedMessageError.
         """
         return decoded(self.receive_bytes(self._head(MESSAGE, most_bytes)))
 
     def send_tensor(self, tensor: torch.Tensor | None) -> None:
-        """One of the host, or None. Raises Gone."""
+        """Send a tensor in host memory, or None. Raises Gone."""
         if tensor is None:
             self.send(None)
             return
@@ -74,7 +74,7 @@ class Wire:
         self._send(TENSOR, _bytes(tensor))
 
     def receive_tensor(self) -> torch.Tensor | None:
-        """What `send_tensor` sent. Raises Gone or DamagedMessageError."""
+        """Return the tensor that `send_tensor` sent. Raises Gone or DamagedMessageError."""
         sizes = self.receive()
         if sizes is None:
             return None
@@ -88,28 +88,28 @@ class Wire:
         return tensor
 
     def receive_bytes(self, size: int) -> bytearray:
-        """So many, whatever they are. Raises Gone."""
+        """Return exactly `size` bytes. Raises Gone."""
         data = bytearray(size)
         self._fill(memoryview(data))
         return data
 
     def waits(self, seconds: float) -> bool:
-        """Whether there is something to receive within so long, the other's end included.
+        """Return whether data, or the end of the connection, arrives within `seconds`.
 
         Raises Gone.
         """
-        # select.select does not take descriptors beyond 1024.
+        # select.select does not support descriptors beyond 1024.
         poll = select.poll()
         with _noticing():
             poll.register(self._socket, select.POLLIN)
             return bool(poll.poll(seconds * 1000))
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Whoever sends or receives for longer finds that the other one is gone. None: never."""
+        """Set the seconds after which sending and receiving raise Gone. None: no limit"""
         self._socket.settimeout(seconds)
 
     def cut(self) -> None:
-        """Ends it for both, and for whoever is waiting here."""
+        """End the connection for both ranks, and wake a thread that waits here."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -127,7 +127,7 @@ class Wire:
                 self._socket.sendall(data)
 
     def _head(self, expected: bytes, most_bytes: int) -> int:
-        """The bytes of the frame that comes."""
+        """Return the size of the next frame in bytes."""
         kind, size = _HEAD.unpack(self.receive_bytes(_HEAD.size))
         if kind != expected:
             raise DamagedMessageError(f"a frame of kind {kind!r} came where {expected!r} belongs")
@@ -152,27 +152,31 @@ def _noticing() -> Iterator[None]:
     try:
         yield
     except (EOFError, OSError, ValueError) as error:
-        # A socket that was closed here has the descriptor -1, which is a ValueError to poll.
+        # A socket that was closed here has descriptor -1, for which poll raises ValueError.
         raise Gone from error
 
 
 class Door:
-    """Where the other ranks knock: each opens wires, named by its rank and what they are for.
+    """The listening end: the other ranks open wires here, each named by its rank and purpose.
 
-    address: what they need to know, to be told to nobody else
+    address: the address and key that the other ranks need; it is secret
     """
 
     def __init__(self, host: str, *, everywhere: bool = False) -> None:
-        """host: by which the others know this machine. everywhere: whether it listens on all of
-        this machine's addresses, since that name may be of another one here. Raises OSError.
+        """host: the name by which the other ranks know this machine
+        everywhere: whether to listen on all addresses of this machine, because the name may resolve
+            differently here
+        Raises OSError.
         """
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._server = socket.create_server(("" if everywhere else host, 0))
         self.address = f"{host} {self._server.getsockname()[1]} {self._key.hex()}"
 
     def open(self, seconds: float) -> tuple[int, str, Wire] | None:
-        """The next one's rank and purpose, and its wire; None if nobody came within so long, or
-        somebody who has not the key or does not say who it is.
+        """Return the rank, the purpose and the wire of the next visitor.
+
+        The result is None if nobody connects within `seconds`, or if the visitor lacks the key or a
+        greeting.
         """
         self._server.settimeout(seconds)
         try:
@@ -181,7 +185,7 @@ class Door:
             return None
         visitor.settimeout(seconds)
         wire = Wire(visitor)
-        # Nothing that a stranger sends is looked at.
+        # Nothing is parsed before the key has been checked.
         with suppress(OSError, Gone, DamagedMessageError):
             key = wire.receive_bytes(_KEY_BYTES)
             if hmac.compare_digest(key, self._key):
@@ -197,7 +201,7 @@ class Door:
 
 
 def knock(address: str, rank: int, purpose: str) -> Wire:
-    """Opens a wire to a Door. Raises OSError."""
+    """Open a wire to a Door. Raises OSError."""
     host, port, key = address.split()
     caller = socket.create_connection((host, int(port)))
     caller.sendall(bytes.fromhex(key))

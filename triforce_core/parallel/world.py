@@ -1,4 +1,4 @@
-"""Which rank a process is, by the variables that `torchrun` sets. No torch."""
+"""The rank of this process, from the variables that `torchrun` sets. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from triforce_offload.errors import UsageError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# Seconds that ranks have to import what they need and to find each other.
+# Seconds for ranks to import their modules and find each other.
 START_SECONDS = 120
 _LOOK_SECONDS = 0.5
 THIS_MACHINE = "127.0.0.1"
-# What a rank's wires are for.
+# The purposes of a rank's two wires.
 COMMANDS, PULSE = "commands", "pulse"
-# In the store: where the rank that leads listens.
+# The store's key for the address that rank 0 listens on.
 LEADER = "leader"
-# In the environment, if the process that leads started this one: that, and where it listens.
+# Environment variables of a rank that rank 0 started: the process id of rank 0, and the address it
+# listens on.
 LEADER_PROCESS, LEADER_ADDRESS = "TRIFORCE_LEADER", "TRIFORCE_LEADER_ADDRESS"
 
 
@@ -33,9 +34,10 @@ LEADER_PROCESS, LEADER_ADDRESS = "TRIFORCE_LEADER", "TRIFORCE_LEADER_ADDRESS"
 class World:
     """The ranks of a run, and this process among them.
 
-    here, local: how many of them are on this machine, and which of those this is
-    host, port: of the store through which they find each other
-    run: what tells this run's entries in the store from those of one that was started before it
+    here: the number of ranks on this machine
+    local: the index of this rank among those on this machine
+    host, port: the address of the store through which the ranks find each other
+    run: separates the store's entries of this run from those of earlier runs
     """
 
     rank: int
@@ -48,7 +50,11 @@ class World:
 
     @classmethod
     def of_environment(cls) -> World | None:
-        """None if nobody says that this process is one of several ranks. Raises UsageError."""
+        """Return the world of the environment's variables, or None for a process without other
+        ranks.
+
+        Raises UsageError.
+        """
         have = os.environ
         if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= have.keys():
             return None
@@ -68,7 +74,7 @@ class World:
         )
 
     def store(self) -> dist.Store:
-        """Through which the ranks find each other. Raises RuntimeError."""
+        """Return the store through which the ranks find each other. Raises RuntimeError."""
         import torch.distributed as dist
 
         limit = timedelta(seconds=START_SECONDS)
@@ -77,11 +83,11 @@ class World:
 
     @property
     def prefix(self) -> str:
-        """Of what this run keeps in the store."""
+        """The prefix of this run's keys in the store."""
         return f"triforce/{self.run}"
 
     def environment(self, rank: int) -> Mapping[str, str]:
-        """The variables of another rank on this machine."""
+        """Return the environment variables of another rank on this machine."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -89,18 +95,20 @@ class World:
             "LOCAL_WORLD_SIZE": str(self.here),
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
-            # Of a `torchrun` that this process itself may be alone in.
+            # Clear the variables of a `torchrun` that started this process alone.
             "TORCHELASTIC_RUN_ID": "",
             "TORCHELASTIC_RESTART_COUNT": "",
             "TORCHELASTIC_USE_AGENT_STORE": "False",
-            # It would log pages about every connection that ends.
+            # Torch would log pages about every connection that ends.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL"),
         }
 
 
 def store_on_this_machine(ranks: int) -> dist.TCPStore:
-    """A store that nobody reaches from another machine: by itself it would listen on all addresses,
-    and it asks for no key. Raises OSError or RuntimeError.
+    """Return a store that other machines cannot reach.
+
+    By default the store would listen on all addresses, and it requires no key. Raises OSError or
+    RuntimeError.
     """
     import torch.distributed as dist
 
@@ -111,14 +119,15 @@ def store_on_this_machine(ranks: int) -> dist.TCPStore:
         ranks,
         is_master=True,
         wait_for_workers=False,
-        # It closes it itself.
+        # The store closes this descriptor itself.
         master_listen_fd=door.detach(),
     )
 
 
 def heed_the_leader() -> None:
-    """Whoever means the command with a signal means the rank that leads, which tells the others. If
-    that started this process and is gone, this one ends too, whatever it is doing.
+    """Ignore signals, and end this process when the leader that started it ends.
+
+    Signals are meant for the whole command: rank 0 handles them and tells the other ranks.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

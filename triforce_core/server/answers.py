@@ -1,4 +1,4 @@
-"""A request's way through the worker, as the server's event loop sees it."""
+"""Requests to the worker, seen from the server's event loop."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from triforce_core.server.errors import refused
 from triforce_core.server.messages.wording import Wording
 from triforce_core.server.worker import Asked, Job, Worker
 
-# While nothing is to be said a stream says that it is alive, so often.
+# Seconds without output after which a stream sends a comment to show that it is alive.
 PING_SECONDS = 5.0
 _LOOK_SECONDS = 0.2
 
-# What a text gives, and which of a request's texts it is.
+# The index of one of the request's sequences, and an item that it produced.
 Given = tuple[int, Piece | Completion]
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has closed its connection."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The choices of one request, as they come.
+    """The choices of one request, delivered as they are generated.
 
-    asked: the text of each prompt; choices: of each
+    asked: the prompts
+    params: the sampling parameters of each prompt
+    choices: the number of choices for each prompt
     """
 
     worker: Worker
@@ -44,18 +46,18 @@ class Answers:
     choices: int = 1
 
     async def whole(self, request: Request) -> dict[str, Any]:
-        """The answer in one piece. Raises ClientGoneError, and what a job raises."""
+        """Return the complete answer. Raises ClientGoneError, and any error of a job."""
         completions = await _unless_gone(request, self._all())
         told = self.params[0].tells_logprobs
         return self.wording.whole(completions, self.choices, told=told)
 
     async def events(self, *, include_usage: bool) -> AsyncIterator[str]:
-        """The answer as server-sent events. What goes wrong once it was asked for is one of them.
+        """Return the answer as server-sent events. An error after submission becomes an event.
 
-        Raises QueueFullError or NotReadyError, while there still is a status to say it with.
+        Raises QueueFullError or NotReadyError while an HTTP status can still report it.
         """
         events = self._events(include_usage=include_usage)
-        # Up to where all is asked for.
+        # Advance to the point where all jobs are submitted.
         await anext(events)
         return events
 
@@ -102,8 +104,10 @@ class Answers:
 
     @contextmanager
     def _submitted(self) -> Iterator[asyncio.Queue]:
-        """Asks for all texts at once: what they give comes to a queue, with which of them gave it.
-        They end with whoever asked. Of one prompt those with a seed have one seed after another.
+        """Submit all sequences at once and yield a queue of their items, each with its index.
+
+        All jobs are cancelled on exit. Choices of one prompt use consecutive seeds if a seed is
+        set.
         """
         loop, request = asyncio.get_running_loop(), object()
         items: asyncio.Queue = asyncio.Queue()
@@ -124,7 +128,10 @@ class Answers:
 
 
 def _receiver(loop: asyncio.AbstractEventLoop, items: asyncio.Queue, index: int) -> Receiver:
-    """Takes what a text gives in the engine's thread over to the loop's, while there is one."""
+    """Return a receiver that passes items from the engine's thread to the event loop.
+
+    Items are dropped once the loop is closed.
+    """
 
     def receive(item: Piece | Completion | BaseException) -> None:
         with suppress(RuntimeError):
@@ -134,7 +141,7 @@ def _receiver(loop: asyncio.AbstractEventLoop, items: asyncio.Queue, index: int)
 
 
 async def _next(items: asyncio.Queue) -> Given:
-    """The next of what texts give. Raises what one of them raises."""
+    """Return the next item from the queue. Raises the error if the item is one."""
     index, item = await items.get()
     if isinstance(item, BaseException):
         raise item
@@ -142,7 +149,7 @@ async def _next(items: asyncio.Queue) -> Given:
 
 
 async def _patiently(items: asyncio.Queue, texts: int) -> AsyncIterator[Given | None]:
-    """What texts give until all have ended, with None whenever there was nothing for a while."""
+    """Yield items until all sequences have ended, and None after PING_SECONDS without an item."""
     while texts:
         try:
             index, item = await asyncio.wait_for(_next(items), PING_SECONDS)
@@ -154,7 +161,10 @@ async def _patiently(items: asyncio.Queue, texts: int) -> AsyncIterator[Given | 
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of some work, which ends when the client leaves. Raises ClientGoneError."""
+    """Return the result of `work`, or cancel it when the client disconnects.
+
+    Raises ClientGoneError.
+    """
     task = asyncio.ensure_future(work)
     try:
         while not task.done():

@@ -34,11 +34,12 @@ from triforce_core.server.worker import Asked, Worker
 from triforce_offload.errors import TriforceError, UsageError
 
 _RETRY_SECONDS = "5"
-# Text of more characters for each token of the context is refused unseen: tokenising it would take
-# minutes and gigabytes. Languages have 1 to 6 on average.
+# Prompts with more characters than this for each token of the context are rejected before they are
+# tokenised, because tokenising them would take minutes and gigabytes. Natural languages average 1
+# to 6 characters per token.
 MOST_CHARACTERS_OF_A_TOKEN = 16
 _Made = TypeVar("_Made")
-# The page needs nothing but itself and this server.
+# The page loads nothing but itself and talks to this server only.
 _PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -46,7 +47,7 @@ _PAGE_POLICY = (
 
 
 def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> FastAPI:
-    """The server over a worker, which it starts and closes."""
+    """Return the app that serves a worker. The app starts and closes the worker."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -160,15 +161,15 @@ def _add_errors(app: FastAPI, settings: ServerSettings) -> None:
 
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, error: ClientGoneError) -> Response:
-        # As nginx has it; nobody reads it.
+        # nginx uses status 499 for a client that has left; nobody reads the answer.
         return Response(status_code=499)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        # A body that grew too large while it was read is told as one that is no JSON.
+        # FastAPI reports a body that grows too large while it is read as a parsing error.
         if isinstance(error.__cause__, BodyTooLargeError):
             return too_large(settings)
-        # So is one that is no UTF-8, or nested too deeply.
+        # It also reports a body that is not UTF-8, or that is nested too deeply, with status 400.
         unreadable = error.status_code == 400 and error.__cause__ is not None
         message = "the body cannot be read as JSON in UTF-8" if unreadable else str(error.detail)
         content = refusal(message, "invalid_request_error")
@@ -194,8 +195,9 @@ def _other_model(name: str, settings: ServerSettings) -> str:
 def _fitting(
     worker: Worker, asked: Asked, params_of: Callable[[int], SamplingParams]
 ) -> SamplingParams:
-    """The parameters of a text, which ends where the context does. Raises ContextLengthError if
-    the prompt leaves no room for it.
+    """Return the sampling parameters of one prompt, limited to the room left in the context.
+
+    Raises ContextLengthError if the prompt fills the context.
     """
     most, prompt = worker.context_tokens, len(asked.turn.tokens)
     if prompt >= most:
@@ -206,9 +208,10 @@ def _fitting(
 
 
 def _check_length(worker: Worker, texts: Sequence[str], least_tokens: int) -> None:
-    """Refuses, before any work is done, a prompt that the context cannot have room for.
+    """Reject a prompt that cannot fit the context, before any work is done.
 
-    least_tokens: that it has besides what its texts give. Raises ContextLengthError.
+    least_tokens: a lower bound on the tokens of the prompt that do not come from `texts`
+    Raises ContextLengthError.
     """
     most, characters = worker.context_tokens, sum(map(len, texts))
     if least_tokens >= most:
@@ -223,9 +226,9 @@ def _check_length(worker: Worker, texts: Sequence[str], least_tokens: int) -> No
 
 
 async def _prepared(worker: Worker, make: Callable[[], _Made]) -> _Made:
-    """What is made of a request's text, in another thread. It has a place in the queue meanwhile.
+    """Run `make` in another thread while the request holds a place in the queue.
 
-    Raises QueueFullError or NotReadyError, and what making it does.
+    Raises QueueFullError, NotReadyError, or whatever `make` raises.
     """
     with worker.preparing():
         return await asyncio.get_running_loop().run_in_executor(worker.preparers, make)

@@ -1,4 +1,4 @@
-"""Connections that cost little: not too many, and none that is idle or half sent for long."""
+"""Connection limits: a maximum number of connections, and deadlines for slow or idle clients."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# Beyond these a connection is closed as it comes.
+# Connections beyond this number are closed immediately.
 MOST_CONNECTIONS = 512
-# Seconds for a request's first line and headers, and for its body behind them.
+# Deadlines for the request line and headers, and then for the body.
 HEAD_SECONDS = 10.0
 BODY_SECONDS = 60.0
-# Seconds for which a connection is kept for the next request.
+# How long an idle connection stays open for the next request.
 _KEEP_ALIVE_SECONDS = 5
 _MOST_HEAD_BYTES = 64 << 10
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, closed when a client takes too long to say what it wants.
+    """A uvicorn connection that is closed when a client takes too long to send its request.
 
-    The deadline of a head begins when the connection is made, or with the first byte of a further
-    request; that of a body when the head is there.
+    The deadline for the head starts when the connection is made, or with the first byte of a later
+    request. The deadline for the body starts once the head has arrived.
     """
 
     _waits_for: str | None = None
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Protocol.connection_made."""
+        """See Protocol.connection_made."""
         super().connection_made(transport)
         if len(self.connections) > MOST_CONNECTIONS:
             transport.abort()
@@ -38,17 +38,17 @@ class Connection(H11Protocol):
             self._wait_for("head")
 
     def data_received(self, data: bytes) -> None:
-        """Protocol.data_received."""
+        """See Protocol.data_received."""
         super().data_received(data)
         self._look()
 
     def on_response_complete(self) -> None:
-        """H11Protocol.on_response_complete."""
+        """See H11Protocol.on_response_complete."""
         super().on_response_complete()
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Protocol.connection_lost."""
+        """See Protocol.connection_lost."""
         super().connection_lost(exc)
         self._wait_for(None)
 
@@ -74,7 +74,7 @@ class Connection(H11Protocol):
 
 
 def uvicorn_config(app: Any, host: str, port: int, **options: Any) -> uvicorn.Config:
-    """How a server of this package listens. options: of uvicorn besides."""
+    """Return the uvicorn configuration of this server. options: further uvicorn options"""
     return uvicorn.Config(
         app,
         host,

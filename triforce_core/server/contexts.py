@@ -1,4 +1,4 @@
-"""The last few conversations: their KV waits in host memory while another has the engine."""
+"""Recent conversations: their KV stays in host memory while the engine serves another one."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from triforce_core.decoding.contexts.snapshot import Snapshot
 from triforce_core.engine import Engine
 from triforce_offload.errors import DoesNotFitError
 
-# A beginning that is shorter is read again rather than kept or brought back.
+# A shared prefix of fewer tokens is prefilled again: saving or restoring it is not worth the copy.
 _WORTH_KEEPING = 256
 
 
 class Kept(NamedTuple):
-    """What was computed for somebody's text."""
+    """The saved KV of one context, and the client it belongs to."""
 
     snapshot: Snapshot
     owner: str
 
     def shared(self, tokens: Sequence[int], owner: str) -> int:
-        """How many tokens of an owner's text it has from the beginning."""
+        """Return the length of the prefix shared with `tokens`; 0 for another owner."""
         return _shared(self.snapshot.tokens, tokens) if self.owner == owner else 0
 
 
 class KeptContexts:
-    """Contexts besides the engine's own, the latest last."""
+    """Saved contexts besides the engine's current one, the most recent last."""
 
     def __init__(self, engine: Engine, most: int) -> None:
-        """most: how many are kept."""
+        """most: the maximum number of saved contexts"""
         self._engine = engine
-        # Of several sequences each has a context of its own.
+        # With several sequences, each sequence already keeps its own context.
         self._most = most if engine.sequences == 1 else 0
         self._kept: list[Kept] = []
 
@@ -38,10 +38,11 @@ class KeptContexts:
         return len(self._kept)
 
     def prepare(self, tokens: Sequence[int], owner: str = "") -> None:
-        """Before a request of an owner over `tokens`: brings back the context of the same owner
-        that shares most with it, and keeps the one at hand if that would be lost.
+        """Prepare the engine for a request over `tokens`.
 
-        Raises LinkError or DoesNotFitError.
+        Restore the saved context of this owner that shares the longest prefix, if that is worth it.
+        Save the current context first if the request would overwrite too much of it. Raises
+        LinkError or DoesNotFitError.
         """
         if not self._most:
             return
@@ -49,11 +50,12 @@ class KeptContexts:
         here = _shared(at_hand, tokens) if self._engine.context_owner == owner else 0
         best = max(self._kept, key=lambda each: each.shared(tokens, owner), default=None)
         found = best.shared(tokens, owner) if best else 0
-        # Of one that begins with all of the prompt, as when an answer is given anew, nothing is
-        # lost that could be asked for; of one that it mostly begins with, little.
+        # If the current context starts with the whole prompt, as when an answer is regenerated,
+        # overwriting it loses nothing that a client could ask for. If it shares most of its tokens
+        # with the prompt, little is lost.
         brings = best is not None and found >= here + _WORTH_KEEPING
         if brings:
-            # First of all, or it might have to make room for the one at hand.
+            # Remove it first, so that saving the current context does not evict it.
             self._kept.remove(best)
         lost = here < len(at_hand) / 2 and here < len(tokens) - 1
         if len(at_hand) >= _WORTH_KEEPING and lost:
@@ -62,8 +64,9 @@ class KeptContexts:
             self._engine.restore(*best)
 
     def _keep(self, tokens: Sequence[int]) -> None:
-        """Copies the context at hand, unless the host has no room for it. One that it goes on from
-        is not needed besides.
+        """Save the current context, unless host memory has no room for it.
+
+        Drop the saved contexts that it continues.
         """
         owner = self._engine.context_owner
         self._kept = [
@@ -79,6 +82,6 @@ class KeptContexts:
 
 
 def _shared(known: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Return the length of the common prefix of two token sequences."""
     most = min(len(known), len(tokens))
     return next((i for i in range(most) if known[i] != tokens[i]), most)

@@ -1,4 +1,4 @@
-"""What a server refuses, and with which status."""
+"""Errors of the server, and the HTTP status of each error."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError
 
 
 class QueueFullError(TriforceError):
-    """Too many requests wait."""
+    """The queue of waiting requests is full."""
 
 
 class NotReadyError(TriforceError):
-    """The model is being loaded, or the server closes."""
+    """The model is loading, or the server is closing."""
 
 
 class ContextLengthError(UsageError):
-    """A prompt and what is to follow it are longer than the context."""
+    """The prompt and its new tokens do not fit the context."""
 
 
 class UnknownModelError(UsageError):
-    """A model is asked for that is not here."""
+    """The requested model is not served here."""
 
 
 def refused(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """The status and the words for an error."""
+    """Return the HTTP status and the response body for an error."""
     message = str(error) or type(error).__name__
     if isinstance(error, QueueFullError):
         return 429, refusal(message, "rate_limit_error", "queue_full")

@@ -1,4 +1,4 @@
-"""What a request must pass before it is read: its host, its key, its size."""
+"""Checks made before a request is read: its host, its API key and its size."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from triforce_core.server.messages.wording import refusal
 from triforce_core.server.settings import ServerSettings
 
-# Open to anybody: whether the server is there, and a page that asks for the key.
+# Open without a key: the health check, and the page that asks for the key.
 _OPEN = ("/", "/health")
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 class BodyTooLargeError(Exception):
-    """A body is larger than what its header said, or than is taken."""
+    """The body is larger than its header declared, or larger than the limit."""
 
 
 class Guard:
-    """Refuses what has not the key, what is too large, and, where no key is asked for, what does
-    not name this machine as its host: pages elsewhere cannot use a browser to get here.
+    """Middleware that rejects requests without the API key and requests that are too large.
+
+    Without an API key, it also rejects requests whose Host header does not name this machine. This
+    stops pages on other sites from reaching the server through a user's browser.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:

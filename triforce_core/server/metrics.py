@@ -1,4 +1,4 @@
-"""What a monitor reads at /metrics."""
+"""Prometheus metrics, served at /metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
 class Metrics:
-    """Counters of one server."""
+    """The counters of one server."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -42,7 +42,7 @@ class Metrics:
         self._running = Gauge("triforce_running", "Requests under way", **registry)
 
     def served(self, job: Job, result: Completion | BaseException) -> None:
-        """Counts a job that has ended."""
+        """Count a job that has ended."""
         if not isinstance(result, Completion):
             self._requests.labels("failed").inc()
             return
@@ -72,7 +72,7 @@ class Metrics:
             self._each.observe(stats["seconds_per_token"])
 
     def text(self, worker: Worker) -> bytes:
-        """All of it, as a monitor reads it."""
+        """Return all metrics in the Prometheus text format."""
         self._waiting.set(worker.waiting)
         self._running.set(len(worker.running))
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""What may be set of a server."""
+"""Settings of the server."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from triforce_offload.units import parse_bytes
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Raises UsageError for values that cannot be used.
+    """Settings of the server. Raises UsageError for invalid values.
 
-    host, port: where it listens; beyond this machine only with an `api_key`, which clients send
-    name: of the model, as clients ask for it
-    queue: requests that may wait for the engine; more are told to come back
-    max_body: of a request, in bytes or as "32MiB"
-    contexts: conversations besides the one at hand whose KV is kept in host memory
+    host, port: the address to listen on; a host other than this machine requires an `api_key`
+    api_key: the key that clients must send
+    name: the model name that clients use
+    queue: the number of requests that may wait for the engine; further requests are rejected
+    max_body: the maximum size of a request, in bytes or as text such as "32MiB"
+    contexts: the number of conversations, besides the current one, whose KV stays in host memory
     """
 
     host: str = "127.0.0.1"

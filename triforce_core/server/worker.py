@@ -1,4 +1,4 @@
-"""The thread that has the engine: requests wait in a queue until there is room for them."""
+"""The engine's thread: requests wait in a queue until the engine has room for them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from triforce_core.server.contexts import KeptContexts
 from triforce_core.server.errors import NotReadyError, QueueFullError
 from triforce_offload.errors import DeviceFailedError, RankError
 
-# What an engine does not outlive.
+# Errors after which the engine cannot continue.
 _LAST = (DeviceFailedError, RankError)
-# Texts that are tokenised at once.
+# The number of prompts tokenised at once.
 _PREPARERS = 2
 
 
 class Asked(NamedTuple):
-    """What is to be answered. conversation: whether it may go on from the answer. owner: who asks,
-    as far as a client says so
+    """A prompt to answer.
+
+    conversation: whether a later request may continue from the answer
+    owner: the client, as far as it identifies itself
     """
 
     turn: Turn
@@ -40,9 +42,9 @@ class Asked(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """One text that is asked for. `cancel` ends it, wherever it is, within a pass.
+    """One sequence to generate. `cancel` ends it within one pass, whether it waits or runs.
 
-    request: the same object for all texts of one request, which wait together
+    request: an object shared by all sequences of one request, which count as one in the queue
     """
 
     asked_for: Asked
@@ -60,7 +62,10 @@ class Job:
             self._member.interrupt()
 
     def begin(self, engine: Engine, receive: Receiver) -> None:
-        """In the engine's thread. Raises UsageError or DoesNotFitError."""
+        """Add the sequence to the engine, in the engine's thread.
+
+        Raises UsageError or DoesNotFitError.
+        """
         self.began = time.monotonic()
         asked = self.asked_for
         self._member = engine.add_request(
@@ -71,10 +76,11 @@ class Job:
 
 
 class Worker:
-    """Loads an engine and serves jobs until it is closed, or the engine can do nothing more.
+    """A thread that loads an engine and serves jobs until it is closed or the engine fails.
 
-    state: "loading", "ready", "failed" or "closed"; error: why it failed
-    preparers: threads that tokenise
+    state: "loading", "ready", "failed" or "closed"
+    error: the error that made it fail
+    preparers: the threads that tokenise prompts
     """
 
     def __init__(
@@ -84,25 +90,27 @@ class Worker:
         contexts: int,
         served: Callable[[Job, Completion | BaseException], None] = lambda job, result: None,
     ) -> None:
-        """load: makes the engine, called in the worker's thread with where progress is told.
-        waiting: jobs that may wait. contexts: as ServerSettings has it. served: is told of each.
+        """load: loads the engine; called in the worker's thread with a callback for progress
+        waiting: the maximum number of waiting requests
+        contexts: as in ServerSettings
+        served: called with each job that ends and its result
         """
         self.state = "loading"
         self.error: BaseException | None = None
         self.engine: Engine | None = None
         self.conversations: Conversations | None = None
         self.running: list[Job] = []
-        # Called when it has failed.
+        # Called when the worker has failed.
         self.failed: Callable[[], None] = lambda: None
         self._progress = (0, 1)
         self._served = served
         self._contexts = contexts
         self._load = load
         self._most = waiting
-        # A deque and a queue that may be used in a signal's handler, which takes no lock.
+        # A deque and a SimpleQueue take no lock, so a signal handler may use them.
         self._jobs: deque[Job] = deque()
         self._prepared = 0
-        # Few, since each takes many times the memory of its text.
+        # Few threads, because tokenising takes many times the memory of the text.
         self.preparers = ThreadPoolExecutor(_PREPARERS, "tokenise")
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -112,19 +120,20 @@ class Worker:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens that a text has room for, once the engine is there."""
+        """The maximum tokens of a sequence. The engine must be loaded."""
         return self.engine.max_context
 
     @property
     def waiting(self) -> int:
-        """Requests that wait, or whose text is tokenised, without those whose clients have left."""
+        """The number of requests that wait or are being tokenised, without cancelled ones."""
         jobs = tuple(self._jobs)
         return self._prepared + len({id(job.request) for job in jobs if not job.cancelled})
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Takes a place in the queue for a request whose text is to be tokenised. In the event
-        loop's thread alone. Raises QueueFullError or NotReadyError.
+        """Hold a place in the queue while a request is tokenised. Only for the event loop's thread.
+
+        Raises QueueFullError or NotReadyError.
         """
         self.check_room()
         self._prepared += 1
@@ -135,12 +144,12 @@ class Worker:
 
     @property
     def progress(self) -> float:
-        """The share of a prompt's layers, or of the model's, that were read."""
+        """The share of layers done while the model loads or a prompt is prefilled."""
         done, total = self._progress
         return done / total
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Puts the texts of one request behind the others.
+        """Append the sequences of one request to the queue.
 
         Raises QueueFullError or NotReadyError.
         """
@@ -149,31 +158,31 @@ class Worker:
             self._jobs.append(job)
             self._wakes.put(None)
         if self.state != "ready":
-            # Since it was asked for room.
+            # The state has changed since the check above.
             self._refuse_waiting()
 
     def check_ready(self) -> None:
-        """Raises NotReadyError."""
+        """Raise NotReadyError unless the engine is ready."""
         if self.state != "ready":
             raise self._not_ready()
 
     def check_room(self) -> None:
-        """Raises what `submit` would now."""
+        """Raise the error that `submit` would raise now."""
         self.check_ready()
-        # What the engine is about to take does not wait.
+        # The engine takes as many requests as it has room for; these do not count as waiting.
         free = self.engine.sequences - len(self.running)
         if self.waiting >= self._most + free:
             raise QueueFullError(f"{self._most} requests wait already")
 
     def close(self) -> None:
-        """Ends the jobs under way and the thread; those that wait are told."""
+        """Cancel running jobs, reject waiting ones and join the thread."""
         self.stop()
         self.preparers.shutdown(wait=False, cancel_futures=True)
         if self._thread.is_alive():
             self._thread.join()
 
     def stop(self) -> None:
-        """The same without waiting for it. May be called in a signal's handler."""
+        """Close without waiting for the thread. A signal handler may call this."""
         self.state = "closed"
         for job in tuple(self.running):
             job.cancel()
@@ -187,7 +196,8 @@ class Worker:
                 try:
                     self._serve(engine)
                 except BaseException as error:
-                    # Before the engine closes: what that cuts is not given as if it were whole.
+                    # Before the engine closes: sequences that it interrupts must not appear to be
+                    # complete.
                     self._fail(error)
         except BaseException as error:
             self._fail(error)
@@ -206,7 +216,7 @@ class Worker:
             engine.step()
 
     def _fail(self, error: BaseException) -> None:
-        """Nothing is served any more."""
+        """Record the error, reject waiting jobs and serve nothing more."""
         if self.error is None:
             self.error, self.state = error, "failed"
             self._refuse_waiting()
@@ -221,18 +231,18 @@ class Worker:
         return NotReadyError("the server is closing")
 
     def _refuse_waiting(self) -> None:
-        # Until there is none: several threads may come here.
+        # Pop until the queue is empty, because several threads may run this at once.
         with suppress(IndexError):
             while True:
                 self._jobs.popleft().receive(self._not_ready())
 
     def _admit(self, engine: Engine, kept: KeptContexts) -> None:
-        """Begins jobs that wait, as long as there is room."""
+        """Start waiting jobs while the engine has room."""
         while self.state == "ready" and self._jobs and engine.has_room:
             try:
                 job = self._jobs.popleft()
             except IndexError:
-                # Those that waited were told in a signal's handler that the server closes.
+                # A signal handler has just rejected the waiting jobs.
                 return
             if job.cancelled:
                 continue
@@ -262,7 +272,7 @@ class Worker:
             result = error
         cut = isinstance(result, Completion) and result.finish_reason == "interrupted"
         if self.state != "ready" and cut:
-            # What was cut is not given as if it were whole.
+            # An interrupted sequence must not appear to be complete.
             result = self._not_ready()
         try:
             self._served(job, result)
@@ -272,11 +282,11 @@ class Worker:
             self._fail(result)
 
     def _is_last(self, error: BaseException) -> bool:
-        """Whether the engine does not outlive it."""
+        """Return whether the engine cannot continue after an error."""
         if isinstance(error, _LAST):
             return True
         try:
-            # Whatever goes wrong in the middle of a pass ends the other ranks.
+            # An error in the middle of a pass ends the other ranks.
             self.engine.check_ranks()
         except RankError:
             return True

@@ -1,4 +1,4 @@
-"""`triforce bench`: from arguments to a table or JSON on standard output."""
+"""`triforce bench`: run the tests and print a table or JSON on standard output."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from triforce_offload.units import format_bytes
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Runs the tests and prints them, each to stderr as it ends. Returns the exit code."""
+    """Run the tests, report each one on stderr as it ends, and print all. Return the exit code."""
     fields = given(args, BenchSettings)
     tests = TESTS if args.tests == "all" else tuple(args.tests.split(","))
     settings = BenchSettings(**fields | {"tests": tests})
     config = for_timing(read_shape(settings.shape))
     draft = None if settings.draft_shape == NO_DRAFTER else read_shape(settings.draft_shape)
     machine = MachineSettings(**given(args, MachineSettings))
-    # Dtype and the formats of weights and KV.
+    # The dtype and the formats of weights and KV.
     engine = EngineConfig(machine, **given(args, EngineConfig))
     rows: list[Row] = []
     with ExitStack() as stack:
@@ -43,7 +43,7 @@ def bench(args: argparse.Namespace) -> int:
                     say(f"{row.test}: {row.what}: {row.median:.6f} s")
                     rows.append(row)
         finally:
-            # A test that fails, or an interrupt, does not take what the others found.
+            # After a failed test or an interrupt, the results of the other tests are still shown.
             about["memory"]["device_peak_bytes"] = running.runtime.memory.peak_bytes
             if rows:
                 show(about, rows, args.output)
@@ -58,7 +58,7 @@ def show(about: dict[str, Any], rows: Sequence[Row], output: str) -> None:
 
 
 def describe(running: Bench) -> dict[str, Any]:
-    """What was run, on what, and where everything lay."""
+    """Return what was run, the hardware and the placement."""
     runtime, settings = running.runtime, running.settings
     plan, placement, link = runtime.plan, runtime.plan.placement, runtime.link
     slots = placement.kv_slots + placement.staging_slots

@@ -1,4 +1,4 @@
-"""`triforce chat`: a conversation in a terminal, or over a pipe, a line a turn."""
+"""`triforce chat`: a conversation in a terminal or over a pipe, with one turn per line."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from triforce_core.loading.open_model import OpenModel
 from triforce_core.requests.stream import Completion, Piece, Stream
 from triforce_offload.errors import OutputError, UsageError
 
-# Tokens of a context that nobody asked for, at most.
+# The maximum context length when no --ctx-size is given.
 DEFAULT_CONTEXT = 32768
-# Of an answer.
+# The default maximum of new tokens for each answer.
 DEFAULT_NEW_TOKENS = 2048
 HELP = """\
 /file PATH       puts a file's text before what you say next
@@ -41,7 +41,7 @@ HELP = """\
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Reads turns until they end. Returns the exit code."""
+    """Process turns until the input ends. Return the exit code."""
     if (code := followed(quiet=args.quiet)) is not None:
         return code
     params = sampling_params(args, max_new_tokens=DEFAULT_NEW_TOKENS)
@@ -50,7 +50,7 @@ def chat(args: argparse.Namespace) -> int:
         saved_tokens(args.load)
     with ExitStack() as stack:
         bars = ProgressBars(show=not args.quiet)
-        # While it loads a signal ends the process, with the terminal as it was.
+        # While the model loads, a signal restores the terminal and ends the process.
         loading = stack.enter_context(ExitStack())
         loading.enter_context(Stop(bars.give_back).listening())
         stack.enter_context(bars)
@@ -58,7 +58,7 @@ def chat(args: argparse.Namespace) -> int:
         if model.tokenizer is None:
             raise UsageError(f"{model.checkpoint.path} has no tokenizer")
         messages = [{"role": "system", "content": args.system}] if args.system else []
-        # Refused before anything is loaded.
+        # Reject a chat template that cannot be rendered, before anything is loaded.
         model.tokenizer.render([*messages, {"role": "user", "content": "Hello"}])
         positions = model.checkpoint.config.positions
         if config.max_context is None:
@@ -78,14 +78,14 @@ def chat(args: argparse.Namespace) -> int:
 
 
 class Chat:
-    """What a person sees of a conversation."""
+    """The terminal interface of a conversation."""
 
     def __init__(self, session: ChatSession, lines: Lines, args: argparse.Namespace) -> None:
         self._session = session
         self._lines = lines
         self._quiet = args.quiet
         self._colors = args.color_levels and takes_colors(sys.stdout)
-        # What comes over a pipe may be somebody else's text, and commands read and write files.
+        # Text over a pipe may be untrusted, and commands read and write files.
         self._takes_commands = lines.terminal or args.commands
         self._said_that_commands_are_text = False
         self._output = TextOutput()
@@ -105,7 +105,7 @@ class Chat:
         }
 
     def run(self) -> int:
-        """Until the turns end. Returns the exit code."""
+        """Process turns until the input ends. Return the exit code."""
         if self._lines.terminal and not self._quiet:
             say("Say something; /help lists the commands, Ctrl-D ends.")
         while not self._code and not self._output.code:
@@ -127,7 +127,7 @@ class Chat:
             except (UsageError, OutputError) as error:
                 say(f"triforce: {error}")
                 if not self._lines.terminal:
-                    # Nobody is there to say it otherwise.
+                    # Without a terminal, only the exit code can report the error.
                     return error.exit_code
         if self._output.code:
             say(f"triforce: {self._output.why}")
@@ -156,7 +156,7 @@ class Chat:
             )
 
     def _show(self, stream: Stream) -> None:
-        """Writes an answer as it comes. An interrupt ends it; what there is of it is kept."""
+        """Write an answer as it is generated. An interrupt ends it and keeps its text."""
         bars = ProgressBars(show=self._lines.terminal and not self._quiet, opening=False)
         engine, before = self._session.engine, self._session.engine.progress
         engine.progress = bars.update
@@ -196,7 +196,7 @@ class Chat:
         return colored(piece) if self._colors else piece.text
 
     def _status(self) -> str:
-        """What the last answer took, on one line."""
+        """Return one line with the figures of the last answer."""
         session = self._session
         used = f"context {session.context_tokens:,} of {session.most_tokens:,} tokens"
         if self._last is None:

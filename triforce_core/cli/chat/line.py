@@ -1,4 +1,4 @@
-"""Lines that a person types, with a history and an editor where there is a terminal."""
+"""Line input, with a history and an editor in a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triforce_offload.errors import UsageError
 class Lines:
     """Standard input, line by line.
 
-    terminal: whether a person types them
+    terminal: whether the input is a terminal
     """
 
     def __init__(self) -> None:
@@ -22,23 +22,23 @@ class Lines:
             raise UsageError("standard input is closed: there is nobody to talk to")
         self.terminal = sys.stdin.isatty() and sys.stderr is not None and sys.stderr.isatty()
         self._session = None
-        # Of the terminal, while what is typed is held.
+        # The terminal's modes before `held` changed them, or None.
         self._modes: list[Any] | None = None
         if self.terminal:
             from prompt_toolkit import PromptSession
             from prompt_toolkit.output import create_output
 
-            # Standard output is for what the model says.
+            # Standard output is reserved for the model's text.
             self._session = PromptSession(output=create_output(stdout=sys.stderr))
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, what a person types is not shown. The next `read` takes it, after Ctrl-C too."""
+        """Keep typed characters hidden and unread, even across Ctrl-C, until the next `read`."""
         if self._session is not None and self._modes is None:
             with suppress(termios.error):
                 modes = termios.tcgetattr(sys.stdin)
                 held = modes.copy()
-                # Local modes: no echo, and no interrupt drops what was typed.
+                # Local modes: turn echo off, and keep typed characters on an interrupt.
                 held[3] = held[3] & ~termios.ECHO | termios.NOFLSH
                 self._modes = modes
                 termios.tcsetattr(sys.stdin, termios.TCSANOW, held)
@@ -48,14 +48,17 @@ class Lines:
             self.give_back()
 
     def give_back(self) -> None:
-        """Leaves the terminal as it was."""
+        """Restore the terminal's modes."""
         if self._modes is not None:
             with suppress(termios.error, ValueError):
                 termios.tcsetattr(sys.stdin, termios.TCSANOW, self._modes)
             self._modes = None
 
     def read(self, status: Callable[[], str]) -> str | None:
-        """The next line, None when they end. status: what is shown below it."""
+        """Return the next line, or None at the end of the input.
+
+        status: the text shown below the line
+        """
         if self._session is None:
             try:
                 line = sys.stdin.readline()
@@ -66,7 +69,7 @@ class Lines:
             try:
                 return self._session.prompt("> ", bottom_toolbar=status)
             except KeyboardInterrupt:
-                # What was typed is dropped, as in a shell.
+                # Discard the typed text, as shells do.
                 continue
             except EOFError:
                 return None

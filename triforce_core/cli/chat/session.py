@@ -1,4 +1,4 @@
-"""A conversation with an engine: turns that go on, are edited, answered anew, saved and loaded."""
+"""A conversation: turns can be continued, edited, regenerated, saved and loaded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from triforce_core.requests.stream import Completion, Stream
 from triforce_offload.errors import UsageError
 
 _CONVERSATION = "conversation"
-# Of a message: the files that its content begins with.
+# The key of a message for the attached files that its content begins with.
 _FILES = "files"
 
 
 @dataclass
 class ChatSession:
-    """messages: of the conversation so far, each with its "role" and "content"
-    context_tokens: of it, when the last answer ended
+    """A conversation.
+
+    messages: the messages so far, each with a "role" and "content"
+    context_tokens: the length of the context at the end of the last answer
     """
 
     engine: Engine
@@ -38,11 +40,14 @@ class ChatSession:
 
     @property
     def most_tokens(self) -> int:
-        """That prompt and answers may have together."""
+        """The maximum number of tokens of the conversation."""
         return self.engine.max_context
 
     def attach(self, path: str) -> int:
-        """Puts a file's text before what is said next. Returns its tokens. Raises UsageError."""
+        """Attach a text file to the next message. Return its number of tokens.
+
+        Raises UsageError.
+        """
         try:
             text = read_text(Path(path).expanduser())
         except UnicodeDecodeError as error:
@@ -59,32 +64,37 @@ class ChatSession:
         return tokens
 
     def say(self, text: str) -> Stream:
-        """The model's answer to what the user says. Raises UsageError if it has no room."""
+        """Return the stream of the answer to a message.
+
+        Raises UsageError if the context is too small.
+        """
         stream = self._answer([*self.messages, _said("".join(self._attached), text)])
         self._attached.clear()
         return stream
 
     def regenerate(self) -> Stream:
-        """Another answer to what the user said last. Raises UsageError."""
+        """Return the stream of another answer to the last user message. Raises UsageError."""
         return self._answer(self._until_last("user"))
 
     def edit(self, text: str) -> Stream:
-        """The answer to another text in place of what the user said last, with the files that were
-        attached to it. Raises UsageError.
+        """Replace the text of the last user message and return the stream of its answer.
+
+        The message keeps its attached files. Raises UsageError.
         """
         *before, last = self._until_last("user")
         return self._answer([*before, _said(last.get(_FILES, ""), text)])
 
     def go_on(self) -> Stream:
-        """More of the last answer, where it was cut. Raises UsageError."""
+        """Continue the last answer where it was cut. Raises UsageError."""
         if self._after is None:
             raise UsageError("there is no answer that could go on")
         self._before = self.messages
         return self._stream(self._after)
 
     def ended(self, completion: Completion) -> None:
-        """Takes the answer over: of what was interrupted, as much as there is. Where there is none
-        nothing was said.
+        """Add an answer, complete or interrupted, to the conversation.
+
+        If it has no tokens, restore the messages before it.
         """
         if not completion.token_ids:
             self.messages = self._before
@@ -101,7 +111,7 @@ class ChatSession:
         self.context_tokens = completion.stats["prompt_tokens"] + len(completion.token_ids)
 
     def clear(self, system: str | None = None) -> None:
-        """Begins anew, with another system prompt if one is given."""
+        """Start a new conversation, with another system prompt if one is given."""
         kept = [message for message in self.messages[:1] if message["role"] == "system"]
         self.messages = [{"role": "system", "content": system}] if system else kept
         self._attached.clear()
@@ -109,7 +119,7 @@ class ChatSession:
         self.context_tokens = 0
 
     def save(self, path: str) -> int:
-        """Writes the conversation with its KV. Returns its tokens.
+        """Save the conversation and its KV. Return its number of tokens.
 
         Raises UsageError or OutputError.
         """
@@ -122,7 +132,7 @@ class ChatSession:
         return self.engine.save_context(path, {_CONVERSATION: json.dumps(about)})
 
     def load(self, path: str) -> int:
-        """Takes a conversation over from a file. Returns the tokens whose KV is there.
+        """Load a conversation from a file. Return the number of tokens with KV.
 
         Raises UsageError.
         """
@@ -177,6 +187,6 @@ class ChatSession:
 
 
 def _said(files: str, text: str) -> dict[str, str]:
-    """What the user said, after the files that were attached to it."""
+    """Return a user message whose content begins with the attached files."""
     said = {"role": "user", "content": files + text}
     return said | {_FILES: files} if files else said

@@ -1,4 +1,4 @@
-"""Text that streams to a terminal, with lines that end between words."""
+"""Word wrapping for text that streams to a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TAB = 8
 
 
 def columns_of(stream: TextIO | None) -> int | None:
-    """Columns of the terminal that a stream is, None if it is none or does not say."""
+    """Return the width of the terminal behind a stream, or None if it is not a terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or None
     except (AttributeError, OSError, ValueError):
@@ -23,32 +23,35 @@ def columns_of(stream: TextIO | None) -> int | None:
 
 
 class WordWrap:
-    """Breaks lines between words. The last word is held back until it has ended.
+    """A writer that breaks lines between words. It holds a word back until the word has ended.
 
-    Words that are longer than a line are broken at the margin, wide characters anywhere.
+    Words longer than a line break at the margin; wide characters may break anywhere.
     """
 
     def __init__(
         self, write: Callable[[str], bool], show: Callable[[Piece], str], columns: int
     ) -> None:
-        """write: takes text, and returns whether it got there. show: a piece in its colour"""
+        """write: writes text and returns whether it was written
+        show: returns a piece's text with its colour
+        columns: the width of a line
+        """
         self._write = write
         self._show = show
         self._columns = columns
         self._column = 0
         self._word: list[tuple[str, str]] = []
         self._word_columns = 0
-        # Characters to be written, each with the origin of its piece.
+        # Characters ready to write, each with the origin of its piece.
         self._ready: list[tuple[str, str]] = []
 
     def take(self, piece: Piece) -> bool:
-        """Write the words that end in a piece. Return whether the text got there."""
+        """Write the words that end in a piece. Return whether the text was written."""
         for character in piece.text:
             self._take(character, piece.origin)
         return self._flush()
 
     def end(self) -> bool:
-        """Write the last word. Return whether the text got there."""
+        """Write the last word. Return whether the text was written."""
         self._end_word()
         return self._flush()
 
@@ -73,7 +76,7 @@ class WordWrap:
         elif self._column < self._columns:
             self._column += 1
         else:
-            # The line ends here anyway.
+            # The line breaks here, so the space is not needed.
             return
         self._ready.append((character, origin))
 

@@ -39,7 +39,7 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> Options:
-    """Add how a model is sampled from, how it is decoded, and on what. Return the last group."""
+    """Add the options for sampling, decoding and the machine. Return the last group."""
     group = parser.add_argument_group("sampling")
     _add_sampling(group)
     _add_constraints(group)
@@ -47,7 +47,7 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> Options:
 
 
 def add_machine_and_method(parser: argparse.ArgumentParser) -> Options:
-    """Add how a model is decoded, and on what. Return the group of the latter."""
+    """Add the options for decoding and the machine. Return the last group."""
     group = parser.add_argument_group("drafting")
     _add_method(group)
     _add_retrieval(group)
@@ -163,7 +163,7 @@ def add_sequences(parser: Options) -> None:
 
 
 def _bias(text: str) -> tuple[int, float]:
-    """A token id and what is added to its logit."""
+    """Parse a token id and the value that is added to its logit."""
     token, _, value = text.partition("=")
     try:
         return int(token), float(value)
@@ -213,7 +213,7 @@ def _add_sampling(group: Options) -> None:
 
 
 def _add_constraints(group: Options) -> None:
-    """What changes logits: penalties, biases, grammars."""
+    """Add the options that change logits: penalties, biases and grammars."""
 
     def add(name: str, text: str, **options: Any) -> None:
         add_option(group, SamplingParams, name, text, **options)
@@ -306,7 +306,7 @@ def _add_method(group: Options) -> None:
 
 
 def _add_retrieval(group: Options) -> None:
-    """How the retrieval level reads the target."""
+    """Add the options of the retrieval level."""
 
     def add(name: str, text: str, **options: Any) -> None:
         add_option(group, MethodSettings, name, text, **options)

@@ -1,4 +1,4 @@
-"""`triforce generate`: arguments, prompt and the model's header, before anything slow is loaded."""
+"""`triforce generate`: check the arguments, the prompt and the model's header before slow steps."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from triforce_offload.files import Output, check_outputs
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Streams the text to stdout and reports on stderr. Returns the exit code.
+    """Stream the text to stdout and report on stderr. Return the exit code.
 
-    What can be refused by a prompt and a header is refused here.
+    Errors that the prompt or a header shows are raised here, before torch is imported.
     """
     if (code := followed(quiet=args.quiet)) is not None:
         return code
@@ -39,7 +39,7 @@ def generate(args: argparse.Namespace) -> int:
         plan.check_gpus(config.machine.gpus)
     _check_outputs(args, config)
     kept = saved_tokens(args.load_context) if args.load_context else 0
-    # Before the model is opened: what is missing is said at once.
+    # Read the prompt before the model is opened, so that a missing prompt is reported immediately.
     one = args.messages is None and args.prompts_file is None
     prompt = read_prompt(args) if one else None
     _say_what_has_no_effect(args, config)
@@ -48,7 +48,7 @@ def generate(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         bars = ProgressBars(show=not args.quiet)
         slowly = None if args.quiet else _say_that_it_ends
-        # Before the bars hide the cursor.
+        # Listen for signals before the bars hide the cursor.
         stop = stack.enter_context(Stop(bars.give_back, slowly).listening())
         stack.enter_context(bars)
         model = stack.enter_context(OpenModel.at(args.model))
@@ -80,7 +80,7 @@ def generate(args: argparse.Namespace) -> int:
                 if not args.quiet:
                     say(f"all {len(tasks)} prompts are answered already")
                 return 0
-        # Only now, since loading torch takes longer than all of the above.
+        # Import this late, because importing torch takes longer than all of the above.
         from triforce_core.cli.generate.run import Run
 
         return Run(args, bars, stop, plan).texts(model, tasks, params, config, answers)
@@ -91,7 +91,7 @@ def _say_that_it_ends() -> None:
 
 
 def _check_outputs(args: argparse.Namespace, config: EngineConfig) -> None:
-    """Raises UsageError, before anything is loaded, for what could not be written."""
+    """Raise UsageError for outputs that cannot be written, before anything is loaded."""
     if args.save_context is not None:
         Output(args.save_context, "context").check_file()
     if (args.prompts_file is None) != (args.output is None):
@@ -124,7 +124,7 @@ def _say_what_has_no_effect(args: argparse.Namespace, config: EngineConfig) -> N
 
 
 def _planned(args: argparse.Namespace) -> Plan | None:
-    """The plan of a file, if one is given. Raises UsageError."""
+    """Return the plan of --plan, or None without one. Raises UsageError."""
     blocks = args.resident_kv_blocks
     if args.plan is None:
         if blocks is not None:

@@ -1,4 +1,4 @@
-"""The prompt of a command, from its one source."""
+"""The prompt of a command, which comes from a flag, a file or standard input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triforce_offload.errors import UsageError
 
 
 def tasks_of(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str | None) -> list[Task]:
-    """What is to be answered: a prompt that was read, messages or all prompts of a file.
+    """Return the tasks of a command: one prompt, a list of messages, or all prompts of a file.
 
     Raises UsageError.
     """
@@ -29,12 +29,12 @@ def tasks_of(args: argparse.Namespace, tokenizer: Tokenizer, prompt: str | None)
 
 
 def in_template(args: argparse.Namespace) -> bool:
-    """Whether a prompt is put into the model's chat template."""
+    """Return whether the prompt is rendered with the model's chat template."""
     return args.chat or args.system is not None
 
 
 def as_messages(args: argparse.Namespace, prompt: str) -> list[dict[str, str]]:
-    """A prompt as a conversation."""
+    """Return a prompt as a conversation."""
     return [*_system(args), {"role": "user", "content": prompt}]
 
 
@@ -43,7 +43,7 @@ def _system(args: argparse.Namespace) -> list[dict[str, str]]:
 
 
 def read_messages(path: str) -> list[dict[str, str]]:
-    """A conversation from a JSON file. Raises UsageError."""
+    """Read a conversation from a JSON file. Raises UsageError."""
     try:
         return check_messages(json.loads(read_text(path)))
     except UsageError as error:
@@ -53,9 +53,9 @@ def read_messages(path: str) -> list[dict[str, str]]:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt that was given, or a file's, or standard input's. Raises UsageError.
+    """Return the prompt from the arguments, a file or standard input. Raises UsageError.
 
-    A byte order mark is no part of a file's or a pipe's text, nor is the newline that ends it.
+    A byte order mark and a final newline are removed from a file or a pipe.
     """
     if args.prompt is not None:
         prompt = args.prompt

@@ -1,4 +1,4 @@
-"""Many prompts from a file, their answers to another, which says what is done already."""
+"""Prompts from a file, and a file of answers, which also records the prompts already answered."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Task:
-    """One prompt. index: its line, from 0. name: its "id", if it has one"""
+    """One prompt.
+
+    index: its position among the prompts, from 0
+    digest: a hash of its line
+    name: its "id", if it has one
+    """
 
     index: int
     token_ids: list[int]
@@ -34,11 +39,11 @@ def read_tasks(
     to_messages: Callable[[str], list[dict[str, str]]] | None,
     before: list[dict[str, str]],
 ) -> list[Task]:
-    """The prompts of a file, one a line: text, or JSON objects with a "prompt" or "messages", and
-    an "id" if they have one. Empty lines are none.
+    """Read the prompts of a file, one per line. Empty lines are skipped.
 
-    to_messages: puts a prompt into a conversation, if it is to be answered in one. before: what
-        messages follow
+    A line is text, or a JSON object with a "prompt" or "messages", and optionally an "id".
+    to_messages: turns a prompt into a conversation for the chat template; None for plain text
+    before: messages that precede those of a line
     Raises UsageError, naming the line.
     """
     try:
@@ -91,7 +96,7 @@ def _task(
 
 
 def check_messages(messages: object) -> list[dict[str, str]]:
-    """Messages as JSON has them. Raises UsageError."""
+    """Check messages that were parsed from JSON. Raises UsageError."""
     if not isinstance(messages, list) or not messages:
         raise UsageError("messages are a list of at least one")
     for number, message in enumerate(messages):
@@ -101,19 +106,21 @@ def check_messages(messages: object) -> list[dict[str, str]]:
     return messages
 
 
-# Of an answer's line.
+# How the line of an answer begins.
 _BEGINNING = b'{"index": '
 
 
 class Answers:
-    """The file that answers go to, a line each, written through as they come.
+    """The file of answers, one per line, flushed to disk after each answer.
 
-    done: indices of the prompts that it has answers to
+    done: the indices of the prompts that have an answer
     """
 
     def __init__(self, path: str, tasks: list[Task]) -> None:
-        """Goes on behind what an earlier run wrote of the same prompts; a line that it did not end
-        is written again. Raises UsageError for anything else that the file holds.
+        """Open the file and continue after the answers of an earlier run with the same prompts.
+
+        A last line that an earlier run left incomplete is removed. Raises UsageError for any other
+        content.
         """
         self._path = Path(path)
         self.done: set[int] = set()
@@ -137,7 +144,7 @@ class Answers:
             raise UsageError(f"cannot write the answers to {path}: {error.strerror}") from error
 
     def add(self, task: Task, completion: Completion) -> None:
-        """Raises OutputError."""
+        """Append an answer. Raises OutputError."""
         stats = completion.stats
         line: dict[str, Any] = {"index": task.index, "of": task.digest}
         if task.name is not None:
@@ -164,7 +171,7 @@ class Answers:
 
 
 def _answered(path: str, number: int, line: bytes, tasks: list[Task]) -> int:
-    """The index of a prompt that a line of an earlier run answers. Raises UsageError."""
+    """Return the index of the prompt that a line of an earlier run answers. Raises UsageError."""
     try:
         answer = json.loads(line)
         index, digest = answer["index"], answer["of"]

@@ -1,4 +1,4 @@
-"""A run of `triforce generate`: the model is loaded, its text streams, its figures follow."""
+"""A run of `triforce generate`: load the model, stream the text, report the statistics."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from triforce_core.settings import EngineConfig
 from triforce_offload.files import Output
 from triforce_offload.memory.device import device_name
 
-# A run that differs from its plan by this factor says so.
+# A run whose speed differs from its plan's prediction by more than this factor warns.
 _FAR = 2.0
 
 
 class Run:
-    """One request of a command, and what a person sees of it."""
+    """One run of the command, and its output."""
 
     def __init__(
         self, args: argparse.Namespace, bars: ProgressBars, stop: Stop, plan: Plan | None
     ) -> None:
-        """plan: that was given, if one was."""
+        """plan: the plan to run, or None"""
         self._args = args
         self._bars = bars
         self._stop = stop
@@ -51,9 +51,9 @@ class Run:
         config: EngineConfig,
         answers: Answers | None,
     ) -> int:
-        """Generates what follows one prompt, or each of a file's. Returns the exit code.
+        """Generate text for one prompt, or answers to all prompts of a file. Return the exit code.
 
-        answers: the file that those of many prompts go to
+        answers: the output file for many prompts
         """
         args = self._args
         if self._plan is not None:
@@ -78,13 +78,14 @@ class Run:
             else:
                 code = self._text(engine, tasks[0], params)
             if args.save_context and engine.context_tokens:
-                # The text has ended: whoever interrupts now means the file, which may take long.
+                # The text is complete, so an interrupt now is meant for the file, which may take
+                # long to write.
                 with ending():
                     engine.save_context(args.save_context)
         return code
 
     def _say_if_continued(self, engine: Engine) -> None:
-        """An instruct model that continues a bare prompt looks broken."""
+        """Warn about a bare prompt: an instruct model that continues one looks broken."""
         args = self._args
         bare = not in_template(args) and args.messages is None and args.prompts_file is None
         if bare and engine.tokenizer.has_chat_template:
@@ -94,7 +95,7 @@ class Run:
             )
 
     def _text(self, engine: Engine, task: Task, params: SamplingParams) -> int:
-        """Writes the text of a prompt as it comes. Returns the exit code."""
+        """Write the text of a prompt as it is generated. Return the exit code."""
         args, bars, stop = self._args, self._bars, self._stop
         stream = engine.stream(task.token_ids, _with_room(params, task, engine))
         output = TextOutput()
@@ -102,7 +103,7 @@ class Run:
         colors = args.color_levels and takes_colors(sys.stdout)
         try:
             for piece in stream.pieces():
-                # The text owns the terminal from its first piece on.
+                # The bars give way to the text at its first piece.
                 with suppress(OSError):
                     bars.stop()
                 if args.json:
@@ -125,7 +126,7 @@ class Run:
     def _answer(
         self, engine: Engine, tasks: list[Task], answers: Answers, params: SamplingParams
     ) -> int:
-        """Answers what is not answered yet. Returns the exit code."""
+        """Answer the prompts that have no answer yet. Return the exit code."""
         bars, stop, quiet = self._bars, self._stop, self._args.quiet
         if answers.done and not quiet:
             say(f"{len(answers.done)} of {len(tasks)} prompts are answered already")
@@ -137,7 +138,7 @@ class Run:
             if isinstance(item, BaseException):
                 errors.append(item)
             elif isinstance(item, Completion) and item.finish_reason != "interrupted":
-                # What was cut is no answer: the next run gives it whole.
+                # An interrupted answer is not saved; the next run generates it again.
                 answers.add(task, item)
                 if not quiet:
                     say(f"{len(answers.done)} of {len(tasks)} prompts answered")
@@ -158,7 +159,7 @@ class Run:
         return 0 if stop.number is None else exit_code(stop.number)
 
     def _report(self, result: Completion, output: TextOutput) -> None:
-        """What follows the text. Raises OutputError if the stats cannot be written."""
+        """Report what follows the text. Raises OutputError if the statistics cannot be written."""
         args = self._args
         if args.json:
             about = {"finish_reason": result.finish_reason, "stats": result.stats}
@@ -167,7 +168,7 @@ class Run:
             output.write("\n")
         kept = "--stats would have kept it"
         if args.stats is not None:
-            # First of all: standard error may have gone the way of standard output.
+            # Write the statistics first: standard error may fail just as standard output did.
             stats = json.dumps(result.stats, indent=2, ensure_ascii=False) + "\n"
             Output(args.stats, "stats").write(stats)
             kept = "what was there is lost" if args.stats == "-" else f"{args.stats} has it whole"
@@ -184,7 +185,7 @@ class Run:
                 print_run(result.stats)
 
     def _say_if_planned_otherwise(self, engine: Engine, result: Completion) -> None:
-        """What a plan predicts by rates that a busy machine gave is far off."""
+        """Warn about a run far off its plan, as when the rates were measured on a busy machine."""
         plan = self._plan
         predicted = plan and plan.predicted and plan.predicted.get("seconds_per_token")
         measured = result.stats["seconds_per_token"]
@@ -200,6 +201,6 @@ class Run:
 
 
 def _with_room(params: SamplingParams, task: Task, engine: Engine) -> SamplingParams:
-    """With at most as many new tokens as the context has room for."""
+    """Limit the new tokens to the room left in the context."""
     room = engine.max_context - len(task.token_ids)
     return replace(params, max_new_tokens=min(params.max_new_tokens, room))

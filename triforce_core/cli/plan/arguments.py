@@ -1,4 +1,4 @@
-"""The arguments of `triforce plan`: every variable of a plan is a flag."""
+"""The arguments of `triforce plan`: each input of a plan has a flag."""
 
 from __future__ import annotations
 

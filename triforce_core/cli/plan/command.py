@@ -1,4 +1,4 @@
-"""`triforce plan`: from arguments to a plan, its predicted figures and how they were found."""
+"""`triforce plan`: turn arguments into a plan and print its predicted figures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ from triforce_offload.weights.formats import DTYPES
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Plans and prints. Returns the exit code. Raises UsageError, DoesNotFitError and more."""
+    """Make a plan and print it. Return the exit code.
+
+    Raises UsageError, DoesNotFitError and others.
+    """
     given = {"plot": args.plot, "trace": args.trace, "plan": args.save}
     read = [path for path in (args.stats, args.model, args.draft) if path and Path(path).exists()]
     check_outputs((Output(path, what) for what, path in given.items() if path), read)
@@ -77,7 +80,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _case(args: argparse.Namespace) -> Case:
-    """What is planned for, from the arguments and from the plan that was given."""
+    """Return the planning case for the arguments and the plan file, if one is given."""
     shape = read_model(args.model)
     config = shape.config
     if args.weights == STORED and shape.pieces is None:
@@ -85,7 +88,7 @@ def _case(args: argparse.Namespace) -> Case:
     dtype = DTYPES[args.dtype]
     planned = Plan.read(args.plan) if args.plan else None
     if planned:
-        # Of another device it may be looked at: that is what planning is for.
+        # A plan for another device is accepted here: planning needs no device.
         planned.check(args.model, config, (planned.made_for or {}).get("device", ""))
     context = args.context
     if context is None:
@@ -124,7 +127,7 @@ def _case(args: argparse.Namespace) -> Case:
 
 
 def _draft_config(draft: str | Path) -> ModelConfig | None:
-    """Return the shape of the draft model, None if there is none. Raises UsageError."""
+    """Return the shape of the draft model, or None without one. Raises UsageError."""
     if draft in (AUTO, NGRAM, NO_DRAFTER):
         return None
     if ":" in str(draft) and read_model(str(draft)).pieces:
@@ -133,7 +136,7 @@ def _draft_config(draft: str | Path) -> ModelConfig | None:
 
 
 def _fixed(args: argparse.Namespace) -> dict[str, object]:
-    """Return what flags set of a plan. Raises UsageError."""
+    """Return the values of a plan that flags fix. Raises UsageError."""
     fixed: dict[str, object] = {}
     for name, least, most in (
         ("draft_tokens", 1, MOST_DRAFT_TOKENS),
@@ -153,7 +156,7 @@ def _fixed(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus: int) -> Hardware:
-    """gpus: how many there are if nobody says."""
+    """Return the hardware to plan for. gpus: the number of GPUs without --gpus"""
     if args.gpu is None:
         from triforce_offload.machine.probe import this_machine
 
@@ -173,7 +176,7 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
         raise UsageError(f"--link names {slots} slots, and the plan is for {count} GPUs")
     changed: dict[str, object] = {"gpus": count}
     if hardware.emulated:
-        # They share the host's memory.
+        # Emulated devices share the host's memory.
         changed["memory_bytes"] = hardware.memory_bytes // count
     if args.device_memory:
         changed["memory_bytes"] = parse_bytes(args.device_memory)
@@ -189,15 +192,18 @@ def _hardware(args: argparse.Namespace, config: ModelConfig, itemsize: int, gpus
 def _curve(
     args: argparse.Namespace, draft_config: ModelConfig | None, context: int
 ) -> AcceptanceCurve:
-    """What was given, else what a run measured, else the defaults. context: tokens of the text"""
+    """Return the acceptance: from flags, else from a run's statistics, else the defaults.
+
+    context: the context length in tokens
+    """
     curve = AcceptanceCurve()
     if args.stats:
-        # Taken to hold for the text that is planned for, however long the measured one was.
+        # A measured acceptance is assumed to hold at the planned context length.
         curve = replace(AcceptanceCurve.measured(args.stats), context=context)
     if draft_config is not None and not args.stats:
         curve = replace(curve, inner=MODEL_ACCEPTANCE)
     if args.acceptance is not None:
-        # What was given holds for the budget named with it, or else for the engine's default.
+        # The given acceptance holds for --budget, or else for the engine's default budget.
         budget = args.budget if args.budget else DEFAULT_BUDGET
         curve = replace(curve, outer=args.acceptance, budget=budget, context=context, assumed=False)
     if args.inner_acceptance is not None:
@@ -211,9 +217,9 @@ def _block_tokens(case: Case) -> int:
 
 
 def _resident_blocks(text: str, layer_blocks: int) -> int:
-    """`--resident-kv`: a number of blocks, or of whole layers as in 9layers. Raises UsageError.
+    """Parse `--resident-kv`: a number of blocks, or of layers as in 9layers. Raises UsageError.
 
-    layer_blocks: of a whole layer
+    layer_blocks: the number of blocks of one layer
     """
     digits = text.removesuffix("layers")
     if not digits.isdigit():
@@ -224,7 +230,7 @@ def _resident_blocks(text: str, layer_blocks: int) -> int:
 
 
 def _of_file(args: argparse.Namespace, case: Case) -> Candidate:
-    """The plan of a file, with what flags say instead."""
+    """Return the plan of a file, with the changes that flags make."""
     planned = Plan.read(args.plan)
     fixed: dict[str, object] = asdict(planned.placement) | {
         "method": planned.method.method,

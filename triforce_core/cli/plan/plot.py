@@ -1,4 +1,4 @@
-"""Drawing what `triforce plan --sweep` found."""
+"""Plots of `triforce plan --sweep`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 
 
 def check() -> None:
-    """Raises UsageError where nothing can be drawn."""
+    """Raise UsageError if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
 
 
 def plot(rows: list[dict[str, Any]], kind: str, model: str, path: Path) -> None:
-    """Seconds per token, a line for each number of GPUs. Raises UsageError or OutputError."""
+    """Plot seconds per token, with a line for each number of GPUs.
+
+    Raises UsageError or OutputError.
+    """
     check()
     import matplotlib
 
@@ -49,8 +52,9 @@ def plot(rows: list[dict[str, Any]], kind: str, model: str, path: Path) -> None:
 
 
 def picture(figure: Figure, path: Path, dpi: int) -> bytes:
-    """A figure in the format that a file's name ends with, PNG if it ends with none. Raises
-    UsageError.
+    """Return a figure in the format given by the file's suffix, PNG without one.
+
+    Raises UsageError.
     """
     whole = io.BytesIO()
     try:

@@ -1,4 +1,4 @@
-"""What a person sees of a plan: what lives where, where the seconds go, what bounds them."""
+"""How `triforce plan` presents a plan: the placement, the times and the bottleneck."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def print_plan(
     compared: Prediction | None,
     saved: str | None,
 ) -> None:
-    """Tables on standard output. saved: the file that holds the plan, if it was saved."""
+    """Print the tables of a plan to standard output.
+
+    saved: the file of the plan, if it was saved
+    """
     console = _console()
     hardware = case.hardware
     cards = f"{hardware.gpus} x {hardware.name}" if hardware.gpus > 1 else hardware.name
@@ -90,7 +93,7 @@ def print_sweep(case: Case, model: str, kind: str, rows: list[dict[str, Any]]) -
 
 
 def _console() -> Printer:
-    """Wide enough for the tables where there is no terminal to fit."""
+    """Return a console; without a terminal it is wide enough for the tables."""
     console = Printer()
     return console if console.is_terminal else Printer(width=110)
 

@@ -10,10 +10,10 @@ from triforce_core.settings import AUTO, MethodSettings
 
 
 def run_command(chosen: Candidate, model: str, saved: str | None) -> str:
-    """`triforce generate` with the flags that give the plan on the machine it was made for.
+    """Return a `triforce generate` command that gives the plan on the machine it was made for.
 
-    model: as the user named it; of a known shape a hub id takes its place
-    saved: the file that holds the plan, if it was saved
+    model: the model as the user named it; a known shape is replaced by its hub id
+    saved: the file of the plan, if it was saved
     """
     name = hub_id_of(model.partition(":")[0]) or model
     if ":" in model:

@@ -1,4 +1,4 @@
-"""`triforce serve`: one model behind an OpenAI-compatible interface, and a page to talk to it."""
+"""`triforce serve`: serve one model through an OpenAI-compatible API and a web page."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ KEY_VARIABLE = "TRIFORCE_API_KEY"
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serves until a signal ends it. Returns the exit code.
+    """Serve until a signal arrives. Return the exit code.
 
-    Raises what the engine does not outlive.
+    Raises errors after which the engine cannot continue.
     """
     if (code := followed(quiet=args.quiet)) is not None:
         return code
@@ -85,12 +85,12 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def run(worker: Worker, config: Config) -> None:
-    """Serve until a signal comes or the worker fails. Raises the worker's error."""
+    """Serve until a signal arrives or the worker fails. Raises the worker's error."""
     from uvicorn import Server
 
     class Stoppable(Server):
         def handle_exit(self, number: int, frame: FrameType | None) -> None:
-            # What loads, or a second signal, waits for nothing.
+            # While the model loads, or on a second signal, the process exits immediately.
             if worker.state in ("loading", "closed"):
                 leave(number)
             worker.stop()
@@ -127,7 +127,7 @@ def _config(args: argparse.Namespace, model: OpenModel) -> EngineConfig:
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens, before anything is loaded. Raises UsageError."""
+    """Open a listening socket, before anything is loaded. Raises UsageError."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.create_server(address[:2], family=family, reuse_port=False)

@@ -1,4 +1,4 @@
-"""Tables on standard output, where a reader may leave."""
+"""Tables on standard output, whose reader may close the pipe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.console import Console
 
 
 class Printer(Console):
-    """A console whose reader's leaving is an error like any other; rich ends the process itself."""
+    """A console that raises BrokenPipeError when its reader leaves; rich would exit the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

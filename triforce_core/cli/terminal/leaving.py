@@ -1,4 +1,4 @@
-"""Leaving at once when a signal comes, from the first moment on: this imports next to nothing."""
+"""Immediate exit on signals, from startup on. This module imports next to nothing."""
 
 import os
 import signal
@@ -9,23 +9,21 @@ SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name)
 
 
 def exit_code(number: int) -> int:
-    """The code of a process that a signal ended, as shells have it: 130 for an interrupt."""
+    """Return the shell's exit code for a signal, such as 130 for an interrupt."""
     return 128 + number
 
 
 def leave(number: int, frame: object = None) -> None:
-    """Ends the process for a signal: see `leave_with`."""
+    """End the process for a signal, as `leave_with` does."""
     leave_with(exit_code(number))
 
 
 def leave_with(code: int) -> None:
-    """Ends the process at once. What was written to standard output so far gets there, and of a
-    file that is being written no part stays.
-    """
-    # Python lets a signal in between any two steps, and of what these do nothing may keep it here.
+    """End the process immediately, after flushing standard output and removing partial files."""
+    # Signal handlers run between any two steps of Python code, so no error here may stop the exit.
     try:
         sys.stdout.flush()
-        # If it was not loaded yet nothing has been written.
+        # If the module is not loaded, no file is being written.
         if files := sys.modules.get("triforce_offload.files"):
             files.drop_parts()
     except Exception:
@@ -34,13 +32,11 @@ def leave_with(code: int) -> None:
 
 
 def heeded() -> list[int]:
-    """Signals but for those that whoever started this process had ignored, as `nohup` does."""
+    """Return the signals in SIGNALS that are not ignored, as `nohup` ignores SIGHUP."""
     return [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def leave_at_once() -> None:
-    """From now on signals end the process: no traceback out of the middle of an import. Those that
-    are ignored stay ignored.
-    """
+    """Make signals end the process without a traceback. Ignored signals stay ignored."""
     for number in heeded():
         signal.signal(number, leave)

@@ -1,4 +1,4 @@
-"""Standard output, where the generated text goes, and lines on standard error."""
+"""Standard output for the generated text, and log lines on standard error."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _show_warning = warnings.showwarning
 
 
 def log_lines(*, as_json: bool) -> None:
-    """How what is said on standard error looks from now on: text, or a JSON object a line with
-    `time`, `level`, `message` and what else belongs to it. Python's warnings too.
+    """Select the format of lines on standard error, including Python's warnings.
+
+    With `as_json`, each line is a JSON object with `time`, `level`, `message` and further fields.
     """
     global _as_json
     if as_json:
@@ -36,13 +37,13 @@ def logs_json() -> bool:
 
 
 def say(line: str, level: str = INFO, **fields: object) -> None:
-    """A line on standard error, if anybody is there. fields: told in JSON alone"""
+    """Write a line to standard error, if it is open. fields: extra fields of a JSON line"""
     if _as_json:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         about = {"time": now, "level": level, "message": line.removeprefix(_PREFIX), **fields}
         line = json.dumps(about, default=str)
     if sys.stderr is None:
-        # Closed from the start: `print` would take standard output in its place.
+        # Standard error was closed at startup; `print` would fall back to standard output.
         return
     with suppress(OSError, ValueError, AttributeError):
         print(line, file=sys.stderr, flush=True)
@@ -53,7 +54,7 @@ def _say_warning(message: Warning | str, category: type[Warning], *_: object) ->
 
 
 class JsonLines(logging.Formatter):
-    """Records of a logger as `say` has them in JSON."""
+    """A formatter that writes logging records as the JSON lines of `say`."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -66,7 +67,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(about)
 
 
-# For who takes a configuration of loggers: all of them, as JSON on standard error.
+# A logging configuration that sends all loggers to standard error as JSON.
 JSON_LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -77,7 +78,7 @@ JSON_LOGGING = {
 
 
 def abandon_stdout() -> None:
-    """Points standard output to nowhere, where what is left in its buffer can go."""
+    """Redirect standard output to os.devnull, where the rest of its buffer is discarded."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -85,13 +86,14 @@ def abandon_stdout() -> None:
 
 
 class TextOutput:
-    """Takes text until a write fails; then says why and takes no more.
+    """A writer for standard output that stops at the first failed write and keeps the reason.
 
-    Characters that standard output's encoding lacks are written as escapes. A stream that failed
-    is pointed elsewhere, so that the interpreter's last flush fails for nobody. One that was closed
-    from the start takes everything, to nowhere.
+    Characters that the encoding of standard output lacks are written as escapes. A stream that
+    fails is redirected to os.devnull, so that the interpreter's final flush does not fail. If
+    standard output was closed at startup, text is discarded.
 
-    code: what the process should end with, 0 while all is well; why: what is wrong, in words
+    code: the exit code for the process, 0 without an error
+    why: a description of the error
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,7 @@ class TextOutput:
             sys.stdout.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> bool:
-        """Whether the text got there."""
+        """Write text. Return whether it was written."""
         if self.code or sys.stdout is None:
             return not self.code
         try:

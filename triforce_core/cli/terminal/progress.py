@@ -1,4 +1,4 @@
-"""Bars on stderr for what a person waits for before the first token."""
+"""Progress bars on stderr for everything before the first token."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from triforce_core.cli.terminal.output import logs_json, say
 
-# Where bars cannot be drawn, a line says this often how far it is.
+# Without a terminal, seconds between progress lines.
 _SECONDS = 5.0
 _SHOW_CURSOR = b"\x1b[?25h"
 _LABELS = {"load": "loading", "prefill": "reading the prompt"}
 
 
 class ProgressBars:
-    """Bars for opening a model, loading it and prefill; a line now and then where there is no
-    terminal to draw them on.
+    """Progress bars for opening a model, loading it and prefill.
+
+    Without a terminal, a line is written from time to time.
     """
 
     def __init__(self, *, show: bool, opening: bool = True) -> None:
-        """opening: whether a model is opened first."""
+        """opening: whether to show a bar for opening the model"""
         console = Console(stderr=True)
         terminal = console.is_terminal and console.file.isatty() and not console.is_dumb_terminal
         self._terminal = show and terminal and not logs_json()
@@ -45,7 +46,7 @@ class ProgressBars:
         )
 
     def update(self, what: str, done: int, total: int) -> None:
-        """what: "load" or "prefill", of which so many layers are done."""
+        """Update a bar. what: "load" or "prefill". done, total: counts of layers"""
         if self._lines and time.monotonic() > self._next_line:
             self._next_line = time.monotonic() + _SECONDS
             about = {"doing": what, "done": done, "of": total}
@@ -57,17 +58,19 @@ class ProgressBars:
         self._progress.update(self._tasks[what], completed=done, counted=counted)
 
     def stop(self) -> None:
-        """Takes the bars off the terminal; more than once is no harm."""
+        """Remove the bars from the terminal. Repeated calls have no effect."""
         self._progress.stop()
 
     def give_back(self) -> None:
-        """Leaves the terminal as it was, whatever is being done to it: for a process that ends at
-        once, in the middle of taking the bars up or off, say.
+        """Restore the terminal, even while the bars are being drawn or removed.
+
+        Meant for a process that is about to exit.
         """
         with suppress(Exception):
             self._progress.stop()
         if self._terminal:
-            # Past every buffer: this thread may be in the middle of writing to one.
+            # Write to the descriptor directly: this thread may be in the middle of a buffered
+            # write.
             with suppress(OSError):
                 os.write(sys.stderr.fileno(), _SHOW_CURSOR)
 

@@ -1,4 +1,4 @@
-"""What commands read before anything is loaded: texts, and the headers of saved contexts."""
+"""Reading text files and the headers of saved contexts, without loading torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 from triforce_offload.errors import UsageError
 
-# More than any context holds, or any list of prompts: a device that never ends is no text.
+# A size that no context or list of prompts reaches; it stops reading from endless devices.
 MOST_BYTES = 1 << 30
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file or a pipe, without a byte order mark, its lines ended by newlines.
+    """Return the text of a file or pipe without a byte order mark, with newlines as line ends.
 
-    Raises OSError, UnicodeDecodeError with the byte that is no UTF-8, or ValueError.
+    Raises OSError, UnicodeDecodeError with the position of the invalid byte, or ValueError.
     """
     with open(path, "rb") as file:
         data = file.read(MOST_BYTES + 1)
@@ -25,7 +25,7 @@ def read_text(path: str | Path) -> str:
 
 
 def saved_tokens(path: str) -> int:
-    """Tokens of a saved context, by its header alone: without torch. Raises UsageError."""
+    """Return the number of tokens of a saved context, read from its header. Raises UsageError."""
     try:
         with open(Path(path).expanduser(), "rb") as file:
             header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 1 << 24)))

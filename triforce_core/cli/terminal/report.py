@@ -1,4 +1,4 @@
-"""What a person sees of a run: colours of its text, and a table on stderr."""
+"""How a run appears in a terminal: coloured text, and a table on stderr."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RESET = "\x1b[0m"
 
 
 def takes_colors(stream: TextIO | None) -> bool:
-    """Whether a stream is a terminal that shows colours, or somebody insists (FORCE_COLOR)."""
+    """Return whether to colour a stream: a terminal, unless NO_COLOR or FORCE_COLOR decides."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -28,7 +28,7 @@ def takes_colors(stream: TextIO | None) -> bool:
 
 
 def colored(piece: Piece) -> str:
-    """A piece of text in its level's colour, for a terminal."""
+    """Return a piece of text in the terminal colour of its origin."""
     color = _COLORS.get(piece.origin)
     return f"\x1b[{color}m{piece.text}{_RESET}" if color else piece.text
 
@@ -43,8 +43,9 @@ LEVEL_LEGEND = " ".join(
 
 
 def print_run(stats: dict[str, Any]) -> None:
-    """A short table: what was resident, what streamed, how long it took, how busy the link was. In
-    JSON all that was measured.
+    """Print a table of what was resident, what streamed, the times and the use of the link.
+
+    With JSON logging, write all statistics instead.
     """
     if logs_json():
         say("the run has ended", stats=stats)
@@ -110,7 +111,7 @@ def _kv_cache(placement: dict[str, Any]) -> str:
 
 
 def _link(stats: dict[str, Any]) -> str:
-    """What crossed the link while decoding; nothing to say of an emulated one that was idle."""
+    """Describe the traffic over the link during decoding. An idle emulated link gives ""."""
     link = stats["link"]
     kind = "EMULATED on this machine's memory" if link["emulated"] else "PCIe"
     if not link["floor_seconds_per_pass"]:
@@ -123,14 +124,14 @@ def _link(stats: dict[str, Any]) -> str:
 
 
 def _prefilled(stats: dict[str, Any]) -> str:
-    """Tokens of the prompt that prefill took its time for, and those that it reused."""
+    """Describe how many prompt tokens were prefilled and how many were reused."""
     reused = stats["reused_tokens"]
     read = f"{stats['prompt_tokens'] - reused} tokens"
     return f"{read}, {reused} more reused" if reused else read
 
 
 def accepted_drafts(stats: dict[str, Any], level: str = "target") -> str | None:
-    """How many draft tokens a level accepted: a share of many, a count of few, None of none."""
+    """Describe the draft tokens that a level accepted: a share, a count if few, None if none."""
     share = stats["acceptance"][level]
     prefix = "" if level == "target" else "inner_"
     examined = stats["draft_tokens"][f"{prefix}examined"]
@@ -142,7 +143,7 @@ def accepted_drafts(stats: dict[str, Any], level: str = "target") -> str | None:
 
 
 def _levels(stats: dict[str, Any]) -> str:
-    """Who drafted for whom, how much, and how much of it held."""
+    """Describe the levels, their draft lengths and their acceptance."""
     drafted, cache = stats["draft_tokens"], stats["retrieval"]
     said = " > ".join(stats["levels"])
     if cache:
@@ -156,7 +157,7 @@ def _levels(stats: dict[str, Any]) -> str:
 
 
 def _dropped(dropped: dict[str, Any]) -> str:
-    """A level that is used no longer, and why."""
+    """Describe a level that was dropped during the run, and the reason."""
     what = {"model": "the drafter", "retrieval": "the retrieval model"}[dropped["level"]]
     return (
         f"{what}: its {dropped['drafts']} drafts took {dropped['seconds']:.2f} s, and "

@@ -1,4 +1,4 @@
-"""What an interrupt does to a run: Ctrl-C, a `kill`, a terminal that closes."""
+"""Signal handling during a run: Ctrl-C, `kill`, a closed terminal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from types import FrameType
 
 from triforce_core.cli.terminal.leaving import exit_code, heeded, leave
 
-# Seconds after which a person is told that a pass has to end first.
+# Seconds after a signal before the user is told that the current pass ends first.
 _PATIENCE = 1.0
 
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Inside, an interrupt raises KeyboardInterrupt, so that what was found is still shown."""
+    """Make an interrupt raise KeyboardInterrupt, so that partial results are still shown."""
     here = threading.current_thread() is threading.main_thread()
     if not here or signal.SIGINT not in heeded():
         yield
@@ -30,8 +30,9 @@ def raising() -> Iterator[None]:
 
 @contextmanager
 def ending() -> Iterator[None]:
-    """Inside, an interrupt raises KeyboardInterrupt and any other signal SystemExit, so that a
-    terminal is given back and nothing is left half written.
+    """Make an interrupt raise KeyboardInterrupt and any other signal SystemExit.
+
+    The terminal is then restored and no file is left half written.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -51,16 +52,17 @@ def ending() -> Iterator[None]:
 
 
 class Stop:
-    """Ends a request within one pass when the first signal comes, the process at the second.
+    """A signal handler: the first signal ends the request within one pass, the second the process.
 
-    end: what ends the request, once there is one. number: of the signal that came, if one did
+    end: a function that ends the request, once there is a request
+    number: the signal that arrived, or None
     """
 
     def __init__(
         self, before_leaving: Callable[[], None], slowly: Callable[[], None] | None = None
     ) -> None:
-        """before_leaving: gives a terminal its cursor back. slowly: called if the request has not
-        ended a second after the signal
+        """before_leaving: restores the terminal before the process ends
+        slowly: called if the request has not ended _PATIENCE seconds after the signal
         """
         self.end: Callable[[], None] | None = None
         self.number: int | None = None
@@ -76,24 +78,24 @@ class Stop:
         self.number = number
         self.end()
         if self._slowly:
-            # From another thread, since this one may be in the middle of a write.
+            # Use another thread, because this one may be in the middle of a write.
             self._timer = threading.Timer(_PATIENCE, self._slowly)
             self._timer.daemon = True
             self._timer.start()
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether it was Ctrl-C's signal that came."""
+        """Whether the signal was SIGINT."""
         return self.number == signal.SIGINT
 
     def ended(self) -> None:
-        """Says that the request has ended."""
+        """Cancel the timer, because the request has ended."""
         if self._timer:
             self._timer.cancel()
 
     @contextmanager
     def listening(self) -> Iterator[Stop]:
-        """Inside, signals come here; only the main thread gets any."""
+        """Handle signals here. Has no effect outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

@@ -1,4 +1,4 @@
-"""What clients send, as OpenAI's interface has it. Fields that are not here are refused by name."""
+"""Request bodies of OpenAI's API. Unknown fields are rejected by name."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _Name = Annotated[str, Field(max_length=512)]
 _Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 MOST_CHOICES = 16
 _MOST_STOPS = 16
-# Of a chat, whatever the context has room for; and token ids of a prompt.
+# Messages are limited only by the context; token ids of a prompt by _MOST_IDS.
 MOST_MESSAGES = 16_384
 _MOST_IDS = 1 << 23
 _Ids = Annotated[list[int], Field(fail_fast=True, max_length=_MOST_IDS)]
 
 
 def _or_says(words: str) -> WrapValidator:
-    """Says in a sentence what is taken, instead of what each of several kinds lacks."""
+    """Return a validator that reports one sentence instead of an error for each type of a union."""
 
     def validated(given: Any, handler: Callable[[Any], Any]) -> Any:
         try:
@@ -42,7 +42,7 @@ def _or_says(words: str) -> WrapValidator:
 
 
 def _of_text_alone(content: object) -> object:
-    """Names parts of a message that are no text. Raises ValueError."""
+    """Raise ValueError for parts of a message that are not text."""
     for part in content if isinstance(content, list) else []:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
@@ -57,7 +57,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: Any) -> Any:
-        """Clients send null for what they do not ask for."""
+        """Remove null fields: clients send null for options that they do not set."""
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in given.items() if value is not None}
@@ -83,11 +83,11 @@ class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Content = ""
     name: str | None = None
-    # An answer of this server may be sent back as it came.
+    # Clients may send an answer of this server back unchanged.
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def as_dict(self) -> dict[str, str]:
-        """As a chat template takes it."""
+        """Return the message as a chat template takes it."""
         text = self.content
         if not isinstance(text, str):
             text = "".join(part.text for part in text)
@@ -108,7 +108,7 @@ class ResponseFormat(_Strict):
 
     @property
     def schema_asked(self) -> dict[str, Any] | None:
-        """Of the text that is to be JSON, None if it may be anything."""
+        """The JSON schema of the answer, or None for free text."""
         if self.type == "text":
             return None
         given = self.json_schema and self.json_schema.schema_
@@ -121,7 +121,7 @@ class StreamOptions(_Strict):
 
 
 class _Request(_Strict):
-    """What both kinds of request have."""
+    """Fields that chat and completion requests share."""
 
     model: str
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -133,20 +133,20 @@ class _Request(_Strict):
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Who asks: what was computed is reused for the same alone.
+    # The client's identity: cached KV is reused only for the same client.
     user: _Name | None = None
     safety_identifier: _Name | None = None
     prompt_cache_key: _Name | None = None
-    # Without effect on a text.
+    # Accepted without effect.
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     parallel_tool_calls: bool | None = None
-    # Taken where they ask for nothing.
+    # Accepted only with values that request nothing.
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    # vLLM's name and llama.cpp's for one thing.
+    # The names that vLLM and llama.cpp use for the same option.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -169,7 +169,7 @@ class _Request(_Strict):
 
     @property
     def owner(self) -> str:
-        """Of what is computed; empty of a client that says nothing."""
+        """The client's identity as an owner of cached KV; empty for an anonymous client."""
         names = (self.user, self.safety_identifier, self.prompt_cache_key)
         return json.dumps(names) if any(names) else ""
 
@@ -178,8 +178,10 @@ class _Request(_Strict):
         return self.n or 1
 
     def _sampling(self, room: int, asked: int | None, logprobs: int | None) -> SamplingParams:
-        """room: tokens that fit behind the prompt, which are the most; asked: that may be
-        generated.
+        """Return the sampling parameters.
+
+        room: the number of tokens that fit the context after the prompt, an upper bound
+        asked: the requested maximum of new tokens
         """
         given: dict[str, Any] = {
             "temperature": self.temperature,
@@ -210,13 +212,13 @@ class ChatRequest(_Request):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
-    # Variables of the chat template, which does with them what its author meant.
+    # Variables of the chat template, whose effect depends on the template.
     reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """For the chat template, besides the messages."""
+        """Variables for the chat template, besides the messages."""
         given = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return given | (self.chat_template_kwargs or {})
 
@@ -237,7 +239,7 @@ class CompletionRequest(_Request):
     ]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    # Taken where they ask for nothing.
+    # Accepted only with values that request nothing.
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
 
@@ -260,7 +262,7 @@ class CompletionRequest(_Request):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several."""
+        """The prompts as a list, also when the request has only one."""
         prompt = self.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [prompt]

@@ -1,11 +1,11 @@
-"""What is wrong with a request, in a sentence of its own instead of the validator's."""
+"""Readable sentences for the errors that pydantic finds in a request."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# By the validator's kind of error; what is in braces, its context names.
+# Wordings by pydantic's error type. Names in braces come from the error's context.
 _WORDS = {
     "missing": "is missing",
     "extra_forbidden": "is not supported by this server",
@@ -38,7 +38,7 @@ _OWN = "Value error, "
 
 
 def sentence(error: Mapping[str, Any]) -> tuple[str, str | None]:
-    """A sentence for what the validator found, and the field that it is about, if it is one."""
+    """Return a sentence for an error, and the name of the field it concerns, or None."""
     kind, context = error["type"], error.get("ctx") or {}
     where = [part for part in error["loc"] if part != "body"]
     if kind == "json_invalid":

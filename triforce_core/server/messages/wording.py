@@ -1,4 +1,4 @@
-"""What the server answers, as OpenAI's interface has it."""
+"""Response bodies in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REASONS = {"stop": "stop", "length": "length", "interrupted": "stop"}
 
 
 class Wording:
-    """One answer's. chat: whether it is to messages."""
+    """The wording of one answer. chat: whether it answers a chat request"""
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, chat: bool) -> None:
         self._tokenizer = tokenizer
@@ -29,28 +29,32 @@ class Wording:
         }
 
     def whole(self, completions: Sequence[Completion], each: int, *, told: bool) -> dict[str, Any]:
-        """each: completions of one prompt. told: whether log-probabilities are."""
+        """Return a complete answer.
+
+        each: the number of completions of one prompt
+        told: whether to include log-probabilities
+        """
         choices = [self._choice(index, one, told) for index, one in enumerate(completions)]
         return self._head | {"choices": choices, "usage": usage(completions, each)}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """What a streamed choice begins with."""
+        """Return the first event of a streamed choice, or None if it has none."""
         return self._chunk(index, {"role": "assistant", "content": ""}) if self._chat else None
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any]:
-        """A piece of a streamed choice, with the level that it came from."""
+        """Return an event with a piece of a streamed choice and the piece's origin."""
         content: Any = {"content": piece.text} if self._chat else piece.text
         logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
         return self._chunk(index, content, logprobs=logprobs) | {"origin": piece.origin}
 
     def last(self, index: int, completion: Completion) -> dict[str, Any]:
-        """What a streamed choice ends with, and the figures of its run."""
+        """Return the last event of a streamed choice, with the statistics of its run."""
         content: Any = {} if self._chat else ""
         chunk = self._chunk(index, content, reason=_REASONS[completion.finish_reason])
         return chunk | {"timings": timings(completion)}
 
     def used(self, completions: Sequence[Completion], each: int) -> dict[str, Any]:
-        """What a stream ends with, if it was asked for. each: completions of one prompt"""
+        """Return the event with the token counts of a stream. each: completions of one prompt"""
         head = self._head | {"object": self._streamed}
         return head | {"choices": [], "usage": usage(completions, each)}
 
@@ -109,7 +113,10 @@ class Wording:
 
 
 def usage(completions: Sequence[Completion], each: int) -> dict[str, Any]:
-    """Tokens of prompts, each counted once, and answers. each: completions of one prompt"""
+    """Count prompt tokens, once for each prompt, and completion tokens.
+
+    each: the number of completions of one prompt
+    """
     firsts = completions[::each]
     prompt = sum(first.stats["prompt_tokens"] for first in firsts)
     new = sum(len(one.token_ids) for one in completions)
@@ -123,7 +130,7 @@ def usage(completions: Sequence[Completion], each: int) -> dict[str, Any]:
 
 
 def timings(completion: Completion) -> dict[str, Any]:
-    """What a person wants to see of a run."""
+    """Return the statistics of a run that a client can show."""
     stats = completion.stats
     seconds, link = stats["seconds_per_token"], stats["link"]
     busy = link["busy_seconds"] / stats["seconds"]["decode"] if stats["seconds"]["decode"] else 0.0
@@ -141,5 +148,5 @@ def timings(completion: Completion) -> dict[str, Any]:
 
 
 def refusal(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict:
-    """An error in OpenAI's words."""
+    """Return an error body in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
