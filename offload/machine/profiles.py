@@ -125,6 +125,19 @@ def named(name: str, itemsize: int = 2) -> Hardware:
     )
 
 
+def known(name: str, itemsize: int, link_bytes_per_second: float | None) -> Hardware | None:
+    """Return the rates of a card by its name as the driver has it; None if it is not in the table.
+
+    link_bytes_per_second: as measured on this machine; by the card's own link if None
+    """
+    card = next((card for card in gpu_names() if same_card(card, name)), None)
+    if card is None:
+        return None
+    hardware = named(card, itemsize)
+    rate = link_bytes_per_second or hardware.link_bytes_per_second
+    return replace(hardware, link_bytes_per_second=rate)
+
+
 def integer_rate(name: str) -> float | None:
     """Hardware.integer_ops_per_second of a card by its name, also as its driver has it; None for
     one that is not in the table.

@@ -17,6 +17,8 @@ from triforce_offload.link.cuda import CudaLink
 from triforce_offload.link.emulated import EmulatedLink
 from triforce_offload.link.link import Link
 from triforce_offload.machine.openmp import limit_busy_waiting
+from triforce_offload.machine.profiles import Hardware, known
+from triforce_offload.memory.device import device_name
 from triforce_offload.memory.host import CudaDriver, HostMemory
 from triforce_offload.memory.numa import cpus_near
 from triforce_offload.ranks import Ranks
@@ -99,6 +101,15 @@ def describe(
         can_decode=partial(can_decode, device=device),
         has_kernel=partial(has_kernel, device=device),
     )
+
+
+def rates(
+    device: torch.device, dtype: torch.dtype, link_bytes_per_second: float | None
+) -> Hardware | None:
+    """Return the rates of a GPU that is known by its name, None of any other device."""
+    if device.type != "cuda":
+        return None
+    return known(device_name(device), dtype.itemsize, link_bytes_per_second)
 
 
 def set_threads(machine: MachineSettings, device: torch.device, ranks: Ranks) -> None:

@@ -14,6 +14,7 @@ from triforce_core.loading.devices import (
     describe,
     open_link,
     rank_device,
+    rates,
     set_threads,
 )
 from triforce_core.loading.execution import Execution, Progress
@@ -108,7 +109,9 @@ def _load(
             sizes,
             config,
             replace(room, device_bytes=memory.available_bytes),
+            checkpoint.pieces,
             unsplit,
+            hardware=rates(device, dtype, link.bandwidth),
             alone=ranks.count == 1,
             agreed=ranks.least,
         )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
+from triforce_core.model.share import Pieces
+from triforce_core.plan import by_time
 from triforce_core.plan.fitting import Fitted, fit, with_what_fits
 from triforce_core.plan.formats import with_split_unasked
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import DENSE, SPLIT, STORED, EngineConfig
 from triforce_offload.errors import DoesNotFitError
+from triforce_offload.machine.profiles import Hardware
 from triforce_offload.plan.memory_plan import MemoryPlan
 
 
@@ -37,19 +40,71 @@ def resolve(
     sizes: ModelSizes,
     config: EngineConfig,
     room: Room,
+    pieces: Pieces,
     unsplit: Collection[str] = (),
     *,
+    hardware: Hardware | None = None,
     alone: bool = True,
     agreed: Callable[[int], int] = lambda budget: budget,
 ) -> Resolved:
     """Choose what the settings leave open, within the memory that there is.
 
     sizes: in the formats that were asked for (`formats.as_asked`)
-    unsplit: matrices that cannot be split. alone: whether one rank has the whole model
+    pieces: of quantised matrices. unsplit: matrices that cannot be split
+    hardware: rates of the device; None if nobody knows them: a rule by bytes decides then
+    alone: whether one rank has the whole model
     agreed: of a budget, the least that any rank has room for
 
     Raises UsageError or DoesNotFitError, which says what would fit.
     """
+    resolved = None
+    if alone and hardware is not None and by_time.decides(config, sizes):
+        resolved = _by_time(sizes, config, room, pieces, unsplit, hardware)
+    return resolved or _by_rule(sizes, config, room, unsplit, alone=alone, agreed=agreed)
+
+
+def _by_time(
+    sizes: ModelSizes,
+    config: EngineConfig,
+    room: Room,
+    pieces: Pieces,
+    unsplit: Collection[str],
+    hardware: Hardware,
+) -> Resolved | None:
+    """Return what `triforce plan` chooses, None if the engine has no room for it."""
+    try:
+        best = by_time.fastest(sizes, config, room, pieces, hardware)
+    except DoesNotFitError:
+        return None
+    chosen = by_time.with_choice(sizes, best, unsplit)
+    if not best.plan.budget:
+        budgets: Iterable[int] = (0,)
+    elif sizes.method.budget is not None:
+        budgets = (sizes.method.budget,)
+    else:
+        budgets = by_time.budgets_below(best.plan.budget)
+    for budget in budgets:
+        method = replace(chosen.method, budget=budget) if budget else chosen.method
+        try:
+            fitted = placed(replace(chosen, method=method), config, room, budget or 0)
+        except DoesNotFitError:
+            continue
+        if fitted.memory.weights_file_bytes and chosen.weights.split and not sizes.weights.split:
+            # Layers that passes read from files would be split in each pass.
+            return None
+        return Resolved(chosen, fitted.memory, fitted.budget)
+    return None
+
+
+def _by_rule(
+    sizes: ModelSizes,
+    config: EngineConfig,
+    room: Room,
+    unsplit: Collection[str],
+    *,
+    alone: bool,
+    agreed: Callable[[int], int],
+) -> Resolved:
     asked = sizes
     sizes = with_split_unasked(sizes, config, room.device_bytes, unsplit, alone=alone)
     fitted = _fitting(sizes, config, room)

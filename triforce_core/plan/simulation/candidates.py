@@ -85,7 +85,6 @@ def candidates(
     budget: int,
     draft_tokens: int,
     inners: Iterable[int],
-    draft_weights: str | None = None,
     draft_kv: str | None = None,
 ) -> list[Candidate]:
     """Plans placed by the rule that the engine places by, one for each of some inner lengths.
@@ -95,7 +94,6 @@ def candidates(
     """
     method = replace(
         case.method,
-        draft_weights=draft_weights or case.method.draft_weights,
         draft_kv=(draft_kv or case.method.draft_kv) if budget else AUTO,
         method="triforce" if budget else "speculative" if draft_tokens else "autoregressive",
         draft=case.draft,

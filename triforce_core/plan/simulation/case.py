@@ -61,6 +61,7 @@ class Case:
     block_bytes: int = BLOCK_BYTES
     method: MethodSettings = field(default_factory=MethodSettings)
     fixed: dict[str, object] = field(default_factory=dict)
+    device: Device | None = None
 
     @cached_property
     def share(self) -> Share:
@@ -109,7 +110,6 @@ class Case:
 
     def sizes(self, method: MethodSettings) -> ModelSizes:
         """What one GPU's share takes, decoding by a method."""
-        gpu = self.hardware.asynchronous
         return ModelSizes(
             self.rank,
             self.dtype,
@@ -117,15 +117,21 @@ class Case:
             method,
             self.fixed.get("block_tokens"),
             self.draft_config,
-            Device(
-                gpu=gpu,
-                kernels=gpu,
-                copy_bytes=self.block_bytes,
-                graphs=gpu,
-                gathers_through_host=not gpu,
-            ),
+            self.device or self._device,
             self.layouts,
             self.split_kv,
+        )
+
+    @property
+    def _device(self) -> Device:
+        """How such hardware computes, with all that this program offers for it."""
+        gpu = self.hardware.asynchronous
+        return Device(
+            gpu=gpu,
+            kernels=gpu,
+            copy_bytes=self.block_bytes,
+            graphs=gpu,
+            gathers_through_host=not gpu,
         )
 
     @property

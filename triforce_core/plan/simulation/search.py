@@ -9,7 +9,7 @@ from dataclasses import replace
 from triforce_core.plan.fitting import needs_weights
 from triforce_core.plan.simulation.candidates import Candidate, candidates
 from triforce_core.plan.simulation.case import Case
-from triforce_core.settings import AUTO, EXACT, INT4, INT8, NO_DRAFTER
+from triforce_core.settings import AUTO, EXACT, INT8, NO_DRAFTER
 from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError
 from triforce_offload.units import format_bytes
 
@@ -77,7 +77,6 @@ def _with_best_lengths(best: Candidate) -> Candidate:
         case,
         plan.budget,
         _lengths(case, plan.budget, DRAFTS, INNER_DRAFTS),
-        plan.method.draft_weights,
         plan.method.draft_kv,
     )
     return _fastest([best, *fitting])
@@ -90,11 +89,10 @@ def _grid(
     fitting: list[Candidate] = []
     refused: DoesNotFitError | None = None
     for budget in budgets:
-        for weights in _draft_weights(case, budget):
-            lengths = _lengths(case, budget, _FEW_DRAFTS, _FEW_INNER_DRAFTS)
-            found, error = _of_lengths(case, budget, lengths, weights, draft_kv)
-            fitting += found
-            refused = refused or error
+        lengths = _lengths(case, budget, _FEW_DRAFTS, _FEW_INNER_DRAFTS)
+        found, error = _of_lengths(case, budget, lengths, draft_kv)
+        fitting += found
+        refused = refused or error
     return fitting, refused
 
 
@@ -102,13 +100,12 @@ def _of_lengths(
     case: Case,
     budget: int,
     lengths: Iterable[tuple[int, tuple[int, ...]]],
-    draft_weights: str,
     draft_kv: str,
 ) -> tuple[list[Candidate], DoesNotFitError | None]:
     fitting: list[Candidate] = []
     for drafted, inners in lengths:
         try:
-            fitting += candidates(case, budget, drafted, inners, draft_weights, draft_kv)
+            fitting += candidates(case, budget, drafted, inners, draft_kv)
         except DoesNotFitError as error:
             # What comes first needs the least memory; a longer draft needs more.
             return fitting, error
@@ -147,17 +144,6 @@ def _budgets(case: Case) -> tuple[int, ...]:
     budgets = tuple(budget for budget in BUDGETS if least <= budget < most) or (least,)
     # Where weights must stream there is no retrieval model; without a drafter nothing drafts then.
     return budgets if method == "triforce" or case.draft == NO_DRAFTER else (0, *budgets)
-
-
-def _draft_weights(case: Case, budget: int) -> tuple[str, ...]:
-    """What the retrieval model may compute with. Copies of resident layers pay where reading
-    weights is what its steps take.
-    """
-    asked = case.method.draft_weights
-    if not budget or asked != AUTO or "int4_layers" in case.fixed:
-        return (asked,)
-    both = case.hardware.asynchronous and case.pieces is None
-    return (AUTO, INT4) if both else (AUTO,)
 
 
 def _lengths(

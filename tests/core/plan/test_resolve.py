@@ -1,0 +1,112 @@
+"""What an engine chooses on a card whose rates are known is what `triforce plan` chooses for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from triforce_core.model.known.shapes import read_shape
+from triforce_core.plan.formats import as_asked
+from triforce_core.plan.machine import Device, Room
+from triforce_core.plan.resolve import Resolved, resolve
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.search import choose
+from triforce_core.plan.sizes import ModelSizes
+from triforce_core.settings import EngineConfig
+from triforce_offload.machine.profiles import Hardware, known, named
+from triforce_offload.memory.available import LIBRARY_BYTES
+from triforce_offload.weights.formats import DTYPES
+
+GIB = 1 << 30
+GPU = Device(gpu=True, kernels=True, copy_bytes=16 << 20, graphs=True, gathers_through_host=False)
+
+
+def dense(name: str) -> list[tuple[int, None]]:
+    return [(1, None)]
+
+
+def resolved(
+    shape: str,
+    context: int,
+    card: str = "rtx4090",
+    hardware: Hardware | None = None,
+    device: Device = GPU,
+    **fields: object,
+) -> Resolved:
+    """What an engine chooses in bfloat16 on a card that has nothing else to do."""
+    config = EngineConfig().changed(dtype="bfloat16", **fields)
+    room = Room(named(card).memory_bytes - LIBRARY_BYTES, 512 * GIB)
+    sizes = ModelSizes(read_shape(shape), DTYPES["bfloat16"], context, config.method, device=device)
+    sizes = as_asked(sizes, config, dense, room)
+    return resolve(sizes, config, room, dense, hardware=hardware)
+
+
+def planned(shape: str, context: int, card: str = "rtx4090"):
+    hardware = replace(named(card), host_memory_bytes=512 * GIB)
+    case = Case(
+        read_shape(shape),
+        hardware,
+        context,
+        256,
+        DTYPES["bfloat16"],
+        auto=frozenset({"weights", "kv"}),
+    )
+    return choose(case)
+
+
+@pytest.mark.parametrize(
+    ("shape", "context", "card"),
+    [
+        ("llama3.1-8b", 131072, "rtx4090"),
+        ("llama3.1-8b", 4096, "rtx4090"),
+        ("llama2-7b-128k", 131072, "rtx4090"),
+        ("qwen2.5-32b", 32768, "rtx4090"),
+        ("qwen3-14b", 40960, "rtx5090"),
+        ("llama3.1-8b", 131072, "h100"),
+    ],
+)
+def test_an_engine_keeps_everything_as_the_plan_says(shape: str, context: int, card: str) -> None:
+    best, ours = planned(shape, context, card), resolved(shape, context, card, named(card))
+    assert ours.sizes.weights.split == best.case.split
+    assert ours.sizes.kv_split == best.case.split_kv
+    # Lengths that are learned take more workspace: one halving less of the cache may fit.
+    assert best.plan.budget in (ours.budget, 2 * ours.budget)
+    assert ours.memory.device_bytes <= named(card).memory_bytes - LIBRARY_BYTES
+    assert ours.sizes.method.budget is None, "nobody asked for it: it may be dropped"
+
+
+def test_split_formats_are_not_taken_where_decoding_them_takes_longer() -> None:
+    """A card with fast memory and slow integers; the rule by bytes splits whatever streams."""
+    slow = replace(named("h100"), integer_ops_per_second=1e11)
+    by_rule = resolved("llama3.1-70b", 8192, "h100")
+    by_time = resolved("llama3.1-70b", 8192, "h100", slow)
+    assert by_rule.sizes.weights.split
+    assert not by_time.sizes.weights.split
+
+
+def test_what_was_asked_for_stays() -> None:
+    for fields in ({"budget": 1024}, {"kv": "dense"}, {"weights": "dense"}, {"draft_kv": "exact"}):
+        ours = resolved("llama3.1-8b", 131072, hardware=named("rtx4090"), **fields)
+        assert ours.budget == fields.get("budget", ours.budget)
+        assert not (ours.sizes.kv_split and "kv" in fields)
+        assert not (ours.sizes.weights.split and "weights" in fields)
+        assert not (ours.sizes.rounds_kv and "draft_kv" in fields)
+    assert (
+        resolved("llama3.1-8b", 131072, hardware=named("rtx4090"), method="autoregressive").budget
+        == 0
+    )
+
+
+def test_without_kernels_or_rates_a_rule_by_bytes_decides() -> None:
+    plain = replace(GPU, kernels=False)
+    by_rule = resolved("llama3.1-8b", 131072, device=plain)
+    assert resolved("llama3.1-8b", 131072, hardware=named("rtx4090"), device=plain) == by_rule
+
+
+def test_cards_are_known_by_the_names_of_their_drivers() -> None:
+    card = known("NVIDIA GeForce RTX 4090", 2, 24e9)
+    assert card == replace(named("rtx4090"), link_bytes_per_second=24e9)
+    assert known("NVIDIA H100 80GB HBM3", 2, None) == named("h100")
+    assert known("NVIDIA GeForce RTX 4090 (simulated)", 2, None) is None
+    assert known("Quadro of nobody", 2, None) is None

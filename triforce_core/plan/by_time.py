@@ -1,0 +1,102 @@
+"""The formats and the retrieval cache of an engine, chosen by the seconds that a token takes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from triforce_core.model.share import Pieces
+from triforce_core.model.tensors import split_layouts
+from triforce_core.params import SamplingParams
+from triforce_core.plan.machine import Room
+from triforce_core.plan.simulation.acceptance_curve import MODEL_ACCEPTANCE, AcceptanceCurve
+from triforce_core.plan.simulation.candidates import Candidate
+from triforce_core.plan.simulation.case import Case
+from triforce_core.plan.simulation.search import choose
+from triforce_core.plan.sizes import ModelSizes
+from triforce_core.settings import AUTO, LEAST_BUDGET, SPLIT, EngineConfig
+from triforce_offload.machine.profiles import Hardware
+from triforce_offload.memory.available import LIBRARY_BYTES
+from triforce_offload.weights.formats import DTYPES, dtype_name
+
+# Layers in files are read at this rate, where nobody measured the disk.
+_DISK_BYTES_PER_SECOND = 3e9
+
+
+def decides(config: EngineConfig, sizes: ModelSizes) -> bool:
+    """Return whether seconds decide: for one sequence whose placement is left to choose, where
+    the kernels run that the costs count.
+    """
+    one = config.sequences == 1 and sizes.max_context >= 2
+    return one and config.placement is None and sizes.device.kernels
+
+
+def fastest(
+    sizes: ModelSizes, config: EngineConfig, room: Room, pieces: Pieces, hardware: Hardware
+) -> Candidate:
+    """Return the plan with the least simulated seconds per token, as `triforce plan` does.
+
+    sizes: in the formats that were asked for. Raises UsageError or DoesNotFitError.
+    """
+    method, context = sizes.method, sizes.max_context
+    curve = AcceptanceCurve()
+    if sizes.drafter:
+        curve = replace(curve, inner=MODEL_ACCEPTANCE)
+    quantised = bool(sizes.weights.block_types)
+    fixed: dict[str, object] = {"method": method.method} if method.method != "triforce" else {}
+    for name in ("budget", "fixed_draft_tokens", "fixed_inner_draft_tokens"):
+        if (value := getattr(method, name)) is not None:
+            fixed[name.removeprefix("fixed_")] = value
+    if config.block_tokens is not None:
+        fixed["block_tokens"] = config.block_tokens
+    auto = {"weights": config.weights, "kv": config.kv}
+    return choose(
+        Case(
+            sizes.config,
+            _within(hardware, room),
+            context,
+            max(1, min(SamplingParams.max_new_tokens, context - 1)),
+            DTYPES[dtype_name(sizes.dtype)],
+            curve,
+            str(method.draft),
+            sizes.drafter,
+            pieces if quantised else None,
+            split=config.weights == SPLIT,
+            split_kv=sizes.kv_split,
+            auto=frozenset(name for name, asked in auto.items() if asked == AUTO),
+            method=method,
+            fixed=fixed,
+            device=sizes.device,
+        )
+    )
+
+
+def with_choice(sizes: ModelSizes, best: Candidate, unsplit: Collection[str]) -> ModelSizes:
+    """Return the sizes in the formats of a plan, with its retrieval cache in as many bits."""
+    layouts = sizes.layouts
+    if best.case.split and not sizes.weights.split:
+        layouts = split_layouts(sizes.config, sizes.dtype, unsplit)
+    method = replace(sizes.method, draft_kv=best.plan.method.draft_kv)
+    return replace(sizes, layouts=layouts, kv_split=best.case.split_kv, method=method)
+
+
+def budgets_below(budget: int) -> Iterator[int]:
+    """Yield a budget and its halves: an engine that learns how long drafts are takes more
+    workspace than a plan with one length.
+    """
+    while budget >= LEAST_BUDGET:
+        yield budget
+        budget //= 2
+
+
+def _within(hardware: Hardware, room: Room) -> Hardware:
+    """Return the hardware with as much memory as there is here."""
+    host = room.host_bytes
+    if host is not None and room.host_limit is not None:
+        host = min(host, room.host_limit)
+    return replace(
+        hardware,
+        memory_bytes=room.device_bytes + LIBRARY_BYTES,
+        host_memory_bytes=host,
+        disk_bytes_per_second=_DISK_BYTES_PER_SECOND if room.reads_files else None,
+    )
