@@ -16,7 +16,7 @@ def alike(*tensors: torch.Tensor | None) -> bool:
     """Return whether all given tensors share dtype and device and have a contiguous last dimension.
     The first must not be None.
     """
-    # A plain loop: this is asked for several times a layer.
+    # A plain loop: this is called several times a layer.
     dtype, device = tensors[0].dtype, tensors[0].device
     for tensor in tensors:
         if tensor is not None and (

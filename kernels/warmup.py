@@ -1,6 +1,4 @@
-"""Counts work that is done once and slows down the round it falls in: a kernel compiled, a graph
-recorded.
-"""
+"""Counts one-time work that slows down the round it falls in: kernels compiled, graphs recorded."""
 
 from __future__ import annotations
 
@@ -11,9 +9,7 @@ _events = 0
 
 
 def events() -> int:
-    """Return how often this happened in this process. Timings of a round that increases it are not
-    typical.
-    """
+    """Return how often it happened in this process. A round that increases it is not typical."""
     return _events
 
 

@@ -131,8 +131,8 @@ class Conveyor:
             self._free[name] = deque(slots)
 
     def drop_slots(self, most: int) -> int:
-        """Drop slots between two passes so that each ring has at most `most`. Return the number of
-        slots dropped.
+        """Keep at most `most` slots of each ring, between two passes. Return how many were
+        dropped.
         """
         if self._waiting or self._issued or self._acquired:
             raise RuntimeError("slots were dropped in the middle of a pass")

@@ -6,9 +6,7 @@ from collections.abc import Collection
 
 
 class TriforceError(Exception):
-    """Base of every error that the input or the machine causes, as opposed to a bug in this
-    code.
-    """
+    """Base of every error that the input or the machine causes, not a bug in this code."""
 
     exit_code = 1
 

@@ -66,9 +66,7 @@ class Output:
             raise self._refusal("it is read-only")
 
     def check_file(self) -> None:
-        """Raise UsageError, before any work is done, unless the output is a regular file or can
-        become one.
-        """
+        """Raise UsageError, before any work, unless this is or can become a regular file."""
         self.check()
         if self._descriptor() is not None:
             raise self._refusal("it is no file")

@@ -34,8 +34,9 @@ class ForwardBatch:
     def text(
         cls, tokens: torch.Tensor, start: int | torch.Tensor, device: torch.device
     ) -> ForwardBatch:
-        """Return a batch of consecutive tokens, the first at position `start`: a number, or [1]
-        int64 on the device.
+        """Return a batch of consecutive tokens.
+
+        start: position of the first token, a number or [1] int64 on the device
         """
         return cls(tokens, torch.arange(tokens.shape[0], device=device) + start)
 

@@ -11,7 +11,7 @@ import torch
 class Call:
     """A message of the first rank: what it is about to do. Each kind of message is a subclass.
 
-    computes: whether the call ends only when the device has computed, which `Ranks.check` reports
+    computes: whether devices go on computing after the call, until `Ranks.check`
     settles: whether no device computes any more after the call
     """
 
@@ -48,9 +48,7 @@ class Ranks(Protocol):
         """
 
     def least(self, number: int) -> int:
-        """Return the smallest of all ranks' numbers. All ranks wait for each other. Raises
-        RankError.
-        """
+        """Return the smallest of all ranks' numbers. All ranks wait for it. Raises RankError."""
 
     def tell(self, call: Call) -> None:
         """Send a message to the other ranks if this rank leads. Raises RankError."""
@@ -76,7 +74,7 @@ class Ranks(Protocol):
         """Return the tensor that the leading rank hands to this one; None if none will follow."""
 
     def check(self) -> None:
-        """Check the other ranks after the device has computed a call and before its result is used.
+        """Record that the device has computed the last call, before its result is used.
 
         Raises RankError if a rank was lost in the meantime.
         """
@@ -85,9 +83,7 @@ class Ranks(Protocol):
         """End the other ranks if this rank leads."""
 
     def recover(self) -> None:
-        """Recover after an error: end the other ranks if they are still executing a call that this
-        rank left.
-        """
+        """After an error, end the other ranks if they still execute a call that this rank left."""
 
     def abandon(self) -> None:
         """End the other ranks, whatever they are doing."""

@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return a size in bytes from `"22GiB"`, `"22g"` (equal), `"500MB"`, `"4096"` or an int. Raises
+    """Return the bytes of `"22GiB"`, `"22g"` (equal), `"500MB"`, `"4096"` or an int. Raises
     UsageError.
     """
     if isinstance(text, int) and not isinstance(text, bool):

@@ -118,8 +118,9 @@ def reference_attention(
 
 
 def weighed(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return exp(scores - peak), computed in place, and the peak of each row, [..., 1]; the peak of
-    a row of -inf is 0.
+    """Return exp(scores - peak), computed in place, and the peak of each row, [..., 1].
+
+    The peak of a row of -inf is 0.
     """
     peak = finite(scores.amax(-1, keepdim=True))
     return scores.sub_(peak).exp_(), peak
@@ -135,9 +136,7 @@ def plain_partial(
 
 
 def scaled_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return scores of keys [kv_heads, tokens, head_dim], in float32, or float64 if the query
-    is.
-    """
+    """Return scores of keys [kv_heads, tokens, head_dim], in float32, or float64 as the query."""
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     scaled = query.to(compute) * query.shape[-1] ** -0.5
     return scaled @ key.to(compute).transpose(-1, -2)
@@ -167,9 +166,7 @@ def _cpu(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention for blocks of queries and keys, [blocks, kv_heads, rows or tokens,
-    head_dim].
-    """
+    """Attend with blocks of queries and keys, [blocks, kv_heads, rows or tokens, head_dim]."""
     rows = query.shape[2]
     few = rows < _CPU_ROWS and mask is None and not causal
     if few:

@@ -121,9 +121,7 @@ def _blocks_kernel(
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SIZE: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to blocks of keys that all queries see. tiles: number of tiles of a block for each
-    split
-    """
+    """Attend to blocks of keys that all queries see. tiles: tiles of a block for each split"""
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_heads = tl.num_programs(0)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -170,9 +168,7 @@ def _tail_kernel(
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SIZE: tl.constexpr, MASS: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Merge all splits of the running state and the tail, of which the last keys are the queries'
-    own.
-    """
+    """Merge all splits of the running state and the tail, which ends with the queries' own keys."""
     head = tl.program_id(0).to(tl.int64)
     kv_heads = tl.num_programs(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

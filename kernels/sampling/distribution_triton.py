@@ -72,9 +72,7 @@ def _kth(scores, length, wanted, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def _mass(scores, length, least, key, AT_ONCE: tl.constexpr):
-    """Return the sum of exponentials of the scores whose keys are at least `least` and less than
-    `key`.
-    """
+    """Return the sum of exponentials of scores with keys from `least` to below `key`."""
     sums = tl.zeros([AT_ONCE], tl.float32)
     for start in range(0, length, AT_ONCE):
         column = start + tl.arange(0, AT_ONCE)

@@ -1,6 +1,4 @@
-"""Converts logits to distributions, and decides with two distributions which draft tokens to
-accept.
-"""
+"""Converts logits to distributions, and accepts or rejects draft tokens."""
 
 from __future__ import annotations
 
@@ -149,9 +147,7 @@ def reference_accept(
 
 
 def reference_pick(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
-    """Invert the cumulative distribution in float64, where a token of probability 0 spans
-    nothing.
-    """
+    """Invert the cumulative distribution in float64. A token of probability 0 spans nothing."""
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     below_total = torch.minimum(coins * total, total.nextafter(torch.zeros_like(total)))

@@ -23,9 +23,7 @@ class BlockType:
     nbytes: int
 
     def row_bytes(self, columns: int) -> int:
-        """Return the bytes of a row of `columns` columns. Raises ValueError if it is not a whole
-        number of blocks.
-        """
+        """Return the bytes of a row of `columns` columns. Raises ValueError for a partial block."""
         if columns % self.elements:
             raise ValueError(f"{columns} columns are not whole {self.name} blocks")
         return columns // self.elements * self.nbytes

@@ -137,9 +137,7 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _fives(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Return numbers of 5 bits: 32 high bits at byte `start` of each block, then 16 bytes of low
-    halves.
-    """
+    """Return numbers of 5 bits: 32 high bits at a byte of each block, then 16 bytes of low bits."""
     bits = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     high = (blocks[:, start : start + 4, None] >> bits & 1).flatten(1)
     low = blocks[:, start + 4 : start + 20]

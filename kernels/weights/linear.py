@@ -106,9 +106,7 @@ def rows_of(weight: Weight, first: int, end: int) -> Weight:
 
 
 def dense_rows(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the weight as dense rows [n, in], some at a time, each with the index of its first
-    row.
-    """
+    """Yield the weight as dense rows [n, in], some at a time, each with the index of the first."""
     if not isinstance(weight, torch.Tensor):
         yield from weight.dense_rows(dtype)
         return

@@ -23,7 +23,7 @@ def sliced_product(
 
 
 def tile_rows(x: torch.Tensor) -> int:
-    """Return how many rows of x a program multiplies at a time: a power of 2 that fits in
+    """Return how many rows of x a program multiplies at a time: a power of 2, limited by
     registers.
     """
     most = FEW_ROWS if x.dtype != torch.float32 else 16

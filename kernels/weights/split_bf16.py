@@ -113,9 +113,7 @@ class SplitBF16Weight(CodedMatrix, SplitWeight):
         return decode_rows(self, index).to(dtype)
 
     def small_batch_matmul(self) -> Callable[[torch.Tensor, SplitBF16Weight], torch.Tensor] | None:
-        """StoredWeight.small_batch_matmul. None without a kernel, because the reference decodes
-        too.
-        """
+        """StoredWeight.small_batch_matmul. None without a kernel: the reference decodes too."""
         return split_matmul if backend(self.device) == TRITON else None
 
     def joined(self) -> torch.Tensor:
@@ -134,8 +132,9 @@ def joined_at_once(device: torch.device) -> int:
 
 
 class _Coded(NamedTuple):
-    """Some encoded rows. places: places of their exceptions, int64, counted from the first of these
-    rows
+    """Some encoded rows.
+
+    places: places of their exceptions, int64, counted from the first of these rows
     """
 
     high: torch.Tensor

@@ -43,8 +43,9 @@ def base_of(bits: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def high_codes(bits: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the high bytes, uint8, and which numbers are exceptions, bool. base: int16, broadcast
-    to the shape of bits
+    """Return the high bytes, uint8, and which numbers are exceptions, bool.
+
+    base: int16, broadcast to the shape of bits
     """
     # Magnitude above the lowest power. If it does not fit in 16 bits it wraps around, to a value
     # without a code.
@@ -68,8 +69,9 @@ def high_codes(bits: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def low_codes(bits: torch.Tensor) -> torch.Tensor:
-    """Return the low bytes, uint8: two numbers in each, the first half of the last dimension in the
-    low 4 bits.
+    """Return the low bytes, uint8.
+
+    Each has two numbers, those of the first half of the last dimension in the low 4 bits.
     """
     low = (bits & 15).to(torch.uint8)
     half = low.shape[-1] // 2

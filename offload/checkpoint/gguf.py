@@ -307,8 +307,8 @@ class _Walker:
         return self._data[self._at - size : self._at]
 
     def _more(self, end: int) -> tuple[bytes, int]:
-        """Read at least up to byte `end`, which must exist. Return all bytes read so far and their
-        number.
+        """Read at least up to byte `end`, which must exist. Return all bytes so far, and how
+        many.
         """
         held = len(self._data)
         wanted = min(self._size, max(end, 2 * held, _HEADER_BYTES))

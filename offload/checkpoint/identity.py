@@ -13,9 +13,7 @@ _SAMPLES, _SAMPLE_BYTES = 512, 64
 
 
 def sampled(path: Path) -> str:
-    """Return the size and a checksum of bytes sampled from all over a file. Raises
-    CheckpointError.
-    """
+    """Return the size and a checksum of samples from all over a file. Raises CheckpointError."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -62,9 +62,7 @@ class LayerCache:
         return False
 
     def write(self, layer: int, buffer: torch.Tensor) -> None:
-        """Write a buffer to the cache. The first failure gives a warning, and later calls do
-        nothing.
-        """
+        """Write a buffer to the cache. After a first failure, which warns, this does nothing."""
         if self._off:
             return
         target, partial = self._file(layer), None

@@ -114,9 +114,7 @@ class SafetensorsSource:
             target.copy_(decoded[:, before : before + columns])
 
     def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise UnsupportedModelError or CheckpointError if the scales of an FP8 tensor do not fit
-        it.
-        """
+        """Raise UnsupportedModelError or CheckpointError unless an FP8 tensor has its scales."""
         path = self._tensors[name][0].path
         if len(shape) != 2 or shape[1] % _SCALED:
             raise UnsupportedModelError(
@@ -143,7 +141,7 @@ class SafetensorsSource:
         whole_rows = width == whole
 
         def fill(raw: memoryview, first: int) -> None:
-            """Reads rows from one on, as many as the buffer takes."""
+            """Read rows into the buffer, from row `first` on, as many as it has room for."""
             if whole_rows:
                 file.fill(raw, start + first * row_bytes, name)
                 return
@@ -171,9 +169,7 @@ class SafetensorsSource:
 
 
 def _shards(directory: Path) -> dict[Path, set[str] | None]:
-    """Return each file with the tensors that the index places in it; None stands for all its
-    tensors.
-    """
+    """Return each file and the tensors that the index places in it; None stands for all."""
     index = directory / _INDEX
     if (directory / _SINGLE).exists():
         return {directory / _SINGLE: None}

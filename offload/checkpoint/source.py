@@ -35,14 +35,10 @@ class TensorSource(Protocol):
         """Return the shape in row-major order, as in torch. Raises KeyError."""
 
     def dtype(self, name: str) -> str | None:
-        """Return `float32`, `float16` or `bfloat16`; None for any other dtype and for quantised
-        tensors.
-        """
+        """Return `float32`, `float16` or `bfloat16`; None for others and for quantised tensors."""
 
     def blocks(self, name: str) -> BlockType | None:
-        """Return the block type that a tensor is stored in; None if it is not in a known block
-        type.
-        """
+        """Return the block type that a tensor is stored in; None if it is no known one."""
 
     def read_blocks(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
         """Copy a matrix's blocks unchanged, beginning at `corner`, whose column must begin a block.

@@ -78,9 +78,7 @@ class SplitBlocks:
     """Blocks of split bfloat16 numbers."""
 
     def __init__(self, shape: KVShape, scratch: torch.Tensor) -> None:
-        """scratch: flat uint8 buffer in which blocks are decoded, as many at a time as it has room
-        for.
-        """
+        """scratch: flat uint8 buffer in which as many blocks are decoded at a time as fit."""
         self.nbytes = shape.block_bytes
         self._layout = shape.parts
         room = scratch[: scratch.numel() // shape.dense_block_bytes * shape.dense_block_bytes]
@@ -118,8 +116,11 @@ def _as_blocks(blocks: torch.Tensor, shape: KVShape) -> torch.Tensor:
 
 
 def as_chunks(keys_values: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-    """View the whole chunks of [2, kv_heads, tokens, head_dim] as [2, kv_heads, n, chunk,
-    head_dim].
+    """View the whole chunks of a tensor.
+
+    keys_values: [2, kv_heads, tokens, head_dim]
+
+    Returns [2, kv_heads, n, chunk_tokens, head_dim].
     """
     whole = keys_values.shape[2] // chunk_tokens * chunk_tokens
     return keys_values[:, :, :whole].unflatten(2, (-1, chunk_tokens))

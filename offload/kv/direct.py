@@ -29,8 +29,8 @@ class DirectReader:
     Invariants, and why they hold:
     - A host block is read only after it has its bytes: whenever locations have changed, the device
       waits for the events of each source before it reads from their addresses.
-    - A block's host memory is reused only after an event that is recorded after this read, as for
-      every copy to the host, and unregistered after `close`, which waits.
+    - A block's host memory is reused only after an event that is recorded after this read, as every
+      copy to the host waits for one. It is unregistered only after `close`, which waits.
     - Nothing enters the link's copy queue, so the copies of the next pass do not queue behind these
       reads.
 
@@ -82,7 +82,7 @@ class DirectReader:
         crossing = (block >= self._on_device) & (block < len(store.locations(0)))
         nbytes = 2 * chunk_tokens * shape.head_dim * shape.dtype.itemsize
         if shape.split:
-            # 12 bits of 16, and the bases.
+            # 12 of 16 bits per number, and the bases.
             nbytes = nbytes * 3 // 4 + 2 * shape.head_dim
         self._read = self._read + crossing.sum() * nbytes
 

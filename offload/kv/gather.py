@@ -42,18 +42,14 @@ class Reader(Protocol):
         """Count the bytes that copying the moves of all layers read in host memory itself."""
 
     def release(self) -> None:
-        """Free all memory allocated since creation, once no copy is under way: a prefill is about
-        to need it.
-        """
+        """Free all memory taken since creation, once no copy is under way: a prefill needs it."""
 
     def close(self) -> None:
         """Free all memory, once no copy is under way."""
 
 
 class _Buffer(NamedTuple):
-    """A host buffer in which chunks are collected, and the device buffer that they are copied
-    to.
-    """
+    """A host buffer in which chunks are collected, and the device buffer for their copy."""
 
     arena: HostArena
     device: torch.Tensor

@@ -75,9 +75,7 @@ class SequenceKV:
         return PassCounters(self._counters.passes, self._counters.bytes_to_device)
 
     def collect(self, scores: ChunkScores | None) -> None:
-        """Collect the scores of chunks in later forwards, or stop collecting if `scores` is
-        None.
-        """
+        """Collect the scores of chunks in later forwards; None stops collecting."""
         self._scores = scores
         self.cache = PassCache(self.kv, self._copies.conveyor, scores)
 
@@ -118,9 +116,7 @@ class SequenceKV:
         return given
 
     def use_reclaimed(self) -> None:
-        """Let KV use reclaimed memory, once after each prefill. Do not call it while copies are
-        under way.
-        """
+        """Let KV use reclaimed memory, once after each prefill, while no copies are under way."""
         if not self._reclaim_due:
             return
         self._reclaim_due = False

@@ -54,9 +54,7 @@ class KVShape:
 
     @property
     def decoded_at_once(self) -> int:
-        """Number of split blocks that are decoded at a time: at most as many as a sequence has in a
-        layer.
-        """
+        """Number of split blocks decoded at a time: at most what a sequence has in a layer."""
         if self.text_tokens is None:
             return KV_BLOCKS_AT_ONCE
         return max(1, min(KV_BLOCKS_AT_ONCE, self.text_tokens // self.block_tokens))

@@ -37,9 +37,7 @@ class HotTail:
         return self.rows.shape[3]
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keep `rows`, counted from `start`: move them, in this order, to `start` and the places
-        after it.
-        """
+        """Move `rows`, counted from `start`, in this order to `start` and the places after it."""
         count = len(rows)
         if list(rows) != list(range(count)):
             kept = self.rows[:, :, :, start + put(list(rows), self.rows.device)]

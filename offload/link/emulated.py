@@ -1,6 +1,4 @@
-"""An emulated link for machines without a GPU: one copy thread per direction, paced to a
-bandwidth.
-"""
+"""An emulated link for machines without a GPU: one paced copy thread per direction."""
 
 from __future__ import annotations
 

@@ -38,17 +38,13 @@ class LinkCounters:
 
 
 class OnDemand(Protocol):
-    """Bytes that are not in memory: they are read, for example from a file, when they have to
-    cross.
-    """
+    """Bytes that are not in memory: they are read, e.g. from a file, when they have to cross."""
 
     def numel(self) -> int:
         """Return the number of bytes."""
 
     def read(self, into: torch.Tensor) -> None:
-        """Write the bytes to a flat uint8 host buffer of that size. Any exception fails the
-        copy.
-        """
+        """Write the bytes to a flat uint8 host buffer of that size. An exception fails the copy."""
 
 
 class Link(Protocol):
@@ -64,9 +60,7 @@ class Link(Protocol):
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second to the device: as given for an emulated link, measured on CUDA; None if
-        unpaced.
-        """
+        """Bytes per second to the device: emulated as given, measured on CUDA; None if unpaced."""
 
     @property
     def copy_bytes(self) -> int:

@@ -39,9 +39,7 @@ class StagedLink(WrappedLink):
         buffer_bytes: int = _BUFFER_BYTES,
         reading: tuple[int, int] = (0, 0),
     ) -> None:
-        """reading: number of buffers for bytes that are read on demand, and the size of each in
-        bytes.
-        """
+        """reading: number of buffers for bytes that are read on demand, and bytes of each."""
         super().__init__(link)
         self._memory = memory
         self._rings = {
@@ -115,9 +113,7 @@ class StagedLink(WrappedLink):
 
 
 class _Staged:
-    """A staged copy. When `done` is set, all its parts are issued, and a copy to the host is
-    complete.
-    """
+    """A staged copy. When `done` is set, all parts are issued, and a copy to the host is done."""
 
     def __init__(self) -> None:
         self.done = threading.Event()

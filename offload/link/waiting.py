@@ -23,9 +23,7 @@ class Queried(Protocol):
     """The part of torch.cuda.Event that `Patience` uses."""
 
     def query(self) -> bool:
-        """Return whether everything before the event is done. Raises RuntimeError if that
-        failed.
-        """
+        """Return whether everything before the event is done. Raises RuntimeError on failure."""
 
 
 class Patience:

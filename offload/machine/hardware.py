@@ -21,9 +21,7 @@ _PACKAGES = ("torch", "transformers", "safetensors", "gguf", "triton", "numpy")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as the driver reports it. Link generation and width: the current ones and the
-    maxima.
-    """
+    """One GPU as the driver reports it, with current and maximal link generation and width."""
 
     name: str
     memory_bytes: int
@@ -79,9 +77,7 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def summary() -> dict[str, Any]:
-    """Return the hardware that figures depend on: processor, cores that torch uses, and the GPU if
-    any.
-    """
+    """Return the hardware that figures depend on: processor, threads of torch, and GPU if any."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {"processor": _processor(), "threads": torch.get_num_threads(), "gpu": gpu}
 

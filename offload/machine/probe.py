@@ -190,9 +190,7 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
 
 
 def measure_gpu() -> Rates:
-    """Measure the current GPU: pinned copies in, copies within, a large product, kernel
-    launches.
-    """
+    """Measure the current GPU: copies in, copies within, a large product, kernel launches."""
     import torch
 
     size = 256 << 20

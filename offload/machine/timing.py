@@ -12,9 +12,7 @@ _WINDOWS, _WINDOW_SECONDS = 5, 0.05
 
 
 def seconds_of(run: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> float:
-    """Return the seconds of one run: the smallest median of several windows, after one warm-up
-    run.
-    """
+    """Return the seconds of one run: the smallest median of several windows, after a warm-up."""
     run()
     settle()
     medians = []

@@ -112,18 +112,14 @@ class DeviceMemory:
         return Allocation(size, purpose, None)
 
     def free(self, allocation: Allocation) -> None:
-        """Return an allocation or reservation to the budget. The tensor is freed with its last
-        view.
-        """
+        """Return an allocation or reservation to the budget. A tensor goes with its last view."""
         self._used[allocation.purpose] -= allocation.size
         self._used_bytes -= allocation.size
         allocation.bytes = None
         allocation.size = 0
 
     def trim(self) -> None:
-        """Return unused memory of torch's allocator to the device, so that tensors of other sizes
-        fit.
-        """
+        """Return torch's unused memory to the device, so that tensors of other sizes fit."""
         if self.device.type == "cuda" and not hangs(self.device):
             torch.cuda.empty_cache()
 

@@ -26,8 +26,9 @@ PIECE_BYTES = 1 << 30
 
 
 class Driver(Protocol):
-    """Registers host memory, so that it can be copied without the processor. Both calls return 0 or
-    an error code.
+    """Registers host memory, so that it can be copied without the processor.
+
+    Both calls return 0 or an error code.
     """
 
     def register(self, address: int, size: int) -> int: ...
@@ -201,9 +202,7 @@ class _Mapping(mmap.mmap):
         return bool(self._pieces)
 
     def register(self, driver: Driver) -> int:
-        """Register the whole mapping piece by piece, or nothing. Return 0 or the driver's error
-        code.
-        """
+        """Register the whole mapping in pieces, or nothing. Return 0 or the driver's error code."""
         self._driver = driver
         done: list[int] = []
         for offset in range(0, self.size, PIECE_BYTES):
@@ -223,9 +222,7 @@ class _Mapping(mmap.mmap):
 
 
 class HostBuffers:
-    """Buffers of given sizes, side by side in arenas of one piece; a larger buffer has its own
-    arena.
-    """
+    """Buffers of given sizes in arenas of one piece; a larger buffer has its own arena."""
 
     def __init__(self, sizes: Sequence[int], memory: HostMemory) -> None:
         """Raises DoesNotFitError before any buffer is allocated, if they will not fit."""
@@ -282,17 +279,15 @@ class HostBlocks:
         return self.nbytes - len(self._free) * self._block_bytes
 
     def reserve(self, blocks: int) -> None:
-        """Announce that `blocks` blocks will be taken. Raises DoesNotFitError if they will not
-        fit.
+        """Announce that `blocks` blocks will be taken. Raises DoesNotFitError without room for
+        them.
         """
         missing = max(0, blocks - len(self._free)) * self._block_bytes
         check_available(missing, "host memory for the KV of this request")
         self._reserved = blocks
 
     def make_room(self, blocks: int) -> None:
-        """Make sure that `blocks` more blocks can be taken than were reserved. Raises
-        DoesNotFitError.
-        """
+        """Make `blocks` more blocks available than were reserved. Raises DoesNotFitError."""
         check_available(max(0, blocks - len(self._free)) * self._block_bytes, "host memory for KV")
         reserved, self._reserved = self._reserved, self._reserved + blocks
         try:

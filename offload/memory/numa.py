@@ -11,9 +11,7 @@ _SYS = Path("/sys")
 
 
 def cpus_near(device: torch.device) -> tuple[int, ...]:
-    """Return the processors of the GPU's memory node that this process may use; empty if it has no
-    node.
-    """
+    """Return the processors of the GPU's memory node that this process may use, if any."""
     gpu = torch.cuda.get_device_properties(device)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     allowed = os.sched_getaffinity(0)
@@ -21,9 +19,7 @@ def cpus_near(device: torch.device) -> tuple[int, ...]:
 
 
 def node_cpus(pci_address: str, sys: Path = _SYS) -> tuple[int, ...]:
-    """Return the processors of a PCI device's memory node, as reported by Linux; empty if not
-    reported.
-    """
+    """Return the processors of a PCI device's memory node as Linux reports it, if any."""
     try:
         node = int((sys / "bus/pci/devices" / pci_address / "numa_node").read_text())
         if node < 0:

@@ -83,7 +83,7 @@ class LayerPlan:
         return self.nbytes - self.low_bytes if high_only else self.nbytes
 
 
-# Most layers of a model are kept alike, and planning makes many plans.
+# Most layers of a model are placed alike, and planning makes many plans.
 _layer_plan = cache(LayerPlan)
 
 
@@ -270,9 +270,7 @@ class MemoryPlan:
             raise UsageError("a placement that streams KV needs KV slots and staging slots")
 
     def check_host(self, limit_bytes: int) -> None:
-        """Raise DoesNotFitError if streamed weights and KV need more than `limit_bytes` of host
-        memory.
-        """
+        """Raise DoesNotFitError if the plan needs more than `limit_bytes` of host memory."""
         if (needed := self.host_bytes) > limit_bytes:
             raise DoesNotFitError(
                 f"host memory for {self.requirements.context_tokens} tokens of context",

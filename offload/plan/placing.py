@@ -38,8 +38,8 @@ def place(needs: Requirements, limit_bytes: int) -> MemoryPlan:
                 limit_bytes,
                 "give more device memory",
             )
-        # Half of the layers that could free the missing bytes: no layer frees more than the
-        # largest, but the set of streamed layers changes too.
+        # At most half of the layers that the missing bytes require: no layer frees more than the
+        # largest one, but which layers stream changes too.
         largest = max(needs.low_bytes if split else needs.layer_bytes)
         streamed += max(1, -spare // (2 * largest))
         streamed = min(streamed, needs.layers)
@@ -76,9 +76,7 @@ def _blocks(needs: Requirements, spare: int) -> tuple[int, int]:
 
 
 def _slots_ahead(needs: Requirements, kept: int) -> int:
-    """Count the slots to add to KV_SLOTS, if `kept` blocks are on the device and the others
-    stream.
-    """
+    """Count the slots to add to KV_SLOTS if `kept` blocks are on the device and others stream."""
     layers = needs.kv.layers
     if kept < layers:
         return 0
@@ -93,9 +91,7 @@ def least_bytes(needs: Requirements, *, streamed_layers: int) -> int:
 
 
 def _everything(needs: Requirements) -> MemoryPlan:
-    """Return the plan with all on the device; if KV is split, with slots for a block that cannot
-    be.
-    """
+    """Return the plan with all on the device. Split KV gets slots for blocks that do not split."""
     slots = int(needs.kv.split)
     copies = _copied(needs, ())
     return MemoryPlan(
@@ -104,9 +100,7 @@ def _everything(needs: Requirements) -> MemoryPlan:
 
 
 def _least(needs: Requirements, streamed: int, *, split: bool = False) -> MemoryPlan:
-    """Return the smallest plan with `streamed` layers streamed, or only their low bits if
-    `split`.
-    """
+    """Return the smallest plan that streams `streamed` layers, or their low bits if `split`."""
     kv_slots, staging_slots = (KV_SLOTS, STAGING_SLOTS) if needs.kv_blocks else (0, 0)
     layers = spread(streamed, needs.layers)
     placement = Placement(

@@ -62,9 +62,7 @@ class Requirements:
 
     @property
     def temporary_bytes(self) -> int:
-        """Temporaries of passes, or of the prefill of one sequence while the others wait for
-        theirs.
-        """
+        """Temporaries of passes, or of the prefill of one sequence while the others wait."""
         others = (self.sequences - 1) * self.pass_bytes
         return others + max(self.reading_bytes, self.pass_bytes)
 

@@ -88,9 +88,7 @@ def _rows(exact: Weight, first: int, end: int) -> torch.Tensor:
 
 
 def _quantise_into(exact: Weight, into: Int4Weight) -> None:
-    """Quantise some rows at a time on the device, so that the dense matrix never exists as a
-    whole.
-    """
+    """Quantise some rows at a time on the device, so that no dense matrix exists as a whole."""
     rows, columns = into.shape
     step = max(1, limits.DECODED_AT_ONCE // columns)
     for first in range(0, rows, step):

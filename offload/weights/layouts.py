@@ -1,6 +1,4 @@
-"""Named tensors in one flat buffer: a layer's weights, at equal offsets on the host and in a
-slot.
-"""
+"""Named tensors in one flat buffer: a layer's weights, at equal offsets on host and in a slot."""
 
 from __future__ import annotations
 

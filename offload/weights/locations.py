@@ -50,9 +50,7 @@ class Location(Protocol):
         """The host location of the bytes, if host memory has them (alone or as well); else None."""
 
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
-        """Return the bytes on the device. slot: the streamed bytes of `source`, None if there is no
-        source
-        """
+        """Return the bytes on the device. slot: the streamed bytes of `source`, None without one"""
 
 
 class LayerLocation(Location, Protocol):

@@ -16,7 +16,7 @@ from triforce_offload.memory.device import DeviceMemory, put
 
 
 class DenseKV:
-    """Keys and values of `end` tokens, in rows per head, with room after them.
+    """Keys and values of `end` tokens, separate for each head, with room after them.
 
     A forward attends to all of them and to its own rows. It writes its rows after `end`, which
     moves when some of them are kept. `fixed` does so at constant addresses and shapes, as a

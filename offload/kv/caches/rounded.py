@@ -1,6 +1,4 @@
-"""KV of a short context in 8 bits per number: half the bytes per step, or twice the tokens in a
-cache.
-"""
+"""KV of a short context in 8 bits per number: half the bytes per step, or twice the tokens."""
 
 from __future__ import annotations
 
