@@ -10,7 +10,7 @@ FEW_ROWS = 64
 DECODED_AT_ONCE = 2 << 20
 # Device bytes for each of these numbers while they are decoded, the result in float32 included.
 DECODE_BYTES = 24
-# Both limits for weights in groups of 4 bits.
+# Both limits for weights in groups of 4 bits: numbers decoded at a time, and bytes for each.
 GROUPS_AT_ONCE = 1 << 20
 GROUPS_BYTES = 12
 # Device bytes for each number of a dense half-precision weight whose products are made in float32.

@@ -9,7 +9,10 @@ _events = 0
 
 
 def events() -> int:
-    """Return how often it happened in this process. A round that increases it is not typical."""
+    """Return the number of such events in this process.
+
+    Timings of a round that increases it are not typical.
+    """
     return _events
 
 

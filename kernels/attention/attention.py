@@ -22,8 +22,8 @@ _FLASH_CAPABILITY = (8, 0)
 _CUDA_MAX_HEAD_DIM = 256
 _MASK_COLUMNS = 16
 _CPU_ROWS = 4
-# Replaces -inf in a mask, unless the dtype's least number is greater: so far below any score that
-# its weight is exactly 0, and still finite when scaled for powers of 2.
+# Replaces -inf in a mask (if greater, the least number of the dtype does): so far below any score
+# that its weight is exactly 0, and still finite when scaled for powers of 2.
 _LEAST_MASK = -1e30
 
 
@@ -129,7 +129,9 @@ def weighed(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def plain_partial(
     weights: torch.Tensor, peak: torch.Tensor, value: torch.Tensor, dtype: torch.dtype
 ) -> Partial:
-    """Return attention from the result of `weighed`. A row without weight gives zeros, and -inf."""
+    """Return attention from the result of `weighed`. A row without weight gives 0, and -inf as
+    lse.
+    """
     total = weights.sum(-1, keepdim=True)
     out = (weights @ value.to(weights.dtype)).div_(total.where(total != 0, 1))
     return Partial(out.to(dtype), total.log_().add_(peak).squeeze(-1))

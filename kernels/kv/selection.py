@@ -52,7 +52,7 @@ def reference_choose(
     least = worth.topk(filled, -1).values[..., -1:]
     wanted, tied = worth > least, worth == least
     wanted |= tied & (tied.cumsum(-1) <= filled - wanted.sum(-1, keepdim=True))
-    # Empty slots point behind the last chunk, at a column that is never selected.
+    # Empty slots point past the last chunk, at a column that is never selected.
     known = chunk_of.where(chunk_of >= 0, chunks)
     padded = F.pad(wanted, (0, 1))
     free = ~padded.gather(-1, known)

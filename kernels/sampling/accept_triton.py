@@ -35,7 +35,7 @@ def _held(
 def _weights(tokens, drafted, target, column, vocab, held, n, q_row, p_row, SURE: tl.constexpr):
     """Return the weights of the next token for some columns: max(p - q, 0), and p itself.
 
-    After a draft that is accepted wholly there is no q.
+    After a fully accepted draft there is no q.
     """
     there = column < vocab
     p = tl.load(target + held.to(tl.int64) * p_row + column, mask=there, other=0.0)

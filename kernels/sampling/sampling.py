@@ -137,7 +137,7 @@ def reference_accept(
     accepted = (coins[:, :n] * q < p).cumprod(-1).sum(-1)
     row = accepted[:, None, None].expand(-1, 1, target_probs.shape[-1])
     p = target_probs.gather(1, row).squeeze(1)
-    # After a draft that is accepted wholly there is no q: subtracting a row of zeros leaves p.
+    # After a fully accepted draft there is no q: subtracting a row of zeros leaves p.
     q = F.pad(draft_probs, (0, 0, 0, 1)).gather(1, row).squeeze(1)
     residual = (p - q).clamp_(min=0)
     # Distributions that are equal up to rounding may reject once in millions and leave no residual:

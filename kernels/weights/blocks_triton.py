@@ -1,5 +1,4 @@
-"""`blocks` on a GPU: decoding, and products with few rows that decode the weight while they read
-it.
+"""`blocks` on a GPU: decoding, and products with few rows that decode the weight as they read it.
 
 Both process a row in steps of whole bytes of quants. A byte has two numbers. The low halves of a
 step's bytes are adjacent in the row, and so are the high halves, so nothing is interleaved: see
