@@ -41,7 +41,7 @@ class _Held:
 
 
 class Conveyor:
-    """Run a schedule of transfers ahead of the compute that consumes them.
+    """Runs a schedule of transfers ahead of the compute that consumes them.
 
     Invariants, and why they hold:
     - Transfers start in schedule order and are acquired in schedule order, so one slot per ring is
