@@ -1,4 +1,4 @@
-"""How launchers refuse: one sentence that reports every input."""
+"""Input checks of launchers: one sentence that reports every input."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 
 def require(kernel: str, fits: bool, **inputs: object) -> None:
-    """Raises ValueError, naming every shape, stride, dtype and device, unless `fits`."""
+    """Raise ValueError with every shape, stride, dtype and device, unless `fits`."""
     if not fits:
         report = ", ".join(f"{name} {_described(value)}" for name, value in inputs.items())
         raise ValueError(f"{kernel} cannot take {report}")
 
 
 def alike(*tensors: torch.Tensor | None) -> bool:
-    """Whether tensors, the first of which is there, share dtype and device, and rows of their last
-    dimension are contiguous.
+    """Return whether all given tensors share dtype and device and have a contiguous last dimension.
+    The first must not be None.
     """
-    # A plain loop: this is asked for several times a layer.
+    # A plain loop: this is called several times a layer.
     dtype, device = tensors[0].dtype, tensors[0].device
     for tensor in tensors:
         if tensor is not None and (

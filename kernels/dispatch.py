@@ -1,7 +1,7 @@
-"""Which implementation of a kernel runs: one table, looked up by the device of its inputs.
+"""Selects the implementation of a kernel: one table, looked up by the device of its inputs.
 
-Triton on CUDA, plain PyTorch (the reference) elsewhere. `TRIFORCE_KERNELS=reference` or `=triton`
-forces one; Triton on a CPU needs its interpreter, `TRITON_INTERPRET=1`.
+Triton runs on CUDA, plain PyTorch (the reference) elsewhere. `TRIFORCE_KERNELS=reference` or
+`=triton` forces one; Triton on a CPU needs its interpreter, `TRITON_INTERPRET=1`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VARIABLE = "TRIFORCE_KERNELS"
 REFERENCE, TRITON = "reference", "triton"
 
 # Each kernel has a reference and a Triton implementation, which take the same arguments: the module
-# and function of the first, those of the second.
+# and function of the reference, then those of Triton.
 KERNELS = {
     "attention_splits": (
         "attention.streaming.reference_splits",
@@ -60,14 +60,14 @@ KERNELS = {
 
 
 class KernelsError(ValueError):
-    """Kernels were asked for that cannot run here."""
+    """The requested kernels cannot run here."""
 
 
 def implementation(kernel: str, device: torch.device) -> Callable:
-    """What computes `kernel` on a device. Raises KernelsError."""
+    """Return the function that computes `kernel` on a device. Raises KernelsError."""
     found = _load(KERNELS[kernel][backend(device) == TRITON])
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-        # Triton launches on the current device, wherever its inputs lie.
+        # Triton launches on the current device, whatever device its inputs are on.
         return partial(_launch_on, device, found)
     return found
 
@@ -78,8 +78,8 @@ def _launch_on(device: torch.device, launch: Callable, *values: Any, **named: An
 
 
 def backend(device: torch.device) -> str:
-    """REFERENCE or TRITON, for a device; of "cuda" without an index, the current one. Raises
-    KernelsError.
+    """Return REFERENCE or TRITON for a device; "cuda" without an index is the current device.
+    Raises KernelsError.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -122,8 +122,8 @@ def _backend(device: torch.device, forced: str) -> str:
 
 
 def _failure(device: torch.device) -> str | None:
-    """Why Triton cannot launch on a GPU, if it cannot: it needs a C compiler, for one. Takes memory
-    of that GPU alone, since another one may be another process's.
+    """Return why Triton cannot launch on a GPU, or None; for example, it needs a C compiler.
+    Allocates memory on that GPU alone, since another process may use the others.
     """
     try:
         with torch.cuda.device(device):

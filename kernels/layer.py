@@ -1,4 +1,4 @@
-"""The small operations of a decoding step, each in one launch."""
+"""The small operations of a layer, each in one launch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from triforce_kernels.kv.rounding import rounded
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Root mean square norm over the last dimension, after adding `delta` to x in place, if given.
+    """Compute the root mean square norm over the last dimension, after adding `delta` to x in
+    place, if given.
 
-    x: [rows, width] or [rows, heads, width], its last dimension contiguous; delta: as x
+    x: [rows, width] or [rows, heads, width], with a contiguous last dimension
     weight: [width]
+    delta: shape of x
 
-    Returns x's shape. Rounded once before the weight, as transformers does (Zhang and Sennrich,
-    2019). Raises ValueError.
+    Returns x's shape. Rounds once before the product with the weight, as transformers does (Zhang
+    and Sennrich, 2019). Raises ValueError.
     """
     require(
         "rms_norm",
@@ -43,14 +45,14 @@ def rope_into(
     start: int | torch.Tensor,
     scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotates queries and keys, and puts keys and values where attention will find them.
+    """Rotate queries and keys, and write keys and values to a cache.
 
     heads: [tokens, query_heads + 2 kv_heads, head_dim]: queries, then keys, then values
     cos, sin: [tokens, head_dim]; a head's first half is paired with its second half
     key, value: [kv_heads, capacity, head_dim], written at start, start + 1, ...
-    start: a number, or [1] int64 on the device, whose room the caller has seen to
-    scale: [2, kv_heads, head_dim] float32, if key and value are whole numbers of it in int8
-        (`rounding`); queries are then multiplied by the keys' scale
+    start: a number, or [1] int64 on the device; the caller makes sure that there is room
+    scale: [2, kv_heads, head_dim] float32, if key and value are int8 multiples of it (`rounding`);
+        queries are then multiplied by the scale of the keys
 
     Returns the queries, [query_heads, tokens, head_dim]. Raises ValueError, before any write.
     """
@@ -90,7 +92,7 @@ def rope_into(
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [rows, 2 width], gate first: [rows, width] (Shazeer, 2020).
+    """Return silu(gate) * up of [rows, 2 width], gate first: [rows, width] (Shazeer, 2020).
 
     Raises ValueError.
     """
@@ -103,7 +105,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x: [heads, tokens, head_dim], its first half paired with its second half."""
+    """Rotate x: [heads, tokens, head_dim], with its first half paired with its second half."""
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), -1)
     return x * cos + turned * sin

@@ -35,7 +35,7 @@ def _norm_kernel(
 
 @triton.jit
 def _put(target, first, second, scale, inside, HALF: tl.constexpr, WHOLE: tl.constexpr):
-    """Both halves of a head, as they are or as whole numbers of what `scale` points at."""
+    """Store both halves of a head, unchanged or as integer multiples of the scales at `scale`."""
     if WHOLE:
         scale_1 = tl.load(scale, mask=inside, other=1.0)
         scale_2 = tl.load(scale + HALF, mask=inside, other=1.0)
@@ -59,7 +59,7 @@ def _rope_kernel(
     first = tl.load(source, mask=inside)
     second = tl.load(source + HALF, mask=inside)
     place = token + (tl.load(start) if ON_DEVICE else start)
-    # Of keys' heads, then of values'.
+    # Scales of the keys' heads, then of the values' heads.
     of = scale + (head - queries) * (2 * HALF) + column
     if head >= queries + kv_heads:
         target = value + (head - queries - kv_heads) * v_head + place * v_token + column

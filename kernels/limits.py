@@ -1,34 +1,35 @@
-"""What kernels take at most, for plans: no tensors here."""
+"""Limits of kernels, for plans. There are no tensors here."""
 
-# The attention of a pass divides its keys into so many parts on a GPU, at most.
+# Largest number of parts into which the attention of a pass divides its keys on a GPU.
 MOST_SPLITS = 32
-# A product with more rows than this decodes weights first, some rows at a time: so many rows a
-# program multiplies at a time at most, and more would have it decode the weights again.
+# A product with more rows than this decodes the weight first, some rows of it at a time. A program
+# multiplies at most this many rows at a time, so more rows would decode the weight again.
 FEW_ROWS = 64
-# Numbers of a weight in blocks that are decoded at a time: no matrix exists in float32 as a whole.
+# Numbers of a weight in blocks that are decoded at a time, so that no matrix exists in float32 as a
+# whole.
 DECODED_AT_ONCE = 2 << 20
-# Device bytes for each of them while they are decoded, the result in float32 included.
+# Device bytes for each of these numbers while they are decoded, the result in float32 included.
 DECODE_BYTES = 24
-# The same of weights in groups of 4 bits.
+# Both limits for weights in groups of 4 bits: numbers decoded at a time, and bytes for each.
 GROUPS_AT_ONCE = 1 << 20
 GROUPS_BYTES = 12
-# And of dense ones in half precision whose products are made in float32.
+# Device bytes for each number of a dense half-precision weight whose products are made in float32.
 WIDENED_BYTES = 4
-# Device bytes for each split number while they are decoded, the result included.
+# Device bytes for each split number while it is decoded, the result included.
 SPLIT_BYTES = 12
-# On a GPU with a kernel for it: numbers of a matrix split that are decoded at a time, and
-# device bytes for each. With fewer at a time a prompt would launch hundreds of thousands of
-# kernels.
+# With a GPU kernel: numbers of a split matrix that are decoded at a time, and device bytes for
+# each. With fewer numbers at a time a prefill would launch hundreds of thousands of kernels.
 SPLIT_AT_ONCE_ON_GPU = 64 << 20
 SPLIT_BYTES_ON_GPU = 2
-# SplitBF16 have room for one exception of so many numbers, and for some more.
+# A split bfloat16 matrix has room for one exception per this many numbers, and for LEAST_EXCEPTIONS
+# more.
 NUMBERS_OF_AN_EXCEPTION = 704
 LEAST_EXCEPTIONS = 32
-# Of a matrix split it is known where the exceptions of so many rows begin.
+# A split matrix stores where the exceptions of each group of this many rows begin.
 ROWS_OF_A_START = 32
-# Blocks of KV split that lie side by side are decoded so many at a time, by two launches.
+# Adjacent split KV blocks are decoded this many at a time, by two launches.
 KV_BLOCKS_AT_ONCE = 4
-# Numbers of keys and values that are coded or decoded at a time without a kernel, of one head at
-# the least: what that takes stays in a processor's cache. Bytes for each.
+# Numbers of keys and values that are encoded or decoded at a time without a kernel, but at least
+# one head: the temporaries stay in a processor's cache. Then the bytes for each number.
 KV_CODED_AT_ONCE = 1 << 17
 KV_CODING_BYTES = 14

@@ -1,4 +1,4 @@
-"""What is done once and slows the round it falls in: a kernel compiled, a graph recorded."""
+"""Counts one-time work that slows down the round it falls in: kernels compiled, graphs recorded."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ _events = 0
 
 
 def events() -> int:
-    """How often that happened in this process. A round that saw it grow was no usual one."""
+    """Return the number of such events in this process.
+
+    Timings of a round that increases it are not typical.
+    """
     return _events
 
 
 def note(*_: Any, **__: Any) -> None:
-    """Counts one of them."""
+    """Count one event."""
     global _events
     _events += 1
 
 
 @cache
 def watch_compiler() -> None:
-    """From now on kernels that Triton compiles, or loads compiled, are counted."""
+    """Count kernels that Triton compiles, or loads compiled, from now on."""
     import triton
 
-    # Triton before 3.4 has no such hook: there compiling goes unnoticed.
+    # Triton before 3.4 has no such hook, so compilation is not counted there.
     if (knobs := getattr(triton, "knobs", None)) is None:
         return
     other = knobs.runtime.jit_post_compile_hook

@@ -1,4 +1,4 @@
-"""The conveyor: a ring of device slots through which blocks and layer weights stream in order."""
+"""The conveyor: rings of device slots through which KV blocks and layer weights stream in order."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from triforce_offload.weights.locations import Location, Source
 class Transfer:
     """One contiguous copy of a pass's schedule.
 
-    key: by which compute asks for it, unique in a schedule
-    ring: the name of the slots it goes through, none of which is smaller than the source
+    key: the key by which compute asks for it, unique in a schedule
+    ring: name of the ring of slots that it goes through; no slot is smaller than the source
     """
 
     key: Hashable
@@ -41,23 +41,23 @@ class _Held:
 
 
 class Conveyor:
-    """Runs a schedule of transfers ahead of the compute that consumes it.
+    """Runs a schedule of transfers ahead of the compute that consumes them.
 
     Invariants, and why they hold:
-    - Transfers start in schedule order and are acquired in schedule order, so one slot a ring is
-      enough to make progress: the next to be acquired is always issued before any that could take
-      its slot.
-    - A slot is written only after the event of its last reader: `release` records it, and the next
-      copy into the slot is issued behind it.
+    - Transfers start in schedule order and are acquired in schedule order, so one slot per ring is
+      enough to make progress: the next transfer to be acquired is always issued before any that
+      could take its slot.
+    - A slot is written only after the event of its last reader: `release` records the event, and
+      the next copy into the slot waits for it.
     - A slot is read only after its copy: `acquire` makes compute wait for the copy's event.
-    - The copies run ahead as far as there are free slots, across layers, since `release` issues
-      whatever now has room.
+    - Copies run ahead as far as there are free slots, across layers, because `release` issues every
+      transfer that now has a slot.
     """
 
     def __init__(self, link: Link, rings: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """rings: the flat uint8 device buffers of each kind of slot."""
         self._link = link
-        # A slot's memory may have had readers before it was a slot, hence the first event.
+        # Kernels may have read a slot's memory before it became a slot, hence the first event.
         self._rings = {
             name: [_Slot(buffer, link.record()) for buffer in buffers]
             for name, buffers in rings.items()
@@ -68,16 +68,17 @@ class Conveyor:
         self._acquired: dict[Hashable, _Held] = {}
 
     def start(self, schedule: Iterable[Transfer]) -> None:
-        """Begins a pass: fills the free slots at once. The pass before must have ended."""
+        """Begin a pass: fill the free slots at once. The previous pass must have ended."""
         if self._waiting or self._issued or self._acquired:
             raise RuntimeError("a pass was started before the one under way ended")
         self._waiting.extend(schedule)
         self._issue()
 
     def acquire(self, key: Hashable) -> torch.Tensor:
-        """The device bytes of the next transfer, which must be `key`, ready for compute.
+        """Return the device bytes of the next transfer, which must be `key`, ready for compute.
 
-        Returns a flat uint8 view, valid until `release(key)`. Raises LinkError if its copy failed.
+        The result is a flat uint8 view, valid until `release(key)`. Raises LinkError if its copy
+        failed.
         """
         if not self._issued or self._issued[0].transfer.key != key:
             expected = self._issued[0].transfer.key if self._issued else None
@@ -89,8 +90,8 @@ class Conveyor:
 
     @contextmanager
     def bring(self, key: Hashable, location: Location) -> Iterator[torch.Tensor]:
-        """The bytes of a location on the device, valid inside the block: of one with a source, the
-        next transfer, which must be `key`.
+        """Yield the bytes of a location on the device, valid inside the block. If the location has
+        a source, `key` must be the next transfer.
 
         Raises LinkError.
         """
@@ -101,24 +102,25 @@ class Conveyor:
         self.release(key)
 
     def release(self, key: Hashable) -> None:
-        """Ends the use of `key`'s bytes: its slot takes the next transfer of its ring."""
+        """End the use of `key`'s bytes. The next transfer of the ring takes its slot."""
         held = self._acquired.pop(key)
         held.slot.released = self._link.record()
         self._free[held.transfer.ring].append(held.slot)
         self._issue()
 
     def cancel(self) -> None:
-        """Ends a pass early: drops what was not issued, waits for what was, frees every slot.
+        """End a pass early: drop the transfers that were not issued, wait for the others, free
+        every slot.
 
-        A copy that fails here is of no interest: nobody will read its bytes, and copies of one
-        direction keep their order, so even one that is late cannot land on a later one. Every slot
-        is free afterwards, one that an exception caught between two steps included.
+        A copy that fails here does not matter: nothing will read its bytes, and copies of one
+        direction keep their order, so even a late one cannot overwrite a later one. Every slot is
+        free afterwards, even if an exception interrupted the conveyor between two steps.
         """
         self._waiting.clear()
         for held in (*self._issued, *self._acquired.values()):
             with suppress(LinkError):
                 self._link.wait(held.ready)
-        # Or whoever waits for the link next would be told of a copy that was dropped here.
+        # Otherwise the next call that waits for the link would report a copy that was dropped here.
         with suppress(LinkError):
             self._link.synchronize()
         self._issued.clear()
@@ -129,8 +131,8 @@ class Conveyor:
             self._free[name] = deque(slots)
 
     def drop_slots(self, most: int) -> int:
-        """Lets go of slots, so that each ring has so many at most, between two passes. Says how
-        many it let go of.
+        """Keep at most `most` slots of each ring, between two passes. Return how many were
+        dropped.
         """
         if self._waiting or self._issued or self._acquired:
             raise RuntimeError("slots were dropped in the middle of a pass")
@@ -140,7 +142,7 @@ class Conveyor:
         return dropped
 
     def close(self) -> None:
-        """Lets go of the slots."""
+        """Drop all slots."""
         self._rings = {}
         self._free = {}
 

@@ -1,4 +1,4 @@
-"""The copies of a pass, by what has to cross the link for it at the moment."""
+"""The copies of a pass, chosen by what has to cross the link at that moment."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from triforce_offload.weights.store import WeightStore
 
 
 class PassCopies:
-    """Starts the copies of passes ahead of them, through one conveyor.
+    """Starts the copies of passes ahead of their compute, through one conveyor.
 
-    At most one pass is begun at a time; `cancel` drops its copies.
+    At most one pass has its copies started at a time; `cancel` drops them.
     """
 
     def __init__(self, conveyor: Conveyor, weights: WeightStore) -> None:
         self.conveyor = conveyor
         self._weights = weights
-        # Of each sequence in the pass that was begun, the bytes that cross for it.
+        # Bytes that cross the link for each sequence in the pass whose copies were started.
         self._shares: dict[KVStore, int] = {}
 
     @property
     def begun(self) -> list[KVStore]:
-        """The sequences of the pass that was begun and is not kept yet."""
+        """The sequences of the pass whose copies were started and which has not been kept yet."""
         return list(self._shares)
 
     def begin(self, sequences: Sequence[KVStore]) -> None:
-        """Start the copies of a pass over everything that these sequences keep. No other pass has
-        begun.
+        """Start the copies of a pass over the whole context of these sequences. The copies of no
+        other pass may be under way.
         """
         own, shared = [0] * len(sequences), 0
         for crossing in self.start(sequences):
@@ -40,7 +40,7 @@ class PassCopies:
                 own[crossing.text] += crossing.nbytes
         count = len(sequences)
         for index, sequence in enumerate(sequences):
-            # Rounded so that the shares add up to the bytes that crossed.
+            # Shared bytes are rounded so that the shares add up to the bytes that crossed.
             part = shared * (index + 1) // count - shared * index // count
             self._shares[sequence] = own[index] + part
 
@@ -49,12 +49,12 @@ class PassCopies:
         return self._shares.pop(sequence, 0)
 
     def cancel(self) -> None:
-        """Drop the copies of a pass that was begun and not run."""
+        """Drop the copies of a pass that was started and not run."""
         self.conveyor.cancel()
         self._shares.clear()
 
     def start(self, sequences: Sequence[KVStore]) -> list[Crossing]:
-        """Start copies without counting them as a pass. Return what crosses."""
+        """Start copies without counting them as a pass. Return the crossings."""
         shape = sequences[0].shape
         layers = range(shape.layers)
         crossings = pass_schedule(

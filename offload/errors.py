@@ -1,4 +1,4 @@
-"""Errors a user can meet. Each carries the exit code the command line ends with."""
+"""Errors that a user can meet. Each carries the exit code of the command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 
 class TriforceError(Exception):
-    """Base of every error that is the input's or the machine's, not a fault in this code."""
+    """Base of every error that the input or the machine causes, not a bug in this code."""
 
     exit_code = 1
 
@@ -18,7 +18,7 @@ class UsageError(TriforceError, ValueError):
 
 
 class DoesNotFitError(TriforceError):
-    """More device or host memory is needed than there is."""
+    """More device or host memory is needed than is available."""
 
     exit_code = 3
 
@@ -33,7 +33,7 @@ class DoesNotFitError(TriforceError):
 
 
 def in_units(size: int) -> str:
-    """Four digits and the largest binary unit of which there is at least one."""
+    """Format a size with four digits in the largest binary unit that does not exceed it."""
     for exponent, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
         if size >= 1 << 10 * exponent:
             return f"{size / (1 << 10 * exponent):.4g} {unit}"
@@ -41,7 +41,7 @@ def in_units(size: int) -> str:
 
 
 class OutOfDeviceMemoryError(DoesNotFitError):
-    """The device ran out of memory although the plan fitted: somebody else took it."""
+    """The device ran out of memory although the plan fitted: another program uses it."""
 
     def __init__(self, what: str) -> None:
         TriforceError.__init__(
@@ -58,7 +58,8 @@ class CheckpointError(TriforceError):
 class CannotSplitError(CheckpointError):
     """Matrices have more exceptions than the split format has room for.
 
-    path: of the model; names: of the matrices
+    path: path of the model
+    names: names of the matrices
     """
 
     def __init__(self, path: object, names: Collection[str]) -> None:
@@ -72,11 +73,11 @@ class CannotSplitError(CheckpointError):
 
 
 class UnsupportedModelError(CheckpointError):
-    """A sound checkpoint of a kind this runtime does not run."""
+    """A valid checkpoint of a kind that this runtime does not run."""
 
 
 class OutputError(TriforceError):
-    """What a run gave could not be written where it was to go."""
+    """The output of a run could not be written."""
 
     exit_code = 5
 
@@ -86,19 +87,19 @@ class LinkError(TriforceError):
 
 
 class DeviceFailedError(LinkError):
-    """A device that computes nothing more in this process."""
+    """A device failed and computes nothing more in this process."""
 
 
 class DeviceHungError(DeviceFailedError):
-    """A device that does not answer. Nothing that waits for it can be ended: leave the process by
-    `os._exit`, as the command line does.
+    """A device does not answer. No wait for it can be interrupted: leave the process by `os._exit`,
+    as the command line does.
     """
 
 
 class RankError(TriforceError):
-    """One of several ranks failed, or is not heard of any more."""
+    """One of several ranks failed or no longer answers."""
 
     def __init__(self, why: str, exit_code: int = 1) -> None:
-        """exit_code: of the error that the rank met."""
+        """exit_code: exit code of the error that the rank met."""
         super().__init__(why)
         self.exit_code = exit_code

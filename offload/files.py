@@ -1,8 +1,9 @@
-"""Where a run writes what it gives: files that are whole or not there, pipes, devices.
+"""Where a run writes its output: regular files, pipes and devices.
 
-A regular file is replaced when all of it is written, through symbolic links. A pipe, a terminal or
-a device is opened and written to. What a descriptor of this process leads to already, standard
-output or error among them, gets it behind what it holds: nothing is replaced under them.
+A regular file is replaced only when its new content is complete; symbolic links are followed. A
+pipe, a terminal or a device is opened and written to. Output to something that is already open as
+standard output, standard error or another numbered descriptor is appended through it and nothing is
+replaced.
 """
 
 from __future__ import annotations
@@ -26,23 +27,27 @@ from triforce_offload.errors import OutputError, UsageError
 STANDARD_OUTPUT = "-"
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
 _NAMED = {"/dev/stdout": 1, "/dev/stderr": 2}
-# Names of what is being written, which somebody who ends the process has to delete.
+# Names of files being written, which have to be deleted when the process is ended.
 _PARTS: set[str] = set()
-# So much of a name is part of another one, which may have 255 bytes.
+# Number of characters of a name that go into a temporary name; a file name may have 255 bytes.
 _NAMED_BY = 40
-# With these there is no room, or no way: what is there already is left as it is.
+# No room or no access: with these errors the existing file is left unchanged.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 @dataclass(frozen=True)
 class Output:
-    """One thing that is written. path: "-" is standard output. what: its name, for errors."""
+    """One output of a run.
+
+    path: file to write; "-" is standard output
+    what: name of the output in errors
+    """
 
     path: str | Path
     what: str
 
     def check(self) -> None:
-        """Raises UsageError, before any work is done, if this cannot be written."""
+        """Raise UsageError, before any work is done, if the output cannot be written."""
         if not str(self.path):
             raise self._refusal("its name is empty")
         descriptor = self._descriptor()
@@ -56,12 +61,12 @@ class Output:
                 raise self._refusal("its directory is missing or not writable")
         elif stat.S_ISDIR(status.st_mode) or stat.S_ISSOCK(status.st_mode):
             raise self._refusal("it is a directory or a socket")
-        # Root may write to a file that nobody may, and would not want to.
+        # Root could write to a read-only file, but should not.
         elif not os.access(target, os.W_OK) or not status.st_mode & 0o222:
             raise self._refusal("it is read-only")
 
     def check_file(self) -> None:
-        """Raises UsageError, before any work is done, unless this is a file, or may be one."""
+        """Raise UsageError, before any work, unless this is or can become a regular file."""
         self.check()
         if self._descriptor() is not None:
             raise self._refusal("it is no file")
@@ -72,7 +77,7 @@ class Output:
             raise self._refusal("its directory is not writable")
 
     def write(self, content: str | bytes) -> None:
-        """Writes all of it, or leaves a file as it was. Raises OutputError."""
+        """Write the whole content, or leave an existing file unchanged. Raises OutputError."""
         data = content.encode() if isinstance(content, str) else content
         try:
             descriptor = self._descriptor()
@@ -92,9 +97,12 @@ class Output:
 
     @contextmanager
     def writing(self, *, private: bool = False) -> Iterator[BinaryIO]:
-        """A file to write to piece by piece, which takes its place when the block ends; what was
-        there stays if it fails. For regular files alone. private: whether a new file can be read
-        by its owner alone. Raises OutputError.
+        """Yield a file to write piece by piece, which replaces the target when the block ends. If
+        the block fails, the target stays as it was. Only for regular files.
+
+        private: whether only its owner may read a new file
+
+        Raises OutputError.
         """
         partial: str | None = None
         try:
@@ -103,7 +111,7 @@ class Output:
             made, partial = _part(target)
             with open(made, "wb") as file:
                 yield file
-                # A new one was made for its owner alone.
+                # A new temporary file is readable by its owner alone.
                 if status is not None or not private:
                     os.fchmod(file.fileno(), _mode(status))
             _put_in_place(partial, target)
@@ -118,7 +126,9 @@ class Output:
                 _drop(partial)
 
     def identity(self) -> object:
-        """What two paths to the same thing have in common; None of a device, which takes all."""
+        """Return a value that is equal for two paths to the same file; None for a device, which may
+        be given several times.
+        """
         with suppress(OSError):
             path = "/dev/fd/1" if str(self.path) == STANDARD_OUTPUT else self.path
             status = os.stat(path)
@@ -130,7 +140,9 @@ class Output:
         return None
 
     def _target(self) -> tuple[Path, os.stat_result | None]:
-        """Where links lead, and what is there. What is no file is opened by the name it has."""
+        """Resolve symbolic links and return the path and its status. Anything but a regular file is
+        opened by the given name.
+        """
         path = Path(self.path).expanduser()
         try:
             status = path.stat()
@@ -141,7 +153,7 @@ class Output:
             raise self._refusal(getattr(error, "strerror", None) or str(error)) from error
 
     def _descriptor(self) -> int | None:
-        """The descriptor of this process that leads there already, if one does."""
+        """Return the descriptor of this process that the path already refers to, or None."""
         name = str(self.path)
         if name == STANDARD_OUTPUT:
             return 1
@@ -160,21 +172,21 @@ class Output:
 
 
 def drop_parts() -> None:
-    """Deletes what is being written. For a process that is about to end in the middle of that."""
+    """Delete the files being written, for a process that is about to end while it writes."""
     for part in tuple(_PARTS):
         _drop(part)
 
 
 def cache_directory() -> Path:
-    """Where this package keeps what can be made again."""
+    """Return the directory for files that this package can create again."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "triforce-offload"
 
 
 def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | Path] = ()) -> None:
-    """Raises UsageError if one cannot be written, if two are the same, or if one is also read.
+    """Raise UsageError if an output cannot be written, if two are the same, or if one is also read.
 
-    inputs: files that are read in the same run, and directories whose files are
+    inputs: files that the run reads, and directories whose files it reads
     """
     sources = [Output(path, "input") for path in inputs]
     folders = [_resolved(source.path) for source in sources if _resolved(source.path).is_dir()]
@@ -204,12 +216,12 @@ def _resolved(path: str | Path) -> Path:
 
 
 def _append(descriptor: int, data: bytes) -> None:
-    """Writes to a descriptor of this process, behind what it holds."""
+    """Append to a descriptor of this process."""
     stream = {1: sys.stdout, 2: sys.stderr}.get(descriptor)
     if stream is not None:
         stream.flush()
         if not hasattr(stream, "buffer"):
-            # Some stand-in for it that takes text alone.
+            # A stand-in for the stream that takes only text.
             stream.write(data.decode())
             return
         if not _leads_to(stream, descriptor):
@@ -227,8 +239,8 @@ def _leads_to(stream: object, descriptor: int) -> bool:
 
 
 def _replace(target: Path, status: os.stat_result | None, data: bytes) -> None:
-    """Puts a file in place when all of it is written, with the mode of the one before it. Where the
-    directory does not let that be, the file itself is written.
+    """Replace a file when its new content is complete, keeping its mode. If the directory does not
+    permit that, overwrite the file itself.
     """
     partial: str | None = None
     try:
@@ -246,10 +258,10 @@ def _replace(target: Path, status: os.stat_result | None, data: bytes) -> None:
 
 
 def _part(target: Path) -> tuple[int, str]:
-    """A file beside the one it will replace: its descriptor and its name. What processes that were
-    killed have left of such is deleted.
+    """Create a temporary file beside the target and return its descriptor and name. Delete those
+    that killed processes left behind.
     """
-    # Of this machine: whether a process of another one lives cannot be told.
+    # Only those of this machine: a process of another machine may still be alive.
     named = f".{target.name[:_NAMED_BY]}.{platform.node()[:_NAMED_BY]}."
     for left in target.parent.glob(f"{glob.escape(named)}*.partial"):
         if not is_alive(left.name.removeprefix(named).partition(".")[0]):
@@ -262,11 +274,11 @@ def _part(target: Path) -> tuple[int, str]:
 
 
 def is_alive(process: str) -> bool:
-    """Whether there is a process of that number."""
+    """Return whether a process with this number exists."""
     try:
         os.kill(int(process), 0)
     except PermissionError:
-        # Somebody else's.
+        # The process belongs to another user.
         return True
     except (ValueError, OSError, OverflowError):
         return False
@@ -279,7 +291,7 @@ def _put_in_place(part: str, target: Path) -> None:
 
 
 def _drop(part: str) -> None:
-    """Deletes what has not taken its place."""
+    """Delete a temporary file that did not replace its target."""
     with suppress(OSError):
         os.unlink(part)
     _PARTS.discard(part)

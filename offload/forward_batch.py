@@ -1,4 +1,4 @@
-"""The forward batch: what one forward is over. And the cache that it goes through."""
+"""The forward batch, which one forward runs over, and the cache that the forward uses."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:
-    """The rows of one forward: tokens, where each stands, and what it follows.
+    """The rows of one forward: tokens, their positions, and which row each one follows.
 
     tokens: [rows] int64
     positions: [rows] int64 on the device that computes
-    parents: for each row the row it follows, -1 for what was kept before; rows come after those
-        they follow. None where each follows the one before it, as in a text
-    sequences: rows of each sequence, side by side; empty for one sequence
-    first: in a part of a forward batch, the row of the whole that it begins with
+    parents: for each row the row it follows, or -1 if it follows the context; a row comes after the
+        row it follows. None if each row follows the one before it
+    sequences: number of rows of each sequence, side by side; empty for one sequence
+    first: in a slice of a forward batch, the index of its first row in the whole batch
     rotation: cosines and sines of the positions, [rows, head_dim] each, which the model adds
     """
 
@@ -34,8 +34,9 @@ class ForwardBatch:
     def text(
         cls, tokens: torch.Tensor, start: int | torch.Tensor, device: torch.device
     ) -> ForwardBatch:
-        """Tokens that follow one another, the first at position `start`: a number, or [1] int64 on
-        the device.
+        """Return a batch of consecutive tokens.
+
+        start: position of the first token, a number or [1] int64 on the device
         """
         return cls(tokens, torch.arange(tokens.shape[0], device=device) + start)
 
@@ -43,8 +44,8 @@ class ForwardBatch:
     def tree(
         cls, tokens: torch.Tensor, start: int, parents: Sequence[int], device: torch.device
     ) -> ForwardBatch:
-        """A tree of tokens whose roots stand at position `start`. Raises ValueError if a row comes
-        before the one it follows.
+        """Return a batch for a tree of tokens whose roots are at position `start`. Raises
+        ValueError if a row comes before the one it follows.
         """
         depths: list[int] = []
         for row, parent in enumerate(parents):
@@ -55,7 +56,7 @@ class ForwardBatch:
 
     @classmethod
     def side_by_side(cls, batches: Sequence[ForwardBatch]) -> ForwardBatch:
-        """Forward batches of several sequences as one."""
+        """Concatenate the forward batches of several sequences."""
         if len(batches) == 1:
             return batches[0]
         parents, first = [], 0
@@ -75,13 +76,13 @@ class ForwardBatch:
 
     @property
     def end(self) -> int:
-        """The row of the whole forward batch behind the last of this part."""
+        """Index in the whole forward batch of the row after the last row of this part."""
         return self.first + self.rows
 
     @cached_property
     def visible(self) -> torch.Tensor | None:
-        """Which rows of a tree each row sees, itself included: [rows, rows] bool on the device.
-        None for a text, whose rows see all before them.
+        """Which rows of a tree each row attends to, itself included: [rows, rows] bool on the
+        device. None for consecutive tokens, where each row attends to all rows before it.
         """
         if self.parents is None:
             return None
@@ -92,8 +93,8 @@ class ForwardBatch:
         return seen.to(self.positions.device)
 
     def parts(self, rows: int | None) -> Iterator[ForwardBatch]:
-        """The forward batch in parts of so many rows, None for one. Raises ValueError for a tree,
-        or for several sequences, that would have to be cut.
+        """Yield the forward batch in parts of `rows` rows; None yields it whole. Raises ValueError
+        if a tree, or a batch of several sequences, would have to be cut.
         """
         if rows is None or rows >= self.rows:
             yield self
@@ -105,7 +106,7 @@ class ForwardBatch:
 
     @cached_property
     def alone(self) -> tuple[ForwardBatch, ...]:
-        """The forward batch of each sequence, as if it were fed alone."""
+        """The forward batch of each sequence on its own."""
         if not self.sequences:
             return (self,)
         batches, first = [], 0
@@ -119,7 +120,7 @@ class ForwardBatch:
         return tuple(batches)
 
     def slice(self, first: int, end: int) -> ForwardBatch:
-        """Rows `first` to `end` of a forward batch that is whole."""
+        """Return rows `first` to `end` of a whole forward batch."""
         part = slice(first, end)
         rotation = self.rotation and tuple(table[part] for table in self.rotation)
         return replace(
@@ -131,7 +132,7 @@ class ForwardBatch:
         )
 
     def check_path(self, rows: Sequence[int]) -> None:
-        """Raises RuntimeError unless each of some rows follows the one before it."""
+        """Raise RuntimeError unless each row of `rows` follows the one before it."""
         before = -1
         for row in rows:
             if not 0 <= row < self.end or self.parent(row) != before:
@@ -139,25 +140,26 @@ class ForwardBatch:
             before = row
 
     def parent(self, row: int) -> int:
-        """The row that a row follows, -1 for what was kept before."""
+        """Return the row that `row` follows, or -1 if it follows the context."""
         return row - 1 if self.parents is None else self.parents[row]
 
 
 class Cache(Protocol):
-    """Where a forward keeps its keys and values, and what it attends to."""
+    """Stores the keys and values of a forward and computes its attention."""
 
     def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Rotates queries and keys, stores keys and values behind what was kept, and attends.
+        """Rotate queries and keys, append keys and values to the context, and attend.
 
-        qkv: [rows, heads + 2 kv_heads, head_dim]: queries, keys, values of the forward batch's rows
-        forward batch: with its rotation. Parts of one forward batch come in order, layer by layer
+        qkv: [rows, heads + 2 kv_heads, head_dim]: queries, keys and values of the batch's rows
+        batch: the forward batch, with its rotation. Parts of one forward batch come in order, layer
+            by layer
 
-        Returns [heads, rows, head_dim]: attention of each row to everything that was kept, to the
-        rows it follows and to itself. Raises RuntimeError, before any write, if there is no room.
+        Returns [heads, rows, head_dim]: each row attends to the whole context, to the rows it
+        follows and to itself. Raises RuntimeError, before any write, if there is no room.
         """
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keeps a path of the last forward batch, row after row, and forgets its other rows.
+        """Keep a path of the last forward batch, row after row, and drop its other rows.
 
-        Raises RuntimeError, before any change, for rows that are no path of it.
+        Raises RuntimeError, before any change, if the rows are not a path of the batch.
         """

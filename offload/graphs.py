@@ -1,4 +1,4 @@
-"""CUDA graphs: a forward's kernels recorded once and launched again as one."""
+"""CUDA graphs: a forward's kernels are recorded once and launched again as one."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from typing import Protocol
 
 import torch
 
-# Computes from tensors at fixed addresses; gives its result in one.
+# Computes from tensors at fixed addresses and returns its result in a tensor at a fixed address.
 Run = Callable[[], torch.Tensor]
 
 
 class Recorder(Protocol):
     def record(self, run: Run) -> Run:
-        """Records what `run` launches, without launching it. The result launches it again, on
-        whatever its inputs hold then, and gives the same output tensor each time.
+        """Record the kernels that `run` launches, without launching them. Calling the result
+        launches them on the current contents of the inputs, and returns the same output tensor each
+        time.
 
-        Raises RuntimeError if it cannot be recorded.
+        Raises RuntimeError if `run` cannot be recorded.
         """
 
 
 class CudaRecorder:
-    """Records on one device. All graphs share one memory pool, since none runs beside another.
+    """Records on one device. All graphs share one memory pool, since no two run at the same time.
 
-    The first graph recorded is a trivial one that stays: matrix libraries keep a workspace in the
-    pool, and a pool that holds memory but no graph cannot be recorded into again.
+    The first graph is a trivial one that is kept: matrix libraries keep a workspace in the pool,
+    and a pool that has memory but no graph cannot be recorded into again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,8 +38,8 @@ class CudaRecorder:
 
     def record(self, run: Run) -> Run:
         graph = torch.cuda.CUDAGraph()
-        # Should recording fail, the outer context still brings the caller's stream back. Other
-        # threads may copy meanwhile: only this one's calls belong to the graph.
+        # If recording fails, the outer context still restores the caller's stream. Other threads
+        # may copy meanwhile: only this thread's calls belong to the graph.
         with (
             torch.cuda.stream(torch.cuda.current_stream(self._device)),
             torch.cuda.graph(
@@ -56,8 +57,9 @@ class CudaRecorder:
 
 @cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for a device: a matrix library keeps 8 to 32 MiB for each stream it ever saw.
+    """Return the recording stream of a device. There is one per device, because a matrix library
+    keeps 8 to 32 MiB for each stream that it ever used.
 
-    Nothing runs on this one, so recorders of several models do not meet there.
+    Nothing runs on this stream, so recorders of several models do not meet there.
     """
     return torch.cuda.Stream(device)

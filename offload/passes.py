@@ -1,4 +1,4 @@
-"""Passes of the full model over one sequence or several: streamed weights cross once for all."""
+"""Passes of the full model over one or more sequences; streamed weights cross once for all."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from triforce_offload.weights.store import StreamedWeights
 
 
 class Passes:
-    """For every pass: `begin` as soon as the one before is kept, so that its copies run while other
-    work computes; a forward over `weights` and `cache`; then `SequenceKV.keep` of each sequence.
+    """Runs passes. For every pass, call `begin` as soon as the previous pass is kept, so that its
+    copies run while other work computes; then run a forward over `weights` and `cache`; then call
+    `SequenceKV.keep` for each sequence.
 
-    Other sequences may take part each time. A prefill drops the copies of a pass that was begun.
+    The sequences may differ from pass to pass. A prefill drops the copies of a pass that was begun.
     """
 
     def __init__(self, copies: PassCopies, weights: StreamedWeights) -> None:
@@ -23,21 +24,21 @@ class Passes:
         self._copies = copies
 
     def begin(self, sequences: Sequence[SequenceKV]) -> None:
-        """Start the copies of a pass over everything that these sequences keep, unless that is
-        under way already.
+        """Start the copies of a pass over the whole context of these sequences, unless they are
+        already under way.
         """
         stores = [sequence.kv for sequence in sequences]
         if self._copies.begun:
             if self._copies.begun == stores:
                 return
-            # Only then: slots that are cancelled wait for everything that computes now.
+            # Cancel only in this case: cancelled slots wait for everything that computes now.
             self._copies.cancel()
         for sequence in sequences:
             sequence.use_reclaimed()
         self._copies.begin(stores)
 
     def cache(self, sequences: Sequence[SequenceKV]) -> Cache:
-        """Return what a forward over these sequences' rows, in their order, goes through."""
+        """Return the cache for a forward over these sequences' rows, in their order."""
         for index, sequence in enumerate(sequences):
             sequence.cache.text = index
         caches = [sequence.cache for sequence in sequences]

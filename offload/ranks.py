@@ -1,4 +1,4 @@
-"""The ranks that share a model, each with a device and a link, as one of them sees it."""
+"""The ranks that share a model, each with a device and a link, as one of them sees the others."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 class Call:
-    """What the first rank tells the others before it does it. Each kind is a subclass.
+    """A message of the first rank: what it is about to do. Each kind of message is a subclass.
 
-    computes: whether it goes on until the device has computed, which `Ranks.check` says
-    settles: whether nothing computes any more after it
+    computes: whether devices go on computing after the call, until `Ranks.check`
+    settles: whether no device computes any more after the call
     """
 
     computes: ClassVar[bool] = False
@@ -20,12 +20,13 @@ class Call:
 
 
 class Ranks(Protocol):
-    """One rank leads: it alone draws tokens and decides, and tells the others each thing it does
-    with the model before it does it. They do the same, so that all meet in `sum` and `gather`.
+    """One rank leads: it alone draws tokens and decides. Before each use of the model it sends a
+    message to the other ranks, which do the same, so that all ranks meet in `sum` and `gather`.
 
-    index: of this rank, 0 for the one that leads; count: of all ranks
-    here, local: how many of them share this machine's memory and processors, and which of those
-        this is
+    index: index of this rank; 0 leads
+    count: number of all ranks
+    here: number of ranks that share this machine's memory and processors
+    local: index of this rank among them
     """
 
     index: int
@@ -34,61 +35,62 @@ class Ranks(Protocol):
     local: int
 
     def meet(self, device: torch.device, *, own_device: bool) -> None:
-        """Waits for all ranks, which compute together from then on. own_device: whether no other
-        rank computes on this one's. Raises RankError.
+        """Wait for all ranks, which compute together from then on. own_device: whether no other
+        rank computes on this rank's device. Raises RankError.
         """
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts, written over `part`. Raises RankError."""
+        """Sum all ranks' parts into `part` and return it. Raises RankError."""
 
     def gather(self, part: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """All ranks' parts [rows, widths[rank]] side by side, on the one that leads; on the others
-        [rows, 0]. Raises RankError.
+        """Return all ranks' parts [rows, widths[rank]] side by side on the leading rank, and [rows,
+        0] on the others. Raises RankError.
         """
 
     def least(self, number: int) -> int:
-        """The least of all ranks' numbers, which wait for each other. Raises RankError."""
+        """Return the smallest of all ranks' numbers. All ranks wait for it. Raises RankError."""
 
     def tell(self, call: Call) -> None:
-        """Tells the others what is about to be done, if this rank leads. Raises RankError."""
+        """Send a message to the other ranks if this rank leads. Raises RankError."""
 
     def ask(self, question: Call) -> list[Any]:
-        """What each of the others answers, in their order. Raises RankError."""
+        """Return the answers of the other ranks to a question, in rank order. Raises RankError."""
 
     def collect(self, call: Call) -> list[torch.Tensor]:
-        """Tells the others to do what each gives a tensor of the host by (`give`). Returns these,
-        in their order. An interrupt waits until all have come. Raises RankError.
+        """Send a message after which each of the other ranks sends a host tensor (`give`). Return
+        these tensors in rank order. An interrupt waits until all of them have arrived. Raises
+        RankError.
         """
 
     def give(self, tensor: torch.Tensor) -> None:
-        """To the rank that leads, which collects it."""
+        """Send a tensor to the leading rank, which collects it."""
 
     def hand(self, tensors: Sequence[torch.Tensor] | None) -> None:
-        """Sends each of the others a tensor of the host; None: that none will come. An interrupt
-        waits until all are sent. Raises RankError.
+        """Send each of the other ranks a host tensor, or None to say that none will follow. An
+        interrupt waits until all are sent. Raises RankError.
         """
 
     def handed(self) -> torch.Tensor | None:
-        """What the rank that leads hands to this one, None if none will come."""
+        """Return the tensor that the leading rank hands to this one; None if none will follow."""
 
     def check(self) -> None:
-        """Asked when the device has computed what was told, and before that is used.
+        """Record that the device has computed the last call, before its result is used.
 
-        Raises RankError if a rank was lost meanwhile.
+        Raises RankError if a rank was lost in the meantime.
         """
 
     def close(self) -> None:
-        """Ends the others, if this rank leads."""
+        """End the other ranks if this rank leads."""
 
     def recover(self) -> None:
-        """After an error: ends the others if they are in the middle of what this rank left."""
+        """After an error, end the other ranks if they still execute a call that this rank left."""
 
     def abandon(self) -> None:
-        """Ends the others, in the middle of whatever they do."""
+        """End the other ranks, whatever they are doing."""
 
 
 class Silent:
-    """What a rank that tells the others nothing has of Ranks."""
+    """The part of `Ranks` of a rank that sends no messages to others."""
 
     index = 0
     here = 1
@@ -131,7 +133,7 @@ class Silent:
 
 
 class Alone(Silent):
-    """One device with the whole model."""
+    """One device that has the whole model."""
 
     count = 1
 

@@ -1,4 +1,4 @@
-"""What outlives every sequence on a device: link, memory, weights, slots and passes."""
+"""What lives longer than any sequence on a device: link, memory, weights, slots and passes."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from triforce_offload.schedule import KV, WEIGHTS
 from triforce_offload.weights.layouts import FlatLayout
 from triforce_offload.weights.store import Fill, Loaded, StreamedWeights, WeightStore
 
-# Slots of a kind that are kept whatever happens: while one is read the other is filled.
+# Slots of each kind that are always kept: one is read while the other is filled.
 _LEAST_SLOTS = 2
 
 
 class Runtime:
     """Link, device memory, weights, slots and host blocks of one engine, on one device.
 
-    passes: over the sequences that `sequence` made
+    passes: the passes over sequences that `sequence` created
     """
 
     def __init__(
@@ -46,10 +46,13 @@ class Runtime:
         trace: Tracer,
         loaded: Loaded = lambda layer, views: None,
     ) -> None:
-        """Allocate and fill the layers' weights as the plan says. layouts: of each layer. fill,
-        loaded: as WeightStore has them. trace: is told what passes compute.
+        """Allocate and fill the layers' weights according to the plan.
 
-        Raises DoesNotFitError and what `fill` raises.
+        layouts: layout of each layer
+        fill, loaded: as in WeightStore
+        trace: receives what passes compute
+
+        Raises DoesNotFitError and whatever `fill` raises.
         """
         self.memory = memory
         self.host = host
@@ -85,8 +88,8 @@ class Runtime:
         return self.plan.streams
 
     def sequence(self) -> SequenceKV:
-        """Take memory for one sequence: its tail, its part of the KV blocks on the device, and
-        temporaries of its forwards.
+        """Allocate memory for one sequence: its tail, its share of the KV blocks on the device, and
+        the temporaries of its forwards.
 
         Raises DoesNotFitError.
         """
@@ -109,8 +112,8 @@ class Runtime:
             raise
 
     def give_up_slots(self) -> bool:
-        """Give back slots for good, except those that copies and compute take by turns. Return
-        whether there were any. Not in the middle of a pass.
+        """Free all slots for good, except the two of each kind that copies and compute alternate
+        between. Return whether any were freed. Do not call it during a pass.
         """
         self.passes.weights.forget()
         dropped = self.conveyor.drop_slots(_LEAST_SLOTS)
@@ -122,7 +125,7 @@ class Runtime:
         return dropped > 0
 
     def give_up_resident(self, sequence: SequenceKV) -> bool:
-        """See `SequenceKV.give_up_resident`. sequence: the only one that there is"""
+        """See `SequenceKV.give_up_resident`. sequence: the only sequence of the engine"""
         if not sequence.give_up_resident():
             return False
         self.plan = self.plan.placed(resident_kv_blocks=0)
@@ -142,7 +145,7 @@ class Runtime:
         self._staging.close()
 
     def _ring(self, slots: int, slot_bytes: int, purpose: str) -> list[torch.Tensor]:
-        # One by one, so that some can be given back.
+        # Slots are allocated one by one, so that some of them can be freed.
         ring: list[Allocation] = []
         self._rings.append(ring)
         ring.extend(self.memory.allocate(slot_bytes, purpose) for _ in range(slots))

@@ -1,7 +1,7 @@
-"""What one pass moves and computes, in order: one author for whoever executes it.
+"""What one pass copies and computes, in order. Runtime and planner share this one schedule.
 
-The runtime turns the crossings into copies (`passes`), the planner gives the pieces seconds and
-runs both on a virtual clock (`simulate`). No tensors.
+The runtime turns the crossings into copies (`passes`); the planner assigns a duration to each piece
+and runs both on a virtual clock (`simulate`). The module uses no tensors.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ WEIGHTS, KV = "weights", "kv"
 class Crossing(NamedTuple):
     """Bytes that cross the link once in a pass.
 
-    ring: the kind of slots they go through; block: of the layer's KV, None for its weights
-    text: whose KV, in a pass over several texts
+    ring: the kind of slots that they go through
+    block: index of the layer's KV block; None for the layer's weights
+    text: index of the sequence whose KV it is, in a pass over several sequences
     """
 
     ring: str
@@ -29,21 +30,24 @@ class Crossing(NamedTuple):
 
     @property
     def key(self) -> tuple:
-        """By which compute asks for it: unique in a schedule."""
+        """The key by which compute asks for these bytes: unique in a schedule."""
         if self.block is None:
             return (self.ring, self.layer)
         return kv_key(self.layer, self.block, self.text)
 
 
 def kv_key(layer: int, block: int, text: int = 0) -> tuple:
-    """By which compute asks for a block of KV."""
+    """Return the key by which compute asks for a block of KV."""
     return (KV, layer, block, text) if text else (KV, layer, block)
 
 
 class Kind(Enum):
-    """BEFORE: a layer up to its attention, and attention to `blocks` blocks that lie on the device,
-    of all texts.
-    BLOCK: attention to one block that came. AFTER: the hot tail, and the layer from there on.
+    """The kinds of compute in a layer.
+
+    BEFORE: the layer up to its attention, and attention to the `blocks` blocks of all sequences
+        that are on the device
+    BLOCK: attention to one streamed block
+    AFTER: attention to the hot tail, and the rest of the layer
     """
 
     BEFORE = "before"
@@ -52,10 +56,10 @@ class Kind(Enum):
 
 
 class Piece(NamedTuple):
-    """What computes next.
+    """A piece of compute.
 
-    needs: how many crossings, from the first, must have come
-    releases: indices of crossings whose slots are free afterwards
+    needs: number of crossings, counted from the first, that must be complete before it starts
+    releases: indices of crossings whose slots are free after it
     """
 
     kind: Kind
@@ -71,9 +75,10 @@ class Schedule(NamedTuple):
 
 
 class KVPlaces(NamedTuple):
-    """What of a text's KV lies where.
+    """Where the KV of one sequence is.
 
-    blocks: of each layer; resident: how many of them, the first ones, are on the device
+    blocks: number of blocks of each layer
+    resident: number of these, counted from the first, that are on the device
     """
 
     blocks: Sequence[int]
@@ -82,10 +87,10 @@ class KVPlaces(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """What of a model and of the texts of a pass lies where, as far as a schedule asks.
+    """Where the weights of a model and the KV of a pass's sequences are, for building a schedule.
 
-    layer_bytes: of the weights of each layer, those that cross the link; 0 for none
-    texts: that the pass is over
+    layer_bytes: bytes of each layer's weights that cross the link; 0 for none
+    texts: the sequences of the pass
     """
 
     layer_bytes: Sequence[int]
@@ -94,8 +99,8 @@ class Places:
 
 
 def pass_schedule(places: Places) -> Schedule:
-    """Layer by layer: its weights if they stream, once for all texts, then each text's KV blocks in
-    token order.
+    """Return the schedule of a pass, layer by layer: the layer's weights if they stream, once for
+    all sequences, then each sequence's KV blocks in token order.
     """
     crossings: list[Crossing] = []
     pieces: list[Piece] = []

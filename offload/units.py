@@ -11,14 +11,16 @@ _UNITS = {
     "b": 1,
     **{p + "b": 1000 ** (i + 1) for i, p in enumerate("kmgt")},
     **{p + "ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")},
-    # Alone, as other programs take it.
+    # A single letter is a binary unit, as in other programs.
     **{p: 1024 ** (i + 1) for i, p in enumerate("kmgt")},
 }
 _NUMBER = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(text: str | int) -> int:
-    """`"22GiB"`, `"22g"` (the same), `"500MB"`, `"4096"` or an int, in bytes. Raises UsageError."""
+    """Return the bytes of `"22GiB"`, `"22g"` (equal), `"500MB"`, `"4096"` or an int. Raises
+    UsageError.
+    """
     if isinstance(text, int) and not isinstance(text, bool):
         size = text
     else:
@@ -32,7 +34,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def parse_bandwidth(text: str | float) -> float:
-    """`"25GB/s"`, `"800MB/s"` or a number of bytes per second. Raises UsageError."""
+    """Return bytes per second from `"25GB/s"`, `"800MB/s"` or a number. Raises UsageError."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         rate = float(text)
         if not 0 < rate < float("inf"):
@@ -44,7 +46,7 @@ def parse_bandwidth(text: str | float) -> float:
 
 
 def format_bytes(size: float) -> str:
-    """Human form in binary units, e.g. `1.50 GiB`."""
+    """Format a size in binary units, e.g. `1.50 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"

@@ -1,8 +1,8 @@
 """Partial attention: attend to one piece of the keys now, merge the pieces later.
 
 Softmax attention over a concatenation of key sets equals the sum of the attentions over each set,
-weighted by softmax of their log-sum-exps (Flash-Decoding; Dao et al., 2023). That is what lets KV
-blocks stream through a few device slots: each block yields `(out, lse)` and can then be dropped.
+weighted by softmax of their log-sum-exps (Flash-Decoding; Dao et al., 2023). Therefore KV blocks
+can stream through a few device slots: each block yields `(out, lse)` and can then be dropped.
 
 Queries of all heads that share a KV head are packed as rows, so a key is read once per group.
 """
@@ -22,8 +22,8 @@ _FLASH_CAPABILITY = (8, 0)
 _CUDA_MAX_HEAD_DIM = 256
 _MASK_COLUMNS = 16
 _CPU_ROWS = 4
-# What stands in a mask for -inf, or the least that the dtype has: so far below any score that its
-# weight is exactly 0, and finite once it has been turned into powers of 2.
+# Replaces -inf in a mask (if greater, the least number of the dtype does): so far below any score
+# that its weight is exactly 0, and still finite when scaled for powers of 2.
 _LEAST_MASK = -1e30
 
 
@@ -46,15 +46,15 @@ def partial_attention(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> Partial:
-    """Attention of packed queries over one piece of keys, scaled by head_dim ** -0.5.
+    """Compute attention of packed queries over one piece of keys, scaled by head_dim ** -0.5.
 
     query: [kv_heads, rows, head_dim]
     key, value: [kv_heads, tokens, head_dim], tokens >= 1, last dimension contiguous
-    mask: additive [rows, tokens] of query's dtype, no row wholly -inf; None attends to all
-    causal: row r attends to keys 0..r; needs rows == tokens, excludes mask
+    mask: additive [rows, tokens] of query's dtype, no row entirely -inf; None attends to all
+    causal: row r attends to keys 0..r; requires rows == tokens, excludes mask
 
-    No row may have scores of -inf alone: torch's operators do not agree on what that gives.
-    Raises ValueError, naming every shape, dtype and device, when the inputs do not fit together.
+    No row may have only scores of -inf: torch's operators do not agree on the result. Raises
+    ValueError with every shape, dtype and device if the inputs do not fit together.
     """
     _check(query, key, value, mask, causal)
     fits_cuda = query.shape[-1] <= _CUDA_MAX_HEAD_DIM
@@ -70,13 +70,13 @@ def partial_attention(
 def attention_to_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> list[Partial]:
-    """Attention of packed queries to each of some blocks of keys, bitwise as `partial_attention`
-    to one after another.
+    """Compute attention of packed queries to each of several blocks of keys. The result is bitwise
+    equal to `partial_attention` of one block after another.
 
     query: [kv_heads, rows, head_dim]
     key, value: [blocks, kv_heads, tokens, head_dim], last dimension contiguous
 
-    On a CPU it is one call, which keeps all threads busy. Raises ValueError.
+    On a CPU this is one call, which keeps all threads busy. Raises ValueError.
     """
     if query.device.type == "cpu" and query.dtype != torch.float64:
         _check(query, key[0], value[0], None, causal=False)
@@ -106,7 +106,7 @@ def reference_attention(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> Partial:
-    """What `partial_attention` computes, in plain operations (float32 inside, float64 kept)."""
+    """Compute `partial_attention` in plain operations (float32 inside, float64 kept)."""
     scores = scaled_scores(query, key)
     if mask is not None:
         scores = scores + mask
@@ -118,7 +118,10 @@ def reference_attention(
 
 
 def weighed(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """exp(scores - peak), in place, and the peak of each row, [..., 1]; 0 for a row of -inf."""
+    """Return exp(scores - peak), computed in place, and the peak of each row, [..., 1].
+
+    The peak of a row of -inf is 0.
+    """
     peak = finite(scores.amax(-1, keepdim=True))
     return scores.sub_(peak).exp_(), peak
 
@@ -126,32 +129,34 @@ def weighed(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def plain_partial(
     weights: torch.Tensor, peak: torch.Tensor, value: torch.Tensor, dtype: torch.dtype
 ) -> Partial:
-    """Attention by what `weighed` gives. A row that weighs nothing gives zeros, and -inf."""
+    """Return attention from the result of `weighed`. A row without weight gives 0, and -inf as
+    lse.
+    """
     total = weights.sum(-1, keepdim=True)
     out = (weights @ value.to(weights.dtype)).div_(total.where(total != 0, 1))
     return Partial(out.to(dtype), total.log_().add_(peak).squeeze(-1))
 
 
 def scaled_scores(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Scores of keys [kv_heads, tokens, head_dim], in float32, or float64 if the query is."""
+    """Return scores of keys [kv_heads, tokens, head_dim], in float32, or float64 as the query."""
     compute = torch.float64 if query.dtype == torch.float64 else torch.float32
     scaled = query.to(compute) * query.shape[-1] ** -0.5
     return scaled @ key.to(compute).transpose(-1, -2)
 
 
 def finite(x: torch.Tensor) -> torch.Tensor:
-    """-inf as 0: what is subtracted from scores that are all -inf, to leave them so."""
+    """Replace -inf by 0, so that subtracting the result from scores of -inf leaves them -inf."""
     return x.masked_fill(x == float("-inf"), 0)
 
 
 def finite_mask(mask: torch.Tensor) -> torch.Tensor:
-    """An additive mask without -inf, by which attention is the same to the last bit where no row is
-    wholly -inf.
+    """Return an additive mask without -inf, with which attention is bitwise equal if no row is
+    entirely -inf.
 
     A kernel that goes through keys block by block subtracts the greatest score so far. While a row
-    has seen keys of -inf alone that is -inf - -inf, no number: PyTorch's memory-efficient kernel
-    has a case for it in some versions. By this mask what such a row adds up is finite, and counts
-    nothing once it is weighed against the first key that the row sees.
+    has only seen keys of -inf, that is -inf - -inf, which is NaN; PyTorch's memory-efficient kernel
+    handles this case in some versions only. With this mask the sums of such a row are finite, and
+    they count for nothing once they are weighted against the first key that the row sees.
     """
     return mask.clamp(min=max(_LEAST_MASK, torch.finfo(mask.dtype).min))
 
@@ -163,12 +168,12 @@ def _cpu(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of blocks of queries and keys, [blocks, kv_heads, rows or tokens, head_dim]."""
+    """Attend with blocks of queries and keys, [blocks, kv_heads, rows or tokens, head_dim]."""
     rows = query.shape[2]
     few = rows < _CPU_ROWS and mask is None and not causal
     if few:
-        # The library's products of fewer rows round by where a thread's buffer lies in memory, and
-        # so by which thread has which head.
+        # With fewer rows the rounding of the library's products depends on the address of a
+        # thread's buffer, and so on which thread computes which head.
         query = torch.constant_pad_nd(query, (0, 0, 0, _CPU_ROWS - rows))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=mask
@@ -180,7 +185,7 @@ def _cpu(
 
 def _cuda(query, key, value, mask, causal) -> Partial:
     rows, head_dim = query.shape[-2:]
-    # Both operators want head_dim in multiples of 8; columns of zeros change neither scores (the
+    # Both operators require head_dim in multiples of 8; columns of zeros change neither scores (the
     # scale is given) nor the kept part of the output.
     pad = -head_dim % 8
     q, k, v = (F.pad(t, (0, pad))[None] if pad else t[None] for t in (query, key, value))
@@ -196,13 +201,13 @@ def _cuda(query, key, value, mask, causal) -> Partial:
         )
     else:
         if mask is not None:
-            # Its rows must begin at multiples of 16 bytes; what pads them is never read.
+            # Its rows must begin at multiples of 16 bytes; the padding is never read.
             mask = F.pad(finite_mask(mask), (0, -mask.shape[1] % _MASK_COLUMNS))[:, : mask.shape[1]]
             mask = mask.expand(1, *query.shape[:2], mask.shape[1])
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, mask, True, 0.0, causal, scale=scale
         )
-    # The log-sum-exp may come padded to a multiple of 32 rows.
+    # The log-sum-exp may be padded to a multiple of 32 rows.
     return Partial(out[0, ..., :head_dim], lse[0, :, :rows])
 
 

@@ -1,12 +1,12 @@
-"""Scores of chunks of keys: what a retrieval cache is chosen by, computed while keys pass through.
+"""Scores of chunks of keys, computed during attention. A retrieval cache selects chunks by them.
 
-A chunk is some consecutive keys; the last one may be shorter. While a query attends, each chunk
-gets its log-sum-exp of scores, or their sum (`streaming`, into a `ScoreBuffer`). When the query's
-log-sum-exp over all keys is known, the former is the exact share of its attention,
+A chunk is a run of consecutive keys; the last one may be shorter. While a query attends, each chunk
+gets the log-sum-exp of its scores, or their sum (`streaming`, into a `ScoreBuffer`). When the
+query's log-sum-exp over all keys is known, the first gives the exact share of its attention,
 
     mass = exp(log-sum-exp of the chunk - log-sum-exp of all),
 
-and the latter, over the size of the chunk, is the query times the mean key: the score of the
+and the sum, divided by the size of the chunk, is the query times the mean key: the score of the
 published TriForce (Sun et al., 2024). `group_scores` averages either over queries.
 """
 
@@ -21,17 +21,18 @@ from triforce_kernels.attention.attention import finite
 from triforce_kernels.checks import require
 from triforce_kernels.dispatch import implementation
 
-# A chunk is scored in parts of so many keys at most, those of a kernel's smallest tile: a larger
-# one is several that lie side by side.
+# A chunk is scored in parts of at most this many keys, those of a kernel's smallest tile: a larger
+# chunk is several adjacent parts.
 LARGEST = 16
 
 
 @dataclass(frozen=True)
 class ScoreBuffer:
-    """Where scores go.
+    """Destination of scores.
 
-    out: [kv_heads, rows, chunks] float32; first: the chunk of the next piece's first key
-    size: keys of a chunk, a power of two, LARGEST at most
+    out: [kv_heads, rows, chunks] float32
+    first: index of the chunk that begins with the next piece's first key
+    size: number of keys in a chunk, a power of two, at most LARGEST
     mass: whether a score is the log-sum-exp of the chunk's keys; else their sum
     """
 
@@ -44,7 +45,7 @@ class ScoreBuffer:
         return replace(self, first=chunk)
 
     def fits(self, kv_heads: int, rows: int, blocks: int, tokens: int) -> bool:
-        """Whether it takes `blocks` pieces of `tokens` keys each."""
+        """Return whether the buffer has room for `blocks` pieces of `tokens` keys each."""
         chunks = -(-tokens // self.size)
         return (
             self.out.shape[:2] == (kv_heads, rows)
@@ -66,13 +67,13 @@ def group_scores(
     tokens: int,
     out: torch.Tensor,
 ) -> None:
-    """What each chunk is worth to groups of consecutive queries, averaged over them and over the
-    heads that share a KV head.
+    """Average the scores of each chunk over groups of consecutive queries and over the heads that
+    share a KV head.
 
     scores: [kv_heads, rows, pieces] float32, each of `size` of the `keys` keys; rows are heads x
-        tokens, and there may be more pieces than count
+        tokens, and pieces past the last key are ignored
     lse: [kv_heads, rows] float32, over all keys, if the scores are log-sum-exps; None for sums
-    chunk: a whole number of pieces' keys; the last chunk may be shorter
+    chunk: number of keys of a chunk, a multiple of `size`; the last chunk may be shorter
     out: [groups, kv_heads, chunks], groups <= tokens; token t is in group t * groups // tokens
 
     Raises ValueError.
@@ -103,13 +104,13 @@ def group_scores(
 
 
 def reference_sums(scores: torch.Tensor, buffer: ScoreBuffer) -> None:
-    """Sums over chunks of scores [kv_heads, rows, tokens], whether keys are seen or not."""
+    """Sum scores [kv_heads, rows, tokens] over chunks, hidden keys included."""
     _store(_pieces(scores, buffer.size).sum(-1), buffer)
 
 
 def reference_masses(weights: torch.Tensor, peak: torch.Tensor, buffer: ScoreBuffer) -> None:
-    """Log-sum-exps of chunks, from exp(scores - peak): weights [kv_heads, rows, tokens], peak
-    [kv_heads, rows, 1]. A chunk whose weights are too small for float32 gets -inf.
+    """Compute log-sum-exps of chunks from exp(scores - peak): weights [kv_heads, rows, tokens],
+    peak [kv_heads, rows, 1]. A chunk whose weights are too small for float32 gets -inf.
     """
     _store(_pieces(weights, buffer.size).sum(-1).log_().add_(peak), buffer)
 
@@ -146,7 +147,7 @@ def reference_group_scores(
 
 
 def _pieces(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[..., n] as [..., pieces, size], filled up with zeros."""
+    """Return [..., n] as [..., pieces, size], padded with zeros."""
     if rest := -x.shape[-1] % size:
         x = F.pad(x, (0, rest))
     return x.unflatten(-1, (-1, size))

@@ -1,4 +1,4 @@
-"""`scoring` on a GPU: one program for a KV head, a group of queries, and some chunks."""
+"""`scoring` on a GPU: one program for each KV head, group of queries, and run of chunks."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """Attention to one piece of the keys at a time, merged as the pieces come.
 
 Softmax attention over a concatenation of key sets equals the sum of the attentions over each set,
-weighted by softmax of their log-sum-exps (Flash-Decoding; Dao et al., 2023). That is what lets KV
-blocks stream through a few device slots: a block changes a running state and can then be dropped.
+weighted by softmax of their log-sum-exps (Flash-Decoding; Dao et al., 2023). Therefore KV blocks
+can stream through a few device slots: a block changes a running state and can then be dropped.
 
 Queries of all heads that share a KV head are packed as rows, so a key is read once per group: row r
 of a KV head is token r % tokens of the group's query head r // tokens.
 
-`attend_blocks` and `attend_tail` serve a pass over blocks and the hot tail, `attend_cache` a
-forward over a short cache, whose end may be known to the device alone. What prefill needs is
-PyTorch's own, in `attention`.
+`attend_blocks` and `attend_tail` serve a pass over blocks and the hot tail. `attend_cache` serves a
+forward over a short cache, whose end may be known to the device alone. Prefill uses PyTorch's own
+operators, in `attention`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from triforce_kernels.dispatch import implementation
 
 @dataclass
 class Running:
-    """Attention over the keys seen so far, not normalised, in one or more parts.
+    """Attention over the keys seen so far, not normalised, in one or more splits.
 
     acc: [splits, kv_heads, rows, head_dim] sum of exp(score - peak) * value
     peak, total: [splits, kv_heads, rows] greatest score, and sum of exp(score - peak)
-    fresh: whether nothing was added yet; then the tensors hold anything
+    fresh: whether nothing was added yet; the tensors are then uninitialised
 
-    float32, or float64 if the query is. Each split has its own part of every piece of keys, so that
-    a GPU is filled by one sequence; `attend_tail` merges them.
+    Tensors are float32, or float64 if the query is. Each split has its own part of every piece of
+    keys, so that one sequence fills a GPU; `attend_tail` merges the splits.
     """
 
     acc: torch.Tensor
@@ -51,7 +51,7 @@ class Running:
 
     @classmethod
     def of(cls, query: torch.Tensor) -> Running:
-        """A fresh one for queries [kv_heads, rows, head_dim]."""
+        """Return a fresh state for queries [kv_heads, rows, head_dim]."""
         size = (implementation("attention_splits", query.device)(query), *query.shape)
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         acc = torch.empty(size, dtype=dtype, device=query.device)
@@ -65,15 +65,15 @@ def attend_blocks(
     value: torch.Tensor,
     scores: ScoreBuffer | None = None,
 ) -> None:
-    """Adds blocks of keys, all of which every query sees, to `running`, in place.
+    """Add blocks of keys, all of which every query sees, to `running`, in place.
 
     query: [kv_heads, rows, head_dim], scaled by head_dim ** -0.5 here
-    key, value: [blocks, kv_heads, tokens, head_dim]; none and zero tokens are fine
-    scores: gets the score of each chunk, see `scoring`
+    key, value: [blocks, kv_heads, tokens, head_dim]; zero blocks and zero tokens are allowed
+    scores: receives the score of each chunk, see `scoring`
 
-    Keys and values are read once. Blocks that are given together and one by one change `running`
-    bitwise alike. Raises ValueError, naming every shape, stride, dtype and device, when the inputs
-    do not fit together.
+    Keys and values are read once. Blocks added together and one by one change `running` bitwise
+    equally. Raises ValueError with every shape, stride, dtype and device if the inputs do not fit
+    together.
     """
     kv_heads, rows, head_dim = query.shape
     blocks, _, tokens, _ = key.shape
@@ -106,16 +106,17 @@ def attend_tail(
     visible: torch.Tensor | None = None,
     scores: ScoreBuffer | None = None,
 ) -> Partial:
-    """Adds the keys that end with the queries' own tokens, and gives the whole attention.
+    """Add the keys that end with the queries' own tokens, and return the whole attention.
 
     query: [kv_heads, rows, head_dim]; rows are a multiple of `tokens`
-    key, value: [kv_heads, tail, head_dim]: all see the first tail - tokens of them; the last
-        `tokens` are the queries' own, of which each sees those up to itself, or, for a tree of
-        drafts, those that `visible` says: [tokens, tokens] bool, row: query, column: key
-    scores: as for `attend_blocks`; chunks a query does not see get -inf, or nothing is added
+    key, value: [kv_heads, tail, head_dim]: all queries see the first tail - tokens keys; the last
+        `tokens` keys are the queries' own, of which each query sees those up to itself, or, for a
+        tree of drafts, those in `visible`
+    visible: [tokens, tokens] bool, row: query, column: key
+    scores: as for `attend_blocks`; chunks that a query does not see get -inf, or nothing is added
 
-    tail = 0 merges only. `running` is spent. Where a query sees no key at all the output is 0 and
-    the log-sum-exp -inf. Raises ValueError.
+    tail = 0 only merges. `running` is invalid afterwards. If a query sees no key at all its output
+    is 0 and its log-sum-exp -inf. Raises ValueError.
     """
     kv_heads, rows, head_dim = query.shape
     tail = key.shape[1]
@@ -157,11 +158,11 @@ def attend_cache(
     tokens: int,
     end: int | torch.Tensor,
 ) -> torch.Tensor:
-    """Causal attention of a few tokens over a cache that holds their keys already.
+    """Compute causal attention of a few tokens over a cache that already has their keys.
 
     query: [kv_heads, rows, head_dim]; rows are a multiple of `tokens`
-    key, value: [kv_heads, capacity, head_dim] in the query's dtype, or whole numbers in int8; those
-        of the queries' tokens are at `end`
+    key, value: [kv_heads, capacity, head_dim] in the query's dtype, or integers in int8; those of
+        the queries' tokens are at `end`
     end: a number, or [1] int64 on the device: then no address, shape or launch depends on it, and
         the call can be recorded as part of a CUDA graph
 
@@ -242,7 +243,7 @@ def reference_cache(
         key, value = key[:, :seen].to(query.dtype), value[:, :seen].to(query.dtype)
         if tokens == 1:
             return partial_attention(query, key, value).out
-        # Two calls, since an operator without a mask is the faster one.
+        # Two calls, since an operator without a mask is faster.
         own = slice(end, seen)
         mask = _tail_mask(query, tokens, tokens, None)
         parts = [partial_attention(query, key[:, own], value[:, own], mask=mask)]
@@ -264,12 +265,12 @@ def _piece(
     scores: ScoreBuffer | None,
     plain: bool = False,
 ) -> Partial:
-    """Attention to one piece of keys, and the scores of its chunks. plain: by plain operations,
-    which take a mask that hides everything.
+    """Compute attention to one piece of keys, and the scores of its chunks. plain: whether to use
+    plain operations, which allow a mask that hides everything
     """
     if scores is None and not plain:
         return partial_attention(query, key, value, mask=mask)
-    # Scores of single keys are at hand in plain operations alone; then they serve attention too.
+    # Only plain operations give the scores of single keys; attention then uses these scores too.
     exact = scaled_scores(query, key)
     if scores and not scores.mass:
         reference_sums(exact, scores)
@@ -282,9 +283,9 @@ def _piece(
 
 
 def _add(running: Running, part: Partial, *, hides: bool) -> None:
-    """Merges a part. The state is normalised here: its peak is a log-sum-exp, its total 1.
+    """Merge a part. The state is normalised here: its peak is a log-sum-exp, its total 1.
 
-    hides: whether some query may see nothing of the part
+    hides: whether some query may see no key of the part
     """
     out = part.out.to(running.acc.dtype)
     if running.fresh:
@@ -293,7 +294,7 @@ def _add(running: Running, part: Partial, *, hides: bool) -> None:
     before = running.peak[0]
     share = (part.lse - before).sigmoid_()
     if hides:
-        # A part of which nothing is seen counts for nothing, even where nothing was seen before.
+        # A part without a visible key counts for nothing, even if no key was visible before.
         share.masked_fill_(part.lse == float("-inf"), 0)
     running.acc[0].lerp_(out, share.unsqueeze(-1))
     running.peak = torch.logaddexp(before, part.lse)[None]
@@ -302,7 +303,7 @@ def _add(running: Running, part: Partial, *, hides: bool) -> None:
 def _tail_mask(
     query: torch.Tensor, tokens: int, tail: int, visible: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Additive [rows, tail] mask in the query's dtype; None hides nothing."""
+    """Return an additive [rows, tail] mask in the query's dtype; None hides nothing."""
     if tokens == 1 and visible is None:
         return None
     mask = torch.full((tokens, tail), float("-inf"), dtype=query.dtype, device=query.device)

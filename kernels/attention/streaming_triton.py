@@ -1,4 +1,4 @@
-"""`streaming` on a GPU: one program for a KV head, a part of its keys and a tile of its queries."""
+"""`streaming` on a GPU: one program for each KV head, part of its keys and tile of its queries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROGRAMS_PER_PROCESSOR = 2
 
 
 class Tile(NamedTuple):
-    """Queries and keys that a program has at hand, and how it is compiled."""
+    """Queries and keys that a program processes at once, and how it is compiled."""
 
     rows: int
     keys: int
@@ -27,10 +27,10 @@ class Tile(NamedTuple):
 
 
 def tile(rows: int, head_dim: int, itemsize: int) -> Tile:
-    """Chosen so that keys and values of two tiles are on their way at once within the 99 KiB of
-    shared memory that a program has on an RTX 3090 or 4090, and nothing spills from registers.
+    """Choose tiles so that keys and values of two tiles load at once within the 99 KiB of shared
+    memory that a program has on an RTX 3090 or 4090, and nothing spills from registers.
 
-    float32 is multiplied exactly, without tensor cores, from registers: its tiles are small.
+    float32 is multiplied exactly, without tensor cores, from registers, so its tiles are small.
     """
     width = triton.next_power_of_2(head_dim)
     if itemsize == 4:
@@ -44,7 +44,7 @@ def tile(rows: int, head_dim: int, itemsize: int) -> Tile:
 
 
 def splits(query: torch.Tensor) -> int:
-    """Into how many parts keys are divided: enough to fill the device."""
+    """Return the number of parts into which keys are divided: enough to fill the device."""
     kv_heads, rows, head_dim = query.shape
     programs = kv_heads * triton.cdiv(rows, tile(rows, head_dim, query.dtype.itemsize).rows)
     wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * _processors(query.device), programs)
@@ -54,26 +54,26 @@ def splits(query: torch.Tensor) -> int:
 @cache
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
-        # The interpreter runs programs one by one; so many show what splits do.
+        # The interpreter runs programs one by one; this many are enough to test splits.
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
 def _tile(base, stride, row, dim, here):
-    """[rows, dim] of a matrix whose rows are `stride` apart; 0 where it is not `here`."""
+    """Load [rows, dim] of a matrix whose rows are `stride` apart; 0 where `here` is false."""
     return tl.load(base + row[:, None] * stride + dim[None, :], mask=here, other=0.0)
 
 
 @triton.jit
 def _chunked(scores, size: tl.constexpr):
-    """[rows, keys] as [rows, chunks, size]"""
+    """Return [rows, keys] as [rows, chunks, size]."""
     return tl.reshape(scores, [scores.shape[0], scores.shape[1] // size, size])
 
 
 @triton.jit
 def _exp_from(scores, peak):
-    """exp(scores - peak), where a peak of -inf means that there is nothing."""
+    """Return exp(scores - peak), where a peak of -inf means that there are no scores."""
     return tl.exp(scores - tl.where(peak == float("-inf"), 0.0, peak))
 
 
@@ -82,7 +82,7 @@ def _step(
     query, key, value, seen, scale, acc, peak, total, scores_at, kept,
     SIZE: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile of keys to the running state.
+    """Add a tile of keys to the running state.
 
     query: [rows, dim]; key, value: [keys, dim]; seen: [rows or 1, keys], which pairs count
     scores_at, kept: pointers [rows, chunks] and which of them to store to, if SIZE is not 0
@@ -96,7 +96,8 @@ def _step(
         sums = tl.sum(powers, 2)
         tl.store(scores_at, tl.where(tops == float("-inf"), tops, tops + tl.log(sums)), mask=kept)
         highest = tl.maximum(peak, tl.max(tops, 1))
-        # What the chunks' own peaks were taken from serves again: one exponential for each score.
+        # The exponentials relative to the chunks' own peaks are reused: one exponential for each
+        # score.
         weights = tl.reshape(powers * _exp_from(tops, highest[:, None])[:, :, None], scores.shape)
     else:
         if SIZE > 0:
@@ -120,7 +121,7 @@ def _blocks_kernel(
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SIZE: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys that all queries see. tiles: of a block, for each split."""
+    """Attend to blocks of keys that all queries see. tiles: tiles of a block for each split"""
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_heads = tl.num_programs(0)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -167,9 +168,7 @@ def _tail_kernel(
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SIZE: tl.constexpr, MASS: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Merges all parts of the running state and the tail, of which the last keys are the queries'
-    own.
-    """
+    """Merge all splits of the running state and the tail, which ends with the queries' own keys."""
     head = tl.program_id(0).to(tl.int64)
     kv_heads = tl.num_programs(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -233,7 +232,7 @@ def _cache_kernel(
     rows, tokens, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A part of the keys up to `end`, and of the queries' own behind it."""
+    """Attend to a part of the keys up to `end` and of the queries' own keys after it."""
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_heads, parts = tl.num_programs(0), tl.num_programs(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -244,7 +243,7 @@ def _cache_kernel(
     before = tl.load(end).to(tl.int32)
     keys = before + tokens
     last = before + row % tokens
-    # Each part has as many whole tiles as any other, whatever the end is.
+    # Each part has the same number of whole tiles, whatever the end is.
     tiles = ((keys + KEYS - 1) // KEYS + parts - 1) // parts
     m = tl.full([ROWS], float("-inf"), tl.float32)
     s = tl.zeros([ROWS], tl.float32)
@@ -252,7 +251,7 @@ def _cache_kernel(
     for start in range(split * tiles * KEYS, tl.minimum((split + 1) * tiles * KEYS, keys), KEYS):
         column = start + tl.arange(0, KEYS)
         there = (column < keys)[:, None] & wide[None, :]
-        # Whole numbers of 8 bits are the same in every dtype of queries.
+        # Integers of 8 bits are exact in every dtype of queries.
         k = _tile(key + head * k_head, k_key, column, dim, there).to(q.dtype)
         v = _tile(value + head * v_head, v_key, column, dim, there).to(q.dtype)
         seen = column[None, :] <= last[:, None]
@@ -296,7 +295,7 @@ def tail(
     kv_heads, rows, head_dim = query.shape
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    # More queries at once would spill, for whatever may be asked of a tail.
+    # A tile of more queries would spill in some variants of the tail kernel.
     t = tile(min(rows, 64), head_dim, query.dtype.itemsize)
     chunk_scores, options = _buffer(scores, running.peak)
     _tail_kernel[(kv_heads, triton.cdiv(rows, t.rows))](
@@ -324,14 +323,14 @@ def cache(
     running.fresh = False
     t = tile(rows, head_dim, query.dtype.itemsize)
     if key.dtype.itemsize < query.dtype.itemsize == 4:
-        # float32 made of whole numbers is in registers twice.
+        # float32 converted from integers is in registers twice.
         t = t._replace(stages=1)
     _cache_kernel[(kv_heads, running.acc.shape[0], triton.cdiv(rows, t.rows))](
         query, key, value, running.acc, running.peak, running.total, end,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
         rows, tokens, head_dim**-0.5, **_options(t, head_dim),
     )  # fmt: skip
-    # No keys, of the query's dtype whatever those of the cache have.
+    # No keys, but in the query's dtype, whatever the dtype of the cache is.
     return tail(running, query, query[:, :0], query[:, :0], tokens, None, None).out
 
 
@@ -343,7 +342,7 @@ def _options(t: Tile, head_dim: int) -> dict[str, int]:
         "KEYS": t.keys,
         "num_warps": t.warps,
         "num_stages": t.stages,
-        # Or products and sums may be contracted in one version of Triton and not in the next.
+        # Otherwise some versions of Triton contract products and sums and others do not.
         "enable_fp_fusion": True,
     }
 

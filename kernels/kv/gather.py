@@ -1,4 +1,4 @@
-"""Bringing chosen chunks of keys and values to their slots, from wherever they lie."""
+"""Copies selected chunks of keys and values from any location to their slots."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from triforce_kernels.dispatch import implementation
 
 @dataclass(frozen=True)
 class ChunkSource:
-    """Keys and values of all layers by address: blocks, of equal size, then a tail.
+    """Keys and values of all layers by address: blocks of equal size, then a tail.
 
-    addresses: [layers, blocks + 1] int64 on the device; each points at [2, kv_heads, n, head_dim]
-        with n = block_tokens, the last at one with n = tail_tokens, at multiples of 16 bytes.
-        Device memory, or host memory registered with the driver, which the device reads where it
-        lies. (The reference reads what the processor can.)
+    addresses: [layers, blocks + 1] int64 on the device; each points to [2, kv_heads, n, head_dim],
+        with n = block_tokens, the last with n = tail_tokens, at multiples of 16 bytes. The memory
+        is on the device, or host memory registered with the driver, which the device reads in
+        place. (The reference reads memory that the processor can read.)
+    block_tokens, tail_tokens: tokens of a block and of a tail
     """
 
     addresses: torch.Tensor
@@ -27,12 +28,12 @@ class ChunkSource:
 
 
 def gather_chunks(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor) -> None:
-    """Copies, for each layer, KV head and slot, the chunk that `moves` names, if it names one.
+    """Copy, for each layer, KV head and slot, the chunk that `moves` names, if any.
 
     moves: [layers, kv_heads, slots] int64, -1 for none
     target: [layers, 2, kv_heads, slots, chunk, head_dim], the last three contiguous
 
-    Every source must hold its bytes when the device comes to this call. Raises ValueError.
+    Every source must have its bytes when the device executes this call. Raises ValueError.
     """
     require_moves("gather_chunks", moves, source, target)
     implementation("gather_chunks", target.device)(moves, source, target)
@@ -41,7 +42,7 @@ def gather_chunks(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor
 def require_moves(
     kernel: str, moves: torch.Tensor, source: ChunkSource, target: torch.Tensor
 ) -> None:
-    """Raises ValueError, in a kernel's name, unless these fit together."""
+    """Raise ValueError, in the name of `kernel`, unless the inputs fit together."""
     layers, _, kv_heads, slots, chunk, head_dim = target.shape
     addresses = source.addresses
     require(
@@ -64,7 +65,7 @@ def require_moves(
 
 
 def reference_gather(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor) -> None:
-    """One chunk after another, from addresses that the processor can read."""
+    """Copy one chunk after another, from addresses that the processor can read."""
     _, _, kv_heads, _, chunk, head_dim = target.shape
     per_block = source.block_tokens // chunk
     last = source.addresses.shape[1] - 1

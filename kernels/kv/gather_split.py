@@ -1,7 +1,7 @@
-"""Bringing chosen chunks to their slots from blocks split, wherever they lie.
+"""Copies selected chunks from split blocks in any location to their slots.
 
-See `gather`: the same for blocks that `split_kv` coded. Exceptions of a block are read as zeros,
-or as less than any normal number: what is brought is to draft with.
+This is `gather` for blocks encoded by `split_kv`. Exceptions of a block are read as zeros, or as
+less than any normal number, which is good enough for drafting.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from triforce_kernels.kv.split_kv import SplitKV, decode_chunks
 
 @dataclass(frozen=True)
 class SplitChunkSource(ChunkSource):
-    """The same of blocks split; the tail is of bfloat16 as it is.
+    """A ChunkSource of split blocks; the tail is plain bfloat16.
 
-    high, low, base: where these parts of a block begin, in bytes from its beginning
+    high, low, base: byte offsets of these parts in a block
     """
 
     high: int
@@ -32,12 +32,12 @@ class SplitChunkSource(ChunkSource):
 def gather_split_chunks(
     moves: torch.Tensor, source: SplitChunkSource, target: torch.Tensor
 ) -> None:
-    """Copies, for each layer, KV head and slot, the chunk that `moves` names, if it names one.
+    """Copy, for each layer, KV head and slot, the chunk that `moves` names, if any.
 
     moves: [layers, kv_heads, slots] int64, -1 for none
     target: [layers, 2, kv_heads, slots, chunk, head_dim] bfloat16, the last three contiguous
 
-    Every source must hold its bytes when the device comes to this call. Raises ValueError.
+    Every source must have its bytes when the device executes this call. Raises ValueError.
     """
     require_moves("gather_split_chunks", moves, source, target)
     require(
@@ -49,7 +49,7 @@ def gather_split_chunks(
 
 
 def reference_gather(moves: torch.Tensor, source: SplitChunkSource, target: torch.Tensor) -> None:
-    """One chunk after another, from addresses that the processor can read."""
+    """Copy one chunk after another, from addresses that the processor can read."""
     _, _, kv_heads, _, chunk, head_dim = target.shape
     rows, tokens = 2 * kv_heads, source.block_tokens
     per_block = tokens // chunk

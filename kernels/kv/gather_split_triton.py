@@ -1,4 +1,4 @@
-"""`gather_split` on a GPU: one program for a slot of a KV head of a layer."""
+"""`gather_split` on a GPU: one program for each slot of a KV head of a layer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import triton.language as tl
 from triforce_kernels.kv.gather_split import SplitChunkSource
 from triforce_kernels.weights.split_bf16_triton import floor_of, number_bits
 
-# Tokens that a program has on their way at once.
+# Tokens that a program reads at once.
 _TOKENS = 16
-# Blocks, their parts and tails begin at multiples of so many bytes, and a thread reads as many at
-# once where heads do too.
+# Blocks, their parts and tails begin at multiples of this many bytes, and a thread reads this many
+# at once if heads are aligned to them too.
 _ALIGNED = 16
 
 
@@ -50,7 +50,7 @@ def _gather_split_kernel(
                 else:
                     memory = address.to(tl.pointer_type(tl.uint8))
                     at = (row * block_tokens + start + token)[:, None]
-                    # Addresses out of a table: nothing else says how they are aligned.
+                    # Addresses from a table: the compiler cannot infer their alignment.
                     low = memory + low_part + at * HALF + channel[None, :]
                     low = tl.multiple_of(low, (1, ALIGNED))
                     low = tl.load(low, mask=real, other=0).to(tl.int32)
@@ -79,6 +79,6 @@ def gather(moves: torch.Tensor, source: SplitChunkSource, target: torch.Tensor) 
         source.block_tokens, source.tail_tokens, source.high, source.low, source.base,
         CHUNK=chunk, HALF=head_dim // 2, WIDTH=width, TOKENS=tokens,
         ALIGNED=math.gcd(head_dim // 2, _ALIGNED),
-        # No more threads than read whole words: what crosses the link crosses in few requests.
+        # At most as many threads as read whole words, so that few requests cross the link.
         num_warps=max(1, min(4, tokens * width // (32 * _ALIGNED))),
     )  # fmt: skip

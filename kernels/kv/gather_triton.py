@@ -1,4 +1,4 @@
-"""`gather` on a GPU: one program for a KV head of a layer and a few slots."""
+"""`gather` on a GPU: one program for each KV head of a layer and a few slots."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 
 from triforce_kernels.kv.gather import ChunkSource
 
-# Elements of keys, and as many of values, that a program has on their way at once, to hide what a
-# read of host memory takes.
+# Elements of keys, and as many of values, that a program reads at once, to hide the latency of host
+# memory.
 _AT_ONCE = 4096
 _ALIGNED = 16
 
@@ -41,7 +41,8 @@ def _gather_kernel(
             keys = keys_at[:, None] + inside[None, :]
             values = values_at[:, None] + inside[None, :]
             if ALIGNED > 1:
-                # Addresses out of a table: nothing else says that 16 bytes can be read at once.
+                # Addresses from a table: the compiler cannot infer that 16 bytes can be read at
+                # once.
                 keys = tl.multiple_of(keys, (1, ALIGNED))
                 values = tl.multiple_of(values, (1, ALIGNED))
             there = place[:, None] + inside[None, :]
@@ -54,7 +55,7 @@ def gather(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor) -> No
     layers, _, kv_heads, slots, chunk, head_dim = target.shape
     width = min(triton.next_power_of_2(chunk * head_dim), _AT_ONCE)
     count = max(1, min(4, _AT_ONCE // width))
-    # Blocks and tails begin at multiples of 64 bytes, and so do heads and chunks, if rows do.
+    # Blocks and tails begin at multiples of 64 bytes, and so do heads and chunks if rows do.
     rows_aligned = head_dim * target.itemsize % _ALIGNED == 0
     _gather_kernel[(layers, kv_heads, triton.cdiv(slots, count))](
         moves, source.addresses, target, *target.stride()[:3],

@@ -1,6 +1,6 @@
-"""Numbers as whole numbers of 8 bits, times a scale.
+"""Numbers as integers of 8 bits, times a scale.
 
-Rounding is floor(x + 1/2), which a GPU and a processor do alike.
+Rounding is floor(x + 1/2), which a GPU and a processor compute alike.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ import torch
 from triforce_kernels.checks import require
 from triforce_kernels.dispatch import implementation
 
-# The greatest whole number. -128 is not used, so that both signs reach as far.
+# The greatest integer. -128 is not used, so that both signs have the same range.
 MOST_WHOLE = 127
 
 
 def rounded(numbers: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """int8, in the shape of the numbers: the nearest to each of -127 to 127 times its scale.
+    """Return int8, in the shape of the numbers: the nearest of -127 to 127 times the scale.
 
-    scale: float32, positive, of a shape that spreads to the numbers'
+    scale: float32, positive, of a shape that broadcasts to the shape of the numbers
     """
     whole = (numbers / scale).add_(0.5).floor_()
     return whole.clamp_(-MOST_WHOLE, MOST_WHOLE).to(torch.int8)
 
 
 def scale_of(peak: torch.Tensor) -> torch.Tensor:
-    """float32: the scale by which numbers up to `peak` are told apart best. Never 0."""
+    """Return the float32 scale with the finest steps for numbers up to `peak`. Never 0."""
     return (peak.float() / MOST_WHOLE).clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def round_chunks(
     moves: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor, target: torch.Tensor
 ) -> None:
-    """Rounds, for each layer, KV head and slot for which `moves` names a chunk, the numbers there.
+    """Round the numbers of each layer, KV head and slot for which `moves` names a chunk.
 
     moves: [layers, kv_heads, slots] int64, -1 for none
-    numbers: [layers, 2, kv_heads, slots, chunk, head_dim]; target: the same in int8, of both the
-        last three contiguous
+    numbers: [layers, 2, kv_heads, slots, chunk, head_dim], the last three contiguous
     scale: [layers, 2, kv_heads, head_dim] float32
+    target: int8, in the shape of `numbers`, the last three dimensions contiguous
 
     Raises ValueError.
     """

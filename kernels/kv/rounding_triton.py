@@ -1,4 +1,4 @@
-"""`rounding` on a GPU: one program for a slot of a KV head of a layer."""
+"""`rounding` on a GPU: one program for each slot of a KV head of a layer."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-# Numbers of keys, and as many of values, that a program has at hand at most.
+# Numbers of keys, and as many of values, that a program processes at once at most.
 _AT_ONCE = 2048
 
 
 @triton.jit
 def whole_of(numbers, scale):
-    """As `rounding.rounded` has it, of a tensor of any dtype."""
-    # `/` would compile to a division that is off by a unit in the last place here and there.
+    """`rounding.rounded` for a tensor of any dtype."""
+    # `/` would compile to a division that is sometimes off by one unit in the last place.
     whole = tl.floor(tl.div_rn(numbers.to(tl.float32), scale) + 0.5)
     return tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int8)
 
@@ -43,7 +43,7 @@ def round_chunks(
     moves: torch.Tensor, numbers: torch.Tensor, scale: torch.Tensor, target: torch.Tensor
 ) -> None:
     layers, _, kv_heads, slots, chunk, head_dim = numbers.shape
-    # Only of the first there may be more than 65,535.
+    # Only the first dimension of the grid may exceed 65,535.
     _round_kernel[(slots, kv_heads, layers)](
         moves, numbers, scale, target, *numbers.stride()[:3], *target.stride()[:3],
         kv_heads, slots, CHUNK=chunk, DIM=head_dim,

@@ -1,4 +1,4 @@
-"""Which chunks a retrieval cache holds, and what has to move for that."""
+"""Selects the chunks of a retrieval cache, and the moves that they require."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from triforce_kernels.dispatch import implementation
 def choose_chunks(
     scores: torch.Tensor, chunk_of: torch.Tensor, chunks: int, newest: int
 ) -> torch.Tensor:
-    """Gives each row's slots to the chunks that are worth most; those that stay keep their slot.
+    """Assign each row's slots to the chunks with the greatest scores; chunks that stay keep their
+    slot.
 
-    scores: [..., >= chunks] float32; among equals the earlier chunk is worth more, and what is no
-        number nothing. The first chunk and the `newest` last ones are always in.
-    chunk_of: [..., slots] int64, the chunk in each slot, -1 if it is empty; changed in place. Of a
-        row only the first min(slots, chunks) slots are used.
+    scores: [..., >= chunks] float32; of equal scores the earlier chunk wins, and NaN counts as
+        -inf. The first chunk and the `newest` last ones are always selected
+    chunk_of: [..., slots] int64, the chunk in each slot, -1 if it is empty; changed in place. Only
+        the first min(slots, chunks) slots of a row are used
 
-    Returns [..., slots] int64: the chunk that has to come to a slot, -1 where nothing changes.
-    Nothing here waits for the device. Raises ValueError.
+    Returns [..., slots] int64: the chunk to copy to a slot, -1 where nothing changes. Nothing here
+    waits for the device. Raises ValueError.
     """
     require(
         "choose_chunks",
@@ -51,13 +52,13 @@ def reference_choose(
     least = worth.topk(filled, -1).values[..., -1:]
     wanted, tied = worth > least, worth == least
     wanted |= tied & (tied.cumsum(-1) <= filled - wanted.sum(-1, keepdim=True))
-    # Empty slots point behind the last chunk, at a column that nothing wants.
+    # Empty slots point past the last chunk, at a column that is never selected.
     known = chunk_of.where(chunk_of >= 0, chunks)
     padded = F.pad(wanted, (0, 1))
     free = ~padded.gather(-1, known)
     free[..., filled:] = False
     enters = wanted & ~torch.zeros_like(padded).scatter_(-1, known, True)[..., :-1]
-    # As many slots are free as chunks enter, so the two lists pair off one by one.
+    # As many slots are free as chunks enter, so the two lists match one to one.
     order = enters.to(torch.int8).argsort(stable=True, dim=-1, descending=True)[..., :filled]
     rank = (free.cumsum(-1) - 1).clamp_(min=0)
     moves = order.gather(-1, rank.clamp_(max=filled - 1)).where(free, -1)

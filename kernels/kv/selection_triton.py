@@ -1,4 +1,4 @@
-"""`selection` on a GPU: one program for a row."""
+"""`selection` on a GPU: one program for each row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_AT_ONCE = 4096
 
 @triton.jit
 def _worth(scores, chunk, chunks, newest):
-    """Scores of chunks as whole numbers of the same order; -2 ** 31 behind the last."""
+    """Return scores of chunks as integers of the same order; -2 ** 31 past the last chunk."""
     there = chunk < chunks
     score = tl.load(scores + chunk, mask=there, other=float("-inf"))
     score = tl.where(score == score, score, float("-inf"))
@@ -26,7 +26,7 @@ def _choose_kernel(
     scores, chunk_of, moves, present, entering, s_row, chunks, newest, filled, slots,
     CHUNKS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """present: [rows, chunks] int8 of zeros; entering: [rows, slots]; both are scratch."""
+    """present: [rows, chunks] int8 of zeros; entering: [rows, slots]; both are scratch memory."""
     row = tl.program_id(0).to(tl.int64)
     scores += row * s_row
     present += row * chunks
@@ -48,7 +48,7 @@ def _choose_kernel(
     for start in range(0, chunks, CHUNKS):
         worth = _worth(scores, start + tl.arange(0, CHUNKS), chunks, newest)
         above += tl.sum((worth > least).to(tl.int32))
-    # Several chunks may be worth just that: the earlier ones are in, up to `edge`.
+    # Several chunks may have exactly this score: the earlier ones are selected, up to `edge`.
     edge, tied = -1, 0
     for start in range(0, chunks, CHUNKS):
         chunk = start + tl.arange(0, CHUNKS)

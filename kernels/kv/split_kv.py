@@ -1,7 +1,7 @@
-"""Blocks of keys and values in 12 bits a number, bit for bit.
+"""Blocks of keys and values in 12 bits per number, bit for bit.
 
-Numbers are coded as `split_codes` says, with a base for each channel of a head in a block: what a
-channel holds differs less from token to token than a token does from channel to channel.
+Numbers are encoded as in `split_codes`, with a base for each channel of a head in a block: the
+numbers of a channel differ less from token to token than those of a token from channel to channel.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from triforce_kernels.weights.split_codes import (
 
 
 class BlockParts(Protocol):
-    """Where the parts of a block split lie: bytes from its beginning.
+    """Where the parts of a split block begin: byte offsets in the block.
 
-    rows: heads of keys and of values; room: exceptions that a block has room for
-    nbytes: of a block
+    rows: number of heads of keys and of values together
+    room: number of exceptions that a block has room for
+    nbytes: size of a block
     """
 
     @property
@@ -61,9 +62,9 @@ class SplitKV:
     high: [heads, tokens, head_dim] uint8
     low: [heads, tokens, head_dim / 2] uint8
     base: [heads, head_dim] uint8, the greatest exponent of each channel's finite numbers
-    places: [room] int32, where exceptions are in the whole block; behind the last one the place of
-        the block's first number, again and again
-    patterns: [room] int16, the bits of what is there
+    places: [room] int32, places of exceptions in the whole block; after the last one the place of
+        the block's first number, repeated
+    patterns: [room] int16, the bits of the numbers at these places
     """
 
     high: torch.Tensor
@@ -74,7 +75,7 @@ class SplitKV:
 
     @classmethod
     def of(cls, block: torch.Tensor, at: BlockParts) -> SplitKV:
-        """Views of a block's bytes, flat uint8."""
+        """Return views of a block's bytes, flat uint8."""
         heads, tokens, head_dim = at.rows, at.tokens, at.head_dim
         numbers = heads * tokens * head_dim
         return cls(
@@ -92,10 +93,10 @@ class SplitKV:
 
 
 def encode_block(keys_values: torch.Tensor, into: SplitKV) -> torch.Tensor:
-    """Codes a block, [heads, tokens, head_dim] bfloat16.
+    """Encode a block, [heads, tokens, head_dim] bfloat16.
 
-    Returns whether its exceptions have room, a bool on the device; if not, `into` holds nothing.
-    Raises ValueError.
+    Returns whether there is room for its exceptions, a bool on the device; if not, `into` is
+    invalid. Raises ValueError.
     """
     _require("encode_block", into, keys_values)
     into.places.zero_()
@@ -104,13 +105,13 @@ def encode_block(keys_values: torch.Tensor, into: SplitKV) -> torch.Tensor:
 
 
 def decode_blocks(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -> None:
-    """Writes the numbers of some blocks, however many, by as many launches as one takes.
+    """Decode any number of blocks with as many launches as one block takes.
 
-    blocks: [blocks, at.nbytes or more] uint8, of which rows are contiguous
+    blocks: [blocks, at.nbytes or more] uint8, with contiguous rows
     into: [blocks, heads, tokens, head_dim] bfloat16, the last dimension contiguous
 
-    Nothing is made on the way but what computes: a pass decodes a thousand blocks. Raises
-    ValueError.
+    Allocates no temporaries besides those of the computation: a pass decodes a thousand blocks.
+    Raises ValueError.
     """
     require(
         "decode_blocks",
@@ -133,8 +134,8 @@ def decode_blocks(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -> N
 def decode_chunks(
     split: SplitKV, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
 ) -> torch.Tensor:
-    """Some chunks of `tokens` tokens, keys and values, [2, n, tokens, head_dim] bfloat16, to draft
-    with: exceptions are read as zeros, or as less than any normal number.
+    """Return chunks of `tokens` tokens, keys and values, [2, n, tokens, head_dim] bfloat16, for
+    drafting: exceptions are read as zeros, or as less than any normal number.
 
     heads, chunks: [n] int64, KV heads and chunks of the block. Raises ValueError.
     """
@@ -187,7 +188,7 @@ def reference_decode(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -
 
 
 def _put_exceptions(split: SplitKV, target: torch.Tensor) -> None:
-    """Writes what is in the list. target: the block's bits, int16."""
+    """Write the listed exceptions. target: the block's bits, int16"""
     heads, tokens, head_dim = split.shape
     places = split.places.clamp(0, heads * tokens * head_dim - 1)
     token = places // head_dim
@@ -195,7 +196,7 @@ def _put_exceptions(split: SplitKV, target: torch.Tensor) -> None:
 
 
 def _slices(split: SplitKV) -> Iterator[tuple[int, slice]]:
-    """Heads that are coded at a time: the first, and all."""
+    """Yield the heads that are encoded at a time: the index of the first, and the slice."""
     heads, tokens, head_dim = split.shape
     step = max(1, limits.KV_CODED_AT_ONCE // (tokens * head_dim))
     for first in range(0, heads, step):

@@ -72,7 +72,7 @@ def _base_kernel(
 
 @triton.jit
 def _code(bits, floor):
-    """The high byte, and whether the number is an exception."""
+    """Return the high byte, and whether the number is an exception."""
     magnitude = bits & 0x7FFF
     above = magnitude - (floor << 7)
     inside = (above >= 0) & (above < 13 << 7)
@@ -85,7 +85,7 @@ def _code(bits, floor):
 
 @triton.jit
 def _list(bits, place, exception, places, patterns, known, room):
-    """Appends exceptions to the list, as far as it has room."""
+    """Append exceptions to the list, as far as it has room."""
     entry = tl.atomic_add(known + tl.zeros_like(place).to(tl.int32), 1, mask=exception)
     fits = exception & (entry < room)
     tl.store(places + entry, place.to(tl.int32), mask=fits)

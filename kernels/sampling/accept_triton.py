@@ -1,8 +1,8 @@
-"""Speculative sampling on a GPU: sums of parts of the vocabulary by many programs, then one program
-a draft.
+"""Speculative sampling on a GPU: many programs sum parts of the vocabulary, then one program per
+draft chooses.
 
-Everything is summed in float64. A GeForce does float64 at a 64th of its float32 rate, so no program
-sums more than a part of the vocabulary: over a whole one it would take about half a millisecond.
+Everything is summed in float64. A GeForce computes float64 at a 64th of its float32 rate, so no
+program sums more than a part of the vocabulary: the whole one would take about half a millisecond.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DRAFT_TOKENS = 64
 def _held(
     tokens, drafted, target, coins, q_row, p_row, n, TOKENS: tl.constexpr, SURE: tl.constexpr
 ):
-    """How many tokens of a draft hold, each while coin * q[x] < p[x]."""
+    """Return how many tokens of a draft are accepted, each while coin * q[x] < p[x]."""
     index = tl.arange(0, TOKENS)
     inside = index < n
     x = tl.load(tokens + index, mask=inside, other=0)
@@ -33,9 +33,9 @@ def _held(
 
 @triton.jit
 def _weights(tokens, drafted, target, column, vocab, held, n, q_row, p_row, SURE: tl.constexpr):
-    """What follows the tokens that held, of some columns: max(p - q, 0), and p itself.
+    """Return the weights of the next token for some columns: max(p - q, 0), and p itself.
 
-    Behind a draft that holds wholly there is no q.
+    After a fully accepted draft there is no q.
     """
     there = column < vocab
     p = tl.load(target + held.to(tl.int64) * p_row + column, mask=there, other=0.0)
@@ -54,7 +54,7 @@ def _sums_kernel(
     t_draft, q_draft, q_row, p_draft, p_row, c_draft, n, vocab,
     TOKENS: tl.constexpr, PART: tl.constexpr, SURE: tl.constexpr,
 ):  # fmt: skip
-    """sums: [drafts, 2, parts], of max(p - q, 0) and of p."""
+    """sums: [drafts, 2, parts], the sums of max(p - q, 0) and of p."""
     draft, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     parts = tl.num_programs(1)
     tokens += draft * t_draft
@@ -84,21 +84,21 @@ def _choose_kernel(
     part = tl.arange(0, PARTS)
     sums += draft * 2 * parts
     gaps = tl.load(sums + part, mask=part < parts, other=0.0)
-    # Where rounding left nothing of the residual, p serves.
+    # If rounding left no residual, p is used.
     residual = tl.sum(gaps) > 0.0
     weights = tl.where(residual, gaps, tl.load(sums + parts + part, mask=part < parts, other=0.0))
     total = tl.sum(weights)
-    # A coin is at most 1 - 2 ** -53, so that this is below the total.
+    # A coin is at most 1 - 2 ** -53, so this is below the total.
     aim = tl.load(coins + n) * total
     reached = (tl.cumsum(weights, 0) > aim) & (weights > 0.0)
     first = tl.min(tl.where(reached, part, PARTS))
-    # Sums in another order may end a hair lower.
+    # Sums in another order may end slightly lower.
     first = tl.where(first < PARTS, first, tl.max(tl.where(weights > 0.0, part, 0)))
     passed = tl.sum(tl.where(part < first, weights, 0.0))
     column = first * PART + tl.arange(0, PART)
     gap, p = _weights(tokens, drafted, target, column, vocab, held, n, q_row, p_row, SURE)
     weight = tl.where(residual, gap, p).to(tl.float64)
-    # A token of probability 0 is never drawn, however its sum is rounded.
+    # A token of probability 0 is never drawn, whatever the rounding of its sum.
     beyond = (passed + tl.cumsum(weight, 0) > aim) & (weight > 0.0)
     token = tl.min(tl.where(beyond, column, vocab))
     token = tl.where(token < vocab, token, tl.max(tl.where(weight > 0.0, column, -1)))
@@ -118,13 +118,13 @@ def accept(
     parts = triton.cdiv(vocab, _PART)
     accepted, chosen = torch.empty((2, drafts), dtype=torch.int64, device=tokens.device)
     sums = torch.empty((drafts, 2, parts), dtype=torch.float64, device=tokens.device)
-    # Without a draft, or its distributions, nothing of them is read: any address serves.
+    # Without a draft, or its distributions, nothing is read from them: any address will do.
     distributions = target_probs if draft_probs is None or not n else draft_probs
     tokens = tokens.contiguous() if n else accepted
     coins = coins.contiguous()
     inputs = (tokens, distributions, target_probs, coins, sums)
     strides = (n, *distributions.stride()[:2], *target_probs.stride()[:2], n + 1)
-    # One size for most drafts: a new one would be compiled in the middle of a text.
+    # One size for most drafts: a new size would be compiled in the middle of a request.
     options = {"TOKENS": max(_DRAFT_TOKENS, triton.next_power_of_2(n)), "PART": _PART}
     options |= {"SURE": draft_probs is None, "num_warps": 4, "enable_fp_fusion": True}
     _sums_kernel[(drafts, parts)](*inputs, *strides, n, vocab, **options)

@@ -1,10 +1,10 @@
-"""From logits to distributions on a GPU: one program for a row.
+"""Converts logits to distributions on a GPU: one program for each row.
 
-What top-k and top-p keep is found as a threshold, bit by bit. That takes up to 32 sums over the
-candidates, so these are put on a short list first: all tokens within some distance of the
-likeliest, if they are few and what is farther away may be dropped whole. A distribution of a
-language model nearly always allows that; then a row is read four times. One that does not is
-searched as it is. (vLLM's Triton sampler truncates before it searches, too: Park et al., "Qrita".)
+The tokens that top-k and top-p keep are found as a threshold, bit by bit. That takes up to 32 sums
+over the candidates, so these are first put on a short list: all tokens within some distance of the
+most likely one, if they are few and all tokens farther away can be dropped. The distribution of a
+language model nearly always allows that, and then a row is read four times. Otherwise the whole row
+is searched. (vLLM's Triton sampler truncates before it searches, too: Park et al., "Qrita".)
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import triton.language as tl
 from triforce_kernels.order_triton import ordered
 
 _MOST_AT_ONCE = 4096
-# Candidates that are searched from a short list.
+# Largest number of candidates on a short list.
 _SHORTLIST = 4096
-# Distances from the greatest score within which candidates are looked for, in natural logarithms.
+# Distances from the greatest score within which candidates are searched, in natural logarithms.
 _NEAR, _FAR = 6.0, 14.0
 
 
@@ -38,7 +38,7 @@ def _greedy_kernel(logits, out, l_row, vocab, AT_ONCE: tl.constexpr):
         places = tl.where(higher, column, places)
         tops = tl.where(higher, x, tops)
     peak = tl.max(tops)
-    # Each lane has the first of its own greatest; where all are -inf there is no distribution.
+    # Each lane has the first of its own greatest scores; if all are -inf there is no distribution.
     token = tl.min(tl.where(tops == peak, places, vocab))
     one = tl.where(tl.max(bad) > 0, float("nan"), peak - peak + 1.0)
     for start in range(0, vocab, AT_ONCE):
@@ -48,14 +48,14 @@ def _greedy_kernel(logits, out, l_row, vocab, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def _scores(logits, column, there, temperature, peak):
-    """Scores below the greatest one, at most 0; -inf where there is nothing."""
+    """Return scores relative to the greatest one, at most 0; -inf outside the vocabulary."""
     x = tl.load(logits + column, mask=there, other=float("-inf")).to(tl.float32)
     return tl.where(there, x / temperature - peak, float("-inf"))
 
 
 @triton.jit
 def _kth(scores, length, wanted, AT_ONCE: tl.constexpr):
-    """The greatest key that at least `wanted` scores reach, bit by bit from the top."""
+    """Return the greatest key that at least `wanted` scores reach, bit by bit from the top."""
     least = tl.full([], -2147483648, tl.int32)
     bit = tl.full([], -2147483648, tl.int32)
     for _ in range(32):
@@ -72,7 +72,7 @@ def _kth(scores, length, wanted, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def _mass(scores, length, least, key, AT_ONCE: tl.constexpr):
-    """The sum of the powers of those scores whose keys are at least `least` and less than `key`."""
+    """Return the sum of exponentials of scores with keys from `least` to below `key`."""
     sums = tl.zeros([AT_ONCE], tl.float32)
     for start in range(0, length, AT_ONCE):
         column = start + tl.arange(0, AT_ONCE)
@@ -85,12 +85,13 @@ def _mass(scores, length, least, key, AT_ONCE: tl.constexpr):
 
 @triton.jit
 def _nucleus(scores, length, least, dropped, most, AT_ONCE: tl.constexpr):
-    """What top-p keeps of scores whose keys are at least `least`.
+    """Find the tokens that top-p keeps, of scores whose keys are at least `least`.
 
-    That is those above a key, and of those that equal it all but the first few. Ascending, tokens
-    are dropped while their sum, with what was `dropped` before, is at most `most`.
+    These are the tokens above a key, and all that equal the key but the first few. In ascending
+    order tokens are dropped while their sum, with the mass `dropped` before, is at most `most`.
 
-    Returns the key, how many of its equals go, and the sum of powers of what stays.
+    Returns the key, how many of its equals are dropped, and the sum of exponentials of the kept
+    ones.
     """
     edge = tl.full([], -2147483648, tl.int32)
     bit = tl.full([], -2147483648, tl.int32)
@@ -104,7 +105,7 @@ def _nucleus(scores, length, least, dropped, most, AT_ONCE: tl.constexpr):
         column = start + tl.arange(0, AT_ONCE)
         score = tl.load(scores + column, mask=column < length, other=float("-inf"))
         tops = tl.maximum(tops, tl.where(column < length, ordered(score), -2147483648))
-    # By rounding, or for p = 0, all might go: the likeliest stays.
+    # By rounding, or for p = 0, all tokens might be dropped: the most likely one stays.
     highest = tl.max(tops)
     beyond = edge > highest
     edge = tl.minimum(edge, highest)
@@ -146,7 +147,7 @@ def _distribution_kernel(
         bad |= (x != x).to(tl.int32)
         tops = tl.where(x > tops, x, tops)
     peak = tl.where(tl.max(bad) > 0, float("nan"), tl.max(tops)) / temperature
-    # Sums of powers farther than each distance, and how many are nearer.
+    # Sums of exponentials beyond each distance, and counts of scores within it.
     wholes = tl.zeros([AT_ONCE], tl.float32)
     past_near = tl.zeros([AT_ONCE], tl.float32)
     past_far = tl.zeros([AT_ONCE], tl.float32)
@@ -199,7 +200,7 @@ def _distribution_kernel(
         least = tl.full([], -2147483648, tl.int32)
         if TOP_K:
             least = _kth(scores, length, top_k, AT_ONCE)
-            # Top-p takes its share of what top-k left.
+            # Top-p takes its share of the mass that top-k kept.
             dropped = 0.0
             kept = _mass(scores, length, least, 2147483647, AT_ONCE)
             edge = least

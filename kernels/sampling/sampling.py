@@ -1,4 +1,4 @@
-"""From logits to distributions, and from a draft and two distributions to what holds of it."""
+"""Converts logits to distributions, and accepts or rejects draft tokens."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import torch.nn.functional as F
 from triforce_kernels.checks import require
 from triforce_kernels.dispatch import implementation
 
-# Below this temperature quotients overflow float32; the distribution is one-hot long before, up to
-# exact ties.
+# Below this temperature quotients overflow float32; the distribution is one-hot long before that,
+# except for exact ties.
 LEAST_TEMPERATURE = 1e-30
-# A nucleus of so many tokens at most is found without sorting the vocabulary.
+# A nucleus of at most this many tokens is found without sorting the vocabulary.
 _SHORTLIST = 256
 
 
 def distribution(
     logits: torch.Tensor, temperature: float, top_k: int, top_p: float
 ) -> torch.Tensor:
-    """The distribution of the next token, [rows, vocab] float32, of logits [rows, vocab] of any
-    dtype.
+    """Return the distribution of the next token, [rows, vocab] float32, for logits [rows, vocab] of
+    any dtype.
 
-    Temperature, then top-k (0 for all), then top-p, as transformers' warpers apply them: top-k
-    keeps ties with the k-th, top-p keeps the likeliest tokens until their sum reaches p, and never
-    none; which of equals at its edge stay is left open. Temperature 0 is the one-hot distribution
-    of the first arg-max. Logits that are not finite give a distribution that is not a number; -inf
-    is fine beside finite ones. Raises ValueError.
+    Temperature is applied first, then top-k (0 for all), then top-p, as by transformers' warpers.
+    Top-k keeps ties with the k-th token. Top-p keeps the most likely tokens until their sum reaches
+    p, and at least one; which of equal tokens at its edge stay is unspecified. Temperature 0 gives
+    the one-hot distribution of the first arg-max. Logits that are not finite give NaN; -inf is
+    allowed beside finite ones. Raises ValueError.
     """
     require(
         "distribution",
@@ -49,17 +49,18 @@ def accept(
     target_probs: torch.Tensor,
     coins: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Speculative sampling of whole drafts: how many of a draft's tokens hold, and what follows.
+    """Apply speculative sampling to whole drafts: return how many tokens of each are accepted, and
+    the next token.
 
     tokens: [drafts, n] int64; n may be 0
-    draft_probs: [drafts, n, vocab] float32, or None where each is one-hot: its token was sure
+    draft_probs: [drafts, n, vocab] float32, or None if each is one-hot: its token was certain
     target_probs: [drafts, n + 1, vocab] float32
-    coins: [drafts, n + 1] float64 in [0, 1): one for each token, the last for the one that follows
+    coins: [drafts, n + 1] float64 in [0, 1): one for each token, the last for the next token
 
-    Each token x holds while coin * q[x] < p[x], for the distribution q it was drawn from and the
-    verifier's p (Leviathan et al., 2023; Chen et al., 2023). What follows is drawn from norm(max(p
-    - q, 0)) at the first that does not, else from the p behind the draft; -1 if that is not a
-    number. Returns [drafts] int64 each. Raises ValueError.
+    Each token x is accepted while coin * q[x] < p[x], for the distribution q it was drawn from and
+    the verifier's p (Leviathan et al., 2023; Chen et al., 2023). The next token is drawn from
+    norm(max(p - q, 0)) at the first rejected token, else from the p after the draft; it is -1 if
+    that distribution is NaN. Returns [drafts] int64 each. Raises ValueError.
     """
     drafts, n = tokens.shape
     vocab = target_probs.shape[-1]
@@ -89,9 +90,9 @@ def accept(
 
 
 def pick(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
-    """One token of each row of `probs` [rows, vocab] float32, by a coin each, [rows] float64 in [0,
-    1), as [rows] int64; -1 where the distribution is not a number. A token of probability 0 is
-    never drawn. Raises ValueError.
+    """Draw one token from each row of `probs` [rows, vocab] float32 with a coin for each, [rows]
+    float64 in [0, 1). Returns [rows] int64; -1 where the distribution is NaN. A token of
+    probability 0 is never drawn. Raises ValueError.
     """
     require(
         "pick",
@@ -136,17 +137,17 @@ def reference_accept(
     accepted = (coins[:, :n] * q < p).cumprod(-1).sum(-1)
     row = accepted[:, None, None].expand(-1, 1, target_probs.shape[-1])
     p = target_probs.gather(1, row).squeeze(1)
-    # After a draft that holds wholly there is no q: subtracting a row of zeros leaves p.
+    # After a fully accepted draft there is no q: subtracting a row of zeros leaves p.
     q = F.pad(draft_probs, (0, 0, 0, 1)).gather(1, row).squeeze(1)
     residual = (p - q).clamp_(min=0)
-    # Distributions equal up to rounding may reject once in millions and leave no residual: p is
-    # right then.
+    # Distributions that are equal up to rounding may reject once in millions and leave no residual:
+    # then p is correct.
     rest = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
     return accepted, reference_pick(rest, coins[:, n])
 
 
 def reference_pick(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
-    """Inverts the cumulative distribution in float64: a token of probability 0 spans nothing."""
+    """Invert the cumulative distribution in float64. A token of probability 0 spans nothing."""
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1]
     below_total = torch.minimum(coins * total, total.nextafter(torch.zeros_like(total)))
@@ -155,10 +156,10 @@ def reference_pick(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
 
 
 def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The likeliest tokens until their sum reaches top_p, renormalised."""
+    """Return the most likely tokens until their sum reaches top_p, renormalised."""
     if probs.device.type == "cpu" and probs.shape[-1] > _SHORTLIST:
-        # Sorting a whole vocabulary takes the CPU as long as a small model's forward, and nearly
-        # all of it is for tokens that fall outside.
+        # Sorting a whole vocabulary takes a CPU as long as a small model's forward, and nearly all
+        # of that time is for tokens outside the nucleus.
         best = probs.topk(_SHORTLIST + 1, -1).values
         before = best.cumsum(-1) - best
         kept = (before < top_p).sum(-1, keepdim=True)

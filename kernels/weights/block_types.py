@@ -1,7 +1,7 @@
-"""Block types: how many numbers a block holds, and in how many bytes. No tensors.
+"""Block types: how many numbers a block has, and in how many bytes. No tensors.
 
-The gguf package has the same table of GGUF's, but only who has such a file should load it; a test
-holds the two together.
+The gguf package has the same table for GGUF's types, but is loaded only for such files; a test
+compares the two.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BlockType:
-    """Numbers of a few bits that share scales.
+    """A format of blocks: numbers of a few bits that share scales.
 
-    name, number: as ggml has them, 0 for what it has not; elements, nbytes: of a block
+    name, number: as in ggml; number is 0 for a type that ggml does not have
+    elements, nbytes: numbers and bytes of a block
     """
 
     name: str
@@ -22,7 +23,7 @@ class BlockType:
     nbytes: int
 
     def row_bytes(self, columns: int) -> int:
-        """Of a row of so many columns. Raises ValueError if it is no whole number of blocks."""
+        """Return the bytes of a row of `columns` columns. Raises ValueError for a partial block."""
         if columns % self.elements:
             raise ValueError(f"{columns} columns are not whole {self.name} blocks")
         return columns // self.elements * self.nbytes
@@ -53,8 +54,8 @@ BLOCK_TYPES = {
     )
 }
 
-# 128 numbers of 8 bits (4 of exponent, 3 of mantissa) and their scale in float32, behind them.
-# Checkpoints hold a scale for each 128 by 128 numbers; here each row has its own, for a 32nd more
-# bytes, so that rows can be taken apart and put together.
+# 128 numbers of 8 bits (4 of exponent, 3 of mantissa), followed by their scale in float32.
+# Checkpoints have a scale for each 128 by 128 numbers. Here each row has its own, at the cost of
+# 1/32 more bytes, so that rows can be separated and joined.
 F8_E4M3 = BlockType("F8_E4M3", 0, 128, 132)
 ALL_TYPES = BLOCK_TYPES | {F8_E4M3.name: F8_E4M3}

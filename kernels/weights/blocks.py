@@ -1,4 +1,4 @@
-"""Matrices in blocks of a few bits a number, GGUF's and FP8's, decoded to plain numbers."""
+"""Matrices in blocks of a few bits per number, of GGUF and FP8, and how they are decoded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FUSED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F8_E4M
 
 @dataclass(frozen=True)
 class BlockWeight(StoredWeight):
-    """A matrix [rows, columns], row by row in blocks.
+    """A matrix [rows, columns], stored row by row in blocks.
 
     data: [rows, bytes of a row] uint8
     """
@@ -60,22 +60,21 @@ class BlockWeight(StoredWeight):
 
 
 class NoDecoderError(RuntimeError):
-    """Nothing installed here decodes a block type."""
+    """No installed package decodes a block type."""
 
 
 def can_decode(kind: BlockType, device: torch.device) -> bool:
-    """Whether something here decodes it."""
+    """Return whether a block type can be decoded here."""
     return kind.name in _OWN or has_kernel(kind, device) or _library() is not None
 
 
 def has_kernel(kind: BlockType, device: torch.device) -> bool:
-    """Whether a kernel on this device decodes it, also while it multiplies."""
+    """Return whether a kernel on this device decodes a block type, alone and within a product."""
     return kind.name in FUSED and backend(device) == TRITON
 
 
 def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [n, bytes] uint8 to the numbers that they stand for, in float32 and then in `dtype`:
-    [n, columns].
+    """Decode rows [n, bytes] uint8 to float32, then convert to `dtype`: [n, columns].
 
     Raises NoDecoderError.
     """
@@ -85,10 +84,10 @@ def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Ten
 
 
 def block_matmul(x: torch.Tensor, weight: BlockWeight) -> torch.Tensor:
-    """x [rows, in] times the weight, transposed: [rows, out] in x's dtype, summed in float32.
+    """Multiply x [rows, in] by the transposed weight: [rows, out] in x's dtype, summed in float32.
 
-    Meant for few rows, 1 to 64 or so, where the weight's bytes are what it takes.
-    Raises ValueError or NoDecoderError.
+    Meant for few rows, up to about 64, where reading the weight takes most of the time. Raises
+    ValueError or NoDecoderError.
     """
     require(
         "block_matmul",
@@ -133,12 +132,12 @@ def _library() -> Callable[[torch.Tensor, int], torch.Tensor] | None:
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The half-precision number at a byte of each block, [blocks, 1] float32."""
+    """Return the half-precision number at byte `start` of each block, [blocks, 1] float32."""
     return blocks[:, start : start + 2].view(torch.float16).float()
 
 
 def _fives(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """Numbers of 5 bits: 32 high bits at a byte of each block, 16 bytes of low halves behind."""
+    """Return numbers of 5 bits: 32 high bits at a byte of each block, then 16 bytes of low bits."""
     bits = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     high = (blocks[:, start : start + 4, None] >> bits & 1).flatten(1)
     low = blocks[:, start + 4 : start + 20]
@@ -158,5 +157,5 @@ def _f8_e4m3(blocks: torch.Tensor) -> torch.Tensor:
     return numbers * blocks[:, 128:].contiguous().view(torch.float32)
 
 
-# What transformers' decoders leave out.
+# Block types that transformers does not decode.
 _OWN = {"Q5_0": _q5_0, "Q5_1": _q5_1, "F8_E4M3": _f8_e4m3}

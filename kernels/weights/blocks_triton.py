@@ -1,7 +1,8 @@
-"""`blocks` on a GPU: decoding, and products with a few rows that decode what they read.
+"""`blocks` on a GPU: decoding, and products with few rows that decode the weight as they read it.
 
-Both go through a row in steps of whole bytes of quants. A byte holds two numbers; the numbers of
-its low and of its high half lie side by side in a row each, so nothing is interleaved: see `_step`.
+Both process a row in steps of whole bytes of quants. A byte has two numbers. The low halves of a
+step's bytes are adjacent in the row, and so are the high halves, so nothing is interleaved: see
+`_step`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.slices import tile_rows
 
 _COLUMNS = 32
-# Steps of a program of `decode`.
+# Steps that one program of `decode` processes.
 _STEPS = 4
-# How the numbers of a step lie: bytes of quants, and steps of a block.
+# Layout of the numbers of a step: bytes of quants, and steps per block.
 _SHAPES = {
     "Q4_0": (16, 1),
     "Q4_1": (16, 1),
@@ -32,7 +33,7 @@ _SHAPES = {
 
 @triton.jit
 def _half(place):
-    """The half-precision number at a byte, which may be odd."""
+    """Return the half-precision number at a byte address, which may be odd."""
     low = tl.load(place).to(tl.uint16)
     high = tl.load(place + 1).to(tl.uint16)
     return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
@@ -40,8 +41,8 @@ def _half(place):
 
 @triton.jit
 def _eight(place):
-    """Numbers of 8 bits, 4 of exponent and 3 of mantissa. As half-precision ones of the same bits
-    they are a 256th of themselves, subnormal ones too.
+    """Return numbers of 8 bits, 4 of exponent and 3 of mantissa. As half-precision numbers with the
+    same bits they would be a 256th of their value, subnormal ones too.
     """
     bits = tl.load(place).to(tl.uint16)
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
@@ -50,7 +51,7 @@ def _eight(place):
 
 @triton.jit
 def _single(place):
-    """The single-precision number at a byte, which may be odd."""
+    """Return the single-precision number at a byte address, which may be odd."""
     bits = tl.load(place).to(tl.uint32) | (tl.load(place + 1).to(tl.uint32) << 8)
     bits |= (tl.load(place + 2).to(tl.uint32) << 16) | (tl.load(place + 3).to(tl.uint32) << 24)
     return bits.to(tl.float32, bitcast=True)
@@ -58,12 +59,14 @@ def _single(place):
 
 @triton.jit
 def _scale_and_least(block, group):
-    """Of a group of 32 numbers of a Q4_K or Q5_K block: 6 bits each, packed into 12 bytes."""
+    """Return scale and minimum of a group of 32 numbers in a Q4_K or Q5_K block: 6 bits each,
+    packed into 12 bytes.
+    """
     packed = block + 4
     own, other, before = (
         tl.load(packed + group),
         tl.load(packed + group + 4),
-        # Of the first four groups it is no part of these.
+        # Not used for the first four groups.
         tl.load(packed + group - 4),
     )
     scale = tl.where(group < 4, own & 63, (other & 15) | ((before >> 6) << 4))
@@ -77,9 +80,9 @@ def _scale_and_least(block, group):
 @triton.jit
 def _step(row, step, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr,
           BYTES: tl.constexpr):  # fmt: skip
-    """The numbers of a step of some rows. row: addresses [rows] of the rows' first bytes.
+    """Decode the numbers of a step of some rows. row: addresses [rows] of the rows' first bytes
 
-    Returns two tiles [rows, BYTES] of float32, and where in the row each begins.
+    Returns two tiles [rows, BYTES] of float32, and the column at which each begins.
     """
     block = row + step // STEPS * BLOCK_BYTES
     part = step % STEPS
@@ -97,7 +100,7 @@ def _step(row, step, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.co
         start += part * 64
         low, high = _eight(place) * scale, _eight(place + BYTES) * scale
     elif KIND == "Q6_K":
-        # Halves of 128 numbers, each 64 bytes of low bits; the upper two bits are 32 bytes more.
+        # Each half of 128 numbers has 64 bytes of low bits, and 32 bytes with the upper two bits.
         half, quarter = part // 2, part % 2
         both = tl.load(block[:, None] + half * 64 + quarter * 32 + byte[None, :])
         upper = tl.load(block[:, None] + 128 + half * 32 + byte[None, :])
@@ -112,7 +115,8 @@ def _step(row, step, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.co
         low = (low - 32).to(tl.float32) * low_scale
         high = (high - 32).to(tl.float32) * high_scale
     elif KIND == "Q4_K" or KIND == "Q5_K":
-        # Pairs of groups of 32 numbers share their bytes; fifth bits of all are 32 bytes before.
+        # Pairs of groups of 32 numbers share their bytes; the fifth bits of all are in 32 bytes
+        # before.
         quants: tl.constexpr = 48 if KIND == "Q5_K" else 16
         both = tl.load(block[:, None] + quants + part * 32 + byte[None, :])
         low, high = (both & 15).to(tl.int32), (both >> 4).to(tl.int32)
@@ -133,7 +137,7 @@ def _step(row, step, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.co
         both = tl.load(block[:, None] + after + byte[None, :])
         low, high = (both & 15).to(tl.int32), (both >> 4).to(tl.int32)
         if five:
-            # One bit more of each number, in order.
+            # The fifth bit of each number, in order.
             bits = block[:, None] + fifths + (byte // 8)[None, :]
             low |= ((tl.load(bits) >> (byte % 8)[None, :]) & 1).to(tl.int32) << 4
             high |= ((tl.load(bits + 2) >> (byte % 8)[None, :]) & 1).to(tl.int32) << 4
@@ -173,7 +177,7 @@ def _matmul_kernel(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     real = row < rows
-    # What is behind the last column reads the last again, and is not stored.
+    # Lanes past the last column read the last column again, and are not stored.
     weight = data + tl.minimum(column, columns - 1).to(tl.int64) * row_bytes
     left = x + row[:, None].to(tl.int64) * x_row + tl.arange(0, BYTES)[None, :]
     item = x.dtype.element_ty
@@ -189,13 +193,13 @@ def _matmul_kernel(
 
 
 def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
-    """`blocks.decode` of one of `blocks.FUSED`."""
+    """`blocks.decode` for the types of `blocks.FUSED`."""
     rows, row_bytes = data.shape
     blocks = row_bytes // kind.nbytes
     size, steps = _SHAPES[kind.name]
     out = torch.empty((rows, blocks * kind.elements), dtype=dtype, device=data.device)
     grid = (rows, triton.cdiv(blocks * steps, _STEPS))
-    # Not fused, so that numbers are those of the reference to the last bit.
+    # Without fusion, so that numbers equal those of the reference bit for bit.
     _decode_kernel[grid](
         data, out, row_bytes, blocks * steps, out.shape[1],
         KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=steps, BYTES=size, MANY=_STEPS,
@@ -205,7 +209,7 @@ def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Ten
 
 
 def matmul(x: torch.Tensor, data: torch.Tensor, kind: BlockType) -> torch.Tensor:
-    """x [rows, in] times blocks [out, bytes] of one of `blocks.FUSED`, transposed."""
+    """Multiply x [rows, in] by transposed blocks [out, bytes] of a type in `blocks.FUSED`."""
     (columns, row_bytes), rows = data.shape, x.shape[0]
     size, steps = _SHAPES[kind.name]
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)

@@ -1,8 +1,8 @@
-"""The high bits of a matrix, read alone: what drafts with 8 of a number's 12 bits.
+"""The high bits of a matrix, read alone: drafting reads 8 of a number's 12 bits.
 
-The bytes are those of `split_bf16` or `split_fp16`: nothing else is stored. The bits of the
-mantissa that are not read are taken to be in the middle of their range. Exceptions, and numbers
-that are not finite, count as 0.
+The bytes are those of `split_bf16` or `split_fp16`; nothing else is stored. Mantissa bits that are
+not read are assumed to be in the middle of their range. Exceptions, and numbers that are not
+finite, count as 0.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from triforce_kernels.weights.slices import sliced_product
 from triforce_kernels.weights.split_bf16 import CodedMatrix
 from triforce_kernels.weights.split_codes import middle_bits
 
-# Of float16's high byte: what is 0 of a zero, and all ones of what is not finite; and the middle
-# of the low byte.
+# Masks of float16's high byte: bits that are all 0 in a zero, and bits that are all 1 in a number
+# that is not finite. Then the middle of the low byte.
 _HALF_MAGNITUDE, _HALF_EXPONENT = 0x7F, 0x7C
 _MIDDLE = 0x80
 
 
 @dataclass(frozen=True)
 class HighBitsWeight(CodedMatrix):
-    """A matrix [rows, columns], approximately the split matrix whose high bits it is."""
+    """A matrix [rows, columns] that approximates the split matrix of which it is the high bits."""
 
     @classmethod
     def of(cls, weight: CodedMatrix) -> HighBitsWeight:
-        """A view."""
+        """Return the high bits of a weight, as a view."""
         return cls(weight.high, weight.base)
 
     def dense_rows(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
@@ -44,17 +44,17 @@ class HighBitsWeight(CodedMatrix):
 
 
 def decode(weight: HighBitsWeight) -> torch.Tensor:
-    """[rows, columns] in bfloat16, or in float16 if it has no bases."""
+    """Return [rows, columns] in bfloat16, or in float16 if the weight has no bases."""
     if weight.base is None:
         return _decode_halves(weight.high)
     return middle_bits(weight.high, weight.base.unsqueeze(1)).view(torch.bfloat16)
 
 
 def high_bits_matmul(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
-    """x [rows, in] times the weight, transposed: [rows, out] in x's dtype, summed in float32.
+    """Multiply x [rows, in] by the transposed weight: [rows, out] in x's dtype, summed in float32.
 
-    Meant for few rows, 1 to 64 or so, where the weight's bytes are what it takes.
-    Raises ValueError.
+    Meant for few rows, up to about 64, where reading the weight takes most of the time. Raises
+    ValueError.
     """
     columns, base = weight.shape[1], weight.base
     require(

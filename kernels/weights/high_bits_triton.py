@@ -1,4 +1,4 @@
-"""`high_part` on a GPU: products with a few rows that read a byte of each number of the weight."""
+"""`high_bits` on a GPU: products with few rows that read one byte of each number of the weight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _high_bits_kernel(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)
-    # What is behind the last column reads the last again, and is not stored.
+    # Lanes past the last column read the last column again, and are not stored.
     source = tl.minimum(column, columns - 1)
     if HAS_BASE:
         floor = (floor_of(tl.load(base + source)) << 7)[:, None]
@@ -33,7 +33,7 @@ def _high_bits_kernel(
         real = step + start < depth
         coded = tl.load(weight + start, mask=real[None, :], other=0).to(tl.int32)
         if HAS_BASE:
-            # In the middle of what the low_part bits may be.
+            # In the middle of the range of the low bits.
             code = coded & 0x7F
             above = tl.minimum((code << 4) - 120, (code << 3) + 644) + floor
             bits = tl.where(code < 8, 0, above | ((coded & 0x80) << 8))

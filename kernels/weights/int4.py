@@ -1,4 +1,4 @@
-"""Weights of 4 bits, multiplied by a few rows: what stands in for weights that do not fit."""
+"""4-bit weights, multiplied by few rows: they replace weights that do not fit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from triforce_kernels.weights.slices import sliced_product
 from triforce_kernels.weights.stored import StoredWeight
 
 GROUPS = (32, 64, 128, 256)
-# Shares of a group's range that `quantise` begins with, and how often it improves on each.
+# Shares of a group's range that `quantise` begins with, and how often it refines each.
 _RANGES, _TURNS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7), 3
 
 
 @dataclass(frozen=True)
 class Int4Weight(StoredWeight):
-    """A matrix [out, in] as whole numbers 0 to 15 with a scale and an offset for each group.
+    """A matrix [out, in] as integers 0 to 15 with a scale and an offset for each group.
 
-    packed: [out, in / 2] uint8. Of each `group` consecutive columns the first half lies in the low
-        bits, the second half in the high ones, so that neither has to be interleaved again.
-    scale, offset: [in / group, out], the dtype of what multiplies: weight = number * scale + offset
+    packed: [out, in / 2] uint8. Of each `group` consecutive columns the first half is in the low
+        bits and the second half in the high bits, so that they need not be interleaved again
+    scale, offset: [in / group, out], in the dtype of the rows multiplied: weight = number * scale +
+        offset
     """
 
     packed: torch.Tensor
@@ -61,8 +62,9 @@ class Int4Weight(StoredWeight):
 
 
 def quantise(weight: torch.Tensor, group: int = 64) -> Int4Weight:
-    """Rounds weight [out, in] to 16 equal steps in each group, those that are off by the least
-    squares of some that are tried; 16 between the least and the greatest are one of them.
+    """Round weight [out, in] to 16 equal steps in each group. Of several candidates for the steps,
+    choose the one with the least squared error; 16 steps from the least to the greatest number are
+    one candidate.
 
     Raises ValueError.
     """
@@ -73,7 +75,7 @@ def quantise(weight: torch.Tensor, group: int = 64) -> Int4Weight:
         group=group,
     )
     groups = weight.float().unflatten(1, (-1, group))
-    # Rounded first: numbers are chosen for the scale and offset that they will be used with.
+    # Round scale and offset first, so that the integers are chosen for the values used later.
     scale, offset = (x.to(weight.dtype) for x in _fit(groups))
     numbers = _nearest(groups, scale.float(), offset.float())
     low, high = numbers.to(torch.uint8).chunk(2, -1)
@@ -82,10 +84,11 @@ def quantise(weight: torch.Tensor, group: int = 64) -> Int4Weight:
 
 
 def _fit(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and offset of each group: groups [out, n, group] to [out, n] each.
+    """Return scale and offset of each group: groups [out, n, group] to [out, n] each.
 
-    From ranges that leave out more and more of the outermost numbers: rounding to steps, and the
-    steps that suit what was rounded best (linear regression), in turns.
+    The candidates begin with ranges that leave out more and more of the outermost numbers. Each is
+    refined in turns: round the numbers to the steps, then fit the steps to the rounded numbers by
+    linear regression.
     """
     least, most = groups.amin(-1), groups.amax(-1)
     middle, best = (least + most) / 2, torch.full_like(least, torch.inf)
@@ -112,15 +115,15 @@ def _fit(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nearest(groups: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """The whole numbers 0 to 15 that stand for the groups best. A group without a spread has a
-    scale of 0, and zeros.
+    """Return the integers 0 to 15 that are nearest to the groups. A group of equal numbers has a
+    scale of 0, and gets zeros.
     """
     step = scale.where(scale > 0, torch.inf).unsqueeze(-1)
     return ((groups - offset.unsqueeze(-1)) / step).round_().clamp_(0, 15)
 
 
 def dequantise(weight: Int4Weight) -> torch.Tensor:
-    """[out, in] float32."""
+    """Return [out, in] in float32."""
     parts = weight.packed.unflatten(1, (-1, weight.group // 2))
     numbers = torch.cat((parts & 15, parts >> 4), -1).to(torch.float32)
     scale, offset = (x.T.float().unsqueeze(-1) for x in (weight.scale, weight.offset))
@@ -128,10 +131,10 @@ def dequantise(weight: Int4Weight) -> torch.Tensor:
 
 
 def int4_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
-    """x [rows, in] times the weight, transposed: [rows, out] in x's dtype, summed in float32.
+    """Multiply x [rows, in] by the transposed weight: [rows, out] in x's dtype, summed in float32.
 
-    Meant for few rows, 1 to 64 or so, where the weight's bytes are what it takes.
-    Raises ValueError.
+    Meant for few rows, up to about 64, where reading the weight takes most of the time. Raises
+    ValueError.
     """
     count, width = weight.shape
     groups = width // weight.group

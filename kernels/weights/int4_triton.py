@@ -1,4 +1,4 @@
-"""`int4` on a GPU: one program for a tile of rows and of columns, group by group."""
+"""`int4` on a GPU: one program for each tile of rows and columns, group by group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _matmul_kernel(
         both = tl.load(place + group * (GROUP // 2), mask=there[:, None], other=0)
         s = tl.load(scale + group * columns + column, mask=there, other=0.0).to(tl.float32)
         o = tl.load(offset + group * columns + column, mask=there, other=0.0).to(tl.float32)
-        # Whole numbers up to 15 are exact in every dtype; scale and offset come after the sums.
+        # Integers up to 15 are exact in every dtype; scale and offset are applied after the sums.
         low = tl.trans((both & 15).to(item))
         high = tl.trans((both >> 4).to(item))
         sums = tl.dot(low_x, low, input_precision="ieee")

@@ -1,4 +1,4 @@
-"""Products with a weight, whatever its format. What computes cannot tell how it is stored."""
+"""Products with a weight in any format. The caller cannot tell how the weight is stored."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from triforce_kernels import limits
 from triforce_kernels.weights.stored import StoredWeight
 
-# On a CPU, products of half precision with more rows than this are made in float32.
+# On a CPU, half-precision products with more rows than this are made in float32.
 _NARROW_ROWS = 4
 
 
 @dataclass(frozen=True)
 class StackedWeight(StoredWeight):
-    """Matrices of different formats, one above the other: as many columns, each its rows."""
+    """Matrices of different formats, one above the other, with equal numbers of columns."""
 
     parts: tuple[Weight, ...]
 
@@ -30,7 +30,7 @@ class StackedWeight(StoredWeight):
         return self.parts[0].device
 
     def rows(self, first: int, end: int) -> Weight:
-        """StoredWeight.rows, which lie in one part."""
+        """StoredWeight.rows; the rows must be in one part."""
         for part in self.parts:
             if first < part.shape[0]:
                 return rows_of(part, first, end)
@@ -50,10 +50,11 @@ Weight = torch.Tensor | StoredWeight
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [rows, in] times a weight [out, in], transposed, plus bias [out]: [rows, out] in x's dtype.
+    """Multiply x [rows, in] by a transposed weight [out, in] and add bias [out]: [rows, out] in x's
+    dtype.
 
-    What is not dense is decoded to x's dtype some rows at a time: the result is that of the dense
-    matrix of the same numbers.
+    A weight that is not dense is decoded to x's dtype some rows at a time, so the result is that of
+    the dense matrix of the same numbers.
     """
     wide = widens(x.device, x.dtype, x.shape[0])
     if isinstance(weight, torch.Tensor) and not wide:
@@ -81,16 +82,16 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
 
 
 def widens(device: torch.device, dtype: torch.dtype, rows: int = _NARROW_ROWS + 1) -> bool:
-    """Whether products with so many rows are made in float32 and rounded then.
+    """Return whether products with `rows` rows are made in float32 and then rounded.
 
-    Processors without half-precision units take several times as long otherwise.
+    Without this, processors without half-precision units take several times as long.
     """
     return device.type == "cpu" and dtype.itemsize == 2 and rows > _NARROW_ROWS
 
 
 def lookup(weight: Weight, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of a weight [out, in], by index [n]: [n, in], where the weight is. Raises TypeError for
-    a format that layers alone have.
+    """Return rows of a weight [out, in] by index [n]: [n, in], on the weight's device. Raises
+    TypeError for a format that only layers use.
     """
     if isinstance(weight, torch.Tensor):
         return F.embedding(index, weight).to(dtype)
@@ -98,14 +99,14 @@ def lookup(weight: Weight, index: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 
 def rows_of(weight: Weight, first: int, end: int) -> Weight:
-    """Some rows of a weight, which lie in one part of it; a view. Raises IndexError."""
+    """Return rows of a weight, which must be in one part of it, as a view. Raises IndexError."""
     if end > weight.shape[0]:
         raise IndexError(f"rows {first} to {end} of {weight.shape[0]}")
     return weight[first:end] if isinstance(weight, torch.Tensor) else weight.rows(first, end)
 
 
 def dense_rows(weight: Weight, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """The weight as dense rows [n, in], some at a time, each with the index of its first row."""
+    """Yield the weight as dense rows [n, in], some at a time, each with the index of the first."""
     if not isinstance(weight, torch.Tensor):
         yield from weight.dense_rows(dtype)
         return

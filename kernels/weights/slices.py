@@ -1,4 +1,4 @@
-"""Products with a matrix that is there some rows at a time, and how many rows a program takes."""
+"""Products with a matrix that is decoded some rows at a time, and the tile size of programs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from triforce_kernels.limits import FEW_ROWS
 def sliced_product(
     x: torch.Tensor, width: int, slices: Iterable[tuple[int, torch.Tensor]]
 ) -> torch.Tensor:
-    """x [rows, in] times a matrix [width, in], transposed, summed in float32: [rows, width] in x's
-    dtype. slices: of the matrix, with the index of the first row of each.
+    """Multiply x [rows, in] by a transposed matrix [width, in], summed in float32: [rows, width] in
+    x's dtype. slices: slices of the matrix, each with the index of its first row
     """
     out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
     wide = x.float()
@@ -23,6 +23,8 @@ def sliced_product(
 
 
 def tile_rows(x: torch.Tensor) -> int:
-    """Rows of x that a program multiplies at a time: what its registers hold, and a power of 2."""
+    """Return how many rows of x a program multiplies at a time: a power of 2, limited by
+    registers.
+    """
     most = FEW_ROWS if x.dtype != torch.float32 else 16
     return min(most, max(16, 1 << (x.shape[0] - 1).bit_length()))

@@ -1,7 +1,8 @@
-"""bfloat16 matrices in 12 bits a number, bit for bit, whose high 8 are a number by themselves.
+"""bfloat16 matrices in 12 bits per number, bit for bit, whose high 8 bits are a number by
+themselves.
 
-Numbers are coded as `split_codes` says, with a base for each row; a list has where exceptions are,
-and their 16 bits.
+Numbers are encoded as in `split_codes`, with a base for each row. A list has the places of
+exceptions and their 16 bits.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from triforce_kernels.weights.split_codes import (
 )
 from triforce_kernels.weights.stored import SplitWeight, StoredWeight
 
-# Behind the last exception of a list.
+# Fills a list after its last exception.
 NOTHING = 2**31 - 1
-# Numbers that are coded at a time: what that takes stays in a processor's cache.
+# Numbers that are encoded at a time: the temporaries stay in a processor's cache.
 _CODED_AT_ONCE = 1 << 17
 
 
 class SplitError(ValueError):
-    """A matrix does not fit its split, or a list of exceptions is damaged."""
+    """A matrix does not fit its split format, or a list of exceptions is damaged."""
 
 
 @dataclass(frozen=True)
 class CodedMatrix(StoredWeight):
-    """What every way to read split numbers needs of a matrix [rows, columns].
+    """The part of a split matrix [rows, columns] that every way to read it needs.
 
     high: [rows, columns] uint8
-    base: [rows] uint8, the greatest exponent of each row's finite numbers; None of float16, whose
+    base: [rows] uint8, the greatest exponent of each row's finite numbers; None for float16, whose
         high bytes need none (`split_fp16`)
     """
 
@@ -63,11 +64,11 @@ class CodedMatrix(StoredWeight):
 
     @property
     def decoded_at_once(self) -> int:
-        """Numbers that are decoded at a time."""
+        """Count of numbers that are decoded at a time."""
         return limits.DECODED_AT_ONCE
 
     def slices(self) -> Iterator[tuple[int, Self]]:
-        """As many rows as are decoded at a time, each time with the index of the first."""
+        """Yield as many rows as are decoded at a time, each time with the index of the first."""
         step = max(1, self.decoded_at_once // self.shape[1])
         for first in range(0, self.shape[0], step):
             yield first, self.rows(first, min(first + step, self.shape[0]))
@@ -75,14 +76,14 @@ class CodedMatrix(StoredWeight):
 
 @dataclass(frozen=True)
 class SplitBF16Weight(CodedMatrix, SplitWeight):
-    """A matrix [rows, columns] of bfloat16, whose columns are even.
+    """A matrix [rows, columns] of bfloat16 with an even number of columns.
 
-    low: [rows, columns / 2] uint8; the first half of a row lies in the low 4 bits
-    places: [room] int32, where exceptions are in the whole matrix, ascending, NOTHING behind them
-    patterns: [room] int16, their bits
-    starts: [ceil(rows of the whole matrix / 32) + 1] int32, the first exception of each 32 rows
-        (`limits.ROWS_OF_A_START`), and behind them how many there are
-    first: row of the whole matrix that this part of it begins with
+    low: [rows, columns / 2] uint8; the first half of a row is in the low 4 bits
+    places: [room] int32, places of exceptions in the whole matrix, ascending, then NOTHING
+    patterns: [room] int16, the bits of exceptions
+    starts: [ceil(rows of the whole matrix / 32) + 1] int32, index of the first exception of each 32
+        rows (`limits.ROWS_OF_A_START`), then the number of exceptions
+    first: index in the whole matrix of the first row of this part
     """
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
@@ -112,7 +113,7 @@ class SplitBF16Weight(CodedMatrix, SplitWeight):
         return decode_rows(self, index).to(dtype)
 
     def small_batch_matmul(self) -> Callable[[torch.Tensor, SplitBF16Weight], torch.Tensor] | None:
-        """StoredWeight.small_batch_matmul. Without a kernel it would decode too."""
+        """StoredWeight.small_batch_matmul. None without a kernel: the reference decodes too."""
         return split_matmul if backend(self.device) == TRITON else None
 
     def joined(self) -> torch.Tensor:
@@ -131,7 +132,10 @@ def joined_at_once(device: torch.device) -> int:
 
 
 class _Coded(NamedTuple):
-    """Some rows, coded. places: of their exceptions, int64, from the first of these rows on."""
+    """Some encoded rows.
+
+    places: places of their exceptions, int64, counted from the first of these rows
+    """
 
     high: torch.Tensor
     low: torch.Tensor
@@ -141,7 +145,7 @@ class _Coded(NamedTuple):
 
 
 def encode(matrix: torch.Tensor) -> SplitBF16Weight:
-    """SplitBF16 of a bfloat16 matrix [rows, columns], with the room that its exceptions take.
+    """Encode a bfloat16 matrix [rows, columns], with exactly the room that its exceptions take.
 
     Raises ValueError.
     """
@@ -161,16 +165,16 @@ def encode(matrix: torch.Tensor) -> SplitBF16Weight:
 
 
 def encode_into(matrix: torch.Tensor, into: SplitBF16Weight) -> None:
-    """Writes a bfloat16 matrix [rows, columns] into these rows of a larger one, wherever it lies.
+    """Encode a bfloat16 matrix [rows, columns] into these rows of a larger one, on any device.
 
-    The rows of the larger one are written in ascending order: exceptions behind these are
-    forgotten. Raises ValueError, or SplitError for more exceptions than there is room for.
+    The rows of the larger matrix must be written in ascending order: exceptions of later rows are
+    dropped. Raises ValueError, or SplitError for more exceptions than there is room for.
     """
     columns, row = matrix.shape[1], 0
     if matrix.shape != into.shape:
         raise ValueError(f"encode_into of {tuple(matrix.shape)} into {into.shape}")
     place = into.first * columns
-    # What was there before the first rows are written may be anything.
+    # Before the first rows are written the list may contain anything.
     known = int(torch.searchsorted(into.places, place)) if into.first else 0
     into.places[known:] = NOTHING
     for part in _slices(matrix):
@@ -191,22 +195,22 @@ def encode_into(matrix: torch.Tensor, into: SplitBF16Weight) -> None:
 
 
 def decode(weight: SplitBF16Weight) -> torch.Tensor:
-    """The matrix [rows, columns] in bfloat16. Raises ValueError."""
+    """Return the matrix [rows, columns] in bfloat16. Raises ValueError."""
     _require("decode", weight)
     return implementation("decode_split", weight.device)(weight, None)
 
 
 def decode_rows(weight: SplitBF16Weight, index: torch.Tensor) -> torch.Tensor:
-    """Rows of the matrix by index [n] int64: [n, columns] bfloat16. Raises ValueError."""
+    """Return rows of the matrix by index [n] int64: [n, columns] bfloat16. Raises ValueError."""
     _require("decode_rows", weight)
     return implementation("decode_split", weight.device)(weight, index)
 
 
 def split_matmul(x: torch.Tensor, weight: SplitBF16Weight) -> torch.Tensor:
-    """x [rows, in] times the weight, transposed: [rows, out] in x's dtype, summed in float32.
+    """Multiply x [rows, in] by the transposed weight: [rows, out] in x's dtype, summed in float32.
 
-    Meant for few rows, 1 to 64 or so, where the weight's bytes are what it takes.
-    Raises ValueError.
+    Meant for few rows, up to about 64, where reading the weight takes most of the time. Raises
+    ValueError.
     """
     _require("split_matmul", weight)
     require(
@@ -223,9 +227,7 @@ def split_matmul(x: torch.Tensor, weight: SplitBF16Weight) -> torch.Tensor:
 
 
 def check(weight: SplitBF16Weight) -> None:
-    """Raises SplitError unless the exceptions of a whole matrix are those that its codes say, and
-    begin where it says so.
-    """
+    """Raise SplitError unless the exceptions of a whole matrix match its codes and its `starts`."""
     coded = (weight.high == EXCEPTION).flatten().nonzero().squeeze(1)
     places = weight.places
     if (
@@ -304,15 +306,15 @@ def _code(matrix: torch.Tensor) -> _Coded:
 
 
 def _starts(places: torch.Tensor, count: int, columns: int) -> torch.Tensor:
-    """SplitBF16Weight.starts, `count` of them, by where exceptions are."""
+    """Return SplitBF16Weight.starts, `count` of them, for the places of exceptions."""
     rows = torch.arange(count, device=places.device) * limits.ROWS_OF_A_START
-    # Behind the last row all exceptions have begun.
+    # Past the last row this gives the number of exceptions.
     wanted = (rows * columns).clamp_(max=NOTHING).int()
     return torch.searchsorted(places, wanted, out_int32=True)
 
 
 def _put_exceptions(bits: torch.Tensor, weight: SplitBF16Weight, index: torch.Tensor) -> None:
-    """Writes what is in the list for some rows. A damaged list cannot make it write elsewhere."""
+    """Write the listed exceptions of some rows. A damaged list cannot make it write elsewhere."""
     columns = bits.shape[1]
     rows = (index + weight.first) * columns
     begin = torch.searchsorted(weight.places, rows.int())

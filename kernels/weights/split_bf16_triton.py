@@ -12,19 +12,19 @@ from triforce_kernels.weights.split_bf16 import SplitBF16Weight
 
 _BYTES = 256
 _COLUMNS = limits.ROWS_OF_A_START
-# Exceptions that a product takes at a time.
+# Exceptions that a product reads at a time.
 _LISTED = 16
 
 
 @triton.jit
 def floor_of(base):
-    """The lowest power of two that has a code (`split_codes`)."""
+    """Return the lowest power of two that has a code (`split_codes`)."""
     return base.to(tl.int32) - 12
 
 
 @triton.jit
 def number_bits(high_part, low_part, floor):
-    """The bits of numbers that are no exceptions."""
+    """Return the bits of numbers that are not exceptions."""
     code, sign = high_part & 0x7F, (high_part & 0x80) << 8
     above = tl.minimum((code << 4) - 128, (code << 3) + 640) + (floor << 7)
     return tl.where(code < 8, sign, above | low_part | sign)
@@ -50,7 +50,7 @@ def _split_kernel(
 
 @triton.jit
 def _lower_bound(places, room, wanted):
-    """The first of ascending places that is not below `wanted`."""
+    """Return the index of the first of ascending places that is not below `wanted`."""
     low = wanted * 0
     high = low + room
     while low < high:
@@ -86,7 +86,7 @@ def _split_matmul_kernel(
     column = start + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)
     half = depth // 2
-    # What is behind the last column reads the last again, and is not stored.
+    # Lanes past the last column read the last column again, and are not stored.
     source = tl.minimum(column, columns - 1)
     floor = floor_of(tl.load(base + source))[:, None]
     high = high_part + source[:, None].to(tl.int64) * depth + step[None, :]
@@ -106,8 +106,9 @@ def _split_matmul_kernel(
         acc = tl.dot(one, tl.trans(ahead.to(item)), acc, input_precision="ieee")
         other = tl.load(left + begin + half, mask=some, other=0.0)
         acc = tl.dot(other, tl.trans(behind.to(item)), acc, input_precision="ieee")
-    # Exceptions count as zeros above. Those of these columns follow one another in the list.
-    # They begin with those of whole groups of rows: a part of a matrix may begin within one.
+    # Exceptions count as zeros above. Those of these columns are consecutive in the list. The range
+    # begins and ends with whole groups of rows, because a part of a matrix may begin within a
+    # group.
     above = start + first
     behind = tl.minimum((above + COLUMNS - 1) // COLUMNS + 1, groups)
     entry = tl.maximum(tl.load(starts + above // COLUMNS), 0)
@@ -145,7 +146,7 @@ def matmul(x: torch.Tensor, weight: SplitBF16Weight) -> torch.Tensor:
 
 
 def decode(weight: SplitBF16Weight, index: torch.Tensor | None) -> torch.Tensor:
-    """`split_bf16.decode_rows`, of all rows without an index."""
+    """`split_bf16.decode_rows`; without an index, of all rows."""
     rows, columns = weight.shape
     rows = rows if index is None else len(index)
     out = torch.empty((rows, columns), dtype=torch.int16, device=weight.device)

@@ -1,41 +1,40 @@
-"""The codes of split: bfloat16 numbers in 12 bits, of which the high 8 are a number too.
+"""The codes of split numbers: bfloat16 in 12 bits, of which the high 8 are a number by themselves.
 
-A bfloat16 number is a sign, 8 bits of exponent and 7 of mantissa. Numbers that belong together (a
-row of a matrix, a channel of a block of keys) share a base, the greatest of their exponents. Nearly
-all of them lie within 13 powers of two of it, and most of what they add up to lies in the high two
-of these. So the high byte tells more of those:
+A bfloat16 number has a sign, 8 bits of exponent and 7 of mantissa. Numbers that belong together (a
+row of a matrix, a channel of a block of keys) share a base, their greatest exponent. Nearly all of
+them are within 13 powers of two of the base, and most of their sum comes from the highest two of
+these powers. So the high byte has one more mantissa bit for those two:
+    high  sign; 8 to 95: one of the low 11 powers of two, and 3 bits of the mantissa;
+          96 to 127: one of the high 2, and 4 bits of the mantissa
+    low   low 4 bits of the mantissa, the first of which may also be in the high byte
 
-    high   sign; 8 to 95: one of the low 11 powers of two, and 3 bits of the mantissa;
-            96 to 127: one of the high 2, and 4 bits of it
-    low   low 4 bits of the mantissa, the first of which the high byte may have told too
+A code of 0 is a zero, and a code of 7 an exception: too small, infinite or NaN. Others encode
+exponents to store or send bfloat16 in fewer bits (DFloat11, Zhang et al., 2025); here one of the
+parts can also be computed with alone. SmolLM2-135M accepts .991 of the drafts made with these
+codes, and .980 with 3 bits of mantissa for each of 15 powers (256 tokens).
 
-A code of 0 is a zero, and one of 7 an exception: too small, infinite or no number at all. Others
-code exponents to store or send bfloat16 in fewer bits (DFloat11, Zhang et al., 2025); here one of
-the parts can also be computed with alone. Where .980 of SmolLM2-135M's drafts held with layers read
-by 3 bits of mantissa for each of 15 powers .991 do so (256 tokens).
-
-Bits are the numbers' own, as int16.
+`bits` are the bit patterns of numbers, as int16.
 """
 
 from __future__ import annotations
 
 import torch
 
-# Of an high byte: the code; and what an exception has there.
+# Bits of a high byte that are all 0 if it has no code for a power of two; the code of an exception.
 CODE, EXCEPTION = 0x78, 0x07
 _MAGNITUDE, _NOT_FINITE = 0x7FFF, 0x7F80
-# The lowest power of two with a code is so many below the base.
+# The lowest power of two with a code is this far below the base.
 BELOW = 12
-# Codes below this one are of no number.
+# Codes below this one are no power of two.
 _FIRST = 8
-# A code is the greater of two lines of what a number's magnitude is above that power, in steps of
-# the mantissa: one for each 16 of these, and one for each 8, which meet at 96.
+# A code is the greater of two lines over the magnitude above the lowest power, in steps of the
+# mantissa: one line rises by 1 every 16 steps, the other every 8; they meet at 96.
 _SECOND_LINE = 80
 _BYTES_SIGN = 0x80
 
 
 def base_of(bits: torch.Tensor, dim: int) -> torch.Tensor:
-    """The greatest exponent of the finite numbers along `dim`, which is kept: int16."""
+    """Return the greatest exponent of the finite numbers along `dim`, which is kept: int16."""
     magnitude = bits & _MAGNITUDE
     finite = magnitude.amax(dim, keepdim=True)
     if (finite >= _NOT_FINITE).any():
@@ -44,10 +43,12 @@ def base_of(bits: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def high_codes(bits: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The high bytes, uint8, and which numbers are exceptions, bool. base: int16, as bits' shape
-    broadcasts it.
+    """Return the high bytes, uint8, and which numbers are exceptions, bool.
+
+    base: int16, broadcast to the shape of bits
     """
-    # Above the lowest power; where it does not fit 16 bits it wraps around, to what has no code.
+    # Magnitude above the lowest power. If it does not fit in 16 bits it wraps around, to a value
+    # without a code.
     above = bits & _MAGNITUDE
     above -= (base - BELOW) << 7
     outside = above < 0
@@ -68,8 +69,9 @@ def high_codes(bits: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def low_codes(bits: torch.Tensor) -> torch.Tensor:
-    """The low bytes: two numbers in each, the first half of the last dimension in the low 4 bits.
-    uint8.
+    """Return the low bytes, uint8.
+
+    Each has two numbers, those of the first half of the last dimension in the low 4 bits.
     """
     low = (bits & 15).to(torch.uint8)
     half = low.shape[-1] // 2
@@ -77,22 +79,23 @@ def low_codes(bits: torch.Tensor) -> torch.Tensor:
 
 
 def high_bits(high: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Sign, exponent and high mantissa where bfloat16 has them. What has no code is a zero.
+    """Return sign, exponent and high mantissa in their bfloat16 positions. A number without a code
+    is a zero.
 
-    base: uint8, as high's shape broadcasts it
+    base: uint8, broadcast to the shape of high
     """
     bits, sign = _above(high, 0, 0), _sign(high)
     bits += _floor(base)
     uncoded = high & CODE == 0
-    # Asking takes a CPU less than choosing, and a GPU more.
+    # A test costs a CPU less than a selection, and a GPU more.
     if high.device.type != "cpu" or uncoded.any():
         bits = bits.where(~uncoded, 0)
     return bits.bitwise_or_(sign)
 
 
 def middle_bits(high: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """What the high bytes alone tell: the low bits are taken to be in the middle of what they
-    may be, exceptions to be 0.
+    """Return the numbers as far as the high bytes define them: the low bits are in the middle of
+    their range, and exceptions are 0.
     """
     bits, sign = _above(high, 8, 4), _sign(high)
     bits += _floor(base)
@@ -101,15 +104,15 @@ def middle_bits(high: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def add_low(bits: torch.Tensor, low: torch.Tensor) -> None:
-    """Completes what `high_bits` gave."""
+    """Add the low bits to the result of `high_bits`, in place."""
     half = bits.shape[-1] // 2
     bits[..., :half] |= low & 15
     bits[..., half:] |= low >> 4
 
 
 def _above(high: torch.Tensor, first: int, second: int) -> torch.Tensor:
-    """How far a coded magnitude is above that of the lowest power: int16. first, second: what is
-    added on either line.
+    """Return how far a coded magnitude is above that of the lowest power: int16. first, second:
+    number added on each line
     """
     above = (high & ~_BYTES_SIGN & 0xFF).to(torch.int16)
     other = above << 3

@@ -1,9 +1,9 @@
-"""float16 matrices in two byte split, of which the high is a number by itself.
+"""float16 matrices split into two bytes, of which the high byte is a number by itself.
 
-A float16 number is a sign, 5 bits of exponent and 10 of mantissa, so its high byte is a number as
-it stands: sign, exponent and 2 bits of the mantissa. Nothing is coded, and nothing is saved where a
-whole matrix lies; but one that does not fit may have its high bytes on the device and its low
-ones elsewhere, and drafts read half of it (`high`).
+A float16 number has a sign, 5 bits of exponent and 10 of mantissa, so its high byte is a number as
+it is: sign, exponent and 2 bits of the mantissa. Nothing is encoded, and nothing is saved for a
+matrix that is in one place. But a matrix that does not fit can have its high bytes on the device
+and its low bytes elsewhere, and drafts read half of it (`high`).
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def split_into(matrix: torch.Tensor, into: SplitFP16Weight) -> None:
 
 
 def join(weight: SplitFP16Weight) -> torch.Tensor:
-    """The matrix [rows, columns] in float16."""
+    """Return the matrix [rows, columns] in float16."""
     return torch.stack((weight.low, weight.high), -1).view(torch.float16).squeeze(-1)
 
 
 def join_rows(weight: SplitFP16Weight, index: torch.Tensor) -> torch.Tensor:
-    """Rows of the matrix by index [n] int64: [n, columns] float16."""
+    """Return rows of the matrix by index [n] int64: [n, columns] float16."""
     return join(replace(weight, low=weight.low[index], high=weight.high[index]))

@@ -1,4 +1,4 @@
-"""What every stored format of a weight offers: a format is a class."""
+"""The interface of every stored format of a weight: a format is a class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class StoredWeight(ABC):
-    """A matrix [out, in] that is kept otherwise than as a dense tensor."""
+    """A matrix [out, in] that is not stored as a dense tensor."""
 
     @property
     @abstractmethod
@@ -22,20 +22,20 @@ class StoredWeight(ABC):
 
     @abstractmethod
     def rows(self, first: int, end: int) -> Self:
-        """Return some of its rows, a view."""
+        """Return rows `first` to `end`, as a view."""
 
     @abstractmethod
     def dense_rows(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield dense rows [n, in], some at a time, each with the index of the first."""
 
     def lookup(self, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return rows by index [n]: [n, in]. Raise TypeError for a format of layers alone."""
+        """Return rows by index [n]: [n, in]. Raise TypeError for a format that only layers use."""
         raise TypeError(f"rows of a {type(self).__name__} are not looked up")
 
     def small_batch_matmul(self) -> Callable[[torch.Tensor, Self], torch.Tensor] | None:
         """Return the small-batch matmul for this format, or None to dequantise first.
 
-        It multiplies x [rows, in] of few rows (`limits.FEW_ROWS`) with the weight, transposed.
+        It multiplies x [rows, in] of few rows (`limits.FEW_ROWS`) by the transposed weight.
         """
         return None
 
@@ -47,14 +47,14 @@ def is_split(weight: torch.Tensor | StoredWeight) -> TypeGuard[SplitWeight]:
 
 class SplitWeight(StoredWeight):
     """A matrix of numbers that are split into high and low bits: read exactly, or by the high bits
-    alone. dtype: of the numbers
+    alone. dtype: dtype of the numbers
     """
 
     dtype: ClassVar[torch.dtype]
 
     @abstractmethod
     def joined(self) -> torch.Tensor:
-        """Return the matrix exactly: [out, in] in `dtype`."""
+        """Return the exact matrix: [out, in] in `dtype`."""
 
     @abstractmethod
     def write(self, matrix: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """GGUF: one file of metadata and (quantised) tensors.
 
-The header is walked here and every count and length is held against the file size before anything
-is sized by it: the reader of gguf 0.19 can be hung by a 113-byte file. The gguf package knows the
-quantisations and dequantises.
+The header is parsed here, and every count and length is checked against the file size before
+anything is sized by it: a 113-byte file can hang the reader of gguf 0.19. The gguf package provides
+the quantisation types and dequantises.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _PLAIN = {
     GGMLQuantizationType.F16: "float16",
     GGMLQuantizationType.BF16: "bfloat16",
 }
-# So much of a file is read at first: the headers of most small models.
+# Number of bytes read at first, which include the headers of most small models.
 _HEADER_BYTES = 1 << 20
 _MAX_DIMENSIONS = 4
 _MAX_DEPTH = 4
-# So many elements are dequantised at a time: no large tensor exists in float32 as a whole.
+# Number of elements dequantised at a time, so that no large tensor exists in float32 as a whole.
 _CHUNK_ELEMENTS = 2 << 20
-# A vocabulary has no more strings; zeros in a damaged file may look like any number of empty ones.
+# No vocabulary has more strings. Zeros in a damaged file may look like any number of empty strings.
 _MOST_STRINGS = 4 << 20
 
 
@@ -66,17 +66,17 @@ class _Entry:
 
 @dataclass(frozen=True)
 class GGUFArray:
-    """A metadata array: its length and its values. Arrays of arrays have none."""
+    """A metadata array: its length and its values. `values` is None for an array of arrays."""
 
     length: int
     values: np.ndarray | list[str] | None
 
 
 class GGUFSource:
-    """A .gguf file: `metadata` and tensors. The file stays open until close."""
+    """A .gguf file: `metadata` and tensors. The file stays open until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError for anything that is not a sound GGUF file."""
+        """Raises CheckpointError for anything that is not a valid GGUF file."""
         self.path = path
         self._file = OpenedFile(path)
         try:
@@ -121,8 +121,10 @@ class GGUFSource:
         corner: Corner,
         converted: Callable[[np.ndarray], np.ndarray],
     ) -> None:
-        """columns: of the tensor that are read. What is converted has those of whole blocks."""
-        # A header is read without torch.
+        """columns: number of the tensor's columns to read
+        converted: converts raw bytes to numbers, in whole blocks
+        """
+        # The header is read without torch.
         import torch
 
         entry = self._entries[name]
@@ -139,7 +141,7 @@ class GGUFSource:
         self._file.expect(start, into.numel() // into.shape[-1] * row_bytes)
 
         def read(row: int, count: int) -> np.ndarray:
-            """Blocks of so many rows from one on, [rows, width]."""
+            """Return the blocks of `count` rows from `row` on, [rows, width]."""
             raw = np.empty((count, width), np.uint8)
             at = start + row * row_bytes + begin * nbytes
             if width == row_bytes:
@@ -149,7 +151,7 @@ class GGUFSource:
                 self._file.fill(memoryview(raw[index]), at + index * row_bytes, name)
             return raw
 
-        # A step is some whole indices of the first dimension, so whole rows and whole blocks.
+        # A step is a whole number of indices of the first dimension, so of rows and blocks too.
         each = into[0].numel() // into.shape[-1]
         step = max(1, _CHUNK_ELEMENTS // into[0].numel())
         for first in range(0, into.shape[0], step):
@@ -165,18 +167,18 @@ class GGUFSource:
 
 
 def _dequantise(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    # As one row, since gguf loops over groups of rows.
+    # Pass the data as one row, because gguf loops over groups of rows.
     return dequantize(raw.reshape(1, -1), kind)
 
 
 class _Walker:
-    """Reads the header front to back; every failure is a CheckpointError."""
+    """Parses the header front to back; every failure is a CheckpointError."""
 
     def __init__(self, file: OpenedFile) -> None:
         self._file = file
         self._size = file.size
         self._at = 0
-        # What was read of the file so far: its first bytes.
+        # The first bytes of the file, as far as they were read.
         self._data = b""
 
     def header(self) -> tuple[dict[str, Any], dict[str, _Entry]]:
@@ -260,7 +262,7 @@ class _Walker:
             raise self._error(f"unknown value type {number}") from None
 
     def _strings(self, length: int) -> list[str]:
-        """So many strings, in one tight loop: a vocabulary has a hundred thousand."""
+        """Read `length` strings in one tight loop: a vocabulary has a hundred thousand."""
         if length > _MOST_STRINGS:
             raise self._error(f"a list of {length} strings is longer than any vocabulary")
         data, at, size_at = self._data, self._at, struct.Struct("<Q").unpack_from
@@ -285,7 +287,9 @@ class _Walker:
         return self._take(self._count(1)).decode("utf-8", "replace")
 
     def _count(self, least_bytes_each: int) -> int:
-        """A length whose items need that many bytes each: never more than the file can hold."""
+        """Read the length of a list whose items take at least `least_bytes_each` bytes. Raises
+        CheckpointError if the rest of the file cannot hold them.
+        """
         count = self._number("Q")
         if count * least_bytes_each > self._size - self._at:
             raise self._error(f"a length of {count} is more than the file holds")
@@ -303,7 +307,9 @@ class _Walker:
         return self._data[self._at - size : self._at]
 
     def _more(self, end: int) -> tuple[bytes, int]:
-        """What there is of the file up to a byte, which it has, and beyond it; and how much."""
+        """Read at least up to byte `end`, which must exist. Return all bytes so far, and how
+        many.
+        """
         held = len(self._data)
         wanted = min(self._size, max(end, 2 * held, _HEADER_BYTES))
         part = bytearray(wanted - held)

@@ -11,7 +11,7 @@ _MAX_JSON_BYTES = 256 << 20
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object from a file. Raises CheckpointError."""
+    """Return the JSON object in a file. Raises CheckpointError."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is too large for a JSON header")

@@ -1,4 +1,4 @@
-"""What tells one file from another, and from itself after it was written to."""
+"""Values that identify a file, and that change when it is written to."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 from triforce_offload.errors import CheckpointError
 
-# Of a file by which it is told from others.
+# Number and size of the samples of a file that identify it.
 _SAMPLES, _SAMPLE_BYTES = 512, 64
 
 
 def sampled(path: Path) -> str:
-    """Size and a checksum of bytes from all over a file. Raises CheckpointError."""
+    """Return the size and a checksum of samples from all over a file. Raises CheckpointError."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -25,10 +25,10 @@ def sampled(path: Path) -> str:
 
 
 def state(path: Path) -> tuple[int, int] | None:
-    """What changes when a file is written to."""
+    """Return a value that changes when the file is written to; None if the file does not exist."""
     try:
         status = path.stat()
     except OSError:
-        # What was deleted stays mapped.
+        # A deleted file stays readable for a process that has mapped it.
         return None
     return status.st_size, status.st_mtime_ns

@@ -1,8 +1,8 @@
-"""What was made of a checkpoint's layers, kept on disk from run to run: a file for each layer.
+"""A disk cache of layers made from a checkpoint, kept from run to run: one file for each layer.
 
-A directory belongs to one checkpoint, as its files are now, and to one recipe. A file appears under
-its name when all of it is written, so what is there is whole whoever was killed meanwhile. A cache
-that cannot be read or written is done without: it saves time and nothing else.
+A directory belongs to one checkpoint, in the present state of its files, and to one recipe. A file
+gets its name when it is complete, so a killed process never leaves a partial file under that name.
+A cache that cannot be read or written is ignored, because it only saves time.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _PARTIAL = ".partial"
 
 
 class LayerCache:
-    """One flat uint8 buffer for each layer."""
+    """A cache of one flat uint8 buffer for each layer."""
 
     def __init__(self, root: Path, recipe: str, files: Iterable[Path]) -> None:
-        """root: of all such caches. recipe: how layers are made, in a few words.
-
-        files: of the checkpoint. What was made of them before they changed is deleted.
+        """root: directory of all such caches
+        recipe: how the layers are made, in a few words
+        files: files of the checkpoint; caches made from an earlier state of these files are deleted
         """
         files = sorted(path.resolve() for path in files)
         which = _digest(recipe, *files)
@@ -50,7 +50,7 @@ class LayerCache:
                     partial.unlink()
 
     def read(self, layer: int, into: torch.Tensor) -> bool:
-        """Fills a buffer, if it was kept for this layer in this size; says whether it was."""
+        """Fill a buffer if the cache has one of this size for the layer. Return whether it has."""
         with suppress(CheckpointError), closing(TensorsFile(self._file(layer))) as file:
             kept = file.stored.get(_NAME)
             if kept and kept.dtype == "U8" and kept.shape == tuple(into.shape):
@@ -62,13 +62,13 @@ class LayerCache:
         return False
 
     def write(self, layer: int, buffer: torch.Tensor) -> None:
-        """Keeps a buffer. If that fails one warning says so, and nothing more is tried."""
+        """Write a buffer to the cache. After a first failure, which warns, this does nothing."""
         if self._off:
             return
         target, partial = self._file(layer), None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            # A name that nobody could have put a link under.
+            # An unpredictable name, so that nobody could have put a link there.
             descriptor, partial = tempfile.mkstemp(
                 prefix=f"{target.name}.{os.getpid()}.", suffix=_PARTIAL, dir=self._directory
             )
@@ -94,7 +94,7 @@ class LayerCache:
 
 
 def _state(path: Path) -> str:
-    """What changes when a file is written to."""
+    """Return a string that changes when the file is written to."""
     status = path.stat()
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ino}"
 

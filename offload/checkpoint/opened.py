@@ -1,5 +1,5 @@
-"""Files that are read by position. None stays mapped: one that is cut short under its map kills the
-process, where a read ends with an error.
+"""Files that are read by position. No file stays mapped: truncating a mapped file kills the
+process, while a read of it ends with an error.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class OpenedFile:
-    """A file that stays open. size: bytes that it had when it was opened"""
+    """A file that stays open. size: its size in bytes when it was opened"""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError."""
+        """Open the file. Raises CheckpointError."""
         self.path = path
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
@@ -32,11 +32,11 @@ class OpenedFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def expect(self, start: int, nbytes: int) -> None:
-        """Says that so many bytes will be read: the system reads all of them ahead."""
+        """Announce that `nbytes` bytes will be read, so that the system reads all of them ahead."""
         os.posix_fadvise(self._descriptor, start, nbytes, os.POSIX_FADV_WILLNEED)
 
     def fill(self, into: memoryview, start: int, what: str) -> None:
-        """Fills a buffer from a byte of the file on. what: is read, for errors.
+        """Fill a buffer from the file, beginning at byte `start`. what: what is read, for errors
 
         Raises CheckpointError.
         """
@@ -53,14 +53,18 @@ class OpenedFile:
             done += count
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the file. Further calls do nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
 
 
 class Stored(NamedTuple):
-    """A tensor of a safetensors file. dtype: as the format names it; start: of its bytes"""
+    """A tensor of a safetensors file.
+
+    dtype: name of its dtype in the format
+    start: position of its first byte in the file
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -69,15 +73,18 @@ class Stored(NamedTuple):
 
 
 class TensorsFile(OpenedFile):
-    """A safetensors file. stored: its tensors by name; metadata: texts that it was given; header:
-    the bytes that say both.
+    """A safetensors file.
 
-    The library checks the header; bytes are read from here. What it maps for torch it maps
-    writable, and a system refuses that for a file that is larger than its memory.
+    stored: its tensors by name
+    metadata: strings stored with the file
+    header: the bytes that contain both
+
+    The safetensors library checks the header; tensors are read by this class. The library maps
+    files writable for torch, which the system refuses for a file that is larger than its memory.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError if the header is damaged, or is not of this file."""
+        """Raises CheckpointError if the header is damaged, or does not belong to this file."""
         super().__init__(path)
         try:
             with safe_open(path, framework="numpy"):
@@ -110,7 +117,8 @@ class TensorsFile(OpenedFile):
         }
 
     def read(self, name: str, into: torch.Tensor) -> None:
-        """Fills a contiguous tensor of the host, as large as the one of that name, with its bytes.
+        """Fill a contiguous host tensor, as large as the stored tensor of that name, with its
+        bytes.
 
         Raises CheckpointError.
         """

@@ -1,4 +1,4 @@
-"""Reading a tensor of a checkpoint into a weight, in whichever format that is stored."""
+"""Reads a tensor of a checkpoint into a weight of any format."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def read_into(
 ) -> None:
     """Write tensor `name`, or the part of it that begins at `corner`, into a weight.
 
-    head_rows: rows of a head, if the file has the halves of each head interleaved; else 0
-    Raises CheckpointError, or SplitError for numbers that the split format has no room for.
+    head_rows: number of rows of a head, if the file has the halves of each head interleaved; else 0
+
+    Raises CheckpointError, or SplitError if the matrix has more exceptions than the split format
+    has room for.
     """
     if is_split(into):
         _read_split(source, name, into, corner, head_rows)
@@ -37,7 +39,7 @@ def _halves_apart(rows: torch.Tensor, head_rows: int) -> torch.Tensor:
 def _read_split(
     source: TensorSource, name: str, into: SplitWeight, corner: Corner, head_rows: int
 ) -> None:
-    """`read_into`, some rows at a time: the matrix is never dense as a whole."""
+    """Do `read_into` some rows at a time, so that the dense matrix never exists as a whole."""
     unit = head_rows or 1
     step = max(1, limits.DECODED_AT_ONCE // into.shape[1] // unit) * unit
     for first in range(0, into.shape[0], step):

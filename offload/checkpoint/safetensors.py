@@ -21,11 +21,11 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": None, "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FP8 = "F8_E4M3"
-# Of a tensor in FP8: its scales, a number for each 128 by 128 of the tensor's.
+# Suffix of the scales of an FP8 tensor: one number for each 128 by 128 numbers of the tensor.
 SCALE_SUFFIX = "_scale_inv"
 _SCALED = 128
 _TORCH_NAMES = _DTYPES | {"F64": "float64", _FP8: "float8_e4m3fn"}
-# So many elements are read at a time where they are converted.
+# Number of elements that are read at a time when they are converted.
 _CHUNK_ELEMENTS = 4 << 20
 
 
@@ -83,7 +83,8 @@ class SafetensorsSource:
         rows = into.numel() // into.shape[-1]
         numbers = torch.empty(rows, count * _SCALED, dtype=torch.float8_e4m3fn)
         self._read_plain(name, numbers, corner)
-        # Scales of the rows above the first, which have it in common, are left out below.
+        # Scales begin with the row group of the first row; rows of that group above it are cut off
+        # below.
         above = corner.row % _SCALED
         scales = torch.empty(-(-(above + rows) // _SCALED), count)
         at = Corner(corner.row // _SCALED, corner.column // _SCALED)
@@ -113,7 +114,7 @@ class SafetensorsSource:
             target.copy_(decoded[:, before : before + columns])
 
     def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises UnsupportedModelError or CheckpointError."""
+        """Raise UnsupportedModelError or CheckpointError unless an FP8 tensor has its scales."""
         path = self._tensors[name][0].path
         if len(shape) != 2 or shape[1] % _SCALED:
             raise UnsupportedModelError(
@@ -126,12 +127,12 @@ class SafetensorsSource:
             raise CheckpointError(f"{path}: {scales} is missing or not of shape {list(expected)}")
 
     def _read_plain(self, name: str, into: torch.Tensor, corner: Corner) -> None:
-        # A header is read without torch, which takes longer to load than a small model.
+        # The header is read without torch, which takes longer to load than a small model.
         import torch
 
         shape, (file, stored) = self.shape(name), self._tensors[name]
         dtype = getattr(torch, _TORCH_NAMES[stored.dtype])
-        # Columns of the tensor, and of what is read of it.
+        # Columns of the whole tensor, and of the part that is read.
         whole, width = (shape[-1], into.shape[-1]) if len(shape) > 1 else (1, 1)
         count = into.numel() // width
         row_bytes, start = whole * dtype.itemsize, corner.column * dtype.itemsize
@@ -140,7 +141,7 @@ class SafetensorsSource:
         whole_rows = width == whole
 
         def fill(raw: memoryview, first: int) -> None:
-            """Reads rows from one on, as many as the buffer takes."""
+            """Read rows into the buffer, from row `first` on, as many as it has room for."""
             if whole_rows:
                 file.fill(raw, start + first * row_bytes, name)
                 return
@@ -152,7 +153,7 @@ class SafetensorsSource:
         if into.is_contiguous() and into.dtype == dtype and into.device.type == "cpu":
             fill(memoryview(into.view(-1).view(torch.uint8).numpy()), 0)
             return
-        # A step is some whole indices of the first dimension.
+        # A step is a whole number of indices of the first dimension.
         rows = into if into.dim() > 1 else into.view(1, -1)
         each = rows[0].numel() // width
         step = max(1, _CHUNK_ELEMENTS // rows[0].numel())
@@ -168,7 +169,7 @@ class SafetensorsSource:
 
 
 def _shards(directory: Path) -> dict[Path, set[str] | None]:
-    """Each file and the tensors the index places in it, None for all it holds."""
+    """Return each file and the tensors that the index places in it; None stands for all."""
     index = directory / _INDEX
     if (directory / _SINGLE).exists():
         return {directory / _SINGLE: None}

@@ -1,4 +1,4 @@
-"""What every checkpoint format offers."""
+"""The interface that every checkpoint format provides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Corner(NamedTuple):
-    """Row and column of a tensor where the part of it that is read begins."""
+    """Row and column of a tensor at which the part to read begins."""
 
     row: int = 0
     column: int = 0
@@ -27,30 +27,36 @@ class TensorSource(Protocol):
 
     @property
     def files(self) -> Sequence[Path]:
-        """That hold them."""
+        """The files that contain the tensors."""
 
     def names(self) -> frozenset[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape in rows-first order, as torch has it. Raises KeyError."""
+        """Return the shape in row-major order, as in torch. Raises KeyError."""
 
     def dtype(self, name: str) -> str | None:
-        """`float32`, `float16` or `bfloat16`; None for anything else, quantised tensors too."""
+        """Return `float32`, `float16` or `bfloat16`; None for others and for quantised tensors."""
 
     def blocks(self, name: str) -> BlockType | None:
-        """The block type that a tensor is stored in, if it is one that formats know."""
+        """Return the block type that a tensor is stored in; None if it is no known one."""
 
     def read_blocks(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
-        """Writes a matrix's blocks as they are, those from `corner` on: its column begins a block.
+        """Copy a matrix's blocks unchanged, beginning at `corner`, whose column must begin a block.
 
-        `into`: [rows, bytes of their part of a row] uint8, its first dimension possibly split, or a
-        transposed view. Raises CheckpointError.
+        into: [rows, bytes of their part of a row] uint8; its first dimension may be split, or it
+            may be a transposed view
+
+        Raises CheckpointError.
         """
 
     def read(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
-        """Writes tensor `name`, or the part of it that begins at `corner`, converting to the dtype
-        of `into`, which has the part's shape, possibly with the first dimension split or as a
-        transposed view. Raises CheckpointError.
+        """Copy tensor `name`, or the part that begins at `corner`, converted to the dtype of
+        `into`.
+
+        into: has the shape of the part; its first dimension may be split, or it may be a transposed
+            view
+
+        Raises CheckpointError.
         """
 
     def close(self) -> None: ...

@@ -15,38 +15,39 @@ KeysValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class BlockFormat(Protocol):
-    """Buffers are flat uint8, of `nbytes` bytes or more."""
+    """How blocks are stored. Buffers are flat uint8, of `nbytes` bytes or more."""
 
     nbytes: int
 
     def write(self, buffer: torch.Tensor, keys_values: torch.Tensor) -> bool:
-        """Writes [2, kv_heads, block_tokens, head_dim]. Returns whether it could: if not, the
-        buffer holds nothing.
+        """Write [2, kv_heads, block_tokens, head_dim]. Return whether the block fits; if it does
+        not, the buffer's contents are invalid.
         """
 
     def read(self, buffer: torch.Tensor) -> torch.Tensor:
-        """[2, kv_heads, block_tokens, head_dim], valid until the next read."""
+        """Return [2, kv_heads, block_tokens, head_dim], valid until the next read."""
 
     def runs(self, blocks: torch.Tensor) -> Iterator[KeysValues]:
-        """Blocks that lie side by side, [blocks, bytes of one] uint8, as many at a time as can be
-        read at once: keys and values [n, kv_heads, block_tokens, head_dim] each, valid until the
-        next.
+        """Yield keys and values of adjacent blocks, [n, kv_heads, block_tokens, head_dim] each, as
+        many blocks at a time as can be read at once. Each pair is valid until the next one.
+
+        blocks: [blocks, bytes of one] uint8
         """
 
     def copy(self, buffer: torch.Tensor, target: torch.Tensor) -> None:
-        """Reads into [2, kv_heads, block_tokens, head_dim]."""
+        """Read a block into [2, kv_heads, block_tokens, head_dim]."""
 
     def chunks(
         self, buffer: torch.Tensor, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
     ) -> torch.Tensor:
-        """Some chunks of `tokens` tokens, [2, n, tokens, head_dim], to draft with.
+        """Return chunks of `tokens` tokens, [2, n, tokens, head_dim], for drafting.
 
-        heads, chunks: [n] int64, KV heads and chunks of the block
+        heads, chunks: [n] int64, indices of KV heads and of chunks in the block
         """
 
 
 class DenseBlocks:
-    """The numbers as they are."""
+    """Blocks of plain numbers."""
 
     def __init__(self, shape: KVShape) -> None:
         self.nbytes = shape.dense_block_bytes
@@ -74,10 +75,10 @@ class DenseBlocks:
 
 
 class SplitBlocks:
-    """The split bfloat16 numbers."""
+    """Blocks of split bfloat16 numbers."""
 
     def __init__(self, shape: KVShape, scratch: torch.Tensor) -> None:
-        """scratch: flat uint8, where blocks are decoded, as many at a time as it has room for."""
+        """scratch: flat uint8 buffer in which as many blocks are decoded at a time as fit."""
         self.nbytes = shape.block_bytes
         self._layout = shape.parts
         room = scratch[: scratch.numel() // shape.dense_block_bytes * shape.dense_block_bytes]
@@ -107,7 +108,7 @@ class SplitBlocks:
 
 
 def _as_blocks(blocks: torch.Tensor, shape: KVShape) -> torch.Tensor:
-    """Dense blocks side by side, [blocks, bytes of one] uint8, as [blocks, 2, kv_heads,
+    """View adjacent dense blocks, [blocks, bytes of one] uint8, as [blocks, 2, kv_heads,
     block_tokens, head_dim].
     """
     exact = blocks[:, : shape.token_bytes * shape.block_tokens].view(shape.dtype)
@@ -115,6 +116,11 @@ def _as_blocks(blocks: torch.Tensor, shape: KVShape) -> torch.Tensor:
 
 
 def as_chunks(keys_values: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-    """[2, kv_heads, tokens, head_dim] as its whole chunks, [2, kv_heads, n, chunk, head_dim]."""
+    """View the whole chunks of a tensor.
+
+    keys_values: [2, kv_heads, tokens, head_dim]
+
+    Returns [2, kv_heads, n, chunk_tokens, head_dim].
+    """
     whole = keys_values.shape[2] // chunk_tokens * chunk_tokens
     return keys_values[:, :, :whole].unflatten(2, (-1, chunk_tokens))

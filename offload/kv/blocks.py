@@ -1,4 +1,4 @@
-"""Device memory for blocks of KV that stay there."""
+"""Device memory for resident blocks of KV."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from triforce_offload.memory.device import DeviceMemory
 
 
 class DeviceBlocks:
-    """Some blocks of each layer, those of one layer side by side, so that they are attended to in
-    one call.
+    """Blocks of each layer. Those of one layer are adjacent, so that one call attends to them.
 
-    counts: blocks of each layer
+    counts: number of blocks of each layer
     """
 
     def __init__(
@@ -28,11 +27,11 @@ class DeviceBlocks:
         self._allocation = memory.allocate(shape.block_bytes * sum(self.counts), purpose)
 
     def buffer(self, layer: int, index: int) -> torch.Tensor:
-        """The layer's block `index` of these, flat uint8."""
+        """Return block `index` of a layer, counted among these blocks, flat uint8."""
         return self._bytes(layer, index, index + 1)
 
     def run(self, layer: int, count: int) -> torch.Tensor:
-        """The layer's first `count` blocks, [count, bytes of a block] uint8."""
+        """Return a layer's first `count` blocks, [count, bytes of a block] uint8."""
         return self._bytes(layer, 0, count).view(count, self._shape.block_bytes)
 
     def close(self) -> None:

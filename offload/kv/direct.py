@@ -1,4 +1,4 @@
-"""Chunks read by the device from where they lie, host memory included."""
+"""Reads chunks on the device directly from their location, host memory included."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from triforce_offload.memory.host import HostMemory
 
 
 class DirectReader:
-    """Copies chunks of all layers by one kernel, which reads registered host memory in place: the
+    """Copies chunks of all layers with one kernel, which reads registered host memory in place: the
     processor collects nothing and the host waits for nothing.
 
-    Where some block lies in memory that the driver would not register, or could not be split,
-    a ChunkReader does it all.
+    If any block is in memory that the driver did not register, or could not be split, a ChunkReader
+    makes all copies instead.
 
     Invariants, and why they hold:
-    - A host block is read only after its own bytes have come: whenever locations have changed, the
-      device waits for the events of each source before it reads by their addresses.
-    - A block's host memory is reused behind an event that is recorded after this read, as every
-      copy to the host is, and unregistered after `close`, which waits.
-    - Nothing crosses the link's copy queue, so the copies of the next pass begin behind nothing.
+    - A host block is read only after it has its bytes: whenever locations have changed, the device
+      waits for the events of each source before it reads from their addresses.
+    - A block's host memory is reused only after an event that is recorded after this read, as every
+      copy to the host waits for one. It is unregistered only after `close`, which waits.
+    - Nothing enters the link's copy queue, so the copies of the next pass do not queue behind these
+      reads.
 
-    bytes_read: from host memory so far. Asking waits for the device.
+    bytes_read: bytes read from host memory so far. Reading this property waits for the device.
     """
 
     def __init__(
         self, store: KVStore, link: Link, host: HostMemory, collected: ChunkReader
     ) -> None:
-        """collected: for what lies in pageable memory."""
+        """collected: reader to use when some blocks are in pageable memory."""
         self._store = store
         self._link = link
         self._host = host
@@ -81,7 +82,7 @@ class DirectReader:
         crossing = (block >= self._on_device) & (block < len(store.locations(0)))
         nbytes = 2 * chunk_tokens * shape.head_dim * shape.dtype.itemsize
         if shape.split:
-            # 12 bits of 16, and the bases.
+            # 12 of 16 bits per number, and the bases.
             nbytes = nbytes * 3 // 4 + 2 * shape.head_dim
         self._read = self._read + crossing.sum() * nbytes
 
@@ -90,18 +91,18 @@ class DirectReader:
         self._collected.release()
 
     def close(self) -> None:
-        """Once nothing is read any more: host memory may be unregistered after that."""
+        """Wait until no chunk is being read; host memory may be unregistered afterwards."""
         with suppress(LinkError):
             self._link.wait_on_host(self._link.record())
         self._collected.close()
 
     def _look(self, device: torch.device) -> None:
-        """Takes over the addresses of all blocks, and waits for their bytes."""
+        """Update the addresses of all blocks, and wait for their bytes."""
         store = self._store
         self._direct = True
         for layer in range(store.shape.layers):
             for location in store.locations(layer):
-                # A block that could not be split is laid out otherwise.
+                # A block that could not be split has another layout.
                 self._direct &= not location.dense
                 if location.source is not None:
                     for event in location.source.after:
@@ -115,12 +116,12 @@ class DirectReader:
 
 
 def reads_in_place(device: torch.device) -> bool:
-    """Whether a device reads chunks where they lie, as far as they lie in registered memory."""
+    """Return whether a device reads chunks in place where they are in registered memory."""
     return device.type == "cuda" and backend(device) == TRITON and reads_host_memory(device)
 
 
 def reader(store: KVStore, link: Link, host: HostMemory, collected: ChunkReader) -> Reader:
-    """The one that suits the device of a store's memory."""
+    """Return the reader that suits the device of a store's memory."""
     if reads_in_place(store.tail(0).device):
         return DirectReader(store, link, host, collected)
     return collected

@@ -1,4 +1,4 @@
-"""Copying scattered chunks of the KV cache, wherever they lie, to places on the device."""
+"""Copies scattered chunks of the KV cache from their locations to slots on the device."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from triforce_offload.weights.locations import Location
 
 
 class Reader(Protocol):
-    """Brings chunks of the KV cache to places on the device.
+    """Copies chunks of the KV cache to the device.
 
-    bytes_read: of those the device read in host memory itself, without the link's copies
+    bytes_read: bytes that the device read in host memory itself, without the link's copies
     """
 
     bytes_read: int
 
     def copy(self, moves: torch.Tensor, target: torch.Tensor, first: int = 0) -> None:
-        """Copies kept chunks: those that `moves` names, as `gather_chunks` does.
+        """Copy the kept chunks that `moves` names, as `gather_chunks` does.
 
         moves: [layers, kv_heads, slots] int64 on the device, -1 for none
         target: [layers, 2, kv_heads, slots, chunk, head_dim]
-        first: of these layers. Raises LinkError.
+        first: index of the first of these layers
+
+        Raises LinkError.
         """
 
     def count(self, moves: torch.Tensor, chunk_tokens: int) -> None:
-        """Counts what copying the moves of all layers has read in host memory itself."""
+        """Count the bytes that copying the moves of all layers read in host memory itself."""
 
     def release(self) -> None:
-        """Frees what it has taken since it was made, once nothing is on its way any more: text is
-        about to be read, which needs the memory.
-        """
+        """Free all memory taken since creation, once no copy is under way: a prefill needs it."""
 
     def close(self) -> None:
-        """Frees what it holds, once nothing is on its way any more."""
+        """Free all memory, once no copy is under way."""
 
 
 class _Buffer(NamedTuple):
-    """A host buffer in which chunks are put together, and where they come to on the device."""
+    """A host buffer in which chunks are collected, and the device buffer for their copy."""
 
     arena: HostArena
     device: torch.Tensor
@@ -58,16 +58,15 @@ class _Buffer(NamedTuple):
 class ChunkReader:
     """Copies chunks of a layer, each of one KV head.
 
-    Chunks in blocks on the device and in the hot tail are copied there. Chunks in host blocks are
-    first put together in a host buffer, which crosses the link in one copy; in several where they
-    are more than it takes. The buffers are made when they are first needed.
+    Chunks in blocks on the device and in the hot tail are copied on the device. Chunks in host
+    blocks are first collected in a host buffer, which crosses the link in one copy, or in several
+    if they are more than the buffer holds. The buffers are allocated when they are first needed.
 
     Invariants, and why they hold:
-    - A host block is read only after its own bytes have come: the host waits for the events of its
-      source.
-    - A host buffer is refilled only after the copy out of it: the host waits for its event.
-    - A device buffer is overwritten only after what was copied from it: `to_device` comes behind an
-      event recorded when it is asked for, which is after those copies were.
+    - A host block is read only after it has its bytes: the host waits for the events of its source.
+    - A host buffer is refilled only after the copy out of it: the host waits for that copy's event.
+    - A device buffer is overwritten only after it was read: `to_device` waits for an event recorded
+      when it is called, which is after the kernels that read the buffer were launched.
     """
 
     bytes_read = 0
@@ -81,8 +80,8 @@ class ChunkReader:
         chunk_tokens: int,
         most_bytes: int,
     ) -> None:
-        """most_bytes: of a buffer on the device and of one on the host, of which there are
-        GATHER_BUFFERS each; less if less device memory is left when they are made.
+        """most_bytes: size of each buffer, of which device and host have GATHER_BUFFERS each; less
+        if less device memory is left when they are allocated
         """
         self._store = store
         self._link = link
@@ -98,9 +97,9 @@ class ChunkReader:
         self._next = 0
 
     def copy(self, moves: torch.Tensor, target: torch.Tensor, first: int = 0) -> None:
-        """Reader.copy; the host waits for what the moves are computed from.
+        """Reader.copy. The host waits for the computation of the moves.
 
-        Raises DoesNotFitError too, if there is no memory for a buffer of one chunk.
+        Also raises DoesNotFitError if there is no memory for a buffer of one chunk.
         """
         moves = come(moves).cpu()
         places = (moves >= 0).nonzero(as_tuple=True)
@@ -110,7 +109,8 @@ class ChunkReader:
         store = self._store
         per_block = store.shape.block_tokens // self._chunk
         blocks = chunks // per_block
-        # What lies in one block lies together, so that it is a slice of what is sent at once.
+        # Sort by layer and block, so that the chunks of one block are a slice of one index
+        # transfer.
         order = (layers * (int(blocks.max()) + 1) + blocks).argsort(stable=True)
         places = torch.stack((heads, slots, chunks % per_block))[:, order]
         there = put(places, target.device)
@@ -134,15 +134,15 @@ class ChunkReader:
                     found = as_chunks(store.tail(first + layer), self._chunk)[:, head, inside]
                 target[layer][:, head, slot] = found
             if crossing and following != layer:
-                # Blocks in host memory are neighbours: those on the device come before, the tail
-                # after.
+                # Blocks in host memory are consecutive: those on the device come before them, the
+                # tail after.
                 for piece in _pieces(crossing, self._chunks_at_once()):
                     head, slot, _ = there[:, piece[0][1].start : piece[-1][1].stop]
                     target[layer][:, head, slot] = self._carry(first + layer, piece, places)
                 crossing = []
 
     def count(self, moves: torch.Tensor, chunk_tokens: int) -> None:
-        """Reader.count: nothing."""
+        """Reader.count: this reader counts nothing."""
 
     def release(self) -> None:
         """Reader.release."""
@@ -161,19 +161,20 @@ class ChunkReader:
         self.release()
 
     def _chunks_at_once(self) -> int:
-        """How many chunks a buffer takes. Makes the buffers."""
+        """Return how many chunks a buffer holds. Allocates the buffers."""
         if self._allocation is None:
             left = self._memory.available_bytes // GATHER_BUFFERS // ALIGNMENT * ALIGNMENT
             size = max(self._chunk_bytes, min(self._most_bytes, left))
             self._allocation = self._memory.allocate(GATHER_BUFFERS * size, "retrieval gather")
-            # Each its own arena, so that none begins in the middle of a registered piece. One by
-            # one: where the host has room for the first alone, `release` finds it.
+            # Each buffer has its own arena, so that none begins in the middle of a registered
+            # piece. They are added one by one: if the host has room for the first alone, `release`
+            # finds it.
             for device in self._allocation.bytes.split(size):
                 self._buffers.append(_Buffer(self._host.arena(size), device))
         return self._buffers[0].device.numel() // self._chunk_bytes
 
     def _carry(self, layer: int, piece: Piece, places: torch.Tensor) -> torch.Tensor:
-        """Brings chunks of host blocks, in their order: [2, n, chunk, head_dim] on the device.
+        """Copy chunks of host blocks, in their order, to [2, n, chunk, head_dim] on the device.
 
         places: [3, all]: head, slot, chunk within the block
         """
@@ -205,12 +206,12 @@ class ChunkReader:
         return buffer.device[:nbytes].view(shape.dtype).view(size)
 
 
-# Host blocks and the chunks that are wanted of each: which of all that move.
+# Host blocks, each with the slice of all moving chunks that it contains.
 Piece = list[tuple[Location, slice]]
 
 
 def _pieces(crossing: Piece, most: int) -> Iterator[Piece]:
-    """Chunks of some blocks, at most so many at a time."""
+    """Yield the chunks of some blocks, at most `most` at a time."""
     piece: Piece = []
     count = 0
     for location, part in crossing:

@@ -1,4 +1,4 @@
-"""Staging slots: where blocks lie on the device while the link carries them to the host."""
+"""Staging slots: device buffers of evicted blocks while the link copies them to the host."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from triforce_offload.link.link import Event, Link
 
 
 class StagingSlots:
-    """A ring of buffers of any one block each, which the KV of all texts leaves through."""
+    """A ring of buffers of one block each, through which the KV of all sequences is evicted."""
 
     def __init__(self, buffers: Sequence[torch.Tensor], link: Link) -> None:
-        """buffers: flat uint8, on the device."""
+        """buffers: flat uint8 buffers on the device."""
         self._buffers = list(buffers)
         self._link = link
         self._left: list[Event | None] = [None] * len(self._buffers)
@@ -21,7 +21,7 @@ class StagingSlots:
         self._taken = 0
 
     def take(self) -> torch.Tensor:
-        """The next buffer, once what it held has left. Raises LinkError."""
+        """Return the next buffer, once its previous block has been copied out. Raises LinkError."""
         slot = self._taken = self._next
         self._next = (slot + 1) % len(self._buffers)
         left, self._left[slot] = self._left[slot], None
@@ -30,15 +30,15 @@ class StagingSlots:
         return self._buffers[slot]
 
     def leaves(self, written: Event) -> None:
-        """Says when what was put into the buffer taken last will have left."""
+        """Set the event after which the buffer taken last has been copied out."""
         self._left[self._taken] = written
 
     def forget(self) -> None:
-        """Says that the link has carried out all that was asked of it. That a block did not leave
-        is told to whoever brings it back.
+        """Forget all events, after the link has completed all copies. A failed copy is reported
+        when its block is next read.
         """
         self._left = [None] * len(self._buffers)
 
     def close(self) -> None:
-        """Lets go of the buffers."""
+        """Drop the buffers."""
         self._buffers.clear()

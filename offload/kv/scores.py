@@ -1,4 +1,4 @@
-"""Scores of chunks, collected while a pass attends to them: what retrieval is chosen by."""
+"""Scores of chunks, collected while a pass attends to them. Retrieval selects chunks by them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import SCORE_GROUPS, scores_bytes
 from triforce_offload.memory.device import DeviceMemory
 
-# What a pass's mass counts for when the next one has been added.
+# Factor by which the mass of earlier passes is multiplied when a new pass is added.
 _MEMORY = 0.9
-# A score is SCORE_ITEMSIZE bytes.
+# A score has SCORE_ITEMSIZE bytes.
 _DTYPE = torch.bfloat16
 
 
 class Score(Enum):
-    """MASS: the exact share of attention a chunk got. MEAN: query times its mean key."""
+    """How a chunk is scored.
+
+    MASS: the exact share of attention that the chunk got
+    MEAN: the query times the mean key of the chunk
+    """
 
     MASS = "mass"
     MEAN = "mean"
@@ -27,12 +31,12 @@ class Score(Enum):
 class ChunkScores:
     """For each layer, KV head and chunk, the score that the queries of passes gave it.
 
-    A pass's queries are a token that is certain and a draft of which only the first part may hold,
-    which is known when the pass is over. So scores are kept apart for a few groups of consecutive
-    tokens, and `take` averages those groups that held. Query heads that share a KV head are
-    averaged.
+    A pass's queries are a certain token and a draft, of which only a first part may be accepted.
+    That is known only after the pass, so scores are stored separately for a few groups of
+    consecutive tokens, and `take` averages the groups that were accepted. Query heads that share a
+    KV head are averaged.
 
-    enabled: whether passes collect scores; the model's attention asks.
+    enabled: whether passes collect scores; attention checks this
     """
 
     def __init__(
@@ -61,9 +65,11 @@ class ChunkScores:
         self._tokens = 0
 
     def buffer(self, rows: torch.Tensor, keys: int) -> ScoreBuffer:
-        """Where attention writes the scores of one layer's chunks; it lives until `end_layer`.
+        """Return the buffer for attention to write the scores of one layer's chunks to. It is valid
+        until `end_layer`.
 
-        rows: queries [kv_heads, rows, head_dim]; keys: of all chunks together
+        rows: queries [kv_heads, rows, head_dim]
+        keys: number of keys of all chunks together
         """
         size = min(self._chunk, LARGEST)
         shape = (*rows.shape[:2], -(-keys // size))
@@ -72,9 +78,9 @@ class ChunkScores:
         return self._buffer
 
     def end_layer(self, layer: int, lse: torch.Tensor, tokens: int, keys: int) -> None:
-        """Ends a layer of a pass of `tokens` query tokens, whose buffer is written.
+        """End a layer of a pass of `tokens` query tokens, whose buffer is written.
 
-        lse: [kv_heads, rows], of the scores of all keys
+        lse: [kv_heads, rows], log-sum-exps of the scores of all keys
         """
         groups, chunks = min(tokens, SCORE_GROUPS), -(-keys // self._chunk)
         group_scores(
@@ -90,11 +96,12 @@ class ChunkScores:
         self._tokens = tokens
 
     def take(self, tokens: int, chunks: int) -> torch.Tensor:
-        """Scores of the first `chunks` chunks by the last pass's first `tokens` tokens, as far as
-        whole groups tell: [layers, kv_heads, chunks] float32. To be called once a pass.
+        """Return scores of the first `chunks` chunks by the last pass's first `tokens` tokens,
+        rounded down to whole groups but at least one: [layers, kv_heads, chunks] float32. Call it
+        once a pass.
 
-        Mass is added up over passes, and fades: what mattered lately matters more often than what
-        mattered to the last few tokens alone.
+        Mass is summed over passes and decays: chunks that mattered to recent passes matter again
+        more often than those that mattered only to the last few tokens.
         """
         groups = min(self._tokens, SCORE_GROUPS)
         held = tokens * groups // self._tokens if tokens < self._tokens else groups
@@ -106,11 +113,11 @@ class ChunkScores:
 
     @property
     def sums(self) -> torch.Tensor:
-        """What was added up of mass so far, [layers, kv_heads, chunks] float32; a view."""
+        """The mass summed so far, [layers, kv_heads, chunks] float32; a view."""
         return self._sums
 
     def roll_back(self, tokens: int) -> None:
-        """Forgets what was added up for chunks that are not among the first `tokens` tokens."""
+        """Clear the sums of chunks that are not among the first `tokens` tokens."""
         self._sums[..., tokens // self._chunk :] = 0
 
     def close(self) -> None:

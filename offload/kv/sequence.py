@@ -22,7 +22,7 @@ from triforce_offload.plan.placing import share_blocks
 
 @dataclass
 class PassCounters:
-    """Passes that were kept, and the bytes they brought to the device."""
+    """Number of passes that were kept, and the bytes that they copied to the device."""
 
     passes: int = 0
     bytes_to_device: int = 0
@@ -36,11 +36,11 @@ class PassCounters:
 class SequenceKV:
     """A sequence's KV, and the memory that forwards over it take.
 
-    `prefill` adds a prompt; passes (`Passes`) add what `keep` keeps of their rows.
+    `prefill` adds a prompt; passes (`Passes`) add the rows that `keep` selects.
 
-    Between prefills the workspace that only they need is reclaimed: it holds KV blocks, with what
-    `reclaim` adds. The first pass after a prefill takes that memory, because the prefill's hidden
-    states are gone by then, and blocks come to lie there as they cross.
+    Between prefills the prefill workspace is reclaimed: it stores KV blocks, as does memory added
+    by `reclaim`. The first pass after a prefill takes that memory, because the prefill's hidden
+    states are freed by then, and copies blocks to it as they cross.
     """
 
     def __init__(
@@ -66,22 +66,22 @@ class SequenceKV:
 
     @property
     def length(self) -> int:
-        """Tokens whose KV is kept."""
+        """Number of tokens whose KV is kept."""
         return self.kv.length
 
     @property
     def counters(self) -> PassCounters:
-        """Counted since the sequence was made."""
+        """Counters since the sequence was created."""
         return PassCounters(self._counters.passes, self._counters.bytes_to_device)
 
     def collect(self, scores: ChunkScores | None) -> None:
-        """Collect the score of each chunk in forwards to come, or stop doing so."""
+        """Collect the scores of chunks in later forwards; None stops collecting."""
         self._scores = scores
         self.cache = PassCache(self.kv, self._copies.conveyor, scores)
 
     def reclaim(self, nbytes: int) -> None:
-        """Reclaim `nbytes` of device memory, in all, that somebody gave back for good. The next
-        pass takes it.
+        """Use `nbytes` bytes of device memory, in total, that another owner gave back for good. The
+        next pass takes them.
         """
         blocks = nbytes // self.kv.shape.block_bytes - self._added_blocks
         if not blocks:
@@ -94,8 +94,8 @@ class SequenceKV:
         self._reclaim_due = True
 
     def release_reclaimed(self) -> bool:
-        """Give reclaimed memory back for good, because somebody else has the device's memory.
-        Return whether there was any. Not in the middle of a pass.
+        """Free reclaimed memory for good, because another process uses the device's memory. Return
+        whether any was in use. Do not call it during a pass.
         """
         self._reclaimed_blocks, self._reclaim_due = 0, False
         was_used = self.kv.release_reclaimed()
@@ -103,8 +103,9 @@ class SequenceKV:
         return was_used
 
     def give_up_resident(self) -> bool:
-        """Evict resident KV to host memory for good. Return whether there was any. Not while
-        memory is reclaimed, where no KV could stream, or in the middle of a pass.
+        """Evict resident KV to host memory for good. Return whether there was any. Does nothing if
+        the plan has no slots through which KV could stream. Do not call it while memory is
+        reclaimed or during a pass.
 
         Raises LinkError.
         """
@@ -115,7 +116,7 @@ class SequenceKV:
         return given
 
     def use_reclaimed(self) -> None:
-        """Let KV use reclaimed memory, once after each prefill. Not while copies are under way."""
+        """Let KV use reclaimed memory, once after each prefill, while no copies are under way."""
         if not self._reclaim_due:
             return
         self._reclaim_due = False
@@ -139,17 +140,18 @@ class SequenceKV:
             )
 
     def keep(self, rows: Sequence[int]) -> None:
-        """End a pass. A path of its rows is kept."""
+        """End a pass and keep a path of its rows."""
         self.cache.keep(rows)
         self._counters.passes += 1
         self._counters.bytes_to_device += self._copies.kept(self.kv)
 
     @contextmanager
     def prefill(self, rows: int, *, streams: bool = True) -> Iterator[PrefillCache]:
-        """Give the cache for a forward over `rows` tokens that follow what is kept. They are kept
+        """Yield the cache for a forward over `rows` tokens that follow the context. They are kept
         when the block ends; if it fails, call `roll_back`.
 
         streams: False if no forward runs, so that nothing has to cross the link
+
         Raises DoesNotFitError or LinkError.
         """
         self._take_workspace()
@@ -171,9 +173,10 @@ class SequenceKV:
         self._set_workspace(self._needs.pass_bytes)
 
     def restore(self, tokens: int, layer_kv: Callable[[int], torch.Tensor]) -> None:
-        """Make KV that was saved elsewhere this sequence's, of which nothing is kept yet.
+        """Fill an empty sequence with KV that was saved elsewhere.
 
-        layer_kv: of a layer, [2, kv_heads, tokens, head_dim] on the host
+        layer_kv: returns the KV of a layer, [2, kv_heads, tokens, head_dim] on the host
+
         Raises DoesNotFitError or LinkError; call `roll_back` then.
         """
         kv = self.kv
@@ -190,7 +193,7 @@ class SequenceKV:
         self._set_workspace(self._needs.pass_bytes)
 
     def roll_back(self, tokens: int) -> None:
-        """Forget all but the first `tokens` tokens, and whatever was under way.
+        """Drop all but the first `tokens` tokens, and any pass or prefill under way.
 
         Raises LinkError.
         """
@@ -201,17 +204,17 @@ class SequenceKV:
         self._set_workspace(self._needs.pass_bytes)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self._copies.cancel()
         self.kv.close()
         self._memory.free(self._workspace)
 
     def _take_workspace(self) -> None:
-        """Take the memory of a prefill back from KV blocks."""
+        """Take the prefill workspace back from KV blocks."""
         self._copies.cancel()
         if self.kv.release_reclaimed():
-            # Trim all of it, or the first tensor of the prefill would be cut out of it and the
-            # next one would find no room in the rest.
+            # Trim all of it: otherwise the first tensor of the prefill would be cut out of it and
+            # the next one would not fit in the rest.
             self._memory.trim()
         self._reclaim_due = self._reclaimed_blocks > 0
         self._set_workspace(self._needs.reading_bytes)

@@ -1,4 +1,4 @@
-"""The geometry of a KV cache. Sizes need no tensors, so a plan can be made without torch."""
+"""The geometry of a KV cache. Sizes need no tensors, so plans are made without torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from triforce_offload.weights.formats import ElementType, aligned
 class KVShape:
     """The geometry of a model's KV cache. A block is [2, kv_heads, block_tokens, head_dim].
 
-    dtype: a torch.dtype where there are tensors; sizes alone need its `itemsize`
-    text_tokens: of the longest text; a block that is longer never fills
-    split: whether blocks are kept as `kernels/kv/split_kv` has them, 12 bits a number, and not
-        as the numbers themselves
+    dtype: a torch.dtype where there are tensors; sizes only need its `itemsize`
+    text_tokens: length of the longest sequence; a block that is longer never fills
+    split: whether blocks are stored in 12 bits per number as in `kernels/kv/split_kv`, and not as
+        plain numbers
     """
 
     layers: int
@@ -34,39 +34,39 @@ class KVShape:
 
     @property
     def dense_block_bytes(self) -> int:
-        """Bytes of a block's numbers: rounded up, so that neighbours in an arena stay aligned."""
+        """Bytes of a dense block, rounded up so that neighbours in an arena stay aligned."""
         return aligned(self.token_bytes * self.block_tokens)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block as it is kept."""
+        """Bytes of a block as it is stored."""
         return self.parts.nbytes if self.split else self.dense_block_bytes
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a place for any block: one that cannot be split is kept dense."""
+        """Bytes of a slot for any block: a block that cannot be split is stored dense."""
         return max(self.block_bytes, self.dense_block_bytes)
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the place where blocks are decoded, a few at a time."""
+        """Bytes of the buffer in which split blocks are decoded, a few at a time."""
         return self.decoded_at_once * self.dense_block_bytes if self.split else 0
 
     @property
     def decoded_at_once(self) -> int:
-        """Blocks split that are decoded at a time: no more than a text has in a layer."""
+        """Number of split blocks decoded at a time: at most what a sequence has in a layer."""
         if self.text_tokens is None:
             return KV_BLOCKS_AT_ONCE
         return max(1, min(KV_BLOCKS_AT_ONCE, self.text_tokens // self.block_tokens))
 
     @property
     def bits_per_number(self) -> float:
-        """Of a block as it is kept, everything counted."""
+        """Bits per number of a stored block, everything counted."""
         return 8 * self.block_bytes / self.numbers
 
     @property
     def numbers(self) -> int:
-        """Of a block."""
+        """Count of numbers in a block."""
         return 2 * self.kv_heads * self.block_tokens * self.head_dim
 
     @cached_property
@@ -87,9 +87,10 @@ class KVShape:
 
 @dataclass(frozen=True)
 class SplitBlockLayout:
-    """Where the parts of a block split lie: bytes from its beginning.
+    """Where the parts of a split block begin: byte offsets in the block.
 
-    rows: heads of keys and of values; room: exceptions that it has room for
+    rows: number of heads of keys and of values together
+    room: number of exceptions that the block has room for
     """
 
     rows: int
@@ -107,7 +108,7 @@ class SplitBlockLayout:
     def of(cls, rows: int, tokens: int, head_dim: int) -> SplitBlockLayout:
         numbers = rows * tokens * head_dim
         room = max(LEAST_EXCEPTIONS, numbers // NUMBERS_OF_AN_EXCEPTION)
-        # What has larger elements comes first, so that each part begins where it may.
+        # Parts with larger elements come first, so that each part is aligned to its elements.
         places, patterns = 0, 4 * room
         high = -(-6 * room // 64) * 64
         low = high + numbers

@@ -1,4 +1,4 @@
-"""The KV cache of one text: blocks with locations, a hot tail, and one owner of the length."""
+"""The KV cache of one sequence: blocks with locations, a hot tail, and one owner of the length."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from triforce_offload.weights.locations import (
 
 
 class KVStore:
-    """KV of one text.
+    """The KV of one sequence.
 
-    Tokens [0, tail_start) of every layer lie in blocks, kept as the shape says; the rest lie in the
-    hot tail, which also takes the rows of a pass before any of them is kept. The length changes in
-    `keep`, `commit_fill` and `roll_back` alone. A full tail block moves out when its last row is
-    kept: it is first copied to a staging slot on the device, so the tail is free at once while the
-    link carries the block out behind it.
+    Tokens [0, tail_start) of every layer are in blocks, stored as the shape says; the rest are in
+    the hot tail, which also takes the rows of a pass before any of them is kept. Only `keep`,
+    `commit_fill` and `roll_back` change the length. A full tail block is evicted when its last row
+    is kept: it is first copied to a staging slot on the device, so the tail is free at once while
+    the link copies the block out.
 
     The first `resident_blocks[layer]` blocks of a layer stay on the device, spread evenly over the
-    layers, so that the link never rests for the length of a resident layer. Some that follow them
-    may have a copy there (`use_reclaimed`); the others stream.
+    layers, so that the link never rests for the length of a resident layer. Some blocks after them
+    may have a copy on the device (`use_reclaimed`); the others stream.
 
-    length: tokens that are kept; version: changes whenever a block's location does
+    length: number of kept tokens; version: changes whenever a block's location does
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class KVStore:
         staging: StagingSlots,
         dense_blocks: HostBlocks | None = None,
     ) -> None:
-        """resident_blocks: for each layer, how many of its first blocks stay on the device.
+        """resident_blocks: for each layer, the number of its first blocks that stay on the device.
 
-        staging: what blocks leave through; has a slot if any goes to the host.
-        dense_blocks: for blocks that cannot be split. Raises DoesNotFitError.
+        staging: slots for eviction, at least one if any block goes to the host.
+        dense_blocks: host memory for blocks that cannot be split. Raises DoesNotFitError.
         """
         self.shape = shape
         self.length = 0
@@ -84,28 +84,28 @@ class KVStore:
 
     @property
     def tail_length(self) -> int:
-        """Kept tokens that lie in the hot tail."""
+        """Number of kept tokens in the hot tail."""
         return self.length - self._tail_start
 
     @property
     def tail_capacity(self) -> int:
-        """Tokens that the hot tail of a layer has room for."""
+        """Number of tokens that the hot tail of a layer has room for."""
         return self._tail.capacity
 
     def locations(self, layer: int) -> Sequence[Location]:
-        """Homes of the layer's blocks, in token order."""
+        """Return the locations of the layer's blocks, in token order."""
         return self._locations[layer]
 
     def on_device(self, layer: int) -> int:
-        """How many of the layer's blocks are on the device: its first ones."""
+        """Return how many of the layer's blocks, counted from the first, are on the device."""
         locations = self._locations[layer]
         streamed = (i for i, location in enumerate(locations) if location.source is not None)
         return next(streamed, len(locations))
 
     def runs(self, layer: int) -> Iterator[KeysValues]:
-        """The layer's blocks on the device, keys and values [blocks, kv_heads, block_tokens,
-        head_dim] each, in token order: those that lie side by side together, or, where they have to
-        be decoded, a few at a time, valid until the next.
+        """Yield the layer's blocks on the device, keys and values [blocks, kv_heads, block_tokens,
+        head_dim] each, in token order: adjacent blocks together, or a few at a time if they have to
+        be decoded. Each pair is valid until the next.
         """
         count = self.on_device(layer)
         resident = min(count, self._resident.counts[layer])
@@ -115,43 +115,43 @@ class KVStore:
             yield from self._format.runs(self._mirror.run(layer, count - resident))
 
     def read(self, location: Location, block: torch.Tensor) -> KeysValues:
-        """Keys and values of a block, [kv_heads, block_tokens, head_dim] each, valid until the next
-        read. block: the location's bytes, on the device
+        """Return keys and values of a block, [kv_heads, block_tokens, head_dim] each, valid until
+        the next read. block: the location's bytes on the device
         """
         return self._format_of(location).read(block).unbind()
 
     def copy(self, location: Location, block: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies a block to [2, kv_heads, block_tokens, head_dim]. block: the location's bytes, on
-        the device
+        """Copy a block to [2, kv_heads, block_tokens, head_dim]. block: the location's bytes on the
+        device
         """
         self._format_of(location).copy(block, target)
 
     def chunks(
         self, location: Location, heads: torch.Tensor, chunks: torch.Tensor, tokens: int
     ) -> torch.Tensor:
-        """Some chunks of a block where it lies, [2, n, tokens, head_dim], to draft with.
+        """Return chunks of a block in its place, [2, n, tokens, head_dim], for drafting.
 
-        heads, chunks: [n] int64 where the block lies: KV heads, and chunks of the block
+        heads, chunks: [n] int64 on the block's device: KV heads, and chunks of the block
         """
         return self._format_of(location).chunks(location.memory, heads, chunks, tokens)
 
     def tail(self, layer: int, rows: int = 0) -> torch.Tensor:
-        """[2, kv_heads, tokens, head_dim]: what is kept in the tail, and so many rows behind it."""
+        """Return [2, kv_heads, tokens, head_dim]: the tail's kept tokens, then `rows` rows."""
         return self._tail.rows[layer, :, :, : self.tail_length + rows]
 
     def room(self, layer: int, end: int) -> KeysValues:
-        """The layer's whole tail, keys and values [kv_heads, tail_capacity, head_dim] each, where
-        rows of a pass go behind `tail_length`.
+        """Return the layer's whole tail, keys and values [kv_heads, tail_capacity, head_dim] each.
+        Rows of a pass go after `tail_length`.
 
-        Raises RuntimeError if the pass, up to row `end`, exceeds what the tail takes.
+        Raises RuntimeError if the pass, up to row `end`, exceeds the room of the tail.
         """
         if end > self.max_pass_tokens:
             raise RuntimeError(f"a pass of {end} tokens, the tail takes {self.max_pass_tokens}")
         return self._tail.rooms[layer]
 
     def on_host(self, layer: int) -> torch.Tensor:
-        """All that is kept of a layer, [2, kv_heads, length, head_dim], in memory of its own on the
-        host. Waits for the device. Raises LinkError.
+        """Copy all kept KV of a layer, [2, kv_heads, length, head_dim], to new host memory. Waits
+        for the device. Raises LinkError.
         """
         shape, size = self.shape, self.shape.block_tokens
         whole = torch.empty(2, shape.kv_heads, self.length, shape.head_dim, dtype=shape.dtype)
@@ -167,16 +167,16 @@ class KVStore:
         return whole
 
     def newest(self, tokens: int) -> torch.Tensor:
-        """The last kept tokens of all layers, [layers, 2, kv_heads, tokens, head_dim]; they must
-        lie in the hot tail.
+        """Return the last `tokens` kept tokens of all layers, [layers, 2, kv_heads, tokens,
+        head_dim]. They must be in the hot tail.
         """
         if not 0 <= tokens <= self.tail_length:
             raise RuntimeError(f"{tokens} newest tokens, the tail holds {self.tail_length}")
         return self._tail.rows[:, :, :, self.tail_length - tokens : self.tail_length]
 
     def addresses(self) -> torch.Tensor:
-        """Addresses of each layer's blocks and, behind them, of its tail: [layers, blocks + 1]
-        int64 on the host, as `ChunkSource` wants them.
+        """Return the addresses of each layer's blocks, followed by that of its tail: [layers,
+        blocks + 1] int64 on the host, as for `ChunkSource`.
         """
         return torch.tensor(
             [
@@ -186,9 +186,9 @@ class KVStore:
         )
 
     def expect(self, tokens: int) -> None:
-        """Says that the text will be so many tokens long.
+        """Announce that the sequence will be `tokens` tokens long.
 
-        Raises DoesNotFitError if host memory does not hold what will stream of its KV.
+        Raises DoesNotFitError if host memory has no room for the KV that will stream.
         """
         blocks = tokens // self.shape.block_tokens
         self._host_blocks.reserve(
@@ -199,9 +199,9 @@ class KVStore:
         )
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Ends a pass: of the rows it put behind the tail these stay, in this order.
+        """End a pass: keep these of the rows that it put after the tail, in this order.
 
-        Raises RuntimeError, before any change, for rows that the tail cannot hold.
+        Raises RuntimeError, before any change, for rows that a pass cannot have.
         """
         if any(not 0 <= row < self.max_pass_tokens for row in rows):
             raise RuntimeError(f"keep of rows {list(rows)}, a pass has {self.max_pass_tokens}")
@@ -211,12 +211,12 @@ class KVStore:
             self._move_out_tail_block()
 
     def fill(self, layer: int, keys_values: torch.Tensor, tokens: int, *, last: bool) -> None:
-        """Stores a layer's KV of a text that begins with what is kept.
+        """Store a layer's KV of a sequence that begins with the kept context.
 
-        keys_values: [2, kv_heads, whole text, head_dim], of which the first `tokens` are there:
-            the blocks that they complete leave while the rest is computed. last: they are all
-        The layers of a text are filled one by one; `commit_fill` then sets the length. Raises
-        RuntimeError for a text that is shorter than what was filled.
+        keys_values: [2, kv_heads, whole sequence, head_dim], of which the first `tokens` are valid:
+            the blocks that they complete are evicted meanwhile. last: whether these are all tokens
+        The layers of a sequence are filled one by one; `commit_fill` then sets the length. Raises
+        RuntimeError if `tokens` is less than what was filled.
         """
         block_tokens, filled = self.shape.block_tokens, len(self._locations[layer])
         if tokens < max(self.length, filled * block_tokens):
@@ -228,7 +228,7 @@ class KVStore:
             self._tail.rows[layer, :, :, :rest] = keys_values[:, :, tokens - rest : tokens]
 
     def commit_fill(self, tokens: int) -> None:
-        """Sets the length after `fill` of every layer."""
+        """Set the length after `fill` of every layer."""
         if any(
             len(locations) != tokens // self.shape.block_tokens for locations in self._locations
         ):
@@ -237,8 +237,8 @@ class KVStore:
         self._tail_start = len(self._locations[0]) * self.shape.block_tokens
 
     def roll_back(self, length: int) -> None:
-        """Forgets all but the first `length` tokens, and a fill that was not committed. The block
-        in which they end is the tail again.
+        """Drop all but the first `length` tokens, and a fill that was not committed. The block in
+        which they end becomes the tail again.
 
         Raises RuntimeError if fewer are kept, or LinkError.
         """
@@ -257,15 +257,15 @@ class KVStore:
         self.version += 1
 
     def use_reclaimed(self, counts: Sequence[int]) -> None:
-        """Takes device memory for copies of so many blocks of each layer, behind those that stay
-        there. A block has its copy once it has been brought (`settle`), a new one at once.
+        """Allocate device memory for copies of `counts[layer]` blocks after each layer's resident
+        ones. A block gets its copy when it is streamed (`settle`), a new block at once.
 
         Raises DoesNotFitError.
         """
         self._mirror = DeviceBlocks(self.shape, counts, self._memory, "KV in reclaimed memory")
 
     def settle(self, layer: int, index: int, block: torch.Tensor) -> None:
-        """Keeps a copy of a block that was brought, if there is memory for it. block: its bytes."""
+        """Keep a copy of a streamed block if there is memory for it. block: its device bytes"""
         location = self._locations[layer][index]
         if location.source and (copy := self._reclaimed_for(layer, index)) is not None:
             copy.copy_(block)
@@ -273,7 +273,7 @@ class KVStore:
             self.version += 1
 
     def release_reclaimed(self) -> bool:
-        """Gives reclaimed memory back, and says whether there was any: its blocks stream again."""
+        """Free reclaimed memory, so that its blocks stream again. Return whether there was any."""
         if self._mirror is None:
             return False
         for locations in self._locations:
@@ -284,8 +284,8 @@ class KVStore:
         return True
 
     def give_up_resident(self) -> bool:
-        """Evict resident blocks to host memory for good. Return whether there were any. These and
-        later blocks stream. Not while memory is reclaimed, nor if the host has no memory.
+        """Evict resident blocks to host memory for good; these and later blocks stream. Return
+        whether any were evicted. Do not call it while memory is reclaimed.
 
         Raises LinkError.
         """
@@ -299,7 +299,7 @@ class KVStore:
         for layer, count in staying:
             for index, location in enumerate(self._locations[layer][:count]):
                 self._locations[layer][index] = self._leave(location.memory, layer, index)
-        # Their memory is somebody else's next.
+        # Their memory is reused next, so the copies must be complete.
         self._link.synchronize()
         self._resident.close()
         none = [0] * self.shape.layers
@@ -308,9 +308,9 @@ class KVStore:
         return True
 
     def close(self) -> None:
-        """Gives back all memory, once the link has carried out what was on its way.
+        """Free all memory, once the link has completed all copies.
 
-        A copy that failed is of no interest any more.
+        A copy that failed no longer matters.
         """
         with suppress(LinkError):
             self._link.synchronize()
@@ -357,7 +357,7 @@ class KVStore:
     def _leave(
         self, block: torch.Tensor, layer: int, index: int, *, is_dense: bool = False
     ) -> HostLocation:
-        """The location of a block whose bytes are on their way to the host."""
+        """Start the copy of a block to the host and return its new location."""
         blocks, made = self._host_blocks, HostLocation
         if is_dense:
             blocks, made = self._dense_blocks, DenseLocation
@@ -365,12 +365,12 @@ class KVStore:
         try:
             return made(host, self._link.to_host(host, block, after, (KV, layer, index)))
         except BaseException:
-            # No location has it yet that would give it back.
+            # No location owns the memory yet, so nothing else would give it back.
             blocks.give_back(host)
             raise
 
     def _recall(self, layer: int, location: Location, tokens: int) -> None:
-        """Puts the first tokens of a block at the beginning of the tail."""
+        """Copy the first tokens of a block to the beginning of the tail."""
         if location.source is None:
             block = location.memory
         else:
@@ -387,7 +387,7 @@ class KVStore:
         place = index - self._resident.counts[layer]
         if self._mirror is None or not 0 <= place < self._mirror.counts[layer]:
             return None
-        # Behind a block that must stream all do, so that those on the device are the first ones.
+        # After a block that must stream, all stream: those on the device are the first ones.
         if any(location.dense for location in self._locations[layer][: index + 1]):
             return None
         return self._mirror.buffer(layer, place)

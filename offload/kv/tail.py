@@ -1,4 +1,4 @@
-"""The hot tail: the newest KV of each layer on the device, and behind it the rows of a pass."""
+"""The hot tail: the newest KV of each layer on the device, followed by the rows of a pass."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from triforce_offload.memory.device import DeviceMemory, put
 
 
 class HotTail:
-    """Room for the newest tokens. Who keeps the text knows how many of them hold.
+    """Room for the newest tokens of a sequence. The owner of the sequence knows how many of them
+    are kept.
 
-    rows: [layers, 2, kv_heads, capacity, head_dim]; rooms: the same, keys and values of each layer
+    rows: [layers, 2, kv_heads, capacity, head_dim]
+    rooms: keys and values of each layer, as views of `rows`
     """
 
     def __init__(self, shape: KVShape, max_pass_tokens: int, memory: DeviceMemory) -> None:
@@ -26,28 +28,28 @@ class HotTail:
             shape.tail_tokens(max_pass_tokens),
             shape.head_dim,
         )
-        # Made once: each layer of each pass asks for them.
+        # Created once, because each layer of each pass uses them.
         self.rooms: list[KeysValues] = [layer.unbind() for layer in self.rows]
 
     @property
     def capacity(self) -> int:
-        """Tokens that a layer has room for."""
+        """Number of tokens that a layer has room for."""
         return self.rows.shape[3]
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Of the rows from `start` on these stay, in this order, in the place of the first ones."""
+        """Move `rows`, counted from `start`, in this order to `start` and the places after it."""
         count = len(rows)
         if list(rows) != list(range(count)):
             kept = self.rows[:, :, :, start + put(list(rows), self.rows.device)]
             self.rows[:, :, :, start : start + count] = kept
 
     def shift(self, layer: int, tokens: int, rest: int) -> None:
-        """Lets go of a layer's first tokens; the rest of them move to the front."""
+        """Drop a layer's first `tokens` tokens and move the other `rest` tokens to the front."""
         tail = self.rows[layer]
-        # Cloned because the two ranges may overlap.
+        # Cloned, because the two ranges may overlap.
         tail[:, :, :rest] = tail[:, :, tokens : tokens + rest].clone()
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
         self._memory.free(self._allocation)
         del self.rows, self.rooms

@@ -19,25 +19,26 @@ from triforce_offload.memory.host import PIECE_BYTES, HostMemory
 
 _PROBE_BYTES = 128 << 20
 _PROBE_REPEATS = 3
-# Sizes of a copy that are tried. Larger slots would take device memory and gain nothing.
+# Sizes of a copy that the probe tries. Larger slots would take device memory and gain nothing.
 _COPY_BYTES = (16 << 20, 32 << 20)
 # A size is large enough if its copies reach this share of the rate of one large copy.
 _NEAR_PEAK = 0.97
 # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _HOST_POINTER_FOR_REGISTERED_MEMORY = 91
-# Bandwidth and copy size, measured once a process: a link does not change, and texts may follow it.
+# Bandwidth and copy size, measured once per process: a link does not change, and KV block sizes may
+# depend on them.
 _PROBED: dict[torch.device, tuple[float, int]] = {}
 
 
 class _Copy(NamedTuple):
-    """A copy's way through its stream."""
+    """The events around a copy on its stream."""
 
     started: torch.cuda.Event
     ended: torch.cuda.Event
 
 
 def reads_host_memory(device: torch.device) -> bool:
-    """Whether kernels may read registered host memory at the host's own addresses."""
+    """Return whether kernels may read registered host memory at the host's own addresses."""
     driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     value = ctypes.c_int()
     code = driver.cuDeviceGetAttribute(
@@ -53,17 +54,16 @@ class CudaLink:
     - A copy to the device is enqueued on `_in` behind every event of `after`; the slot's last
       reader is one of them, so nothing in use is overwritten. Compute waits for the copy's own
       event, so nothing is read before it is complete.
-    - Buffers on both sides (arenas, slots, gather buffers) are handed back to the caching allocator
+    - Buffers on both sides (arenas, slots, gather buffers) are returned to the caching allocator
       only when the link has been synchronised, so no `record_stream` is needed.
-    - Timing events are taken from a deque in order and only queried: no call here blocks the host,
-      except for pageable memory, and `synchronize`, `wait_on_host`, `counters` (a few times a
-      request), `span`, the probe.
-      All but the probe wait with a limit: they ask the event again and again, since no wait of the
-      driver's can be ended.
+    - Timing events are taken from a deque in order and only queried. No call here blocks the host,
+      except copies of pageable memory, and `synchronize`, `wait_on_host`, `counters` (a few times a
+      request), `span` and the probe. All but the probe wait with a limit: they query the event
+      repeatedly, since no wait inside the driver can be interrupted.
     - The caller waits for a copy of pageable memory, without a limit: the driver cannot make it
-      later. `StagedLink` asks for those in a thread, and only where nothing can be registered.
-    - A copy may not cross from one registered piece of host memory to the next, so larger ones are
-      cut where pieces end.
+      later. `StagedLink` makes such copies in a thread, and only where nothing can be registered.
+    - A copy may not cross from one registered piece of host memory to the next, so larger copies
+      are cut where pieces end.
 
     bandwidth: bytes per second to the device, measured
     copy_bytes: 16 MiB if copies of that size come within 3 % of it, else 32 MiB
@@ -77,8 +77,8 @@ class CudaLink:
         memory: HostMemory,
         timeout_seconds: float | None = None,
     ) -> None:
-        """timeout_seconds: that it waits for, with a patience of its own; None to share the
-        device's.
+        """timeout_seconds: limit of each wait, with a Patience of this link's own; None to share
+        the device's.
         """
         own = timeout_seconds is not None
         self._patience = Patience(timeout_seconds) if own else patience(device)
@@ -86,7 +86,7 @@ class CudaLink:
         self._memory = memory
         self._in = torch.cuda.Stream(device)
         self._out = torch.cuda.Stream(device)
-        # A thread that stages pageable memory asks for copies too.
+        # A thread that stages pageable memory calls this link too.
         self._lock = threading.Lock()
         self._running: deque[_Copy] = deque()
         self._bytes_to_device = 0
@@ -125,7 +125,7 @@ class CudaLink:
         return copy
 
     def record(self) -> torch.cuda.Event:
-        # Timing is asked for only while somebody traces.
+        # Events have timing only while a trace needs it.
         event = torch.cuda.Event(enable_timing=self._epoch is not None)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -166,7 +166,7 @@ class CudaLink:
             self._patience.wait(event)
 
     def close(self) -> None:
-        # What ended the run was said: that the device hangs.
+        # A hung device was already reported as the error that ended the run.
         if not self._patience.exhausted:
             self.synchronize()
 
@@ -199,12 +199,13 @@ class CudaLink:
             self._busy_seconds += copy.started.elapsed_time(copy.ended) / 1000
 
     def _probe(self, memory: HostMemory) -> tuple[float, int]:
-        """Best of three copies of 128 MiB from registered memory, in bytes per second, and the
-        least size of copy that, many in a row, comes near that.
+        """Return the rate of the best of three copies of 128 MiB from registered memory, in bytes
+        per second, and the smallest copy size that comes near that rate when many copies follow one
+        another.
         """
         with memory.arena(_PROBE_BYTES, pin=True) as arena:
             target = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=self._device)
-            # The allocator may hand out memory that kernels of its own stream still read.
+            # The allocator may return memory that kernels of its own stream still read.
             self._in.wait_event(self.record())
 
             def rate(size: int) -> float:

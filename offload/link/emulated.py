@@ -1,4 +1,4 @@
-"""An emulated link for machines without a GPU: a copy thread a direction, paced to a bandwidth."""
+"""An emulated link for machines without a GPU: one paced copy thread per direction."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from triforce_offload.errors import LinkError
 from triforce_offload.kv.sizes import COPY_BYTES
 from triforce_offload.link.link import LinkCounters
 
-# A NaN is written every so many int32 words: every 256-byte-aligned part of a slot holds one.
+# Distance of the NaNs in int32 words: every 256-byte-aligned part of a slot has one.
 _POISON_STRIDE = 64
-# One thread copies at about this rate. The guess is careful: it shifts work inside the time that a
-# copy takes, and not that time.
+# Approximate copy rate of one thread. A low guess is safe: it changes when a copy works within its
+# time on the link, and not that time.
 _HOST_COPY_BYTES_PER_SECOND = 4e9
 
 
 class _Event:
-    """Done at `seconds` (of time.perf_counter), or failed with `error`.
+    """An event that is done at `seconds` (of time.perf_counter), or failed with `error`.
 
-    began: when its copy began to cross, or `seconds` if it is none
+    began: when its copy began to cross; equal to `seconds` if it is not the event of a copy
     """
 
     def __init__(self) -> None:
@@ -34,22 +34,23 @@ class _Event:
 
 
 class EmulatedLink:
-    """Copies between two parts of host memory, one of which plays the device.
+    """Copies between two parts of host memory, one of which stands for the device.
 
     Invariants, and why they hold:
     - A device slot reads as NaN from the call of `to_device` until its copy is complete: the call
       itself writes a NaN into every 256 bytes (0xFFFF.. in float32, float16 and bfloat16 alike),
-      and the copy is made only at the end of the time it takes. A missing wait is then seen as NaN.
+      and the copy is made only at the end of the time it takes. A missing wait therefore shows as
+      NaN.
     - Pacing follows a virtual clock, `start = max(link free, asked for, after)`, so a thread that
       wakes late delays one copy and not the ones behind it.
-    - Compute on the CPU is synchronous, so `record` is an event that has already happened.
+    - Compute on the CPU is synchronous, so `record` returns an event that has already happened.
     """
 
     emulated = True
     copy_bytes = COPY_BYTES
 
     def __init__(self, bandwidth: float | None = None, timeout_seconds: float = 60.0) -> None:
-        """bandwidth: bytes per second each way, None for as fast as memory."""
+        """bandwidth: bytes per second in each direction; None for the speed of memory."""
         self.bandwidth = bandwidth
         self._timeout = timeout_seconds
         self._stalled = False
@@ -90,7 +91,7 @@ class EmulatedLink:
         self.wait(event)
 
     def keep_times(self) -> None:
-        """Link.keep_times: every event has its times here."""
+        """Link.keep_times: here every event has its times."""
 
     def span(self, event: _Event) -> tuple[float, float]:
         self.wait(event)
@@ -112,7 +113,7 @@ class EmulatedLink:
             direction.close()
 
     def _wait_until_done(self, event: _Event) -> None:
-        # After one timeout the link counts as broken: whatever is not done yet fails at once.
+        # After one timeout the link counts as broken: every copy that is not done fails at once.
         if not event.done.wait(0 if self._stalled else self._timeout):
             self._stalled = True
             raise LinkError(f"a transfer did not finish within {self._timeout:g} seconds")
@@ -143,7 +144,7 @@ class _Direction:
         return self.last
 
     def take_error(self) -> BaseException | None:
-        """The last failure since this was asked."""
+        """Return the last failure since the previous call."""
         error, self._error = self._error, None
         return error
 
@@ -179,7 +180,7 @@ class _Direction:
             end = time.perf_counter()
         else:
             end = start + target.nbytes / self._bandwidth
-            # The copy itself runs in the last part of the time that it takes on the link.
+            # The copy itself runs in the last part of its time on the link.
             _sleep_until(end - target.nbytes / _HOST_COPY_BYTES_PER_SECOND)
             np.copyto(target, source)
             _sleep_until(end)

@@ -1,7 +1,7 @@
-"""The link: what carries bytes between host and device, and the events that order its copies.
+"""The link: it copies bytes between host and device, and events order its copies.
 
-Two links run the same code above them: `CudaLink` (PCIe) and `EmulatedLink` (a paced copy thread
-on a machine without a GPU). Nothing above this interface knows which one it uses.
+Two links run the same code above them: `CudaLink` (PCIe) and `EmulatedLink` (a paced copy thread on
+a machine without a GPU). Nothing above this interface knows which one it uses.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-# A point in a link's time, made by the link and only ever handed back to it.
+# A point in a link's time. The link creates it, and it is only ever passed back to the link.
 Event = Any
 
 
 @dataclass(frozen=True)
 class LinkCounters:
-    """What crossed the link since it was made. Subtract two to get what crossed in between.
+    """Bytes that crossed the link since it was created. Subtract two to get what crossed in
+    between.
 
-    busy_seconds: in which the link carried bytes to the device
+    busy_seconds: time during which the link copied bytes to the device
     """
 
     bytes_to_device: int = 0
@@ -37,35 +38,33 @@ class LinkCounters:
 
 
 class OnDemand(Protocol):
-    """Bytes that lie in no memory: they are read, from a file say, when they have to cross."""
+    """Bytes that are not in memory: they are read, e.g. from a file, when they have to cross."""
 
     def numel(self) -> int:
-        """How many."""
+        """Return the number of bytes."""
 
     def read(self, into: torch.Tensor) -> None:
-        """Writes them to a flat uint8 host buffer of that size. Whatever it raises fails the
-        copy.
-        """
+        """Write the bytes to a flat uint8 host buffer of that size. An exception fails the copy."""
 
 
 class Link(Protocol):
     """Asynchronous copies between flat uint8 buffers of equal size.
 
-    The order is set by events alone. `to_device` and `to_host` return at once with the event of
-    their completion; a copy starts after every event in `after`. Copies of one direction happen in
-    the order they were asked for; the two directions are independent. `what` names a copy to
-    whoever traces the link.
+    Events alone set the order. `to_device` and `to_host` return at once with the event of their
+    completion; a copy starts after every event in `after`. Copies of one direction happen in the
+    order of the calls; the two directions are independent. `what` names a copy in a trace of the
+    link.
     """
 
     emulated: bool
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second to the device: emulated as asked, measured on CUDA; None if unpaced."""
+        """Bytes per second to the device: emulated as given, measured on CUDA; None if unpaced."""
 
     @property
     def copy_bytes(self) -> int:
-        """The size from which on a copy runs at about full speed."""
+        """The smallest size at which a copy runs at about full speed."""
 
     def to_device(
         self,
@@ -84,35 +83,36 @@ class Link(Protocol):
     ) -> Event: ...
 
     def record(self) -> Event:
-        """The event of everything computed so far."""
+        """Return the event of everything computed so far."""
 
     def wait(self, event: Event) -> None:
-        """Compute that follows starts after `event`. Raises LinkError when its copy failed."""
+        """Make later compute start after `event`. Raises LinkError if its copy failed."""
 
     def wait_on_host(self, event: Event) -> None:
-        """Blocks the host until `event`. Raises LinkError when its copy failed."""
+        """Block the host until `event`. Raises LinkError if its copy failed."""
 
     def keep_times(self) -> None:
-        """From now on `span` tells the times of events too, not of copies alone."""
+        """Record the times of all later events for `span`, not only those of copies."""
 
     def span(self, event: Event) -> tuple[float, float]:
-        """When what ends with `event` began and ended, in seconds of time.perf_counter: a copy's
-        way over the link, or twice the moment that `record` marks. Blocks the host until then.
+        """Return when the operation that `event` ends began and ended, in seconds of
+        time.perf_counter: for a copy its transfer over the link; for an event of `record` its
+        moment, twice. Blocks the host until then.
         """
 
     def counters(self) -> LinkCounters: ...
 
     def synchronize(self) -> None:
-        """Blocks the host until every copy asked for is done.
+        """Block the host until every copy is done.
 
-        Raises LinkError if one failed since the last call.
+        Raises LinkError if a copy failed since the last call.
         """
 
     def close(self) -> None: ...
 
 
 class WrappedLink:
-    """A link over another: hands everything on. What a subclass adds, it overrides."""
+    """A link over another, which forwards every call. Subclasses override what they change."""
 
     def __init__(self, link: Link) -> None:
         self.emulated = link.emulated

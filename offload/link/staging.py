@@ -1,4 +1,4 @@
-"""Copies of pageable memory, and of what lies in files: threads carry them through pinned rings."""
+"""Copies of pageable memory and of file contents: threads carry them through pinned rings."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _BUFFER_BYTES = 16 << 20
 
 
 class StagedLink(WrappedLink):
-    """A link that takes any host memory, and what is read on demand: what it may not copy directly
-    goes through a ring.
+    """A link that takes any host memory, and bytes that are read on demand. Bytes that it cannot
+    copy directly go through a ring of pinned buffers.
 
-    The driver copies pageable memory itself, but only while the caller waits; here a thread does,
-    so passes keep their order of events and the caller goes on.
+    The driver can copy pageable memory itself, but only while the caller waits. Here a thread does
+    so instead: passes keep their order of events and the caller continues.
 
     Invariants, and why they hold:
     - A ring buffer is refilled only after the copy out of it is complete: the thread waits for that
-      copy's event, and its copies are the only ones that use the buffer.
+      copy's event, and only its copies use the buffer.
     - Compute that waits for a staged copy waits for the event of its last part. That event exists
-      only when the thread has asked for the part, so `wait` first blocks the host until then.
-    - Copies of one direction that are staged keep their order: one thread makes them.
+      only when the thread has issued the part, so `wait` first blocks the host until then.
+    - Staged copies of one direction keep their order: one thread makes them.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class StagedLink(WrappedLink):
         buffer_bytes: int = _BUFFER_BYTES,
         reading: tuple[int, int] = (0, 0),
     ) -> None:
-        """reading: buffers for what is read on demand, and the bytes of each."""
+        """reading: number of buffers for bytes that are read on demand, and bytes of each."""
         super().__init__(link)
         self._memory = memory
         self._rings = {
@@ -83,7 +83,7 @@ class StagedLink(WrappedLink):
         if not isinstance(event, _Staged):
             return super().span(event)
         event.asked()
-        # From the first part's beginning to the last part's end.
+        # From the start of the first part to the end of the last one.
         spans = [super(StagedLink, self).span(part) for part in event.parts]
         return spans[0][0], spans[-1][1]
 
@@ -96,7 +96,7 @@ class StagedLink(WrappedLink):
     def close(self) -> None:
         for carrier in self._carriers.values():
             carrier.stop()
-        # Nothing crosses the rings any more after that.
+        # After that nothing crosses the rings any more.
         with suppress(LinkError):
             self._link.synchronize()
         for carrier in self._carriers.values():
@@ -113,9 +113,7 @@ class StagedLink(WrappedLink):
 
 
 class _Staged:
-    """A staged copy. Its parts have been asked for when `done` is set, and one to the host is then
-    complete.
-    """
+    """A staged copy. When `done` is set, all parts are issued, and a copy to the host is done."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -123,7 +121,7 @@ class _Staged:
         self.error: LinkError | None = None
 
     def asked(self) -> Event:
-        """Blocks until the link has been asked for all of it, and gives its last part's event.
+        """Block until all parts are issued, and return the event of the last one.
 
         Raises LinkError.
         """
@@ -164,22 +162,22 @@ class _Carrier:
         return self._last
 
     def finish(self) -> LinkError | None:
-        """Waits until everything has been asked of the link. What failed since the last call."""
+        """Wait until all copies are issued. Return the last failure since the previous call."""
         self._last.done.wait()
         error, self._error = self._error, None
         return error
 
     def stop(self) -> None:
-        """Ends the thread, once it has asked for everything."""
+        """End the thread once it has issued all copies."""
         self._jobs.put(None)
         self._thread.join()
 
     def close(self) -> None:
-        """Lets go of the ring, which nothing may be crossing."""
+        """Free the ring. No copy may be using it."""
         self._buffers = ()
         self._arena.close()
 
-    # Inference mode is each thread's own, and tensors that a request makes are of that mode.
+    # Inference mode is per thread, and a request's tensors are inference tensors.
     @torch.inference_mode()
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -1,6 +1,6 @@
 """A timeline of link, device and host, in the format of Chrome's and Perfetto's viewers.
 
-Off, nothing of it runs: the link is not wrapped, and what is called instead does nothing.
+Without tracing nothing of it runs: the link is not wrapped, and `NoTrace` does nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAST_WAIT_SECONDS = 20e-6
 
 
 class Span(NamedTuple):
-    """began, ended: seconds of time.perf_counter"""
+    """A named interval on a track. began, ended: seconds of time.perf_counter"""
 
     track: str
     name: str
@@ -37,17 +37,17 @@ class Span(NamedTuple):
 
 
 class Tracer(Protocol):
-    """Where the runtime says what it does."""
+    """Receives what the runtime does."""
 
     def compute(self, name: str, **args: Any) -> AbstractContextManager:
-        """What is launched inside belongs together."""
+        """Group the kernels launched inside the block under one name."""
 
     def host(self, name: str, began: float, seconds: float, **args: Any) -> None:
-        """What the host did, from `began` in seconds of time.perf_counter."""
+        """Record work of the host, which began at `began` in seconds of time.perf_counter."""
 
 
 class NoTrace:
-    """Keeps nothing."""
+    """A tracer that records nothing."""
 
     def compute(self, name: str, **args: Any) -> AbstractContextManager:
         return _NOTHING
@@ -60,7 +60,7 @@ _NOTHING = nullcontext()
 
 
 class Trace:
-    """Keeps events while a request runs; `spans` asks the link when they happened."""
+    """Records events while a request runs; `spans` asks the link for their times."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -81,7 +81,7 @@ class Trace:
         self._host.append(Span(HOST, name, began, began + seconds, args))
 
     def copy(self, track: str, what: Hashable, size: int, event: Event) -> None:
-        """A copy that was asked for: what it is, its bytes and the event of its end."""
+        """Record a copy: its name, its bytes and the event of its end."""
         self._copies.append((track, what, size, event))
 
     def clear(self) -> None:
@@ -90,7 +90,7 @@ class Trace:
         self._host.clear()
 
     def spans(self) -> list[Span]:
-        """Everything so far, by track. Waits for it to have happened. Raises LinkError."""
+        """Return all spans so far, by track. Waits until they have ended. Raises LinkError."""
         copies = [
             Span(track, _name(what), *self._link.span(event), _describe(what) | {"bytes": size})
             for track, what, size, event in self._copies
@@ -105,8 +105,8 @@ class Trace:
 
 
 def write_spans(ranks: Sequence[Sequence[Span]], path: Path, about: dict[str, Any]) -> None:
-    """Writes the timelines of one rank or more, whole or not at all. about: what the run was, kept
-    beside the events.
+    """Write the timelines of one or more ranks, completely or not at all. about: description of the
+    run, stored beside the events
 
     Raises OutputError.
     """
@@ -140,7 +140,7 @@ _WAIT = "wait"
 
 
 class TracedLink(WrappedLink):
-    """A link that tells a trace of every copy, and of compute and host that wait for one."""
+    """A link that records in a trace every copy, and every wait of compute or host for one."""
 
     def __init__(self, link: Link, trace: Trace) -> None:
         super().__init__(link)
@@ -183,7 +183,7 @@ def _name(what: Hashable) -> str:
 
 
 def _describe(what: Hashable) -> dict[str, Any]:
-    """A transfer's key is (ring, layer) or (ring, layer, block)."""
+    """Return the parts of a transfer's key, which is (ring, layer) or (ring, layer, block)."""
     if not isinstance(what, tuple):
         return {}
     return dict(zip(("layer", "block"), what[1:], strict=False))

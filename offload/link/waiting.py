@@ -9,26 +9,26 @@ import torch
 
 from triforce_offload.errors import DeviceFailedError, DeviceHungError
 
-# Longer than anything that is waited for: the reading of the longest prompt by the slowest card.
+# Longer than any real wait: the prefill of the longest prompt on the slowest card.
 LONGEST_WAIT_SECONDS = 1800.0
 
-# Asked without a pause so long, in seconds, what is nearly there costs nothing.
+# Seconds of polling without a pause, which makes a wait for a nearly finished event cheap.
 _SPIN = 200e-6
-# Then with pauses of this share of what was waited so far, and of so many seconds at most: what has
-# come is noticed a hundredth later.
+# After that, each pause is this share of the time waited so far, and at most this many seconds: an
+# event is noticed at most one per cent late.
 _SHARE, _LONGEST_PAUSE = 0.01, 1e-3
 
 
 class Queried(Protocol):
-    """As torch.cuda.Event has it."""
+    """The part of torch.cuda.Event that `Patience` uses."""
 
     def query(self) -> bool:
-        """Whether everything before it is done. Raises RuntimeError if that failed."""
+        """Return whether everything before the event is done. Raises RuntimeError on failure."""
 
 
 class Patience:
-    """Waits for events, each for so long at most. After one that did not come the device counts as
-    hung: whatever has not come yet fails at once.
+    """Waits for events, each for a limited time. After the first timeout the device counts as hung:
+    every wait for an event that has not happened fails at once.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -36,8 +36,8 @@ class Patience:
         self._seconds = seconds
 
     def wait(self, event: Queried) -> None:
-        """Blocks the host until an event has come. Raises DeviceHungError if it does not, or
-        DeviceFailedError if what came before it failed.
+        """Block the host until an event happens. Raises DeviceHungError if it does not happen in
+        time, or DeviceFailedError if the work before it failed.
         """
         try:
             if event.query():
@@ -58,26 +58,27 @@ class Patience:
             raise DeviceFailedError(f"a transfer failed: {error}") from error
 
 
-# Of each device, whoever waits for it: who found that it hangs keeps the others from trying.
+# One Patience per device, shared by everything that waits for it: after one timeout nobody waits
+# for a device that hangs.
 _PATIENCE: dict[torch.device, Patience] = {}
 
 
 def patience(device: torch.device) -> Patience:
-    """A device's own. device: with its number"""
+    """Return the shared Patience of a device. device: a device with its index"""
     return _PATIENCE.setdefault(device, Patience(LONGEST_WAIT_SECONDS))
 
 
 def hangs(device: torch.device | None = None) -> bool:
-    """Whether a device, or any, did not answer: whatever its driver is asked may wait for it, and
-    so may the end of the process.
+    """Return whether a device, or any device, did not answer. Every call to its driver may then
+    block, and so may the end of the process.
     """
     asked = _PATIENCE.values() if device is None else [_PATIENCE.get(device)]
     return any(it.exhausted for it in asked if it)
 
 
 def come(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, once its device has computed it. What asks for its numbers then does not wait:
-    their own wait could not be ended.
+    """Return the tensor once its device has computed it. Reading its values then does not wait; a
+    wait inside torch could not be interrupted.
 
     Raises LinkError.
     """
@@ -89,5 +90,5 @@ def come(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def number(counted: torch.Tensor | int) -> int:
-    """What a device may have counted, here. Raises LinkError."""
+    """Return a count on the host that a device may have computed. Raises LinkError."""
     return int(come(counted)) if isinstance(counted, torch.Tensor) else counted

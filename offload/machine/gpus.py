@@ -1,4 +1,4 @@
-"""What the GPUs of a machine reach together."""
+"""Measures what the GPUs of a machine reach together."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Any
 
 from triforce_offload.machine.timing import seconds_of
 
-# Of a copy over a link, and of the least and the largest sum over GPUs that is timed.
+# Bytes of a timed copy over a link, and of the smallest timed all-reduce; the largest all-reduce
+# has as many bytes as the copy.
 _LINK_BYTES = 64 << 20
 _LEAST_SUM = 16 << 10
 
 
 def measure_together() -> dict[str, Any]:
-    """Each GPU's link but the first's, all links at once, and a sum over all GPUs, by the names
-    that Rates has for them. Raises RuntimeError.
+    """Measure the link of each GPU but the first, all links at once, and an all-reduce over all
+    GPUs. Return them under the names of `Rates`. Raises RuntimeError.
     """
     import torch
     from torch.cuda import nccl

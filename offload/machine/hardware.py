@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, their links, host memory and how much of it may be pinned."""
+"""The hardware of this machine: GPUs, their links, host memory and how much of it may be pinned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PACKAGES = ("torch", "transformers", "safetensors", "gguf", "triton", "numpy")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as the driver sees it. Link generation and width: now, and the most there is."""
+    """One GPU as the driver reports it, with current and maximal link generation and width."""
 
     name: str
     memory_bytes: int
@@ -35,7 +35,7 @@ class Gpu:
 class Machine:
     """A machine's hardware and the versions that matter.
 
-    pinning_limit_bytes: what a process may lock (RLIMIT_MEMLOCK), None if unlimited
+    pinning_limit_bytes: bytes that a process may lock (RLIMIT_MEMLOCK), None if unlimited
     """
 
     gpus: tuple[Gpu, ...]
@@ -50,7 +50,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Looks at the machine through NVML and the operating system; needs no GPU."""
+    """Inspect the machine through NVML and the operating system. Needs no GPU."""
     gpus, driver = _gpus()
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Machine(
@@ -67,7 +67,7 @@ def inspect_machine() -> Machine:
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """Where figures come from: date, command, hardware and versions."""
+    """Return where measured figures come from: date, command, hardware and versions."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": command,
@@ -77,7 +77,7 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def summary() -> dict[str, Any]:
-    """What figures are said with: processor, cores that torch uses, and the GPU if there is one."""
+    """Return the hardware that figures depend on: processor, threads of torch, and GPU if any."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {"processor": _processor(), "threads": torch.get_num_threads(), "gpu": gpu}
 
@@ -111,7 +111,7 @@ def _gpu(handle: object) -> Gpu:
         try:
             return getattr(pynvml, what)(handle)
         except pynvml.NVMLError:
-            # Not every card and virtual machine tells.
+            # Some cards and virtual machines do not report this.
             return None
 
     return Gpu(

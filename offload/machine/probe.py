@@ -23,35 +23,38 @@ from triforce_offload.machine.timing import seconds_of
 from triforce_offload.memory.available import available_host_bytes, lendable_bytes
 from triforce_offload.units import parse_bandwidth
 
-# The host runs so many operations for each kernel that `costs` counts: torch's profiler tells about
+# Operations that the host runs for each kernel that `costs` counts: torch's profiler reports about
 # 80, views included, for the 39 kernels of a layer's forward over one token.
 OPERATIONS = 2
-# A matrix product is measured with so many rows.
+# Numbers of rows for which a matrix product is measured.
 _ROWS = (1, 2, 8, 24, 64)
-# Small operations are timed in so many rounds of ten: those of a norm and a rotation, with the
+# Small operations are timed in this many rounds of ten: those of a norm and a rotation, with the
 # views that they take.
 _CHAIN, _KERNELS = 60, 10
 _MATRIX_BYTES = 384 << 20
-# Attention is measured over so many pieces of so many keys: those of a pass over a few thousand
+# Attention is measured over this many caches of this many keys, as in a pass over a few thousand
 # tokens.
 _CACHES, _CACHE_KEYS = 128, 512
 _LAUNCHES = 200
-# Of the file by which a disk is measured.
+# Size of the file with which the disk is measured.
 _DISK_BYTES = 64 << 20
-# Rows of the matrix in 4 bits that is decoded.
+# Rows of the 4-bit matrix whose decoding is measured.
 _DECODED = 512
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured. launch_seconds: of one small operation, dispatch included.
+    """Measured rates of a machine.
 
-    link_bytes_per_second: of pinned copies to the device; None without a GPU
-    product_seconds_per_byte and what follows: as Hardware has them, of a CPU
-    other_links, host_bytes_per_second and what all_reduce begins: as Hardware has them, where there
-        are several GPUs
-    measured: the day, as 2026-11-21; load: processes that wanted the processors meanwhile, on
-        average over a minute
+    launch_seconds: time of one small operation, dispatch included
+    link_bytes_per_second: rate of pinned copies to the device; None without a GPU
+    product_seconds_per_byte, attend_bytes_per_second, attend_flops_per_second,
+        decode_seconds_per_number: as in Hardware, for a CPU
+    disk_bytes_per_second: as in Hardware
+    other_links, host_bytes_per_second, all_reduce_seconds, all_reduce_bytes_per_second: as in
+        Hardware, for several GPUs
+    measured: date, as 2026-11-21
+    load: average number of processes that used or waited for a processor, over one minute
     """
 
     memory_bytes_per_second: float
@@ -72,7 +75,7 @@ class Rates:
 
     @property
     def source(self) -> str:
-        """Where they come from, in words."""
+        """The origin of the rates, in words."""
         return f"measured on this machine on {self.measured}, at a load of {self.load:.1f}"
 
 
@@ -80,10 +83,13 @@ Matrices = Sequence[tuple[int, int]]
 
 
 def this_machine(link_bandwidth: str | None, known: Sequence[str], matrices: Matrices) -> Hardware:
-    """The first GPU here, or the emulated device of a machine without one.
+    """Return the first GPU of this machine, or the emulated device if there is none.
 
-    link_bandwidth: of the link instead of the measured one; an emulated link needs it.
-    known: names of cards, for who has none. matrices: shapes of the model's. Raises UsageError.
+    link_bandwidth: bandwidth to use in place of the measured one; an emulated link needs it
+    known: names of known cards, for the error without a GPU
+    matrices: shapes of the model's matrices
+
+    Raises UsageError.
     """
     import torch
 
@@ -103,7 +109,7 @@ def this_machine(link_bandwidth: str | None, known: Sequence[str], matrices: Mat
 
 
 def emulated(rates: Rates, link_bytes_per_second: float) -> Hardware:
-    """The emulated device: its memory is the host's, its link a paced thread."""
+    """Return the emulated device: its memory is the host's, its link a paced thread."""
     available = available_host_bytes()
     return Hardware(
         name=EMULATED,
@@ -126,15 +132,15 @@ def emulated(rates: Rates, link_bytes_per_second: float) -> Hardware:
 
 
 def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
-    """What torch reaches on this CPU: products with few and with many rows, attention, and small
-    operations. matrices: shapes of a layer's; how fast they are read depends on them.
+    """Measure what torch reaches on this CPU: products with few and with many rows, attention, and
+    small operations. matrices: shapes of a layer's matrices, on which the read rate depends
     """
     import torch
     import torch.nn.functional as F
 
     from triforce_kernels.weights.int4 import dequantise, quantise
 
-    # More than any cache holds, as a model's layers are.
+    # Together larger than any processor cache, as a model's layers are.
     count = max(1, _MATRIX_BYTES // sum(rows * columns * 4 for rows, columns in matrices))
     layers = [torch.empty(shape).fill_(0.01) for _ in range(count) for shape in matrices]
     nbytes = sum(layer.numel() * 4 for layer in layers)
@@ -184,7 +190,7 @@ def measure_cpu(matrices: Matrices = ((1024, 1024),)) -> Rates:
 
 
 def measure_gpu() -> Rates:
-    """What the current GPU reaches: pinned copies in, copies within, a large product, launching."""
+    """Measure the current GPU: copies in, copies within, a large product, kernel launches."""
     import torch
 
     size = 256 << 20
@@ -204,15 +210,15 @@ def measure_gpu() -> Rates:
     rates = Rates(2 * size / memory, 2 * 4096**3 / product, tiny / _LAUNCHES, size / link)
     rates = replace(rates, disk_bytes_per_second=measure_disk())
     if torch.cuda.device_count() > 1:
-        # A card that others have filled gives no rates.
+        # A card whose memory others have filled cannot be measured.
         with suppress(RuntimeError):
             rates = replace(rates, **measure_together())
     return _now(rates)
 
 
 def measure_disk() -> float | None:
-    """Bytes per second that are read from a file where this package keeps its own, after the system
-    was told to forget it; None where that cannot be measured.
+    """Measure the bytes per second read from a file in this package's cache directory, after the
+    system has dropped the file from its page cache. Return None if that is not possible.
     """
     with suppress(OSError):
         directory = cache_directory()
@@ -231,8 +237,8 @@ def measure_disk() -> float | None:
 
 
 def cached(key: str, measure: Callable[[], Rates]) -> Rates:
-    """What was measured for `key` before, or now. A cache that cannot be read counts for nothing;
-    it is written whole. `forget` empties it.
+    """Return the rates kept for `key`, or measure and keep them. A cache that cannot be read is
+    ignored; the cache file is always written as a whole. `forget` empties it.
     """
     path = _cache_file()
     known: dict[str, Any] = {}
@@ -252,14 +258,14 @@ def cached(key: str, measure: Callable[[], Rates]) -> Rates:
 
 
 def forget() -> None:
-    """Lets everything be measured again when it is next asked for."""
+    """Forget all rates, so that they are measured again when they are next needed."""
     with suppress(OSError):
         _cache_file().unlink()
 
 
 def remeasured() -> Rates:
-    """Rates of the first GPU, which plans take from now on; or of this CPU with matrices of no
-    particular model: a plan measures its own model's anew.
+    """Measure the first GPU again; plans use these rates from now on. Without a GPU, measure this
+    CPU with matrices of no particular model: a plan measures those of its own model again.
     """
     import torch
 
@@ -281,12 +287,12 @@ def _gpu_key() -> str:
 
 
 def _now(rates: Rates) -> Rates:
-    """Rates that were measured just now."""
+    """Return the rates marked with the current date and load."""
     return replace(rates, measured=date.today().isoformat(), load=round(os.getloadavg()[0], 2))
 
 
 def _checked(raw: Any) -> Rates:
-    """Raises ValueError or TypeError for what cannot be rates."""
+    """Return the rates of a cache entry. Raises ValueError or TypeError if they are invalid."""
     rates = Rates(**raw)
     pairs = tuple((rows, each) for rows, each in rates.product_seconds_per_byte)
     optional = (
@@ -325,7 +331,7 @@ def _gpu(rate: float | None) -> Hardware:
     name = torch.cuda.get_device_name()
     rates = cached(_gpu_key(), measure_gpu)
     free, _ = torch.cuda.mem_get_info()
-    # A plan may let as much stream as host memory holds.
+    # A plan may stream as much as host memory has room for.
     memory = lendable_bytes(free, machine.host_available_bytes)
     link, full = "PCIe", True
     if card and card.link_generation_most and card.link_width:

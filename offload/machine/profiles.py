@@ -1,4 +1,4 @@
-"""Hardware as a plan sees it: a card named in `data/gpus.toml`, or rates that were measured."""
+"""Hardware as a plan sees it: a card named in `data/gpus.toml`, or measured rates."""
 
 from __future__ import annotations
 
@@ -13,51 +13,56 @@ from typing import Any
 
 from triforce_offload.errors import UsageError
 
-# A plan leaves so many bytes of a named card alone: the CUDA context and libraries of a process
-# (about 0.5 GiB), a display, and what an allocator loses between blocks. A card of 24 GiB keeps
-# 22.5 GiB.
+# Bytes of a named card that a plan leaves free: the CUDA context and libraries of a process (about
+# 0.5 GiB), a display, and what an allocator loses between blocks. A card of 24 GiB keeps 22.5 GiB.
 RESERVED_BYTES = 3 << 29
 # A whole forward reaches this share of the peak rates of a card's memory and matrix units. Memory:
-# Llama 3.1 8B decodes in 5.1 ms from a CUDA graph on an H100, .88 of 3350 GB/s. Matrices: a prompt
-# is read at 140 of the 165 TFLOP/s of an RTX 4090 (HeadInfer, arXiv 2502.12574), .85.
+# Llama 3.1 8B decodes in 5.1 ms from a CUDA graph on an H100, .88 of 3350 GB/s. Matrices: prefill
+# runs at 140 of the 165 TFLOP/s of an RTX 4090 (HeadInfer, arXiv 2502.12574), .85.
 RATE_SHARE = 0.85
-# `int32_tops` counts a product with a sum as two operations; a shift or a bitwise one is one.
+# `int32_tops` counts a multiply-add as two operations; a shift or a bitwise operation is one.
 _OPERATIONS_COUNTED = 2
-# The host takes so long to launch one kernel from PyTorch; 4 to 6 us of it are the driver's.
+# Seconds that the host takes to launch one kernel from PyTorch; the driver takes 4 to 6 us of them.
 LAUNCH_SECONDS = 10e-6
-# Two kernels of a CUDA graph are so far apart: 3.4 us for kernels of 2.9 us ("Getting Started with
+# Seconds between two kernels of a CUDA graph: 3.4 us for kernels of 2.9 us ("Getting Started with
 # CUDA Graphs", NVIDIA technical blog).
 GRAPH_LAUNCH_SECONDS = 0.5e-6
-# An all-reduce of a few bytes over two cards without peer-to-peer takes so long: two trips through
+# Seconds of an all-reduce of a few bytes over two cards without peer-to-peer: two trips through
 # host memory.
 ALL_REDUCE_SECONDS = 40e-6
-# The device of a machine without a GPU.
+# Name of the device of a machine without a GPU.
 EMULATED = "emulated device (CPU)"
 _LINK = re.compile(r"pcie([345])x(1|2|4|8|16)")
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates that are reached, not peaks. Per GPU, of which there are `gpus`.
+    """Rates that are reached in practice, not peaks. All rates are per GPU.
 
-    name: of the card or machine; source: where its figures come from
-    memory_bytes: of the device that a plan may take
-    memory_bytes_per_second, flops_per_second: what computing reads, and its matrix products
-    integer_ops_per_second: shifts, sums and bitwise operations on whole numbers of 32 bits; None
-        where it is not known, or measured with what needs them
-    launch_seconds: of the host per kernel or operation; the device computes meanwhile if
-        `asynchronous`; graph_launch_seconds: per kernel of a recorded graph
-    product_seconds_per_byte: of a matrix, by the rows it is multiplied with, in rising order, where
-        that was measured; attend_bytes_per_second, attend_flops_per_second: of attention, likewise
-    decode_seconds_per_number: of weights that are not dense, on top of the product, where a
-        processor decodes them before it
-    all_reduce_seconds, all_reduce_bytes_per_second: of a sum over GPUs, of the smallest and of the
-        bytes of a large one; by the link's rate if that is None
-    link: as "pcie4x16"; link_full: whether it has all the lanes of the card
-    other_links: of GPUs after the first whose slots differ, bytes per second; those of the first if
-        there are none
-    host_memory_bytes, host_bytes_per_second: None where they are not known
-    disk_bytes_per_second: of what is read from files in each pass; None if nothing may be
+    name: name of the card or machine
+    source: where its figures come from
+    memory_bytes: device memory that a plan may use
+    memory_bytes_per_second: rate at which compute reads device memory
+    flops_per_second: rate of matrix products
+    integer_ops_per_second: shifts, additions and bitwise operations on 32-bit integers; None if
+        unknown, or if the measured rates of products include them
+    launch_seconds: host time per kernel or operation; the device computes meanwhile if
+        `asynchronous`
+    graph_launch_seconds: time per kernel of a recorded graph
+    product_seconds_per_byte: seconds per byte of a matrix for each measured number of rows that it
+        is multiplied with, in rising order; empty if not measured
+    attend_bytes_per_second, attend_flops_per_second: measured rates of attention
+    decode_seconds_per_number: time to decode one number of weights that are not dense, on top of
+        the product, on a processor that decodes them first
+    all_reduce_seconds: time of the smallest all-reduce over GPUs
+    all_reduce_bytes_per_second: rate of a large all-reduce; None to use the link's rate
+    link: name of the link, e.g. "pcie4x16"
+    link_full: whether the link has all lanes of the card
+    gpus: number of GPUs
+    other_links: bytes per second of the links of GPUs after the first; empty if they equal the
+        first
+    host_memory_bytes, host_bytes_per_second: size and rate of host memory; None if unknown
+    disk_bytes_per_second: rate at which passes read from files; None if they may not
     """
 
     name: str
@@ -86,8 +91,8 @@ class Hardware:
 
     @property
     def stream_bytes_per_second(self) -> float:
-        """What each GPU's link gives while all GPUs stream: they share what host memory gives, and
-        wait for the slowest, since each has an equal share of the model.
+        """Rate of each GPU's link while all GPUs stream. The GPUs share the rate of host memory and
+        wait for the slowest link, since each has an equal share of the model.
         """
         slowest = min((self.link_bytes_per_second, *self.other_links[: self.gpus - 1]))
         if self.host_bytes_per_second is None:
@@ -100,9 +105,9 @@ class Hardware:
 
 
 def named(name: str, itemsize: int = 2) -> Hardware:
-    """A card of `data/gpus.toml`. itemsize: bytes of the numbers that are computed with.
+    """Return a card of `data/gpus.toml`. itemsize: bytes per number that it computes with
 
-    Raises UsageError, with the nearest names, for a name that is not there.
+    Raises UsageError, with the closest names, for an unknown name.
     """
     table = _table()
     cards = gpu_names()
@@ -139,8 +144,8 @@ def known(name: str, itemsize: int, link_bytes_per_second: float | None) -> Hard
 
 
 def integer_rate(name: str) -> float | None:
-    """Hardware.integer_ops_per_second of a card by its name, also as its driver has it; None for
-    one that is not in the table.
+    """Return Hardware.integer_ops_per_second of a card by its name, or by the name its driver
+    reports; None if the table does not have it.
     """
     card = next((card for card in gpu_names() if same_card(card, name)), None)
     if card is None:
@@ -149,13 +154,13 @@ def integer_rate(name: str) -> float | None:
 
 
 def plain_name(card: str) -> str:
-    """What "RTX 4090", "rtx4090" and "NVIDIA GeForce RTX 4090" have in common."""
+    """Return the common part of "RTX 4090", "rtx4090" and "NVIDIA GeForce RTX 4090"."""
     return re.sub(r"nvidia|geforce|[\s_-]", "", card.lower())
 
 
 def same_card(name: str, other: str) -> bool:
-    """Whether two names may be of one kind of card: "h100" and "NVIDIA H100 80GB HBM3". Its memory
-    and its slot are no part of that; "Ti", "Super" and the like are.
+    """Return whether two names may be of one kind of card, e.g. "h100" and "NVIDIA H100 80GB HBM3".
+    Memory size and slot do not matter; "Ti", "Super" and the like do.
     """
     kinds = sorted((re.sub(r"-\d+gb$", "", each.lower()) for each in (name, other)), key=len)
     short, long = map(plain_name, kinds)
@@ -168,8 +173,9 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def with_link(hardware: Hardware, link: str) -> Hardware:
-    """The same card in a slot "pcie4x8": the slower of slot and card, lane by lane. Of several
-    cards each in its own: "pcie4x16,pcie4x4".
+    """Return the card in a slot such as "pcie4x8": the link takes the lower generation and the
+    fewer lanes of slot and card. A list gives each of several cards its own slot:
+    "pcie4x16,pcie4x4".
 
     Raises UsageError.
     """
@@ -189,14 +195,14 @@ def with_link(hardware: Hardware, link: str) -> Hardware:
 
 
 def link_rate(link: str) -> float:
-    """Bytes per second of pinned copies to the device over "pcie4x16". Raises UsageError."""
+    """Return bytes per second of pinned copies to the device over "pcie4x16". Raises UsageError."""
     generation, lanes = parse_link(link)
     figures = _table()["link"]
     return figures["lane_gb_per_s"][str(generation)] * lanes * 1e9 * figures["pinned_share"]
 
 
 def parse_link(link: str) -> tuple[int, int]:
-    """Generation and lanes of "pcie4x16". Raises UsageError."""
+    """Return generation and lanes of "pcie4x16". Raises UsageError."""
     match = _LINK.fullmatch(link)
     if match is None:
         raise UsageError(
@@ -206,7 +212,7 @@ def parse_link(link: str) -> tuple[int, int]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Which known names a user may have meant, in words."""
+    """Return a phrase with the known names that a user may have meant."""
     close = difflib.get_close_matches(name.lower(), list(known), n=3, cutoff=0.4)
     return f"nearest: {', '.join(close)}" if close else "nothing known is like it"
 

@@ -1,4 +1,4 @@
-"""How long something takes on a machine that others may use too."""
+"""Timing on a machine that others may use at the same time."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-# Each of the rates is measured in so many windows of so many seconds: others that use the machine
+# Each rate is measured in this many windows of this many seconds: other users of the machine
 # disturb some of them.
 _WINDOWS, _WINDOW_SECONDS = 5, 0.05
 
 
 def seconds_of(run: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> float:
-    """What one run takes: the median of a window, in the best of several, after one that warms
-    up.
-    """
+    """Return the seconds of one run: the smallest median of several windows, after a warm-up."""
     run()
     settle()
     medians = []

@@ -1,4 +1,4 @@
-"""How much memory there is to take."""
+"""How much memory is available."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from pathlib import Path
 
 import psutil
 
-# So much of a GPU's budget goes to what nobody asks for: workspaces of libraries, and the
-# allocator's rounding.
+# Part of a GPU's budget for memory that nothing allocates explicitly: workspaces of libraries, and
+# the allocator's rounding.
 LIBRARY_BYTES = 128 << 20
 _CGROUP = Path("/sys/fs/cgroup")
-# So much is left free: kernels are loaded as they are first used, and a display may ask for more.
+# Left free on a GPU: kernels are loaded when they are first used, and a display may need more.
 _SPARE_BYTES = 768 << 20
-# A GPU's page tables take so much for each GiB of registered host memory.
+# Size of a GPU's page tables for each GiB of registered host memory.
 _PAGE_TABLE_BYTES = 2 << 20
 
 
 def available_host_bytes() -> int:
-    """Memory a new mapping can count on: what the machine has left, or its container if less."""
+    """Return the memory that a new mapping can count on: what the machine has left, or its
+    container if that is less.
+    """
     available = psutil.virtual_memory().available
     limit = _CGROUP / "memory.max"
     if limit.exists() and limit.read_text().strip().isdigit():
@@ -29,9 +31,9 @@ def available_host_bytes() -> int:
 
 
 def lendable_bytes(free_bytes: int, registered_bytes: int) -> int:
-    """How much of a GPU's free memory may be taken if nobody says how much.
+    """Return how much of a GPU's free memory may be used if the user gives no budget.
 
-    registered_bytes: of host memory that will be registered with the driver, at most
+    registered_bytes: upper bound of the host memory that will be registered with the driver
     """
     tables = -(-registered_bytes // (1 << 30)) * _PAGE_TABLE_BYTES
     return max(0, free_bytes - _SPARE_BYTES - tables)

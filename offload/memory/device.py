@@ -1,4 +1,4 @@
-"""Device memory as a budget: what the runtime keeps on the device is allocated through it."""
+"""Device memory as a budget, through which the runtime allocates everything on the device."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from triforce_offload.machine.profiles import EMULATED
 from triforce_offload.memory.available import LIBRARY_BYTES, available_host_bytes, lendable_bytes
 from triforce_offload.units import format_bytes
 
-# What is raised where the device has no memory left, although the budget has.
+# Errors raised when the device has no memory left, although the budget has.
 OUT_OF_MEMORY = (torch.OutOfMemoryError, OutOfDeviceMemoryError)
 _REMEDY = "use a shorter context or more device memory"
 
 
 @dataclass
 class Allocation:
-    """Some bytes of the budget; `bytes` is the flat uint8 tensor, or None for a reservation."""
+    """Bytes of the budget; `bytes` is the flat uint8 tensor, or None for a reservation."""
 
     size: int
     purpose: str
@@ -37,18 +37,19 @@ class Allocation:
 class DeviceMemory:
     """The device's memory up to a limit, counted by purpose.
 
-    On CUDA the limit also caps PyTorch's allocator and the peak is the allocator's own. On the CPU
-    the budget is accounted: buffers are really allocated, and temporaries are covered by
-    reservations whose sizes the tests hold against the allocator's trace.
+    On CUDA the limit also caps PyTorch's allocator, and the peak is the allocator's own. On the CPU
+    the budget is only counted: buffers are really allocated, and temporaries are covered by
+    reservations whose sizes the tests compare with the allocator's trace.
     """
 
     def __init__(
         self, device: torch.device, limit_bytes: int | None, registered_bytes: int = 0
     ) -> None:
-        """limit_bytes: None for what is free, but for what the process will need beside it.
+        """limit_bytes: size of the budget; None for the free memory, less what the process needs
+        besides
+        registered_bytes: upper bound of the host memory that the device will read
 
-        registered_bytes: of host memory that the device will read, at most.
-        Raises UsageError for a limit above what the device has.
+        Raises UsageError for a limit above the device's memory.
         """
         self.device = device
         self._used: dict[str, int] = {}
@@ -68,7 +69,8 @@ class DeviceMemory:
             )
         self.limit_bytes = free if limit_bytes is None else limit_bytes
         if cuda:
-            # What the process holds already, another engine say, is not this budget's.
+            # Memory that the process already uses, e.g. for another engine, is not part of this
+            # budget.
             self._others_bytes = torch.cuda.memory_allocated(device)
             cap = torch.cuda.memory_reserved(device) + self.limit_bytes
             torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
@@ -81,13 +83,13 @@ class DeviceMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes in use at once: accounted on the CPU, the allocator's on CUDA."""
+        """Most bytes in use at once: counted on the CPU, the allocator's number on CUDA."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._others_bytes
         return self._peak_bytes
 
     def allocate(self, size: int, purpose: str) -> Allocation:
-        """`size` bytes of device memory, 64-byte aligned. Raises DoesNotFitError."""
+        """Allocate `size` bytes of device memory, 64-byte aligned. Raises DoesNotFitError."""
         allocation = self.reserve(size, purpose)
         try:
             allocation.bytes = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -99,7 +101,7 @@ class DeviceMemory:
         return allocation
 
     def reserve(self, size: int, purpose: str) -> Allocation:
-        """Counts `size` bytes that temporaries will use. Raises DoesNotFitError."""
+        """Count `size` bytes that temporaries will use. Raises DoesNotFitError."""
         if size > self.available_bytes:
             raise DoesNotFitError(
                 f"device memory for {purpose}", size, self.available_bytes, _REMEDY
@@ -110,28 +112,26 @@ class DeviceMemory:
         return Allocation(size, purpose, None)
 
     def free(self, allocation: Allocation) -> None:
-        """Returns an allocation or reservation; the tensor goes with its last view."""
+        """Return an allocation or reservation to the budget. A tensor goes with its last view."""
         self._used[allocation.purpose] -= allocation.size
         self._used_bytes -= allocation.size
         allocation.bytes = None
         allocation.size = 0
 
     def trim(self) -> None:
-        """Gives what torch's allocator keeps for later back to the device, so that tensors of other
-        sizes find room.
-        """
+        """Return torch's unused memory to the device, so that tensors of other sizes fit."""
         if self.device.type == "cuda" and not hangs(self.device):
             torch.cuda.empty_cache()
 
     def current(self) -> AbstractContextManager:
-        """Inside, the device is this thread's current one: Triton launches on that, and events are
-        recorded on its streams.
+        """Return a context in which the device is this thread's current one: Triton launches on
+        that device, and events are recorded on its streams.
         """
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     @contextmanager
     def typed_errors(self) -> Iterator[None]:
-        """Turns what torch raises for a full or failing device into errors of this package."""
+        """Convert torch's errors for a full or failing device into errors of this package."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -141,7 +141,7 @@ class DeviceMemory:
             raise DeviceFailedError(f"{self.device} failed: {why}") from error
 
     def close(self) -> None:
-        """Gives the allocator's cache back to the device and lifts the cap."""
+        """Return the allocator's cache to the device and remove the cap."""
         if self.device.type == "cuda":
             self.trim()
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
@@ -151,11 +151,11 @@ class DeviceMemory:
 
 
 def put(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Whole numbers of the host as int64 on the device, without waiting for what it computes."""
+    """Copy integers from the host to the device as int64, without waiting for its computation."""
     here = torch.as_tensor(numbers, dtype=torch.int64)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
 def device_name(device: torch.device) -> str:
-    """The card, as its driver names it, or the emulated device."""
+    """Return the name of the card as its driver reports it, or of the emulated device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else EMULATED

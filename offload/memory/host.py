@@ -21,13 +21,15 @@ from triforce_offload.memory.available import available_host_bytes
 from triforce_offload.memory.touch import touch
 from triforce_offload.units import format_bytes
 
-# So many bytes are registered at once, at most: what a driver's cap leaves is then used to the last
-# piece.
+# Bytes registered at once, at most. Small pieces use up nearly all that a driver's cap leaves.
 PIECE_BYTES = 1 << 30
 
 
 class Driver(Protocol):
-    """Makes host memory copyable without the processor. Both calls give 0, or an error code."""
+    """Registers host memory, so that it can be copied without the processor.
+
+    Both calls return 0 or an error code.
+    """
 
     def register(self, address: int, size: int) -> int: ...
 
@@ -35,9 +37,9 @@ class Driver(Protocol):
 
 
 class CudaDriver:
-    """cudaHostRegister, called on one device, for every device of the process."""
+    """cudaHostRegister, called on one device for every device of the process."""
 
-    # Kernels read it too: see `kv/direct`.
+    # Mapped, because kernels read the memory too: see `kv/direct`.
     _PORTABLE_AND_MAPPED = 1 | 2
 
     def __init__(self, device: torch.device) -> None:
@@ -48,22 +50,23 @@ class CudaDriver:
             runtime = torch.cuda.cudart()
             code = int(runtime.cudaHostRegister(address, size, self._PORTABLE_AND_MAPPED))
         if code:
-            # The runtime keeps the error for the next kernel's check: let one have it.
+            # The runtime keeps the error for the next kernel's check, so launch a kernel that takes
+            # it.
             with suppress(RuntimeError):
                 torch.empty(1, device=self._device).fill_(1)
         return code
 
     def unregister(self, address: int) -> int:
-        # Called when the last tensor goes, from whichever thread that is.
+        # Called when the last tensor is freed, from whichever thread that is.
         if hangs(self._device):
-            # The driver would wait for what it may still copy. The process ends soon.
+            # The driver would wait for copies that may never end. The process ends soon.
             return 0
         with torch.cuda.device(self._device):
             return int(torch.cuda.cudart().cudaHostUnregister(address))
 
 
 def check_available(size: int, what: str) -> None:
-    """Raises DoesNotFitError if so much host memory is not there."""
+    """Raise DoesNotFitError if `size` bytes of host memory are not available."""
     available = available_host_bytes()
     if size > available:
         raise DoesNotFitError(
@@ -77,20 +80,19 @@ def check_available(size: int, what: str) -> None:
 class HostMemory:
     """The host memory of one engine, and which of it the link may copy directly.
 
-    Where there is a driver, arenas are registered with it until it refuses (WSL2, Windows and
-    containers cap it); from then on they stay pageable, which is slower and never wrong, and one
-    warning says how much. Where there is none, as with an emulated link, all memory is direct.
+    If there is a driver, arenas are registered with it until it refuses (WSL2, Windows and
+    containers cap it). Later arenas stay pageable, which is slower and never wrong, and one warning
+    reports how much was pinned. Without a driver, as with an emulated link, all memory is direct.
 
-    nbytes: of all arenas that are open; pinned_bytes, pageable_bytes: of them, where there is a
-        driver
+    nbytes: bytes of all open arenas
+    pinned_bytes, pageable_bytes: bytes of these that are pinned and pageable, if there is a driver
     """
 
     def __init__(
         self, driver: Driver | None = None, *, pin: bool = True, cpus: Sequence[int] = ()
     ) -> None:
-        """pin: whether arenas are registered unless they say otherwise.
-
-        cpus: processors near the device, by which memory is first touched; any if empty
+        """pin: whether arenas are registered by default
+        cpus: processors near the device, which first touch memory; any processors if empty
         """
         self.nbytes = self.pinned_bytes = self.pageable_bytes = 0
         self._driver = driver
@@ -101,13 +103,13 @@ class HostMemory:
         self._direct: list[tuple[int, int]] = []
 
     def arena(self, size: int, *, pin: bool | None = None) -> HostArena:
-        """`size` bytes, touched, and registered if `pin`. Raises DoesNotFitError."""
+        """Allocate `size` bytes, touched, and registered if `pin`. Raises DoesNotFitError."""
         what = "host memory for streamed weights and KV"
         check_available(size, what)
         try:
             mapping = _Mapping(size)
         except OSError as error:
-            # The machine has it left, and this process may not have it.
+            # The machine has memory left, but this process is not allowed to map it.
             remedy = f"the system lets this process map no more ({error.strerror}): see ulimit -v"
             raise DoesNotFitError(what, size, 0, remedy) from error
         touch(mapping.address, mapping.size, self._cpus)
@@ -119,7 +121,7 @@ class HostMemory:
         return HostArena(mapping, self)
 
     def is_direct(self, memory: torch.Tensor) -> bool:
-        """Whether the link may copy this memory of an arena without the processor's help."""
+        """Return whether the link may copy this memory of an arena without the processor."""
         if self._driver is None:
             return True
         address = memory.data_ptr()
@@ -155,7 +157,7 @@ class HostMemory:
 
 
 class HostArena:
-    """One anonymous mapping as a flat uint8 tensor, `bytes`. Made by HostMemory."""
+    """One anonymous mapping as a flat uint8 tensor, `bytes`. Created by HostMemory."""
 
     def __init__(self, mapping: _Mapping, memory: HostMemory) -> None:
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)[: mapping.size]
@@ -164,7 +166,7 @@ class HostArena:
         self._memory = memory
 
     def close(self) -> None:
-        """Lets go of the memory: it is unregistered and unmapped with the last tensor of it."""
+        """Drop the memory: it is unregistered and unmapped with the last tensor that views it."""
         if self._mapping is not None:
             self._memory._forget(self._mapping)
             self._mapping = None
@@ -178,9 +180,10 @@ class HostArena:
 
 
 class _Mapping(mmap.mmap):
-    """A mapping that is never unmapped while registered, whoever holds the last view of it.
+    """A mapping that is never unmapped while registered, whatever has the last view of it.
 
-    Pages that the driver still believes pinned would make it copy from memory that is gone.
+    If the driver still treated unmapped pages as pinned, it would copy from memory that no longer
+    exists.
     """
 
     _pieces: Sequence[int] = ()
@@ -190,7 +193,7 @@ class _Mapping(mmap.mmap):
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         mapping = super().__new__(cls, -1, max(size, 1), flags=flags)
         mapping.size = size
-        # The tensor keeps the mapping, so its address is asked of one that does not stay.
+        # A tensor keeps the mapping alive, so the address is read from a temporary one.
         mapping.address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
         return mapping
 
@@ -199,7 +202,7 @@ class _Mapping(mmap.mmap):
         return bool(self._pieces)
 
     def register(self, driver: Driver) -> int:
-        """Registers all of it, piece by piece, or nothing: 0 or the driver's error code."""
+        """Register the whole mapping in pieces, or nothing. Return 0 or the driver's error code."""
         self._driver = driver
         done: list[int] = []
         for offset in range(0, self.size, PIECE_BYTES):
@@ -219,10 +222,10 @@ class _Mapping(mmap.mmap):
 
 
 class HostBuffers:
-    """Buffers of given sizes, side by side in arenas of one piece; a larger one has its own."""
+    """Buffers of given sizes in arenas of one piece; a larger buffer has its own arena."""
 
     def __init__(self, sizes: Sequence[int], memory: HostMemory) -> None:
-        """Raises DoesNotFitError before any is made, if they will not fit."""
+        """Raises DoesNotFitError before any buffer is allocated, if they will not fit."""
         check_available(sum(sizes), "host memory for streamed weights")
         groups: list[list[int]] = []
         for size in sizes:
@@ -253,9 +256,9 @@ class HostBuffers:
 class HostBlocks:
     """Equal blocks of host memory, taken one at a time from arenas of one piece each.
 
-    Arenas are made as blocks are taken, no more of them than were reserved. A block given back is
-    handed out again, so the requests of one engine share the same memory. No block crosses the edge
-    of a piece, except blocks that are larger than one: these have an arena of their own.
+    Arenas are allocated as blocks are taken, up to the number of reserved blocks. A block given
+    back is reused, so the requests of one engine share the same memory. No block crosses the edge
+    of a piece, except blocks that are larger than a piece: these have an arena of their own.
     """
 
     def __init__(self, block_bytes: int, memory: HostMemory) -> None:
@@ -272,17 +275,19 @@ class HostBlocks:
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes of the blocks that somebody has."""
+        """Bytes of the blocks that are in use."""
         return self.nbytes - len(self._free) * self._block_bytes
 
     def reserve(self, blocks: int) -> None:
-        """Says that `blocks` blocks will be taken. Raises DoesNotFitError if they will not fit."""
+        """Announce that `blocks` blocks will be taken. Raises DoesNotFitError without room for
+        them.
+        """
         missing = max(0, blocks - len(self._free)) * self._block_bytes
         check_available(missing, "host memory for the KV of this request")
         self._reserved = blocks
 
     def make_room(self, blocks: int) -> None:
-        """Makes sure that so many more can be taken than were reserved. Raises DoesNotFitError."""
+        """Make `blocks` more blocks available than were reserved. Raises DoesNotFitError."""
         check_available(max(0, blocks - len(self._free)) * self._block_bytes, "host memory for KV")
         reserved, self._reserved = self._reserved, self._reserved + blocks
         try:
@@ -293,7 +298,7 @@ class HostBlocks:
             raise
 
     def take(self) -> torch.Tensor:
-        """A flat uint8 block, its contents unspecified. Raises DoesNotFitError."""
+        """Return a flat uint8 block with unspecified contents. Raises DoesNotFitError."""
         if not self._free:
             self._make()
         self._reserved = max(0, self._reserved - 1)
@@ -307,7 +312,8 @@ class HostBlocks:
         count = min(most, max(1, self._reserved - len(self._free)))
         arena = self._memory.arena(count * self._block_bytes)
         self._arenas.append(arena)
-        # The last one is handed out first: reversed, so that blocks are taken in order.
+        # The last block of the list is taken first: it is reversed, so that blocks are taken in
+        # order.
         self._free.extend(reversed(arena.bytes.split(self._block_bytes)))
 
     def close(self) -> None:

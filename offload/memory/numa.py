@@ -11,7 +11,7 @@ _SYS = Path("/sys")
 
 
 def cpus_near(device: torch.device) -> tuple[int, ...]:
-    """Processors of the GPU's memory node that this process may use; none if it has no node."""
+    """Return the processors of the GPU's memory node that this process may use, if any."""
     gpu = torch.cuda.get_device_properties(device)
     address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     allowed = os.sched_getaffinity(0)
@@ -19,7 +19,7 @@ def cpus_near(device: torch.device) -> tuple[int, ...]:
 
 
 def node_cpus(pci_address: str, sys: Path = _SYS) -> tuple[int, ...]:
-    """Processors of the memory node of a PCI device, as Linux tells; empty if it does not."""
+    """Return the processors of a PCI device's memory node as Linux reports it, if any."""
     try:
         node = int((sys / "bus/pci/devices" / pci_address / "numa_node").read_text())
         if node < 0:
@@ -30,7 +30,7 @@ def node_cpus(pci_address: str, sys: Path = _SYS) -> tuple[int, ...]:
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """ "0-3,8,10-11" as numbers. Raises ValueError."""
+    """Return the processors in a list such as "0-3,8,10-11". Raises ValueError."""
     cpus: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")

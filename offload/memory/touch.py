@@ -1,4 +1,4 @@
-"""First touch of new memory, by many threads: zeroing pages is what takes its time."""
+"""First touch of new memory by many threads: most of the time goes to zeroing pages."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from contextlib import suppress
 _PART_BYTES = 64 << 20
 _MOST_THREADS = 16
 _MADV_HUGEPAGE = 14
-# Since Linux 5.14.
+# Available since Linux 5.14.
 _MADV_POPULATE_WRITE = 23
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def touch(address: int, size: int, cpus: Sequence[int] = ()) -> None:
-    """Backs `size` bytes of a private mapping at `address` by pages, zeroed.
+    """Back `size` bytes of a private mapping at `address` with zeroed pages.
 
-    cpus: the threads run on these, so that the pages lie in their memory node; anywhere if empty.
+    cpus: processors on which the threads run, so that the pages are in their memory node; any if
+        empty
     """
     if not size:
         return
-    # Pages of 2 MiB where the system has them: fewer faults, and registering them is faster.
+    # Pages of 2 MiB where the system has them: there are fewer faults, and registering is faster.
     _advise(address, size, _MADV_HUGEPAGE)
     parts = [
         (a, min(_PART_BYTES, address + size - a))
@@ -38,7 +39,7 @@ def touch(address: int, size: int, cpus: Sequence[int] = ()) -> None:
 
     def settle() -> None:
         if cpus:
-            # Of this thread alone; a container may forbid it.
+            # This sets the affinity of this thread alone; a container may forbid it.
             with suppress(OSError):
                 os.sched_setaffinity(0, cpus)
 

@@ -1,7 +1,7 @@
-"""A memory plan: what each layer and the KV take of the device, the host and the link.
+"""A memory plan: how much each layer and the KV take of the device, the host and the link.
 
-A plan is what a model and a context require, placed. Every size that follows from a placement is
-computed here, once; loading, passes, statistics and the planner read it.
+A plan is the requirements of a model and a context, with a placement. Every size that follows from
+a placement is computed here, once; loading, passes, statistics and the planner read it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from triforce_offload.kv.shape import KVShape
 from triforce_offload.plan.placement import LAYER_LISTS, Placement
 from triforce_offload.plan.requirements import Requirements
 
-# Whole layers on the host that are read from files ahead of their crossing.
+# Number of whole host layers that are read from files ahead of their crossing.
 READ_AHEAD = 2
 
 
 class Where(Enum):
     """Where the exact weights of a layer are between passes.
 
-    SPLIT: high bits on the device, low bits in host memory. FILE: in the checkpoint's files, which
-    every pass reads
+    SPLIT: high bits on the device, low bits in host memory
+    FILE: in the checkpoint's files, which every pass reads
     """
 
     DEVICE = "device"
@@ -37,9 +37,9 @@ class Where(Enum):
 class LayerPlan:
     """How one layer is kept. Sizes in bytes.
 
-    nbytes: of its exact weights as they are stored
-    low_bytes: of these, the low bits of split matrices; 0 where nothing is split
-    copy_bytes: of its int4 draft copy on the device; 0 for none
+    nbytes: size of its exact weights as they are stored
+    low_bytes: size of the low bits of its split matrices; 0 if nothing is split
+    copy_bytes: size of its int4 draft copy on the device; 0 for none
     """
 
     where: Where
@@ -49,14 +49,14 @@ class LayerPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Exact weights that stay on the device."""
+        """Bytes of exact weights that stay on the device."""
         if self.where is Where.DEVICE:
             return self.nbytes
         return self.nbytes - self.low_bytes if self.where is Where.SPLIT else 0
 
     @property
     def link_bytes(self) -> int:
-        """What crosses the link in each pass."""
+        """Bytes that cross the link in each pass."""
         return self.nbytes - self.device_bytes
 
     @property
@@ -65,7 +65,7 @@ class LayerPlan:
 
     @property
     def file_bytes(self) -> int:
-        """What each pass reads from files."""
+        """Bytes that each pass reads from files."""
         return self.link_bytes if self.where is Where.FILE else 0
 
     @property
@@ -74,14 +74,16 @@ class LayerPlan:
         return bool(self.copy_bytes) or self.where in (Where.DEVICE, Where.SPLIT)
 
     def draft_bytes(self, *, high_bits: bool) -> int:
-        """What a step of the retrieval level reads. high_bits: of split matrices, these alone."""
+        """Return the bytes that a step of the retrieval level reads. high_bits: whether it reads
+        only the high bits of split matrices
+        """
         if self.copy_bytes:
             return self.copy_bytes
         high_only = high_bits or self.where is Where.SPLIT
         return self.nbytes - self.low_bytes if high_only else self.nbytes
 
 
-# Most layers of a model are kept alike, and planning makes many plans.
+# Most layers of a model are placed alike, and planning makes many plans.
 _layer_plan = cache(LayerPlan)
 
 
@@ -89,8 +91,9 @@ _layer_plan = cache(LayerPlan)
 class KVPlan:
     """How the KV of all layers and sequences is kept when their contexts are full.
 
-    blocks: of all layers and sequences; resident: of these, on the device at any time
-    reclaimed: blocks more that lie in the prefill workspace once a prompt is processed
+    blocks: number of blocks of all layers and sequences
+    resident: number of these that are always on the device
+    reclaimed: number of further blocks that are in the prefill workspace after a prefill
     """
 
     shape: KVShape
@@ -100,12 +103,12 @@ class KVPlan:
 
     @property
     def streamed(self) -> int:
-        """Blocks that cross the link in each pass."""
+        """Number of blocks that cross the link in each pass."""
         return max(0, self.blocks - self.resident - self.reclaimed)
 
     @property
     def device_bytes(self) -> int:
-        """Of resident blocks, those in reclaimed memory not among them."""
+        """Bytes of resident blocks, without those in reclaimed memory."""
         return self.resident * self.shape.block_bytes
 
     @property
@@ -118,13 +121,13 @@ class KVPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Blocks in reclaimed memory have a place on the host too."""
+        """Bytes of blocks in host memory. Blocks in reclaimed memory have a place there too."""
         return (self.blocks - self.resident) * self.shape.block_bytes
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Where everything of a model and its contexts goes, and the bytes it takes there."""
+    """Where everything of a model and its contexts goes, and how many bytes it takes there."""
 
     requirements: Requirements
     placement: Placement
@@ -153,22 +156,22 @@ class MemoryPlan:
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
-        """Layers of which something crosses the link in each pass."""
+        """Layers that cross the link in each pass, at least in part."""
         return tuple(sorted(self.placement.streamed_layers))
 
     @cached_property
     def weights_link_bytes(self) -> int:
-        """Weights that cross the link in each pass."""
+        """Bytes of weights that cross the link in each pass."""
         return sum(layer.link_bytes for layer in self.layers)
 
     @cached_property
     def weights_file_bytes(self) -> int:
-        """Of these, what each pass reads from files."""
+        """Bytes of these that each pass reads from files."""
         return sum(layer.file_bytes for layer in self.layers)
 
     @property
     def link_bytes(self) -> int:
-        """What crosses the link in a pass over a full context, with reclaimed memory in use."""
+        """Bytes that cross the link in a pass over a full context, with reclaimed memory in use."""
         return self.weights_link_bytes + self.kv.link_bytes
 
     @property
@@ -178,7 +181,7 @@ class MemoryPlan:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Of a weight slot, which takes any layer that streams."""
+        """Bytes of a weight slot, which has room for any streamed layer."""
         return max(layer.link_bytes for layer in self.layers)
 
     @property
@@ -199,8 +202,8 @@ class MemoryPlan:
 
     @cached_property
     def device_parts(self) -> Mapping[str, int]:
-        """Device memory by purpose while a full context's prompt is processed, or in passes if
-        these take more.
+        """Device memory by purpose during the prefill of a full context, or during passes if these
+        take more.
         """
         needs, placement, kv = self.requirements, self.placement, self.kv
         ends = needs.head_bytes + (needs.embedding_bytes if placement.embedding_resident else 0)
@@ -242,8 +245,8 @@ class MemoryPlan:
         return replace(self, placement=replace(self.placement, **changes))
 
     def check(self, limit_bytes: int) -> None:
-        """Raise DoesNotFitError if it needs more than `limit_bytes` of the device, and UsageError
-        if it has nothing to stream through, or layers that the model has not.
+        """Raise DoesNotFitError if the plan needs more than `limit_bytes` of the device, and
+        UsageError if it streams without slots, or names layers that the model does not have.
         """
         needs, placement, count = self.requirements, self.placement, len(self.layers)
         for name in LAYER_LISTS:
@@ -261,13 +264,13 @@ class MemoryPlan:
             )
         if placement.streamed_layers and placement.weight_slots < 1:
             raise UsageError("a placement that streams weights needs at least one weight slot")
-        # A block that cannot be split streams, wherever others are.
+        # A block that cannot be split streams, even if all others are on the device.
         streams_kv = needs.kv.split or self.kv.blocks > self.kv.resident
         if streams_kv and min(placement.kv_slots, placement.staging_slots) < 1:
             raise UsageError("a placement that streams KV needs KV slots and staging slots")
 
     def check_host(self, limit_bytes: int) -> None:
-        """Raise DoesNotFitError if `limit_bytes` of host memory do not hold what streams."""
+        """Raise DoesNotFitError if the plan needs more than `limit_bytes` of host memory."""
         if (needed := self.host_bytes) > limit_bytes:
             raise DoesNotFitError(
                 f"host memory for {self.requirements.context_tokens} tokens of context",

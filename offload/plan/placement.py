@@ -13,17 +13,17 @@ STAGING_SLOTS = 2
 
 @dataclass(frozen=True)
 class Placement:
-    """Which layers and how much KV go where; `MemoryPlan` says what that takes. Layers not named in
-    streamed_layers are resident.
+    """Which layers and how much KV go where; `MemoryPlan` computes the memory they take. Layers not
+    named in streamed_layers are resident.
 
-    resident_kv_blocks: of all layers together, over which they are spread evenly; more than
-        there are means all
-    reclaimed_kv_blocks: how many more are on the device between prefills, in memory that only a
-        prefill needs
+    resident_kv_blocks: number of blocks on the device, of all layers together, over which they are
+        spread evenly; a number above the total means all blocks
+    reclaimed_kv_blocks: number of further blocks that are on the device between prefills, in memory
+        that only a prefill needs
     int4_layers: layers with an int4 draft copy on the device
-    file_layers: streamed layers that every pass reads from the checkpoint, since the host has no
+    file_layers: streamed layers that every pass reads from the checkpoint, because the host has no
         room for them
-    split_layers: streamed layers of which the low bits alone stream; the high bits stay on the
+    split_layers: streamed layers of which only the low bits stream; the high bits stay on the
         device and draft
     """
 
@@ -39,7 +39,7 @@ class Placement:
     split_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise UsageError for what no placement can hold."""
+        """Raise UsageError for values that no placement can have."""
         for name in LAYER_LISTS:
             layers = getattr(self, name)
             if not isinstance(layers, tuple) or not all(map(_is_count, layers)):
@@ -61,11 +61,11 @@ class Placement:
         return set(self.streamed_layers) <= {*self.int4_layers, *self.split_layers}
 
     def with_resident_blocks(self, blocks: int) -> Placement:
-        """Return it with `blocks` KV blocks on the device and none in reclaimed memory."""
+        """Return the placement with `blocks` resident KV blocks and none in reclaimed memory."""
         return replace(self, resident_kv_blocks=blocks, reclaimed_kv_blocks=0).with_slots()
 
     def with_slots(self) -> Placement:
-        """Return it with slots for KV that streams, if it had none."""
+        """Return the placement with slots for streamed KV, if it had none."""
         return replace(
             self,
             kv_slots=self.kv_slots or KV_SLOTS,

@@ -9,22 +9,22 @@ from triforce_offload.plan.memory_plan import MemoryPlan, Where
 from triforce_offload.plan.placement import KV_SLOTS, STAGING_SLOTS, WEIGHT_SLOTS, Placement
 from triforce_offload.plan.requirements import Requirements
 
-# While a pass attends to so many blocks on the device a link brings one: a card's memory is some 40
-# times as fast as its link, a split block is read three or four times over, and kernels for it are
-# launched.
+# A link brings one block while a pass attends to this many blocks on the device: a card's memory is
+# about 40 times as fast as its link, a split block is read three or four times, and kernels are
+# launched for it.
 _BLOCKS_WHILE_ONE_COMES = 8
 
 
 def place(needs: Requirements, limit_bytes: int) -> MemoryPlan:
     """Return the plan of a model and its longest context within `limit_bytes` of the device.
 
-    Raises DoesNotFitError, with what the least placement needs, when even that does not fit.
+    Raises DoesNotFitError, with the size of the smallest placement, if even that does not fit.
     """
     everything = _everything(needs)
     if everything.device_bytes <= limit_bytes:
         return everything
     streamed = 0
-    # With all high bits on the device, or none: by these the whole model drafts.
+    # Either all high bits are on the device, with which the whole model drafts, or none.
     split = bool(needs.low_bytes)
     if split:
         split = _least(needs, needs.layers, split=True).device_bytes <= limit_bytes
@@ -38,8 +38,8 @@ def place(needs: Requirements, limit_bytes: int) -> MemoryPlan:
                 limit_bytes,
                 "give more device memory",
             )
-        # So many more do not suffice: none gives more than the largest, but which ones stream
-        # changes too.
+        # At most half of the layers that the missing bytes require: no layer frees more than the
+        # largest one, but which layers stream changes too.
         largest = max(needs.low_bytes if split else needs.layer_bytes)
         streamed += max(1, -spare // (2 * largest))
         streamed = min(streamed, needs.layers)
@@ -49,8 +49,8 @@ def place(needs: Requirements, limit_bytes: int) -> MemoryPlan:
         spare -= needs.embedding_bytes
     block = needs.kv.block_bytes
     resident, reclaimed = _blocks(needs, spare)
-    # A layer's blocks on the device come before those that stream: slots take what the link brings
-    # meanwhile.
+    # A layer's blocks on the device come before those that stream: slots receive what the link
+    # brings meanwhile.
     ahead = _slots_ahead(needs, resident + reclaimed)
     if ahead := min(ahead, resident * block // needs.kv.slot_bytes):
         resident, reclaimed = _blocks(needs, spare - ahead * needs.kv.slot_bytes)
@@ -68,7 +68,7 @@ def _blocks(needs: Requirements, spare: int) -> tuple[int, int]:
     """
     block = needs.kv.block_bytes
     resident = min(spare // block, needs.kv_blocks)
-    # Of several sequences one may be prefilled at any time.
+    # Only one of several sequences is prefilled at any time.
     workspace = 0
     if needs.sequences == 1:
         workspace = spare - resident * block + max(0, needs.reading_bytes - needs.pass_bytes)
@@ -76,7 +76,7 @@ def _blocks(needs: Requirements, spare: int) -> tuple[int, int]:
 
 
 def _slots_ahead(needs: Requirements, kept: int) -> int:
-    """Count the slots beside KV_SLOTS, where `kept` blocks are on the device and others stream."""
+    """Count the slots to add to KV_SLOTS if `kept` blocks are on the device and others stream."""
     layers = needs.kv.layers
     if kept < layers:
         return 0
@@ -85,13 +85,13 @@ def _slots_ahead(needs: Requirements, kept: int) -> int:
 
 
 def least_bytes(needs: Requirements, *, streamed_layers: int) -> int:
-    """Return the least device memory with which no more than `streamed_layers` layers stream."""
+    """Return the smallest device memory with which at most `streamed_layers` layers stream."""
     plans = [_least(needs, streamed) for streamed in range(streamed_layers + 1)]
     return min(plan.device_bytes for plan in (_everything(needs), *plans))
 
 
 def _everything(needs: Requirements) -> MemoryPlan:
-    """All on the device; where KV is split, with slots for a block that cannot be."""
+    """Return the plan with all on the device. Split KV gets slots for blocks that do not split."""
     slots = int(needs.kv.split)
     copies = _copied(needs, ())
     return MemoryPlan(
@@ -100,7 +100,7 @@ def _everything(needs: Requirements) -> MemoryPlan:
 
 
 def _least(needs: Requirements, streamed: int, *, split: bool = False) -> MemoryPlan:
-    """The plan that takes least with so many layers streamed, or their low bits if `split`."""
+    """Return the smallest plan that streams `streamed` layers, or their low bits if `split`."""
     kv_slots, staging_slots = (KV_SLOTS, STAGING_SLOTS) if needs.kv_blocks else (0, 0)
     layers = spread(streamed, needs.layers)
     placement = Placement(
@@ -123,8 +123,9 @@ def _copied(needs: Requirements, streamed: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def place_on_host(plan: MemoryPlan, limit_bytes: int) -> MemoryPlan:
-    """Return the plan with as many of the streamed layers on the host as `limit_bytes` of it hold;
-    passes read the others from files. They read all if even that is too much.
+    """Return the plan with as many streamed layers on the host as fit in `limit_bytes`; passes read
+    the others from files. If even the plan with all of them in files does not fit, return that
+    plan.
     """
     whole = [i for i, layer in enumerate(plan.layers) if layer.where in (Where.HOST, Where.FILE)]
     for count in range(len(plan.placement.file_layers), len(whole) + 1):
@@ -136,10 +137,10 @@ def place_on_host(plan: MemoryPlan, limit_bytes: int) -> MemoryPlan:
 
 
 def spread(count: int, layers: int) -> tuple[int, ...]:
-    """Return `count` of `layers` layers, evenly apart, so that the link never rests for long."""
+    """Return `count` of `layers` layers, evenly spaced, so that the link never rests for long."""
     return tuple((2 * i + 1) * layers // (2 * count) for i in range(count))
 
 
 def share_blocks(blocks: int, layers: int) -> tuple[int, ...]:
-    """Divide `blocks` resident blocks over the layers, at most one apart."""
+    """Divide `blocks` resident blocks among the layers, so that counts differ by at most one."""
     return tuple(blocks // layers + (layer < blocks % layers) for layer in range(layers))

@@ -1,4 +1,4 @@
-"""What a model and its contexts require of device and host, wherever it goes."""
+"""What a model and its contexts require of device and host, for any placement."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from triforce_offload.kv.shape import KVShape
 class Requirements:
     """Memory estimate of a model and its contexts. Sizes in bytes.
 
-    layer_bytes: of each layer's weights, as they are stored
-    low_bytes: of these, the low bits of split matrices, which only passes read; empty if none
-    head_bytes: final norm and output matrix, always on the device
-    embedding_bytes: the input embedding if it is a matrix of its own, 0 when tied to the head
+    layer_bytes: size of each layer's weights as they are stored
+    low_bytes: size of the low bits of split matrices in each layer, which only passes read; empty
+        if there are none
+    head_bytes: size of final norm and output matrix, which are always on the device
+    embedding_bytes: size of the input embedding if it is a matrix of its own, 0 if it is tied to
+        the head
     reading_bytes: temporaries of a prefill that fills the context
-    pass_bytes: temporaries of a pass, and of drafting and drawing
-    drafting_bytes: everything that drafts, such as a retrieval cache, always on the device
-    int4_bytes: of a layer's int4 draft copy; 0 where there are none
+    pass_bytes: temporaries of a pass, of drafting and of sampling
+    drafting_bytes: everything used for drafting, such as a retrieval cache; always on the device
+    int4_bytes: size of a layer's int4 draft copy; 0 if there are none
     int4_all: whether resident layers have a copy too
-    decoding_bytes: temporaries of products with these copies
-    gather_bytes: of buffers through which chunks of streamed KV are retrieved; as many on the host
-    sequences: that passes are over at once, each of up to context_tokens. drafting_bytes and
-        gather_bytes are those of all, temporaries those of one
+    decoding_bytes: temporaries of products with int4 draft copies
+    gather_bytes: size of the device buffers through which chunks of streamed KV are retrieved; the
+        host has buffers of the same size
+    sequences: number of sequences in a pass, each of up to context_tokens. drafting_bytes and
+        gather_bytes are for all sequences, temporaries for one
     """
 
     layer_bytes: tuple[int, ...]
@@ -49,7 +52,7 @@ class Requirements:
 
     @cached_property
     def weights_bytes(self) -> int:
-        """Of all layers."""
+        """Size of the weights of all layers."""
         return sum(self.layer_bytes)
 
     @property
@@ -59,11 +62,11 @@ class Requirements:
 
     @property
     def temporary_bytes(self) -> int:
-        """Of passes, or of reading one text while others wait for theirs."""
+        """Temporaries of passes, or of the prefill of one sequence while the others wait."""
         others = (self.sequences - 1) * self.pass_bytes
         return others + max(self.reading_bytes, self.pass_bytes)
 
     @property
     def tail_bytes(self) -> int:
-        """Tails of all sequences."""
+        """Size of the tails of all sequences."""
         return self.sequences * self.kv.tail_bytes(self.max_pass_tokens)

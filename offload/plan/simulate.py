@@ -1,8 +1,8 @@
-"""A schedule on a virtual clock. No tensors, no waiting.
+"""Runs a schedule on a virtual clock, without tensors and without waiting.
 
-The rules are those of `conveyor` and the links: copies of one direction happen in the order of the
-schedule, one at a time; a copy starts when a slot of its ring is free, which is after the last
-reader of the slot's bytes before; what computes runs in order and starts after the copies it needs.
+The rules are those of `conveyor` and the links. Copies of one direction run one at a time in
+schedule order. A copy starts when a slot of its ring is free, which is after the last reader of the
+slot's previous bytes. Compute runs in order and starts after the copies that it needs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from triforce_offload.schedule import WEIGHTS, Crossing
 class Work(NamedTuple):
     """A piece of compute and its seconds.
 
-    needs: how many crossings, from the first, must have come
-    releases: indices of crossings whose slots are free afterwards
-    layer: -1 for what belongs to none
+    needs: number of crossings, counted from the first, that must be complete before it starts
+    releases: indices of crossings whose slots are free after it
+    layer: index of its layer; -1 if it belongs to none
     """
 
     name: str
@@ -30,16 +30,16 @@ class Work(NamedTuple):
 
 
 class ReadFromDisk(NamedTuple):
-    """Layers whose weights are read from their files, and how fast."""
+    """Layers whose weights are read from their files, and the rate of the disk."""
 
     layers: frozenset[int]
     bytes_per_second: float
 
 
 class Timeline(NamedTuple):
-    """When everything of a schedule happened, in seconds from its beginning.
+    """When everything in a schedule happened, in seconds from its start.
 
-    crossings, works: began and ended of each, in the order of the schedule
+    crossings, works: start and end of each, in schedule order
     """
 
     crossings: list[tuple[float, float]]
@@ -58,10 +58,14 @@ def simulate(
     copies_begin: float = 0.0,
     read_from_disk: ReadFromDisk | None = None,
 ) -> Timeline:
-    """Runs a schedule. slots: of each ring. copies_begin: when the first copy may start.
-    read_from_disk: layers whose weights come no faster than the disk gives them.
+    """Run a schedule.
 
-    Raises ValueError for a schedule that could never end: one that needs more slots than there are.
+    slots: number of slots of each ring
+    copies_begin: time at which the first copy may start
+    read_from_disk: layers whose weights cannot cross faster than the disk reads them
+
+    Raises ValueError for a schedule that could never end because it needs more slots than there
+    are.
     """
     crossed: list[tuple[float, float]] = []
     worked: list[tuple[float, float]] = []
@@ -97,7 +101,7 @@ def simulate(
 def spans(
     crossings: Sequence[Crossing], works: Sequence[Work], timeline: Timeline, start: float
 ) -> list[Span]:
-    """A timeline as a trace has it, from `start` on; everything says that it is simulated."""
+    """Return a timeline as trace spans that begin at `start`; each span is marked as simulated."""
     shown = [
         Span(COPY_IN, crossing.ring, start + began, start + ended, _described(crossing))
         for crossing, (began, ended) in zip(crossings, timeline.crossings, strict=False)

@@ -1,4 +1,4 @@
-"""How numbers are stored. Sizes need no tensors, so a plan can be made without torch."""
+"""Formats in which numbers are stored. Sizes need no tensors, so plans are made without torch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from triforce_kernels.weights.split_fp16 import SplitFP16Weight
     from triforce_kernels.weights.stored import SplitWeight
 
-# Bytes. Equal alignment everywhere keeps vectorised kernels bitwise equal at any placement.
+# Bytes. With equal alignment everywhere, vectorised kernels give bitwise equal results at any
+# placement.
 ALIGNMENT = 256
 
 
 class ElementType(Protocol):
-    """A torch.dtype, or for a plan whatever knows its size."""
+    """A torch.dtype, or for a plan anything that has an `itemsize`."""
 
     @property
     def itemsize(self) -> int: ...
@@ -36,7 +37,7 @@ class ElementType(Protocol):
 
 @dataclass(frozen=True)
 class Dtype:
-    """An element type by its name in torch: what plans are made with, where torch is not loaded."""
+    """An element type by its torch name, for plans made where torch is not loaded."""
 
     name: str
     itemsize: int
@@ -46,14 +47,18 @@ DTYPES = {t.name: t for t in (Dtype("float32", 4), Dtype("bfloat16", 2), Dtype("
 
 
 def dtype_name(dtype: ElementType) -> str:
-    """As torch names it."""
+    """Return the name that torch has for an element type."""
     return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
 
 
 class Read(Enum):
-    """How a product makes numbers of the bytes of a matrix: no decoding, or not counted; all bits
-    of split bfloat16; high bits alone; the bytes of split float16, which are joined first; or
-    groups of 4 bits.
+    """How a product turns the bytes of a matrix into numbers.
+
+    AS_STORED: no decoding, or decoding whose cost is not counted
+    SPLIT_BF16: all bits of split bfloat16
+    HIGH: high bits alone
+    SPLIT_FP16: the bytes of split float16, which are joined first
+    GROUPS: groups of 4-bit numbers
     """
 
     AS_STORED = "as stored"
@@ -64,11 +69,12 @@ class Read(Enum):
 
 
 class Format(ABC):
-    """How one tensor is stored in flat buffers: one of high bits, and one of low bits if it is
-    split, which only passes read.
+    """How one tensor is stored in flat buffers: one buffer of high bits and, if the tensor is
+    split, one of low bits, which only passes read.
 
-    read, draft_read: how a product reads it exactly, and for drafts
-    split: whether it has low bits
+    read: how an exact product reads the tensor
+    draft_read: how a product for drafts reads the tensor
+    split: whether the tensor has low bits
     """
 
     read: ClassVar[Read] = Read.AS_STORED
@@ -85,7 +91,7 @@ class Format(ABC):
 
     @property
     def high_bytes(self) -> int:
-        """All but the low bits."""
+        """Size without the low bits."""
         return self.nbytes
 
     @property
@@ -94,7 +100,7 @@ class Format(ABC):
 
     @property
     def draft_bytes(self) -> int:
-        """What a product for drafts reads."""
+        """Bytes that a product for drafts reads."""
         return self.nbytes
 
     def joined(self, high: torch.Tensor, low: torch.Tensor) -> Weight:
@@ -102,11 +108,11 @@ class Format(ABC):
         return self.view(high[: self.nbytes])
 
     def high(self, buffer: torch.Tensor) -> Weight:
-        """Return what can be read without the low bits."""
+        """Return the tensor that can be read without the low bits."""
         return self.view(buffer[: self.nbytes])
 
     def decoded(self) -> Iterator[Matrix]:
-        """Yield the parts that products decode first, or while they multiply."""
+        """Yield the parts that products decode, either first or while they multiply."""
         yield from ()
 
 
@@ -134,7 +140,7 @@ class Matrix(Format):
 
     @property
     def block_type(self) -> BlockType | None:
-        """The type of its blocks, None if it has none."""
+        """The type of its blocks; None if it is not stored in blocks."""
         return None
 
     def decoded(self) -> Iterator[Matrix]:
@@ -163,8 +169,8 @@ class Blocks(Matrix):
 
 @dataclass(frozen=True)
 class Groups(Format):
-    """A matrix in 4 bits: whole numbers, with a scale and an offset in `dtype` for each `group`
-    columns of a row (`triforce_kernels.weights.int4`).
+    """A matrix of 4-bit integers, with a scale and an offset in `dtype` for each `group` columns of
+    a row (`triforce_kernels.weights.int4`).
     """
 
     read: ClassVar[Read] = Read.GROUPS
@@ -199,8 +205,8 @@ class Groups(Format):
 
 @dataclass(frozen=True)
 class SplitFormat(Matrix):
-    """A matrix whose numbers are split: high bits, which can be computed with alone, and low bits,
-    which may be elsewhere.
+    """A matrix whose numbers are split into high bits, which can be computed with alone, and low
+    bits, which may be elsewhere.
     """
 
     draft_read: ClassVar[Read] = Read.HIGH
@@ -217,12 +223,12 @@ class SplitFormat(Matrix):
     @property
     @abstractmethod
     def high_bytes(self) -> int:
-        """Of all but the low bits."""
+        """Size without the low bits."""
 
     @property
     @abstractmethod
     def low_bytes(self) -> int:
-        """Of the low bits, which passes alone read."""
+        """Size of the low bits, which only passes read."""
 
     @abstractmethod
     def joined(self, high: torch.Tensor, low: torch.Tensor) -> SplitWeight: ...
@@ -236,7 +242,7 @@ class SplitFormat(Matrix):
 
 @dataclass(frozen=True)
 class SplitFP16(SplitFormat):
-    """A float16 matrix: the high byte of each number, and the low one
+    """A float16 matrix, stored as the high bytes and the low bytes of its numbers
     (`triforce_kernels.weights.split_fp16`).
     """
 
@@ -266,8 +272,8 @@ class SplitFP16(SplitFormat):
 
 @dataclass(frozen=True)
 class SplitBF16(SplitFormat):
-    """A bfloat16 matrix of an even number of columns in 12 bits a number, and room for exceptions
-    (`triforce_kernels.weights.split_bf16`).
+    """A bfloat16 matrix with an even number of columns, in 12 bits per number and room for
+    exceptions (`triforce_kernels.weights.split_bf16`).
     """
 
     read: ClassVar[Read] = Read.SPLIT_BF16
@@ -310,8 +316,8 @@ class SplitBF16(SplitFormat):
 
     @property
     def _high_sizes(self) -> tuple[int, ...]:
-        """Bytes of high bits, base exponents, the exceptions' places and patterns, and where
-        those of some rows each begin.
+        """Bytes of the high bits, the base exponents, the exceptions' places, their patterns, and
+        the index of the first exception of each group of rows.
         """
         numbers = self.rows * self.columns
         room = -(-numbers // limits.NUMBERS_OF_AN_EXCEPTION) + limits.LEAST_EXCEPTIONS
@@ -346,8 +352,8 @@ class Stack(Format):
 def matrix(
     pieces: Sequence[tuple[int, BlockType | None]], columns: int, dtype: ElementType
 ) -> Format:
-    """The format of a matrix made of pieces: the rows of each, and its block type if it is stored
-    in blocks. What is not is kept in `dtype`.
+    """Return the format of a matrix made of pieces. Each piece is its number of rows and its block
+    type, or None for a piece that is kept in `dtype`.
     """
     merged: list[tuple[int, BlockType | None]] = []
     for rows, kind in pieces:
@@ -362,5 +368,5 @@ def matrix(
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of ALIGNMENT."""
+    """Round `nbytes` up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

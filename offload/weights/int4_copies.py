@@ -1,4 +1,4 @@
-"""Int4Copies: layers in 4 bits on the device, for what drafts while the exact ones stream."""
+"""Int4 draft copies: 4-bit layers on the device for drafting, while the exact layers stream."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from triforce_offload.checkpoint.layer_cache import LayerCache
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.weights.layouts import FlatLayout, Views
 
-# Changes when other numbers come out of the same weights.
+# Change this when the same weights give other numbers.
 RECIPE = "int4-1"
 
 
 class Int4Copies:
-    """Copies of some layers, each a flat buffer on the device.
+    """Int4 draft copies of some layers, each a flat buffer on the device.
 
-    Exact tensors of a layer and their copies have the same names; matrices are Int4Weights here, as
-    far as the layout says so, everything else is as it was.
+    The exact tensors of a layer and their copies have the same names. Matrices are Int4Weights here
+    where the layout says so; all other tensors are unchanged.
 
-    views: by layer
+    views: tensors of the copies, by layer
     """
 
     def __init__(
@@ -35,13 +35,15 @@ class Int4Copies:
         decoding_bytes: int = 0,
         cache: LayerCache | None = None,
     ) -> None:
-        """layout: of each. decoding_bytes: of temporaries that computing with them takes.
+        """layout: layout of each copy
+        decoding_bytes: bytes of temporaries that products with the copies need
+        cache: disk cache that keeps the copies from run to run
 
-        cache: where they are kept from run to run. Raises DoesNotFitError.
+        Raises DoesNotFitError.
         """
         self._memory = memory
         self._cache = cache
-        # One at a time: what is quantised takes memory while it is.
+        # Quantise one matrix at a time, because quantising takes temporary memory.
         self._quantising = threading.Lock()
         self._allocation = memory.allocate(len(layers) * layout.nbytes, "int4 draft copies")
         try:
@@ -54,15 +56,15 @@ class Int4Copies:
         self.views = {layer: layout.views(buffer) for layer, buffer in self._buffers.items()}
 
     def restore(self, layer: int) -> bool:
-        """Fill the copy of a layer from the cache. Return whether it was there."""
+        """Fill the copy of a layer from the cache. Return whether the cache had it."""
         return self._cache is not None and self._cache.read(layer, self._buffers[layer])
 
     def make(self, layer: int, exact: Views) -> None:
-        """Fill the copy of a layer from the exact tensors, wherever these are, and cache it.
-        Threads may call it for different layers.
+        """Fill the copy of a layer from the exact tensors, on any device, and write it to the
+        cache. Threads may call this for different layers.
         """
         buffer = self._buffers[layer]
-        # What lies between the tensors is kept too.
+        # The cache keeps the padding between tensors too, so it must be defined.
         buffer.zero_()
         for name, view in self.views[layer].items():
             if isinstance(view, Int4Weight):
@@ -74,7 +76,7 @@ class Int4Copies:
             self._cache.write(layer, buffer)
 
     def close(self) -> None:
-        """Gives the memory back; more than once is no harm."""
+        """Free the memory. Further calls do nothing."""
         self.views, self._buffers = {}, {}
         self._memory.free(self._allocation)
         self._memory.free(self._decoding)
@@ -86,7 +88,7 @@ def _rows(exact: Weight, first: int, end: int) -> torch.Tensor:
 
 
 def _quantise_into(exact: Weight, into: Int4Weight) -> None:
-    """Some rows at a time, on the device, so that no matrix is there as a whole."""
+    """Quantise some rows at a time on the device, so that no dense matrix exists as a whole."""
     rows, columns = into.shape
     step = max(1, limits.DECODED_AT_ONCE // columns)
     for first in range(0, rows, step):

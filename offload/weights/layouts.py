@@ -1,4 +1,4 @@
-"""Named tensors in one flat buffer: a layer's weights, the same offsets on host and in a slot."""
+"""Named tensors in one flat buffer: a layer's weights, at equal offsets on host and in a slot."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ if TYPE_CHECKING:
 
     from triforce_kernels.weights.linear import Weight
 
-# Named tensors.
+# Named tensors of a layer.
 Views = Mapping[str, "Weight"]
 
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each named tensor, in a format of its own, lies in a flat buffer of `nbytes` bytes.
+    """Where each named tensor is in a flat buffer of `nbytes` bytes. Each tensor has its own
+    format.
 
-    low_offsets: of the low bits of those that have such, which lie behind everything else
-    high_bytes: of what lies before these
+    low_offsets: offsets of the low bits of split tensors, which come after everything else
+    high_bytes: bytes before these
     """
 
     formats: Mapping[str, Format]
@@ -53,7 +54,7 @@ class FlatLayout:
 
     @property
     def low_bytes(self) -> int:
-        """Of the low bits: what passes alone read."""
+        """Bytes of the low bits, which only passes read."""
         return self.nbytes - self.high_bytes
 
     def decoded(self) -> Iterator[Matrix]:
@@ -62,12 +63,12 @@ class FlatLayout:
             yield from stored.decoded()
 
     def views(self, buffer: torch.Tensor) -> dict[str, Weight]:
-        """The named tensors as views of a flat uint8 buffer of at least `nbytes` bytes."""
+        """Return the named tensors as views of a flat uint8 buffer of at least `nbytes` bytes."""
         return self.joined(buffer[: self.high_bytes], buffer[self.high_bytes : self.nbytes])
 
     def joined(self, buffer: torch.Tensor, low: torch.Tensor | None) -> dict[str, Weight]:
-        """The same of two buffers, of `high_bytes` and `low_bytes`. Without the second, what can
-        be read of them by the high bits.
+        """Return the named tensors as views of two buffers, of `high_bytes` and of `low_bytes`.
+        Without the second buffer, return what the high bits alone give.
         """
         views: dict[str, Weight] = {}
         for name, stored in self.formats.items():

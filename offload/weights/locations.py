@@ -1,9 +1,9 @@
-"""Homes: where the bytes of a block or a layer lie, and how compute gets them.
+"""Locations: where the bytes of a block or a layer are, and how compute gets them.
 
-Who computes asks a location for its bytes and cannot tell where they were. What has to cross the
-link first is the location's `source`: the schedule lists it, the conveyor carries it to a slot, and
-the location says what the bytes are once it has come. A location may read less over the link than
-it holds, or join what comes with what is on the device already.
+Compute asks a location for its bytes and cannot tell where they were. Bytes that have to cross the
+link first are the location's `source`: the schedule lists the source, the conveyor copies it to a
+slot, and the location interprets the slot. A location may send fewer bytes over the link than it
+has, or join the streamed bytes with others that are on the device already.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from triforce_offload.weights.layouts import FlatLayout, Views
 
 
 class Source(NamedTuple):
-    """What must cross the link before a location can be read.
+    """Bytes that must cross the link before a location can be read.
 
-    bytes: flat uint8 host buffer, or what is read then; after: events before which it does not hold
-        its bytes
+    bytes: flat uint8 host buffer, or an OnDemand that is read when it crosses
+    after: events after which the buffer has its bytes
     """
 
     bytes: torch.Tensor | OnDemand
@@ -30,39 +30,39 @@ class Source(NamedTuple):
 class Location(Protocol):
     """Where the bytes of a KV block are. Buffers are flat uint8.
 
-    dense: whether it is a block that is kept dense where others are split
+    dense: whether the block is kept dense although other blocks are split
     """
 
     dense: bool
 
     @property
     def source(self) -> Source | None:
-        """What has to come to a slot first; None if all is on the device."""
+        """Bytes that must come to a slot first; None if all bytes are on the device."""
 
     @property
     def memory(self) -> torch.Tensor | None:
-        """The bytes where they lie, device or host: what a gather reads parts of. Of host memory,
-        `source` says from when on. None if they lie in a file.
+        """The bytes in their place, on device or host, of which a gather reads parts. For host
+        memory, `source` has the events after which it is valid. None if the bytes are in a file.
         """
 
     @property
     def host(self) -> HostLocation | None:
-        """The bytes in host memory, if they are there too or alone."""
+        """The host location of the bytes, if host memory has them (alone or as well); else None."""
 
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
-        """The bytes on the device. slot: what came of `source`, None where there is none."""
+        """Return the bytes on the device. slot: the streamed bytes of `source`, None without one"""
 
 
 class LayerLocation(Location, Protocol):
-    """Where the weights of a layer are, and what passes and the retrieval level get of them."""
+    """Where the weights of a layer are, and which tensors passes and the retrieval level read."""
 
     def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
-        """The layer's tensors, exactly. came: what `read` gave."""
+        """Return the layer's exact tensors. came: the result of `read`"""
 
     def draft_views(self, layout: FlatLayout, *, high: bool) -> Views:
-        """The tensors on the device that the retrieval level computes with.
+        """Return the tensors on the device that the retrieval level computes with.
 
-        high: whether it reads only the high bits of what is split
+        high: whether it reads only the high bits of split tensors
         """
 
 
@@ -90,7 +90,7 @@ class HostLocation:
     dense = False
 
     def __init__(self, buffer: torch.Tensor, written: Event | None = None) -> None:
-        """written: from when on the buffer holds its bytes; None for now."""
+        """written: event after which the buffer has its bytes; None if it has them now."""
         self.memory = buffer
         self.source = Source(buffer, () if written is None else (written,))
 
@@ -106,25 +106,25 @@ class HostLocation:
 
 
 class DenseLocation(HostLocation):
-    """A block of keys and values in host memory that is kept dense, where others are split:
-    they have no room for its exceptions.
+    """A block of keys and values in host memory that is kept dense although others are split,
+    because it has more exceptions than a split block has room for.
     """
 
     dense = True
 
 
 class SplitLocation:
-    """A layer of which the first bytes, the high bits among them, stay on the device and the
-    last, the low bits, cross the link.
+    """A split layer: its first bytes, which include the high bits, stay on the device; its last
+    bytes, the low bits, cross the link.
     """
 
     def __init__(self, resident: torch.Tensor, low: torch.Tensor) -> None:
-        """resident: on the device; low: on the host."""
+        """resident: bytes on the device; low: bytes on the host."""
         self.memory = resident
         self.source = Source(low)
 
     def read(self, slot: torch.Tensor | None) -> torch.Tensor:
-        """What came: the rest is `memory`."""
+        """Return the streamed bytes; the other bytes are in `memory`."""
         return slot
 
     def views(self, layout: FlatLayout, came: torch.Tensor) -> Views:
@@ -135,7 +135,7 @@ class SplitLocation:
 
 
 class FileLocation:
-    """A layer that is read from a file, and crosses the link, each time it is asked for."""
+    """A layer that is read from a file, and crosses the link, each time it is needed."""
 
     memory = None
 

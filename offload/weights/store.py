@@ -25,23 +25,23 @@ from triforce_offload.weights.locations import (
     SplitLocation,
 )
 
-# Layers that are read and dequantised at a time.
+# Number of layers that are read and dequantised at the same time.
 _READERS = 4
 Fill = Callable[[int, Views], None]
 Loaded = Callable[[int, Views | None], None]
 
 
 class Weights(Protocol):
-    """Where a forward gets its layers from: resident, or streamed just in time."""
+    """Gives a forward its layers: resident, or streamed just in time."""
 
     def layer(self, index: int) -> AbstractContextManager[Views]:
-        """The tensors of a layer, valid inside the block. Asked for in order."""
+        """Give the tensors of a layer, valid inside the block. Layers are requested in order."""
 
 
 class WeightStore:
     """Every layer as one flat buffer with a location.
 
-    locations, layouts: of each layer
+    locations, layouts: location and layout of each layer
     """
 
     def __init__(
@@ -53,11 +53,12 @@ class WeightStore:
         fill: Fill,
         loaded: Loaded = lambda layer, views: None,
     ) -> None:
-        """layouts, plans: of each layer.
+        """layouts, plans: layout and plan of each layer
+        fill: `fill(layer, views)` writes a layer's tensors to their final memory. Threads call it,
+            once for each layer; for a layer in files they call it each time it crosses the link
+        loaded: `loaded(layer, views)` is called in a thread after each layer is filled; views is
+            None for a layer in files
 
-        fill(layer, views) writes a layer's tensors where they will live. Threads call it: once for
-        a layer, and for a layer in files each time it crosses the link. loaded(layer, views) is
-        called after each, in threads; it has no views of a layer in files.
         Raises DoesNotFitError before anything is read.
         """
         self.layouts = layouts
@@ -96,7 +97,7 @@ class WeightStore:
 
         try:
             with ThreadPoolExecutor(_READERS, "weights") as readers:
-                # What fails first ends it; layers that are not begun are left.
+                # The first failure ends the loop; layers that were not started are not loaded.
                 for _ in readers.map(load, range(len(views)), views):
                     pass
         except BaseException:
@@ -105,7 +106,7 @@ class WeightStore:
 
     @property
     def link_bytes(self) -> list[int]:
-        """Of each layer, the bytes that cross the link in a pass."""
+        """Bytes of each layer that cross the link in a pass."""
         return [
             location.source.bytes.numel() if location.source else 0 for location in self.locations
         ]
@@ -117,7 +118,7 @@ class WeightStore:
 
 
 class _FilledLayer:
-    """OnDemand: a layer as `fill` writes it."""
+    """OnDemand: the bytes of a layer as `fill` writes them."""
 
     def __init__(self, layer: int, layout: FlatLayout, fill: Fill) -> None:
         self._layer = layer
@@ -132,7 +133,7 @@ class _FilledLayer:
 
 
 class StreamedWeights:
-    """The weights as a pass gets them: the model asks for a layer and cannot tell where it was."""
+    """The weights for passes: the model asks for a layer and cannot tell where it was."""
 
     def __init__(self, store: WeightStore, conveyor: Conveyor, trace: Tracer) -> None:
         self._store = store
@@ -141,7 +142,7 @@ class StreamedWeights:
         self._views: dict[tuple[int, int], Views] = {}
 
     def forget(self) -> None:
-        """Lets go of the slots that layers came through."""
+        """Drop the views of slots that layers were streamed through."""
         self._views.clear()
 
     @contextmanager
@@ -157,14 +158,14 @@ class StreamedWeights:
 
 
 class ResidentWeights:
-    """Layers that are all on the device, exact or not: what a level that drafts computes with."""
+    """The layers for the retrieval level, which are all on the device, exact or not."""
 
     def __init__(
         self, store: WeightStore, int4_copies: Int4Copies | None = None, *, high: bool = False
     ) -> None:
-        """int4_copies: of layers that are taken from there, streamed ones or more. high: whether
-        only the high bits are read of those that are split, as it must be where the low
-        ones stream.
+        """int4_copies: int4 draft copies, which replace the layers that they are of
+        high: whether to read only the high bits of split layers, as is necessary if their low bits
+            stream
         """
         instead = int4_copies.views if int4_copies else {}
         self._views: list[Views] = []

@@ -1,7 +1,7 @@
-"""Attention of a pass over a KVStore, whatever the placement.
+"""Attention of a pass over a KVStore, at any placement.
 
-Block by block and in token order at every placement, so that streamed and resident KV give bitwise
-equal results.
+Attention runs block by block and in token order at every placement, so that streamed and resident
+KV give bitwise equal results.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from triforce_offload.schedule import kv_key
 
 
 class PassCache:
-    """The cache of a pass: attention to everything that is kept and to the pass's own rows.
+    """The cache of a pass: attends to the whole context and to the pass's own rows.
 
-    text: which of the pass's texts this one is
+    text: index of this sequence in the pass
     """
 
     def __init__(
         self, store: KVStore, conveyor: Conveyor, scores: ChunkScores | None = None
     ) -> None:
-        """scores: collects what each chunk of keys is worth to the pass, if given."""
+        """scores: collects the score of each chunk of keys, if given."""
         self._store = store
         self._conveyor = conveyor
         self._scores = scores
@@ -45,7 +45,7 @@ class PassCache:
         locations = store.locations(layer)
         scores = self._scores if self._scores and self._scores.enabled else None
         if not locations and scores is None and batch.visible is None:
-            # Of a text that fills no block there is nothing to merge.
+            # A sequence that fills no block has nothing to merge.
             rows = query.reshape(store.shape.kv_heads, -1, query.shape[2])
             return attend_cache(rows, keys, values, batch.rows, end - batch.rows).view(query.shape)
         seen = len(locations) * store.shape.block_tokens + end
@@ -77,7 +77,9 @@ class PassAttention:
     def __init__(
         self, query: torch.Tensor, kv_heads: int, scores: ChunkScores | None, keys: int
     ) -> None:
-        """query: [heads, rows, head_dim]; keys: all there will be, the rows' own included."""
+        """query: [heads, rows, head_dim]
+        keys: number of all keys that will come, the rows' own included
+        """
         heads, self._tokens, head_dim = self._shape = query.shape
         self._rows = query.reshape(kv_heads, heads // kv_heads * self._tokens, head_dim)
         self._running = Running.of(self._rows)
@@ -86,10 +88,10 @@ class PassAttention:
         self._buffer = scores.buffer(self._rows, keys) if scores else None
 
     def blocks(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Blocks that all rows see, [blocks, kv_heads, tokens, head_dim].
+        """Attend to blocks that all rows see, [blocks, kv_heads, tokens, head_dim].
 
-        Where chunks are scored, a block is a whole number of them: only the tail may end in a
-        chunk that is not full.
+        If chunks are scored, a block is a whole number of chunks: only the tail may end in a
+        partial chunk.
         """
         attend_blocks(self._running, self._rows, key, value, self._buffer)
         if self._buffer:
@@ -103,13 +105,13 @@ class PassAttention:
         value: torch.Tensor,
         visible: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The tail, keys and values [kv_heads, tokens, head_dim], of which the last are the rows'
-        own. visible: which of these each row sees, if they are a tree.
+        """Attend to the tail, keys and values [kv_heads, tokens, head_dim], which ends with the
+        rows' own. Pass the scores on and return the whole attention, [heads, rows, head_dim].
 
-        Hands the scores in and returns the whole attention, [heads, rows, head_dim].
+        visible: which of their own keys each row sees, if the rows are a tree
         """
-        # Whole chunks that all see are a block like any other: it is read by more of the device. A
-        # single row sees all there is.
+        # Attend to whole chunks that all rows see as to a block, which uses more of the device. A
+        # single row sees all keys.
         size = self._buffer.size if self._buffer else 1
         own = self._tokens if self._tokens > 1 or self._buffer or visible is not None else 0
         seen = (key.shape[1] - own) // size * size

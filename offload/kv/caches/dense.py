@@ -1,4 +1,4 @@
-"""KV of a short text, all of it on the device: what the levels below the target attend to."""
+"""KV of a short context, all of it on the device: the cache of the levels below the target."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from triforce_offload.memory.device import DeviceMemory, put
 
 
 class DenseKV:
-    """Keys and values of `end` tokens, one row a head, and room behind them.
+    """Keys and values of `end` tokens, separate for each head, with room after them.
 
-    A forward attends to all of them and to its own rows; these land behind `end`, which moves when
-    some are kept. `fixed` does the same at addresses and shapes that never change, which is what a
-    recorded graph needs.
+    A forward attends to all of them and to its own rows. It writes its rows after `end`, which
+    moves when some of them are kept. `fixed` does so at constant addresses and shapes, as a
+    recorded graph requires.
 
     rows: [layers, 2, kv_heads, capacity, head_dim]
     """
@@ -31,7 +31,7 @@ class DenseKV:
         self.capacity = dense_capacity(tokens)
         self._memory = memory
         self._allocation = memory.allocate(dense_bytes(shape, tokens), purpose)
-        # Zeros, since `fixed` reads what is behind the end too, with a weight of zero.
+        # Zeros, since `fixed` also reads past the end, with a weight of zero.
         self.rows = self._allocation.bytes.zero_().view(shape.dtype)
         self.rows = self.rows.view(shape.layers, 2, shape.kv_heads, self.capacity, shape.head_dim)
 
@@ -44,8 +44,8 @@ class DenseKV:
     def attend_at(
         self, layer: int, qkv: torch.Tensor, start: int | torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Cache.attend behind `start`, a number or [1] int64 on the device, for which there is
-        room.
+        """Cache.attend with rows written after `start`, a number or [1] int64 on the device. The
+        caller makes sure that there is room.
         """
         keys, values = self.rows[layer]
         query = rope_into(qkv, *batch.rotation, keys, values, start)
@@ -61,21 +61,23 @@ class DenseKV:
         return out.out.view(query.shape)
 
     def gather(self, moves: torch.Tensor, reader: Reader, chunk: int) -> None:
-        """Brings chunks of `chunk` tokens to their slots, of which the first is at 0.
+        """Copy chunks of `chunk` tokens to their slots, the first of which is at token 0.
 
-        moves: as `Reader.copy` takes them. Raises LinkError.
+        moves: as for `Reader.copy`
+
+        Raises LinkError.
         """
         slots = moves.shape[2]
         in_chunks = self.rows[:, :, :, : slots * chunk].unflatten(3, (slots, chunk))
         reader.copy(moves, in_chunks)
 
     def write(self, start: int, keys_values: torch.Tensor) -> None:
-        """Writes tokens [layers, 2, kv_heads, n, head_dim] at `start`."""
+        """Write tokens [layers, 2, kv_heads, n, head_dim] at `start`."""
         self.rows[:, :, :, start : start + keys_values.shape[3]] = keys_values
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Cache.keep. That the rows are a path is the caller's to see to: a recorded forward has no
-        forward batch to ask.
+        """Cache.keep. The caller makes sure that the rows are a path: a recorded forward has no
+        forward batch to check them against.
         """
         count = len(rows)
         if self.end + max(rows, default=-1) >= self.capacity:
@@ -86,7 +88,7 @@ class DenseKV:
         self.end += count
 
     def fixed(self, end: torch.Tensor) -> FixedDense:
-        """The same for a forward behind `end`, [1] int64 on the device."""
+        """Return a cache for one forward with `end`, [1] int64 on the device."""
         return FixedDense(self, end)
 
     def close(self) -> None:
@@ -95,8 +97,8 @@ class DenseKV:
 
 
 class FixedDense:
-    """One forward over a DenseKV whose end is known to the device alone: no address, shape or
-    launch depends on it. The caller has seen to it that there is room.
+    """One forward over a DenseKV whose end only the device knows: no address, shape or launch
+    depends on it. The caller makes sure that there is room.
     """
 
     def __init__(self, kv: DenseKV, end: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Reading text into a KVStore, layer by layer."""
+"""Prefill into a KVStore, layer by layer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from triforce_offload.schedule import KV
 
 
 class PrefillCache:
-    """The cache of a forward batch of any length over what is kept, little or much: a layer's KV is
-    gathered on the device, then stored block by block.
+    """The cache of a prefill of any length over a context of any length: a layer's KV is gathered
+    on the device, then stored block by block.
 
-    What streams of a layer's KV crosses the link once for all of the forward batch, and its new
-    blocks cross once, to the host. Parts of the forward batch attend to everything before them
-    without a mask, and to themselves causally.
+    Streamed KV of a layer crosses the link once for the whole forward batch, and the new blocks
+    cross once, to the host. Parts of the forward batch attend to everything before them without a
+    mask, and to themselves causally.
 
-    gathered: keys and values of the layer at hand, [2, kv_heads, tokens, head_dim], of what is kept
-        and of the forward batch
+    gathered: keys and values of the current layer, [2, kv_heads, tokens, head_dim], of the context
+        and the forward batch
     """
 
     def __init__(
@@ -37,10 +37,9 @@ class PrefillCache:
         gathered: torch.Tensor,
         scores: ChunkScores | None = None,
     ) -> None:
-        """rows: of the whole forward batch. gathered: flat uint8 device buffer for one layer's KV
-        of what is kept and of the forward batch.
-
-        scores: gets what each chunk of the text is worth to its last tokens, if given.
+        """rows: number of rows of the whole forward batch
+        gathered: flat uint8 device buffer for one layer's KV of the context and the forward batch
+        scores: receives the score of each chunk by the last tokens, if given
         """
         shape = store.shape
         self._store = store
@@ -65,17 +64,17 @@ class PrefillCache:
         return _attend(query, keys[:, :end], values[:, :end])
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Cache.keep: of text that is read, all rows."""
+        """Cache.keep. A prefill keeps all rows."""
         if list(rows) != list(range(self._rows)):
             raise RuntimeError(f"all {self._rows} rows of text that is read are kept")
         self._store.commit_fill(self._store.length + self._rows)
 
     def close(self) -> None:
-        """Lets go of the gathered layer."""
+        """Drop the gathered layer."""
         del self.gathered
 
     def _bring_kept(self, layer: int) -> None:
-        """Gathers the layer's KV of what is kept."""
+        """Gather the layer's KV of the context."""
         store, shape = self._store, self._store.shape
         size = shape.block_tokens
         for index, location in enumerate(store.locations(layer)):
@@ -86,7 +85,7 @@ class PrefillCache:
         self.gathered[:, :, store.length - tail.shape[2] : store.length] = tail
 
     def _score(self, layer: int, query: torch.Tensor) -> None:
-        """What the text's chunks are worth to its last tokens: query [heads, tokens, head_dim]."""
+        """Score the chunks by the last tokens. query: [heads, tokens, head_dim]"""
         tokens, size = self.gathered.shape[2], self._store.shape.block_tokens
         whole = (tokens - query.shape[1]) // size
         blocks = self.gathered[:, :, : whole * size].unflatten(2, (whole, size)).transpose(1, 2)
@@ -96,8 +95,8 @@ class PrefillCache:
 
 
 def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Attention of the last rows of a text to all of it: query [heads, rows, head_dim], keys and
-    values [kv_heads, tokens, head_dim].
+    """Return the attention of the last rows of a sequence to all of it: query [heads, rows,
+    head_dim], keys and values [kv_heads, tokens, head_dim].
     """
     heads, rows, head_dim = query.shape
     kv_heads, tokens, _ = keys.shape

@@ -1,4 +1,4 @@
-"""KV of a short text in 8 bits a number: half the bytes a step, or twice the tokens in a cache."""
+"""KV of a short context in 8 bits per number: half the bytes per step, or twice the tokens."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import layers_rounded_at_once, scale_bytes
 from triforce_offload.memory.device import DeviceMemory
 
-# Before anything is known of a text its numbers are told apart up to this.
+# Largest number that the scales represent before any was measured.
 _UNKNOWN_PEAK = 8.0
-# Scales reach so much farther than what they are measured by, and farther where that is few
-# tokens. After 1,000 tokens SmolLM2-135M holds to .988 of what it drafts without, to .996 with 1.1
-# to 1.25, to .995 with 1.5 (tried by hand; what it holds to now is in bench_rounded_kv.json).
+# Scales reach beyond the measured peak by this factor, and further if only a few tokens were
+# measured. After 1,000 tokens the target of SmolLM2-135M accepts .988 of the drafts without it,
+# .996 with 1.1 to 1.25, .995 with 1.5 (tried by hand; current rates are in bench_rounded_kv.json).
 _MARGIN = 1.2
 
 
 class RoundedKV(DenseKV):
-    """A DenseKV of whole numbers from -127 to 127, times a scale for each channel of each head.
+    """A DenseKV of integers from -127 to 127, times a scale for each channel of each head.
 
     Channels of keys differ in size far more than the tokens of one channel do (KIVI, Liu et al.,
-    2024), so scales are of channels. Keys and values are never multiplied by them: a query is,
-    before it attends to whole numbers, and so is what comes of it. Scales are measured where a text
-    is first gathered, and again after `measure_again`. What comes later and is larger is cut: all
-    of this is to draft with.
+    2024), so each channel has a scale. Keys and values are never multiplied by their scales: the
+    query is multiplied before it attends to integers, and so is the result. Scales are measured
+    when a context is first gathered, and again after `measure_again`. Larger numbers that come
+    later are clipped, which is acceptable because this KV is only used for drafting.
 
     scale: [layers, 2, kv_heads, head_dim] float32
     """
 
     def __init__(self, shape: KVShape, tokens: int, memory: DeviceMemory, purpose: str) -> None:
-        """shape: of the KV that it is made of. Raises DoesNotFitError."""
+        """shape: shape of the exact KV. Raises DoesNotFitError."""
         self._dtype = shape.dtype
         self._scales = memory.allocate(scale_bytes(shape), purpose)
         try:
@@ -51,15 +51,15 @@ class RoundedKV(DenseKV):
         self.measure_again(0)
 
     def measure_again(self, tokens: int) -> None:
-        """Everything is about to be gathered or written anew, by scales of its own.
+        """Measure new scales at the next gather or write, which replaces everything.
 
-        tokens: of the text
+        tokens: number of tokens of the context
         """
         self._measured = False
         self._reach = _MARGIN + max(1, tokens) ** -0.5
 
     def gather(self, moves: torch.Tensor, reader: Reader, chunk: int) -> None:
-        """DenseKV.gather, by way of the numbers themselves, a few layers at a time."""
+        """DenseKV.gather, through exact numbers, a few layers at a time."""
         layers, kv_heads, slots = moves.shape
         size = torch.Size((2, kv_heads, slots, chunk, self.rows.shape[4]))
         in_chunks = self.rows[:, :, :, : slots * chunk].unflatten(3, (slots, chunk))
@@ -70,7 +70,7 @@ class RoundedKV(DenseKV):
             exact = room[: some.stop - first]
             reader.copy(moves[some], exact, first)
             if not self._measured:
-                # What was not moved is anything.
+                # Slots that were not moved have undefined contents.
                 anything = (moves[some] < 0)[:, None, :, :, None, None]
                 self._measure(some, exact.masked_fill(anything, 0).flatten(3, 4))
             round_chunks(moves[some], exact, self.scale[some], in_chunks[some])
@@ -86,7 +86,7 @@ class RoundedKV(DenseKV):
     def attend_at(
         self, layer: int, qkv: torch.Tensor, start: int | torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """DenseKV.attend_at; the forward batch is no tree."""
+        """DenseKV.attend_at; the forward batch must not be a tree."""
         if batch.visible is not None:
             raise RuntimeError("a tree over KV in 8 bits")
         (keys, values), scale = self.rows[layer], self.scale[layer]
@@ -101,6 +101,6 @@ class RoundedKV(DenseKV):
         del self.scale
 
     def _measure(self, layers: slice, keys_values: torch.Tensor) -> None:
-        """Takes scales from tokens [layers, 2, kv_heads, n, head_dim]."""
+        """Measure scales on tokens [layers, 2, kv_heads, n, head_dim]."""
         peak = keys_values.abs().amax(3).float()
         self.scale[layers] = scale_of(peak * self._reach)

@@ -1,4 +1,4 @@
-"""Several sequences in one forward, each with a cache of its own."""
+"""Several sequences in one forward, each with its own cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from triforce_offload.forward_batch import Cache, ForwardBatch
 
 
 class SequenceCaches:
-    """One cache for each sequence of a forward batch: what is computed for all rows alike, a
-    layer's products and what streams for them, is shared; attention is each one's own.
+    """One cache for each sequence of a forward batch. A layer's products and its streamed weights
+    are shared by all rows; attention is separate for each sequence.
     """
 
     def __init__(self, caches: Sequence[Cache]) -> None:
@@ -29,7 +29,7 @@ class SequenceCaches:
         return torch.cat(attended, 1)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Cache.keep: of each sequence a path, by rows of the whole forward batch."""
+        """Cache.keep with a path of each sequence, given as rows of the whole forward batch."""
         first = 0
         paths = []
         for batch in self._batches:
