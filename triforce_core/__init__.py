@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
-# Before torch: it limits how long idle threads busy-wait.
+# Import this before torch: it limits how long idle threads busy-wait.
 import triforce_offload  # noqa: F401
 
-# As type checkers know it: `typing` takes as long to load as all that comes before signals are
-# heeded.
+# Type checkers know this name. Importing `typing` would double the time until signals are handled.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
