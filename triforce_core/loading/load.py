@@ -86,7 +86,7 @@ def _load(
     stored = checkpoint.stored_dtype
     dtype = DTYPES[element_type(config.dtype, stored, gpu=device.type == "cuda")]
     with ExitStack() as stack:
-        # Opening a link measures it, which takes device memory, so do it before the cap is set.
+        # Opening a GPU's link measures its bandwidth, so do it before the memory cap is set.
         link, host = open_link(machine, device)
         stack.callback(lambda: link.close())
         ranks.meet(device, own_device=own_device)

@@ -76,7 +76,7 @@ class Stream:
 
     @property
     def running(self) -> bool:
-        """Whether the stream is in the middle of a pass, which called this property."""
+        """Whether a pass of the stream is running. The caller is then inside that pass."""
         return inspect.getgeneratorstate(self._pieces) == inspect.GEN_RUNNING
 
     @property

@@ -1,4 +1,4 @@
-"""The planner: of all plans that fit, the one whose simulated seconds per token are least."""
+"""The planner: finds the plan with the least simulated seconds per token."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ INNER_DRAFTS = (1, 2, 3, 4, 6, 8)
 
 
 def choose(case: Case) -> Candidate:
-    """The best plan, with weights and KV kept in whichever way is fastest. Raises UsageError, or
-    DoesNotFitError that names the shortest way to fit.
+    """Return the fastest plan, over all permitted formats of weights and KV.
+
+    Raises UsageError, or DoesNotFitError, which suggests the smallest changes that would fit.
     """
     plans, refused = [], None
     for each in _ways(case):
@@ -34,8 +35,10 @@ def choose(case: Case) -> Candidate:
 
 
 def _ways(case: Case) -> list[Case]:
-    """The case with what is auto kept in each way that may be the fastest: in 16 bits, split;
-    and dense if it is quantised, on the emulated device, where decoding takes longer than reading.
+    """Return the case in each combination of "auto" formats that may be the fastest.
+
+    Weights and KV in 16 bits may be split. Quantised weights may become dense on the emulated
+    device, where decoding takes longer than reading.
     """
     ways = [case]
     if "weights" in case.auto:
@@ -49,7 +52,7 @@ def _ways(case: Case) -> list[Case]:
 
 
 def _choose(case: Case) -> Candidate:
-    """The best plan of the grid."""
+    """Return the fastest plan of a case with fixed formats."""
     case.check()
     draft_kv = case.method.draft_kv
     if rounds := draft_kv == AUTO and case.hardware.asynchronous:
@@ -59,7 +62,7 @@ def _choose(case: Case) -> Candidate:
         raise shortest_change(case, refused) from refused
     best = _fastest(fitting)
     if rounds and best.plan.budget:
-        # Of an exact cache nothing is rejected for how it is kept, and it takes twice the bytes.
+        # Also try an exact cache: it causes no rejections, but takes twice the bytes.
         exact, _ = _grid(case, (best.plan.budget,), EXACT)
         best = _fastest([best, *exact])
     return best
@@ -68,7 +71,7 @@ def _choose(case: Case) -> Candidate:
 def _grid(
     case: Case, budgets: Iterable[int], draft_kv: str
 ) -> tuple[list[Candidate], DoesNotFitError | None]:
-    """What fits of some budgets, and the first refusal."""
+    """Return the plans that fit with any of the budgets, and the first error."""
     fitting: list[Candidate] = []
     refused: DoesNotFitError | None = None
     for budget in budgets:
@@ -77,14 +80,16 @@ def _grid(
                 try:
                     fitting += candidates(case, budget, drafted, inners, weights, draft_kv)
                 except DoesNotFitError as error:
-                    # What asks for the least comes first; a longer draft asks for more.
+                    # Longer drafts need more memory, so do not try them.
                     refused = refused or error
                     break
     return fitting, refused
 
 
 def _fastest(candidates: list[Candidate]) -> Candidate:
-    """The best by simulation. Those whose bound is above the best one's seconds are spared it."""
+    """Return the fastest candidate by simulation. Candidates whose lower bound is above the best
+    time are not simulated.
+    """
     best, *others = sorted(candidates, key=lambda each: each.least)
     for other in others:
         if other.least >= best.seconds_per_token:
@@ -95,7 +100,7 @@ def _fastest(candidates: list[Candidate]) -> Candidate:
 
 
 def _budgets(case: Case) -> tuple[int, ...]:
-    """Retrieval budgets that are looked at, the smallest first; 0 for no such level."""
+    """Return the retrieval budgets to try, smallest first; 0 is no retrieval level."""
     method, budget = case.fixed.get("method"), case.fixed.get("budget")
     if method == "speculative" and case.draft == NO_DRAFTER:
         raise UsageError("--method speculative needs a drafter, and --draft is none")
@@ -113,13 +118,13 @@ def _budgets(case: Case) -> tuple[int, ...]:
         return (int(budget),)
     least, most = 2 * case.chunk_tokens, 2 * case.context
     budgets = tuple(budget for budget in BUDGETS if least <= budget < most) or (least,)
-    # Where weights must stream there is no retrieval model; without a drafter nothing drafts then.
+    # Budget 0 leaves only the drafter; it is not an option if triforce is fixed or there is none.
     return budgets if method == "triforce" or case.draft == NO_DRAFTER else (0, *budgets)
 
 
 def _draft_weights(case: Case, budget: int) -> tuple[str, ...]:
-    """What the retrieval model may compute with. Copies of resident layers pay where reading
-    weights is what its steps take.
+    """Return the settings of draft_weights to try. Int4 copies of resident layers pay if reading
+    weights dominates the steps of the retrieval level.
     """
     asked = case.method.draft_weights
     if not budget or asked != AUTO or "int4_layers" in case.fixed:
@@ -129,7 +134,7 @@ def _draft_weights(case: Case, budget: int) -> tuple[str, ...]:
 
 
 def _lengths(case: Case, budget: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Draft tokens that are looked at, shorter drafts first, each with inner draft tokens."""
+    """Yield the draft lengths to try, shortest first, each with the inner lengths to try."""
     fixed = case.fixed
     if fixed.get("method") == "autoregressive":
         yield 0, (0,)
@@ -144,7 +149,7 @@ def _lengths(case: Case, budget: int) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def shortest_change(case: Case, refused: DoesNotFitError) -> DoesNotFitError:
-    """The refusal, with what would have to change the least for the case to fit."""
+    """Return the error extended by the smallest changes with which the case would fit."""
     remedies = []
     best = _largest_context(case)
     if best:
@@ -167,7 +172,7 @@ def shortest_change(case: Case, refused: DoesNotFitError) -> DoesNotFitError:
 
 
 def _largest_context(case: Case) -> int:
-    """The longest context that fits, in steps of 256 tokens; 0 if none does."""
+    """Return the longest context that fits, in steps of 256 tokens; 0 if none does."""
     low, high = 0, case.context // 256
     while low < high:
         middle = (low + high + 1) // 2
@@ -182,7 +187,7 @@ def _largest_context(case: Case) -> int:
 
 
 def _fits(case: Case) -> bool:
-    """Whether any plan of the case does: the smallest of each method asks for the least."""
+    """Whether any plan of the case fits. The smallest plans of each method suffice to know."""
     for budget in _budgets(case)[:2]:
         with suppress(TriforceError):
             candidates(case, budget, *next(_lengths(case, budget)))
