@@ -1,4 +1,4 @@
-"""Tokens: model definition, distributions, decoding, engine, command line.
+"""Everything about tokens: model, distributions, decoding, engine and command line.
 
 from triforce_core import Engine, SamplingParams
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-# Import this before torch: it limits how long idle threads busy-wait.
+# Imported before torch: it limits how long idle threads busy-wait.
 import triforce_offload  # noqa: F401
 
 # Type checkers know this name. Importing `typing` would double the time until signals are handled.

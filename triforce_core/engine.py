@@ -37,13 +37,13 @@ from triforce_offload.runtime import Runtime
 
 
 class Engine:
-    """Generates text with one model. Create it with `from_pretrained`; end it by `close` or `with`.
+    """An engine for one model. Create it with `from_pretrained`; close it with `close` or `with`.
 
     A context outlives its request: a prompt reuses the longest prefix that it shares with one, and
     prefills only the rest.
 
     model, runtime: the full model, and the runtime that has its weights and KV
-    models, drafting: all models, and the settings and state of drafting
+    models, drafting: all models, and the draft lengths that are learned over all requests
     config: config of the model
     """
 
@@ -149,7 +149,7 @@ class Engine:
         """Run a request to its end.
 
         reuse: whether to reuse the KV of a prefix shared with an earlier context. The output
-            distribution is the same, but the text for a seed may depend on it, as drafts do
+            distribution is the same, but the text for a seed may differ, because drafts may
 
         Raises UsageError, DoesNotFitError, LinkError or RankError.
         """

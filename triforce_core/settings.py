@@ -111,8 +111,8 @@ class MethodSettings:
         these stream
     draft_kv: how the retrieval cache stores its tokens: "exact", "int8" (integers, with a scale for
         each channel of a head), or "auto" (int8 on a GPU)
-    accept: "optimal" for the highest acceptance rate, or "coupled" for output that depends only on
-        the seed
+    accept: "optimal" for the highest acceptance rate, or "coupled" for output that depends on the
+        seed but not on drafts
     """
 
     method: str = "triforce"

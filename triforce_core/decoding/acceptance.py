@@ -98,7 +98,7 @@ def accept(
 
 
 class Optimal:
-    """Accept with probability 1 - TV(p, q), the highest that any rule can reach.
+    """The rule that accepts with probability 1 - TV(p, q), the highest that any rule can reach.
 
     All coins come from one generator.
     """
@@ -122,7 +122,7 @@ class Optimal:
 
 
 class Coupled:
-    """Every level draws with the same noise, which depends only on (seed, position).
+    """The rule by which all levels draw with the same noise, a function of (seed, position) alone.
 
     The token at a position is the arg-max of the log-probabilities plus Gumbel noise. A draft token
     is accepted if the verifier draws the same token. So the output for a seed does not depend on

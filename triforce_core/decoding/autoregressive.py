@@ -16,7 +16,7 @@ from triforce_offload.link.waiting import come
 
 
 class Autoregressive:
-    """Run the last token through the full model and draw the next one from its distribution."""
+    """A decoder that runs the last token through the full model and draws the next token."""
 
     def __init__(self, context: Context, params: SamplingParams, rule: Rule) -> None:
         self._context = context

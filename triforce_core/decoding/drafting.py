@@ -71,7 +71,7 @@ class Drafting:
             proposer = RetrievalLevel(
                 proposer, verifier, rule, self._inner, self._outer, stops, tallies.retrieval
             )
-        # Penalties and grammars assume that each row follows the one before, so no trees there.
+        # Penalties and grammars require that each row follows the one before, which excludes trees.
         branches = not context.levels.retrieval and not params.changes_logits
         return Hierarchy(
             context,

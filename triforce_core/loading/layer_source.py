@@ -51,7 +51,7 @@ class Readable(Protocol):
 
 
 class LayerSource:
-    """Loads layers, and creates their int4 draft copies."""
+    """A loader of layers, which also creates their int4 draft copies."""
 
     def __init__(
         self,

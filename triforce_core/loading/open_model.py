@@ -16,7 +16,8 @@ from triforce_core.model.checkpoints.tokenizer import (
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model on disk of which everything except the weights was read. End it by `close` or `with`.
+    """A model on disk of which everything except the weights was read. Close it with `close` or a
+    `with` block.
 
     seconds: time that opening took
     """

@@ -13,8 +13,8 @@ from triforce_offload.plan.placement import Placement
 from triforce_offload.plan.placing import least_bytes, place
 from triforce_offload.plan.requirements import Requirements
 
-# If nothing streams, a retrieval level saves only reads of KV. It is created unasked only if the
-# target reads at least this factor more, weights included.
+# If nothing streams, a retrieval level saves only reads of KV. Unless requested, it is created only
+# if the target reads at least this many times as much, weights included.
 _LEAST_SAVING = 1.25
 # Ratio of a card's memory bandwidth to that of its link: 1008 to 25 GB/s on an RTX 4090.
 _MEMORY_TO_LINK = 40

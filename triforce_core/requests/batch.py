@@ -60,7 +60,7 @@ class Member:
 
 
 class Batch:
-    """Runs requests together, in the calling thread.
+    """A batch of requests that run together, in the calling thread.
 
     An error in a prefill ends its request; an error in a pass ends all requests of the pass. The
     receivers get the error. An error that a receiver raises ends its request, and is raised here.

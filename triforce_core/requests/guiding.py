@@ -97,7 +97,7 @@ class Guide:
             mask[: len(bits)] = torch.from_numpy(bits.astype(bool))
         if matcher.is_stopped() or matcher.is_accepting():
             mask[self._stops] = True
-        # Nothing may follow, and the text ends before anything is asked for.
+        # If no token may follow, the text ends before this mask is used.
         return mask if mask.any() else self._all()
 
     def _all(self) -> torch.Tensor:

@@ -65,7 +65,7 @@ def asked_for(
 
 
 class Request:
-    """Prefills a prompt into a context, and turns the results of passes into text. `Batch` runs it.
+    """A request: it prefills its prompt and turns the results of passes into text. `Batch` runs it.
 
     seed: seed of its random numbers; drawn if the parameters have none
     reason: why it ended: "stop", "length", "interrupted" or "error"; empty while it runs

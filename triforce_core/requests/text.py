@@ -10,8 +10,8 @@ _REPLACEMENT = "\ufffd"
 
 
 class TextStream:
-    """Converts tokens to text as they arrive. Holds back incomplete characters, and text that may
-    be the beginning of a stop text.
+    """A converter of tokens to text as they arrive. It holds back incomplete characters, and text
+    that may be the beginning of a stop text.
 
     The pieces, with that of `finish`, add up to `decode` of all tokens up to a stop text, if there
     is one. This requires that decoding more tokens only extends the text up to its last word: each

@@ -174,7 +174,7 @@ CALLS: tuple[type[Call], ...] = (
 
 
 class Teller:
-    """Sends calls to a context to the other ranks, if this is the first rank."""
+    """The sender of calls to a context. It does nothing on other ranks than the first."""
 
     def __init__(self, ranks: Ranks, checksum: Callable[[], int]) -> None:
         """checksum: returns the checksum of the tokens that the context keeps"""

@@ -18,7 +18,7 @@ _Given = TypeVar("_Given")
 
 
 class MemoryFallback:
-    """Repeats a pass or a prefill that ran out of device memory, each time with less memory."""
+    """A runner of passes and prefills that repeats them with less memory if memory runs out."""
 
     def __init__(self, models: Models, drafting: Drafting) -> None:
         self._models = models

@@ -155,7 +155,7 @@ class SmallModelDrafter:
 
 
 class _SmallModelProposer:
-    """Draws draft tokens of one request, one forward each, without waiting for the device."""
+    """A proposer for one request: one forward per token, without waiting for the device."""
 
     def __init__(self, drafter: SmallModelDrafter, params: SamplingParams, rule: Rule) -> None:
         self._drafter = drafter

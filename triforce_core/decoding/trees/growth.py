@@ -27,7 +27,7 @@ class Grown(Protocol):
 
 
 class Growth:
-    """Learns how likely draft tokens are accepted, and so which of them are worth a row of a pass.
+    """A learned estimate of how likely draft tokens are accepted, and which are worth a row.
 
     The value of a token is the probability that it is reached and accepted: the value of its
     parent, times the probability that its elder siblings are rejected, times its own chance. A tree
@@ -138,7 +138,7 @@ class Growth:
             (self._tree if tree else self._chain).observe(outcome)
             self._verify.observe(outcome.drafted, outcome.verify_seconds)
         if outcome.warm and outcome.drafted:
-            # A token of a chain is a level too.
+            # Each token of a chain counts as a level.
             levels = max(outcome.branches.depths) if outcome.branches else outcome.drafted
             self._level_seconds = self._level_seconds * _RATE_MEMORY + outcome.draft_seconds
             self._levels = self._levels * _RATE_MEMORY + levels

@@ -267,9 +267,9 @@ def _plain_config(directory: Path) -> PreTrainedConfig | None:
     try:
         named = json.loads((directory / "tokenizer_config.json").read_text())["tokenizer_class"]
         config = PreTrainedConfig.from_dict(json.loads((directory / "config.json").read_text()))
-    except Exception:  # a model's own config says better what is wrong
+    except Exception:  # the model's own config reports the error better
         return None
-    config.name_or_path = str(directory)  # some classes are chosen by it
+    config.name_or_path = str(directory)  # some classes are chosen by this name
     return config if isinstance(named, str) and config.model_type else None
 
 

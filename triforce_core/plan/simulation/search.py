@@ -118,7 +118,7 @@ def _budgets(case: Case) -> tuple[int, ...]:
         return (int(budget),)
     least, most = 2 * case.chunk_tokens, 2 * case.context
     budgets = tuple(budget for budget in BUDGETS if least <= budget < most) or (least,)
-    # Budget 0 leaves only the drafter; it is not an option if triforce is fixed or there is none.
+    # Also try no retrieval level, unless triforce is fixed or there is no drafter to draft alone.
     return budgets if method == "triforce" or case.draft == NO_DRAFTER else (0, *budgets)
 
 
