@@ -110,7 +110,7 @@ def with_split_unasked(
     *,
     alone: bool = True,
 ) -> ModelSizes:
-    """Return the sizes with "auto" weights and KV split if that avoids streaming.
+    """Return the sizes with "auto" weights and KV split if something would stream otherwise.
 
     Weights, and then KV, are split if they are "auto" and bfloat16, and if something would stream
     on a GPU with Triton's kernels.

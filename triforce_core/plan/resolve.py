@@ -56,7 +56,7 @@ def resolve(
     sizes = with_split_unasked(sizes, config, room.device_bytes, unsplit, alone=alone)
     fitted = _fitting(sizes, config, room)
     if fitted.memory.weights_file_bytes and sizes is not asked:
-        # Layers in files would have to be split again in every pass, so keep them as stored.
+        # Layers in files would have to be split again in every pass, so do not split weights.
         sizes = replace(sizes, layouts=asked.layouts)
         fitted = _fitting(sizes, config, room)
     if (budget := agreed(fitted.budget)) != fitted.budget:
