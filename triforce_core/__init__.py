@@ -1,4 +1,4 @@
-"""Tokens: model definition, distributions, decoding, engine, command line.
+"""Everything about tokens: model, distributions, decoding, engine and command line.
 
 from triforce_core import Engine, SamplingParams
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
-# Before torch: it limits how long idle threads busy-wait.
+# Imported before torch: it limits how long idle threads busy-wait.
 import triforce_offload  # noqa: F401
 
-# As type checkers know it: `typing` takes as long to load as all that comes before signals are
-# heeded.
+# Type checkers know this name. Importing `typing` would double the time until signals are handled.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

@@ -1,4 +1,4 @@
-"""`python -m triforce_core`, where the command is not installed."""
+"""Entry point of `python -m triforce_core`, for use without the installed command."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Conversations as tokens: what a model said stays the tokens that it drew."""
+"""Conversations as tokens: a model's answers keep the tokens that were drawn."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from triforce_core.model.checkpoints.tokenizer import Tokenizer
 from triforce_core.requests.stream import Completion
 
 Messages = Sequence[Mapping[str, str]]
-# So many conversations are told apart by their text.
+# Number of conversations that are remembered.
 _KNOWN = 64
 
 
 class Turn(NamedTuple):
-    """A conversation up to where the model answers, as text in its template and as tokens."""
+    """A conversation up to the model's answer, as rendered text and as tokens."""
 
     text: str
     tokens: list[int]
 
 
 class Conversations:
-    """The tokens of conversations that were had, by their text.
+    """Tokens of earlier conversations by their text.
 
-    Encoding what a model said need not give the tokens that it drew, and their KV is what is kept.
-    So the longest text that a conversation begins with keeps its tokens, and the rest is encoded.
+    Encoding a model's answer may yield other tokens than those it drew, and KV is kept for the
+    drawn tokens. So the longest known text that a conversation begins with keeps its tokens, and
+    only the rest is encoded.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -33,8 +34,9 @@ class Conversations:
         self._known: deque[Turn] = deque(maxlen=_KNOWN)
 
     def turn(self, messages: str | Messages, variables: Mapping[str, Any] | None = None) -> Turn:
-        """Messages, ready for the model's answer. variables: see `Tokenizer.render`
+        """Render and encode messages, ready for the model's answer.
 
+        variables: see `Tokenizer.render`
         Raises UsageError.
         """
         text = self._tokenizer.render(messages, variables)
@@ -44,27 +46,27 @@ class Conversations:
         return Turn(text, known.tokens + (self._tokenizer.encode_rendered(rest) if rest else []))
 
     def answered(self, turn: Turn, completion: Completion, stops: frozenset[int]) -> Turn | None:
-        """Takes note of an answer. Returns the turn with it, from which it may go on; None where a
-        text ended it.
+        """Remember an answer. Return the turn with the answer, from which the conversation can
+        continue, or None if a stop text ended the answer.
 
-        stops: tokens that end a text and are no part of it
+        stops: end-of-text tokens, which are not part of the text
         """
         drawn = completion.token_ids
         if drawn and drawn[-1] in stops:
             drawn = drawn[:-1]
         elif completion.finish_reason == "stop":
-            # That is in its tokens, and not in what was given.
+            # The stop text is in the tokens, but not in the completion's text.
             return None
         after = Turn(turn.text + completion.text, turn.tokens + drawn)
-        # Tokens without a text would go into every conversation that reads the same.
+        # Tokens without text would enter every other conversation with an equal text.
         if all(self._tokenizer.decode([token]) for token in drawn):
             self.know(after)
         return after
 
     def know(self, turn: Turn) -> None:
-        """Takes note of a text and its tokens."""
+        """Remember a text and its tokens."""
         self._known.append(turn)
 
     def knows(self, turn: Turn) -> bool:
-        """Whether conversations that begin with the text have its tokens."""
+        """Whether conversations that begin with the turn's text reuse its tokens."""
         return turn in self._known

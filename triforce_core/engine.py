@@ -1,4 +1,4 @@
-"""The engine: a model that is loaded once and serves requests, one by one or several at once."""
+"""The engine: a model that is loaded once and serves requests, one at a time or several at once."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from triforce_offload.runtime import Runtime
 
 
 class Engine:
-    """Generates from one model. Made by `from_pretrained`; closed by `close` or `with`.
+    """An engine for one model. Create it with `from_pretrained`; close it with `close` or `with`.
 
     A context outlives its request: a prompt reuses the longest prefix that it shares with one, and
     prefills only the rest.
 
-    model, runtime: the full model, and where its weights and KV live
-    models: these and what drafts; drafting: how
-    config: of the model
+    model, runtime: the full model, and the runtime that has its weights and KV
+    models, drafting: all models, and the draft lengths that are learned over all requests
+    config: config of the model
     """
 
     def __init__(self, loaded: Loaded, progress: Progress) -> None:
-        """progress: called with "prefill", layers done and layers in all."""
+        """progress: called with "prefill", the layers done and the number of layers"""
         self.tokenizer = loaded.tokenizer
         self.models = loaded.models
         self.drafting = Drafting(loaded.models)
@@ -74,15 +74,15 @@ class Engine:
     ) -> Engine:
         """Load a model.
 
-        model: a directory with safetensors, a .gguf file, a hub id, or one that is open already
-        plan: sets method, placement and block size; a Plan, or the path of one that was written
-        fields: of EngineConfig, MachineSettings and MethodSettings, by their names; they change
-            what the config and the plan say
-        tokenizer: one that is loaded already
-        progress: called with ("load" or "prefill", layers done, layers in all)
+        model: a directory with safetensors, a .gguf file, a hub id, or an open model
+        plan: a Plan or the path of one; it sets the method, the placement and the block size
+        fields: fields of EngineConfig, MachineSettings and MethodSettings by name; they override
+            the config and the plan
+        tokenizer: a tokenizer to use instead of the model's own
+        progress: called with ("load" or "prefill", layers done, number of layers)
 
         Raises UsageError, DoesNotFitError (before loading), CheckpointError, or RankError if
-        another of several ranks meets an error.
+        another rank fails.
         """
         progress = progress or (lambda *_: None)
         return cls(start(model, settled(config, plan, fields), tokenizer, progress), progress)
@@ -97,46 +97,46 @@ class Engine:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """Where the weights and the KV are, and the bytes they take there."""
+        """Where weights and KV are, and the bytes that they take there."""
         return self.runtime.plan
 
     @property
     def memory(self) -> DeviceMemory:
-        """The device's memory: its budget, its peak and what takes it."""
+        """The device's memory: its budget, its peak and its allocations."""
         return self.runtime.memory
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that weights and KV take."""
+        """Bytes of host memory that weights and KV take."""
         return self.runtime.host.nbytes
 
     @property
     def link(self) -> Link:
-        """Between host and device: its bandwidth and its counters."""
+        """The link between host and device, with its bandwidth and its counters."""
         return self.runtime.link
 
     @property
     def sequences(self) -> int:
-        """Requests that may be under way at once."""
+        """Number of requests that can run at once."""
         return self.memory_plan.requirements.sequences
 
     @property
     def max_context(self) -> int:
-        """Tokens that a sequence has room for, prompt and new ones together."""
+        """The most tokens of a sequence, prompt and output together."""
         return self.memory_plan.requirements.context_tokens
 
     def check_ranks(self) -> None:
-        """Raise RankError if another rank was lost: the engine is of no use then."""
+        """Raise RankError if another rank was lost, which makes the engine unusable."""
         self.models.ranks.check()
 
     @property
     def plan(self) -> Plan:
-        """What lives where, and how long drafts are."""
+        """The placement, the method and the lengths of drafts."""
         return self._loaded.plan
 
     @property
     def plan_line(self) -> str:
-        """What runs, on one line."""
+        """The plan on one line."""
         return self._loaded.plan_line
 
     def generate(
@@ -148,8 +148,8 @@ class Engine:
     ) -> Completion:
         """Run a request to its end.
 
-        reuse: whether the KV of a prefix that an earlier prompt shares is reused. The output
-            distribution is the same; which text a seed gives may depend on it, since drafts do
+        reuse: whether to reuse the KV of a prefix shared with an earlier context. The output
+            distribution is the same, but the text for a seed may differ, because drafts may
 
         Raises UsageError, DoesNotFitError, LinkError or RankError.
         """
@@ -165,11 +165,11 @@ class Engine:
         *,
         reuse: bool = True,
     ) -> Completion:
-        """Run a request over messages put into the model's chat template.
+        """Run a request over messages in the model's chat template.
 
-        messages: each with a "role" and its "content", or what the user says first
+        messages: messages with a "role" and a "content", or the text of a first user message
 
-        Raises UsageError, if there is no template too, DoesNotFitError or LinkError.
+        Raises UsageError, also if there is no chat template, DoesNotFitError or LinkError.
         """
         return self.generate(self.chat_tokens(messages), params, reuse=reuse)
 
@@ -178,7 +178,7 @@ class Engine:
         return token_ids_of(prompt, self.tokenizer, self.config.vocab)
 
     def chat_tokens(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the token ids of messages in the model's chat template, ready for its answer."""
+        """Return the token ids of messages in the chat template, ready for the model's answer."""
         if self.tokenizer is None:
             raise UsageError("the model has no tokenizer, and so no chat template")
         return self.tokenizer.chat(messages)
@@ -190,9 +190,9 @@ class Engine:
         *,
         reuse: bool = True,
     ) -> Stream:
-        """Run a request as its text is asked for: iterate, then read `result`.
+        """Return a stream that runs a request while you iterate over its text; then read `result`.
 
-        Raises UsageError at once if the prompt cannot be taken.
+        Raises UsageError immediately if the request is invalid.
         """
         self._check_free()
         interrupted, asked = Event(), asked_for(self._loaded, prompt, params, reuse)
@@ -209,9 +209,9 @@ class Engine:
     ) -> list[Completion]:
         """Run requests to their ends, as many at once as the engine has sequences.
 
-        params: for all, or of each. reuse: as `generate` has it
+        params: parameters of all requests, or a list with those of each. reuse: see `generate`
 
-        Raises UsageError before any begins, DoesNotFitError or LinkError.
+        Raises UsageError before any request starts, DoesNotFitError or LinkError.
         """
         each = params if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
@@ -222,7 +222,7 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """Whether another request may be added to those under way."""
+        """Whether another request can be added to those that are running."""
         return self._contexts.have_room
 
     def add_request(
@@ -234,12 +234,12 @@ class Engine:
         reuse: bool = True,
         owner: str = "",
     ) -> Member:
-        """Add a request to those under way; `step` runs them.
+        """Add a request to those that are running; `step` runs them.
 
-        receive: called from there with each Piece, then with the Completion or the error
-        owner: whose request it is: it reuses contexts of the same owner alone
+        receive: called by `step` with each Piece, then with the Completion or the error
+        owner: owner of the request, which reuses only contexts of the same owner
 
-        Raises UsageError if the prompt cannot be taken or there is no room, or DoesNotFitError.
+        Raises UsageError if the request is invalid or there is no room, or DoesNotFitError.
         """
         if self._closed:
             raise UsageError("the engine is closed")
@@ -249,14 +249,14 @@ class Engine:
         return self._add(asked, receive, Event(), owner)
 
     def step(self) -> bool:
-        """Prefill the prompts of new requests, then run one pass for all. Return whether any
-        request is still under way.
+        """Prefill the prompts of new requests, then run one pass over all requests. Return whether
+        any request is still running.
         """
         self._batch.step()
         return bool(self._batch.members)
 
     def interrupt(self) -> None:
-        """End all requests within one pass; what they gave so far is their result."""
+        """End all requests within one pass. Their results are their output so far."""
         for request in (*self._streams, *self._batch.members):
             request.interrupt()
 
@@ -267,19 +267,19 @@ class Engine:
 
     def save_context(self, path: str | Path, about: Mapping[str, str] | None = None) -> int:
         """Write the latest context to a file, whole or not at all: its tokens, their KV and the
-        scores of its chunks. Return how many tokens.
+        scores of its chunks. Return the number of tokens.
 
-        about: texts that are kept with it. Raises UsageError if there is none, or OutputError.
+        about: texts to save with it. Raises UsageError if there is no context, or OutputError.
         """
         shape, digest = self.models.whole_kv, self._loaded.digest
         with self.runtime.memory.typed_errors(), self.runtime.memory.current():
             return write(path, self.snapshot(), shape, digest, about or {})
 
     def load_context(self, path: str | Path) -> LoadedContext:
-        """Load a context that `save_context` wrote: a prompt that begins with its tokens prefills
-        only what is new.
+        """Load a context that `save_context` wrote. A prompt that begins with its tokens prefills
+        only the rest.
 
-        Raises UsageError if it is another model's, or damaged, DoesNotFitError or LinkError.
+        Raises UsageError if it is another model's or damaged, DoesNotFitError or LinkError.
         """
         self._check_free()
         most, digest = self.memory_plan.requirements.context_tokens, self._loaded.digest
@@ -299,24 +299,24 @@ class Engine:
         return self._contexts.latest_owner
 
     def snapshot(self) -> Snapshot:
-        """Return what the latest context has computed, to be read before the next request.
+        """Return a snapshot of the latest context, valid until the next request.
 
-        Raises UsageError if there is none.
+        Raises UsageError if there is no context.
         """
         self._check_free()
         return self._contexts.snapshot()
 
     def copy_context(self) -> Snapshot:
-        """Copy what the latest context has computed to host memory of its own.
+        """Return a snapshot of the latest context that is a copy in host memory.
 
-        Raises UsageError if there is none, DoesNotFitError if the host has no room, or LinkError.
+        Raises UsageError without a context, DoesNotFitError if the host lacks memory, or LinkError.
         """
         self._check_free()
         with self.runtime.memory.typed_errors(), self.runtime.memory.current():
             return self._contexts.copied()
 
     def restore(self, saved: Snapshot, owner: str = "") -> None:
-        """Make a context of an owner's snapshot. It is the latest then.
+        """Create a context from an owner's snapshot. It becomes the latest context.
 
         Raises UsageError, DoesNotFitError, LinkError or RankError.
         """
@@ -327,7 +327,7 @@ class Engine:
     def close(self) -> None:
         """End all requests and release everything. May be called twice.
 
-        Raises UsageError from within a pass: `interrupt` comes first.
+        Raises UsageError during a pass: call `interrupt` first.
         """
         if self._closed:
             return
@@ -336,7 +336,7 @@ class Engine:
             for stream in tuple(self._streams):
                 if stream.running:
                     raise UsageError("the engine is in the middle of a pass: interrupt it first")
-            # In reverse: streams, then other requests, contexts, and everything that loading took.
+            # Runs in reverse: streams, then other requests, contexts, and all loaded resources.
             stack.callback(self.models.close)
             stack.callback(self._contexts.close)
             stack.callback(self._batch.close)
@@ -351,7 +351,7 @@ class Engine:
         self.close()
 
     def _add(self, asked: Asked, receive: Receiver, interrupted: Event, owner: str) -> Member:
-        """Add a request that can be taken. Raises DoesNotFitError or RankError."""
+        """Add a valid request. Raises DoesNotFitError or RankError."""
         memory = self.runtime.memory
         try:
             with memory.typed_errors(), memory.current(), ExitStack() as undo:
@@ -371,7 +371,7 @@ class Engine:
         return member
 
     def _pieces(self, asked: Asked, interrupted: Event) -> Generator[Piece | Completion]:
-        """Run a request as its text is asked for. See `Batch.pieces`."""
+        """Run a request on demand. See `Batch.pieces`."""
         self._check_free()
         return (yield from self._batch.pieces(lambda to: self._add(asked, to, interrupted, "")))
 
@@ -387,7 +387,7 @@ class Engine:
             raise UsageError("the engine serves one request at a time, and one is under way")
 
     def new_context(self) -> Context:
-        """Make a context that no request has. The caller closes it. Raises DoesNotFitError."""
+        """Create a context that no request uses. The caller closes it. Raises DoesNotFitError."""
         with self.runtime.memory.typed_errors(), self.runtime.memory.current():
             return Context(self.models)
 

@@ -1,4 +1,4 @@
-"""What a request asks for."""
+"""Sampling parameters of a request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from triforce_offload.errors import UsageError
 
-# Of the likeliest tokens whose log-probabilities are told.
+# Most tokens whose log-probabilities can be reported at each position.
 MOST_LOGPROBS = 20
 
 
@@ -18,22 +18,24 @@ MOST_LOGPROBS = 20
 class SamplingParams:
     """How a request samples and when it stops. Raises UsageError for values out of range.
 
-    temperature: 0 takes the arg-max
-    top_p: keep the smallest set of tokens whose probability reaches this, after temperature
+    max_new_tokens: the most tokens to generate
+    temperature: sampling temperature; 0 takes the arg-max
+    top_p: keep the smallest set of tokens whose probability reaches this value, after temperature
     top_k: keep the k likeliest tokens; 0 keeps all
-    min_p: drop tokens that are less likely than this share of the likeliest; 0 keeps all
-    repeat_penalty: what was said before is less likely, prompt included: positive logits over it,
-        negative ones times it; 1 is off
-    presence_penalty, frequency_penalty: taken from the logits of what was generated before, once
-        and for each time; 0 is off
-    logit_bias: token ids and what is added to their logits; a mapping, or pairs
-    seed: None draws one; it is reported in the stats either way
-    stop_token_ids: end the text as the model's own end-of-text tokens do
-    stop: texts that end it where they begin; one or several
-    grammar: that the text keeps to, as llguidance's Lark has it; json_schema: that it is JSON of,
-        as text or as what it is in Python. One of them, or neither
-    logprobs: with each token its log-probability before temperature and top_p, and those of so many
-        of the likeliest; None for neither
+    min_p: drop tokens that are less likely than this share of the likeliest token; 0 keeps all
+    repeat_penalty: penalise tokens that already occur in the prompt or the output: positive logits
+        are divided by it, negative ones multiplied; 1 is off
+    presence_penalty: subtracted from the logit of each token that was generated before; 0 is off
+    frequency_penalty: subtracted once for every time the token was generated; 0 is off
+    logit_bias: numbers to add to the logits of tokens: a mapping by token id, or pairs
+    seed: seed of all randomness; None draws one. The stats report it either way
+    stop_token_ids: tokens that end the output, in addition to the model's end-of-text tokens
+    stop: a text or several; the output ends before the first of them
+    grammar: a grammar that the output follows, in llguidance's variant of Lark
+    json_schema: a schema of which the output is a JSON instance, as text or as a Python mapping;
+        not together with `grammar`
+    logprobs: report the log-probability of each token before temperature and top_p, and those of
+        this many of the likeliest tokens; None reports none
     """
 
     max_new_tokens: int = 256
@@ -134,8 +136,10 @@ def _real(value: object) -> bool:
 
 
 def checked(params: object, vocab: int) -> SamplingParams:
-    """A request's parameters, the defaults if it has none. Raises UsageError if they are none, or
-    have a bias of a token that a model of `vocab` tokens has not.
+    """Return a request's parameters, or the defaults if `params` is None.
+
+    Raises UsageError if `params` has another type, or a bias for a token that a model with a
+    vocabulary of `vocab` tokens does not have.
     """
     if params is None:
         return SamplingParams()
@@ -148,7 +152,7 @@ def checked(params: object, vocab: int) -> SamplingParams:
 
 
 def check_context(prompt_tokens: int, new_tokens: int, limit: int, whose: str) -> None:
-    """Raises UsageError if a prompt and its new tokens exceed `limit` positions."""
+    """Raise UsageError if a prompt and its new tokens exceed `limit` positions."""
     if prompt_tokens + new_tokens > limit:
         raise UsageError(
             f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} "

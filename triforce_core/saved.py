@@ -1,5 +1,5 @@
-"""Contexts in files: safetensors with the tokens, each layer's KV and the scores of its chunks, and
-behind them checksums: numbers that were damaged would give another text without a word.
+"""Contexts in files: safetensors with the tokens, each layer's KV, the scores of its chunks, and
+checksums. Without checksums, damaged numbers would silently change the output.
 """
 
 from __future__ import annotations
@@ -22,31 +22,37 @@ from triforce_offload.kv.shape import KVShape
 
 _VERSION = "triforce-offload context 2"
 _OWN = ("format", "model", "scored_by")
-# The last tensor: CRC-32 of the header and of each tensor before it, in their order.
+# Name of the last tensor: CRC-32 of the header and of each tensor before it, in order.
 _SUMS = "checksums"
 _HEADER = "header"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 
 
 class LoadedContext(NamedTuple):
-    """tokens: whose KV is there; about: texts that were kept with it."""
+    """A context that was loaded from a file.
+
+    tokens: number of tokens whose KV was loaded
+    about: texts that were saved with the context
+    """
 
     tokens: int
     about: Mapping[str, str]
 
 
 def digest(fingerprint: str) -> str:
-    """Of a model's fingerprint, as a file has it."""
+    """Return the digest of a model's fingerprint that is stored in files."""
     return hashlib.sha256(fingerprint.encode()).hexdigest()
 
 
 def write(
     path: str | Path, saved: Snapshot, shape: KVShape, model: str, about: Mapping[str, str]
 ) -> int:
-    """Writes a context layer by layer, whole or not at all. model: the digest of whose it is.
+    """Write a context to a file, layer by layer. Return its number of tokens.
 
-    about: what else is kept with it. Returns how many tokens it has
+    An existing file is replaced only when everything is written.
 
+    model: digest of the model
+    about: texts to save with the context
     Raises OutputError, LinkError, or UsageError for a context without a token.
     """
     count = len(saved.tokens)
@@ -71,7 +77,7 @@ def write(
         header[name] = {"dtype": _NAMES[dtype], "shape": list(sizes), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    # It holds a conversation.
+    # Private, because it contains a conversation.
     with Output(path, "context").writing(private=True) as file:
         file.write(len(text).to_bytes(8, "little"))
         sums = []
@@ -83,7 +89,7 @@ def write(
 
 
 def _data(header: bytes, tokens: torch.Tensor, saved: Snapshot) -> Iterator[bytes | memoryview]:
-    """What is written, in its order."""
+    """Yield the contents of the file in order."""
     yield header
     yield _bytes(tokens)
     if saved.scores is not None:
@@ -96,10 +102,12 @@ def _data(header: bytes, tokens: torch.Tensor, saved: Snapshot) -> Iterator[byte
 def reading(
     path: str | Path, shape: KVShape, model: str, vocab: int, most: int
 ) -> Iterator[Snapshot]:
-    """A context from a file, whose layers are read when they are asked for inside the block.
+    """Open a context in a file. Its layers are read on demand, inside the `with` block.
 
-    model: the digest of whose it must be. most: tokens that it may have
-    Raises UsageError, naming what is wrong with it.
+    model: digest of the model that it must belong to
+    vocab: number of tokens of the model's vocabulary
+    most: the most tokens that the context may have
+    Raises UsageError, which names what is wrong.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -133,7 +141,7 @@ def reading(
 
 
 def _read(file: TensorsFile, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Raises CheckpointError, also for what is not what was written."""
+    """Read a tensor. Raises CheckpointError, also if its checksum differs."""
     tensor = torch.empty(file.stored[name].shape, dtype=dtype)
     file.read(name, tensor)
     _check_sum(file, name, _bytes(tensor))
@@ -141,7 +149,7 @@ def _read(file: TensorsFile, name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _check_sum(file: TensorsFile, what: str, data: bytes | memoryview) -> None:
-    """what: a tensor's name, or of the header. Raises CheckpointError."""
+    """Raise CheckpointError if a checksum differs. what: name of a tensor, or _HEADER"""
     sums = torch.empty(file.stored[_SUMS].shape, dtype=torch.int64)
     file.read(_SUMS, sums)
     order = [_HEADER, *(name for name in file.stored if name != _SUMS)]
@@ -150,7 +158,7 @@ def _check_sum(file: TensorsFile, what: str, data: bytes | memoryview) -> None:
 
 
 def _check(file: TensorsFile, shape: KVShape) -> None:
-    """Raises UsageError unless the parts are those of a context of this shape."""
+    """Raise UsageError unless the file has the tensors of a context of this shape."""
     path, stored = file.path, file.stored
     if "tokens" not in stored:
         raise UsageError(f"the context in {path} lacks tokens")

@@ -1,6 +1,6 @@
-"""What a user may set of an engine: the machine it runs on, how it decodes, what lives where.
+"""Settings of an engine: the machine it runs on, how it decodes, and where weights and KV are.
 
-Each default is written here and nowhere else: the command line takes its own from these classes.
+Defaults are defined only here; the command line takes its defaults from these classes.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ NGRAM, NO_DRAFTER = "ngram", "none"
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
 MOST_DRAFT_TOKENS = 256
-# Threads for each processor, at most.
+# Upper limit of threads per processor.
 MOST_THREADS_EACH = 4
 MOST_GPUS = 64
 MOST_SEQUENCES = 16
-# The longest draft that `auto` chooses: a pass verifies one token more.
+# The longest draft that `auto` chooses. A pass verifies one more token.
 AUTO_DRAFT_TOKENS = FEW_ROWS - 1
 
 
 class UnknownFieldError(UsageError, TypeError):
-    """A setting that there is not."""
+    """A setting that does not exist."""
 
 
 @dataclass(frozen=True)
 class MachineSettings:
-    """The device, and the link to it. Raises UsageError for values that cannot be used.
+    """The device, its memory and its link. Raises UsageError for values that cannot be used.
 
-    device: "cuda:0" or "cpu"; the first GPU, or else the CPU, if None
-    device_memory: budget, in bytes or as "22GiB"; all that is free if None
-    host_memory: most that may be used for what streams, in bytes or as "48GiB"; layers beyond it
-        are read from their files in each pass; all that is free if None
-    link_bandwidth: of the emulated link (CPU only), in bytes per second or as "25GB/s"; as fast as
-        memory if None
-    pin: whether host memory that streams is registered with the CUDA driver, for direct copies
-    cuda_graphs: whether forwards that draft are recorded as CUDA graphs
-    threads: of the CPU that compute, for all of the process; as PyTorch has them if None, and its
-        part of them where ranks share a CPU
-    gpus: that share the model, a rank each, every one of them with `device_memory`, a part of
-        `host_memory` and a link of its own. More than one start on this machine, or are those that
-        torchrun started; device is "cuda" then, "cuda:0" for ranks that share one, or "cpu"
+    device: "cuda:0" or "cpu"; None for the first GPU, or the CPU if there is no GPU
+    device_memory: memory budget of the device, in bytes or as "22GiB"; None for all free memory
+    host_memory: limit of the host memory for streamed weights and KV, in bytes or as "48GiB"; each
+        pass reads layers beyond the limit from their files; None for all free memory
+    link_bandwidth: bandwidth of the emulated link (CPU only), in bytes per second or as "25GB/s";
+        None for the speed of memory
+    pin: whether streamed host memory is registered with the CUDA driver, for direct copies
+    cuda_graphs: whether the forwards of draft levels are recorded as CUDA graphs
+    threads: number of CPU threads that compute, for the whole process; None for PyTorch's default,
+        which ranks on one CPU divide among them
+    gpus: number of GPUs that share the model, one rank for each. Each rank has `device_memory`, a
+        part of `host_memory` and its own link. Several ranks are started on this machine, or by
+        torchrun; `device` is then "cuda", "cuda:0" if the ranks share a GPU, or "cpu"
     """
 
     device: str | None = None
@@ -91,24 +91,28 @@ class MachineSettings:
 class MethodSettings:
     """How an engine decodes. Raises UsageError for values out of range.
 
-    method: "triforce", "speculative" (the drafter straight to the target) or "autoregressive"
-    draft: "auto" (n-grams), "ngram", "none", or the path or hub id of a small model with the same
+    method: "triforce", "speculative" (the drafter proposes directly to the target) or
+        "autoregressive"
+    draft: "auto" (n-grams), "ngram", "none", or the path or hub id of a draft model with the same
         vocabulary
-    draft_tokens: verified by a pass at most; "auto" chooses while running
-    tree: tokens of a draft that branches, which the drafter proposes straight to the target; then
-        draft_tokens is how deep it goes at most. "auto": such drafts are made where they were
-        measured to be faster, if draft_tokens are "auto" too; "off": never
-    inner_draft_tokens: of the drafter, verified by a step of the retrieval model
-    budget: tokens of the retrieval cache; None takes 4096, or less where those do not fit
-    chunk_size: tokens that are retrieved together, a power of two
-    retrieval: "mass" or "mean", see `decoding/retrieval`
-    draft_weights: what the retrieval model computes with. "auto": exact layers where they are on
-        the device, copies in 4 bits of those that stream; "exact": there is no such level if one
-        streams; "int4": copies of all; "split": layers by the high 8 bits of their split, which
-        on a GPU is "auto" where weights are in such; there is no such level if these stream
-    draft_kv: how the retrieval cache keeps its tokens: "exact", "int8" (whole numbers, with a scale
-        for each channel of a head), or "auto": int8 on a GPU
-    accept: "optimal", or "coupled" for a seed's text that depends on nothing but the seed
+    draft_tokens: number of draft tokens that a pass verifies at most; "auto" chooses it at run time
+    tree: number of tokens of a tree draft, which the drafter proposes directly to the target;
+        `draft_tokens` then limits the depth of the tree. "auto" drafts trees if they were measured
+        to be faster, and if `draft_tokens` is "auto" too; "off" never drafts trees
+    inner_draft_tokens: number of the drafter's tokens that a step of the retrieval level verifies
+        at most; "auto" chooses it at run time
+    budget: number of tokens of the retrieval cache; None takes 4096, or fewer if those do not fit
+    chunk_size: number of tokens that are retrieved together, a power of two
+    retrieval: how chunks are scored, "mass" or "mean"; see `decoding/drafters/retrieval`
+    draft_weights: the weights that the retrieval level computes with. "auto": layers that are on
+        the device (the high 8 bits of split layers on a GPU), and int4 copies of layers that
+        stream; "exact": exact layers, and no retrieval level if a layer streams; "int4": int4
+        copies of all layers; "split": the high 8 bits of split layers, and no retrieval level if
+        these stream
+    draft_kv: how the retrieval cache stores its tokens: "exact", "int8" (integers, with a scale for
+        each channel of a head), or "auto" (int8 on a GPU)
+    accept: "optimal" for the highest acceptance rate, or "coupled" for output that depends on the
+        seed but not on drafts
     """
 
     method: str = "triforce"
@@ -156,7 +160,7 @@ class MethodSettings:
             raise UsageError(f"draft must be auto, ngram, none or a model, got {self.draft!r}")
 
     def without_effect(self, names: Iterable[str]) -> list[str]:
-        """Which of some fields change nothing of how this method decodes."""
+        """Return the fields among `names` that have no effect with this method."""
         unused = set()
         if not self.drafts:
             unused |= {"draft", "draft_tokens"}
@@ -170,7 +174,7 @@ class MethodSettings:
         return [name for name in names if name in unused]
 
     def check_weights(self, weights: str) -> None:
-        """Raise UsageError if it drafts by the high bits of weights that are not split."""
+        """Raise UsageError if drafts need the high bits of weights that are not split."""
         if self.draft_weights == SPLIT and weights != SPLIT:
             raise UsageError(
                 "draft_weights split reads those of weights that are kept split: give weights "
@@ -178,21 +182,23 @@ class MethodSettings:
             )
 
     def reads_high_bits(self, weights: str, *, on_gpu: bool) -> bool:
-        """Whether the retrieval model reads layers that are on the device by their high bits
-        alone. A CPU decodes longer than it reads.
+        """Whether the retrieval level reads only the high bits of layers that are on the device.
+
+        On a CPU, decoding takes longer than reading, so "auto" does not.
         """
         auto = on_gpu and self.draft_weights == AUTO
         return weights == SPLIT and (auto or self.draft_weights == SPLIT)
 
     def rounds_kv(self, *, on_gpu: bool) -> bool:
-        """Whether the retrieval cache keeps its tokens in 8 bits. A CPU takes longer to multiply
-        with those than to read 16.
+        """Whether the retrieval cache stores its tokens in 8 bits.
+
+        A CPU takes longer to multiply 8-bit numbers than to read 16 bits, so "auto" does not.
         """
         return self.draft_kv == INT8 or (on_gpu and self.draft_kv == AUTO)
 
     @property
     def scored_by(self) -> str:
-        """What scores of chunks mean, and how large these are."""
+        """Policy and chunk size of the scores, as saved with a context."""
         return f"{self.retrieval} {self.chunk_size}"
 
     @property
@@ -201,39 +207,39 @@ class MethodSettings:
 
     @property
     def has_drafter(self) -> bool:
-        """Whether something proposes below the retrieval model, or straight to the target."""
+        """Whether there is a drafter below the retrieval level, or directly below the target."""
         return str(self.draft) != NO_DRAFTER
 
     @property
     def draft_model(self) -> str | Path | None:
-        """The small model that drafts, if one does."""
+        """The draft model, or None if n-grams or nothing drafts."""
         return None if str(self.draft) in (AUTO, NGRAM, NO_DRAFTER) else self.draft
 
     @property
     def fixed_draft_tokens(self) -> int | None:
-        """Tokens of every draft for a pass; None if their number is learned."""
+        """Number of tokens of every draft for a pass; None if it is learned."""
         return None if self.draft_tokens == AUTO else int(self.draft_tokens)
 
     @property
     def fixed_inner_draft_tokens(self) -> int | None:
-        """Tokens of every draft for a step of the retrieval level; None if learned."""
+        """Number of tokens of every draft for a retrieval level's step; None if it is learned."""
         return None if self.inner_draft_tokens == AUTO else int(self.inner_draft_tokens)
 
     @property
     def fixed_tree(self) -> int | None:
-        """Tokens of a tree that was asked for; None if trees are made where they are faster."""
+        """Number of tokens of a tree if one is required; None if `tree` is "auto" or "off"."""
         return int(self.tree) if isinstance(self.tree, int) else None
 
     @property
     def max_draft_tokens(self) -> int:
-        """Tokens of the longest draft that a pass verifies."""
+        """Number of tokens of the longest draft that a pass verifies."""
         if not self.drafts:
             return 0
         return max(self.fixed_draft_tokens or AUTO_DRAFT_TOKENS, self.fixed_tree or 0)
 
     @property
     def branches(self) -> bool:
-        """Whether drafts of the lowest level may branch."""
+        """Whether drafts of the lowest level may be trees."""
         measured = self.tree == AUTO and self.draft_tokens == AUTO
         return self.drafts and self.has_drafter and (measured or isinstance(self.tree, int))
 
@@ -249,23 +255,25 @@ class MethodSettings:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything that may be set of an engine. Raises UsageError for values that cannot be used.
+    """All settings of an engine. Raises UsageError for values that cannot be used.
 
-    machine, method: as their classes say
-    dtype: of weights and KV: "auto", "float32", "bfloat16" or "float16"
-    weights: "dense" (every number in dtype), "stored" (a GGUF file's blocks as they are), "split"
-        (bfloat16 in 12 bits a number, the same to the last bit; float16 in two bytes), or "auto":
-        as stored on a GPU, and on the emulated device where dense ones would stream; split of
-        bfloat16 on a GPU where something would
-    kv: "dense", "split" (blocks of bfloat16 in 12 bits, the same to the last bit), or "auto":
-        split on a GPU where some KV would stream
-    sequences: texts that passes may be over at once, each with its KV and what drafts for it; what
-        streams of the weights crosses once for all of them
-    max_context: prompt and new tokens that will be needed at most; the model's positions if None.
-        What a longer context would take is used to keep weights and KV on the device
-    block_tokens: tokens of a KV block, a power of two; chosen from the sizes if None
-    placement: what is resident and what streams; weights first, then KV blocks, if None
-    trace: a file for a timeline of each request, written when it ends, over the one before
+    machine: see MachineSettings
+    method: see MethodSettings
+    dtype: dtype of weights and KV: "auto", "float32", "bfloat16" or "float16"
+    weights: how weights are kept. "dense": every number in `dtype`; "stored": in the blocks of a
+        GGUF file; "split": bfloat16 in 12 bits per number, without loss, or float16 in two bytes;
+        "auto": quantised weights as stored on a GPU, and on the emulated device if dense ones would
+        stream; bfloat16 weights split on a GPU if weights or KV would stream; dense otherwise
+    kv: how KV is kept: "dense", "split" (bfloat16 in 12 bits per number, without loss), or "auto"
+        (split on a GPU if some KV would stream)
+    sequences: number of sequences that a pass may run over at once, each with its own KV and draft
+        levels; streamed weights cross the link once for all of them
+    max_context: the most tokens of prompt and output together; None for the model's positions. A
+        shorter context leaves more device memory for weights and KV
+    block_tokens: number of tokens of a KV block, a power of two; None to choose it from the sizes
+    placement: which weights and KV are resident and which stream; None to keep weights on the
+        device first, then KV blocks
+    trace: file for the timeline of a request; each request overwrites it when it ends
     """
 
     machine: MachineSettings = field(default_factory=MachineSettings)
@@ -305,9 +313,9 @@ class EngineConfig:
             object.__setattr__(self, "trace", Path(self.trace))
 
     def changed(self, **values: Any) -> EngineConfig:
-        """With other values of its fields, or of the machine's and the method's.
+        """Return a copy with other values for its own fields, or those of `machine` and `method`.
 
-        Raises UnknownFieldError, which names the nearest field, or UsageError.
+        Raises UnknownFieldError, which names the nearest fields, or UsageError.
         """
         own, machine, method = {}, {}, {}
         for name, value in values.items():

@@ -1,7 +1,7 @@
-"""Accepting drafts: the rules that keep the output distribution exactly the verifier's.
+"""Acceptance of drafts: rules that keep the output distribution exactly the verifier's.
 
-One rule serves every level. In the names below `p` is the verifier's distribution at a position,
-and `q` the distribution from which the proposed token was really drawn.
+One rule serves every level. Below, `p` is the verifier's distribution at a position, and `q` is
+the distribution from which the proposed token was actually drawn.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ class Draft(NamedTuple):
     """Proposed tokens, each with the distribution it was drawn from.
 
     tokens: [n] int64
-    probs: [n, vocab] float32; None where each is one-hot: the token was sure to be proposed
-    confidence: the greatest probability of each distribution, where the proposer looked
-    branches: None where each token follows the one before it; else how they follow, and which of
-        them the distributions are of
+    probs: [n, vocab] float32; None if every distribution is one-hot, because the token was certain
+        to be proposed
+    confidence: the greatest probability of each distribution; empty if the proposer does not
+        report it
+    branches: how the tokens follow one another, and which of them the rows of `probs` belong to;
+        None for a chain, in which each token follows the one before it
     """
 
     tokens: torch.Tensor
@@ -35,9 +37,10 @@ class Draft(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """accepted: how many tokens of the draft are accepted; of a tree, the row of the last one.
-    token: the one that follows, -1 where the verifier's probabilities are no numbers. Both [...]
-    int64
+    """What a rule decided about drafts. Both fields are [...] int64.
+
+    accepted: number of accepted draft tokens; for a tree, the row of the last accepted token
+    token: the token that follows; -1 if the verifier's probabilities are not numbers
     """
 
     accepted: torch.Tensor
@@ -45,19 +48,22 @@ class Verdict(NamedTuple):
 
 
 class Rule(Protocol):
-    """How tokens are drawn, and when a drawn token is as good as the verifier's own.
+    """How tokens are drawn, and when a draft token is as good as one that the verifier draws.
 
-    position: index in the text of the first row's token
+    position: index in the sequence of the first row's token
     """
 
     def draw(self, probs: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
-        """Draw one token for each row of probs [rows, vocab]. position: of each row, [rows] int64,
-        if they do not follow one another
+        """Draw one token for each row of `probs` [rows, vocab].
+
+        position: a tensor [rows] int64 of each row's position if the rows are not consecutive
         """
 
     def accept(self, draft: Draft, probs: torch.Tensor, position: int) -> Verdict:
-        """Accept a prefix, or a path, of a draft. probs: the verifier's, [n + 1, vocab], one for
-        each token of the draft and one after
+        """Accept a prefix of a chain, or a path of a tree.
+
+        probs: the verifier's distributions [n + 1, vocab], one for each draft token and one for
+            the token after them
         """
 
 
@@ -67,14 +73,15 @@ def accept(
     target_probs: torch.Tensor,
     generator: torch.Generator,
 ) -> Verdict:
-    """Speculative sampling (Leviathan et al., 2023; Chen et al., 2023), all positions at once.
+    """Apply speculative sampling (Leviathan et al., 2023; Chen et al., 2023) to all positions.
 
-    Each token x holds with probability min(1, p[x] / q[x]). At the first that does not, the next
-    token is drawn from norm(max(p - q, 0)); if all hold, from the p that follows. Then every token
-    has distribution p given those before it, whatever q is, as long as x was drawn from it.
+    Each token x is accepted with probability min(1, p[x] / q[x]). After the first rejection, the
+    next token is drawn from norm(max(p - q, 0)); if all tokens are accepted, it is drawn from the
+    p that follows them. Every token then has distribution p given the tokens before it. This holds
+    for any q, as long as x was drawn from q.
 
-    tokens [..., n], draft_probs [..., n, vocab], target_probs [..., n + 1, vocab]; n may be 0.
-    Without draft_probs each is one-hot.
+    Shapes: tokens [..., n], draft_probs [..., n, vocab], target_probs [..., n + 1, vocab]; n may
+    be 0. If draft_probs is None, each q is one-hot.
     """
     many, n, vocab = tokens.shape[:-1], tokens.shape[-1], target_probs.shape[-1]
     drafts = many.numel()
@@ -91,7 +98,10 @@ def accept(
 
 
 class Optimal:
-    """Accepts as often as any rule can: with probability 1 - TV(p, q). Coins from one generator."""
+    """The rule that accepts with probability 1 - TV(p, q), the highest that any rule can reach.
+
+    All coins come from one generator.
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -112,12 +122,12 @@ class Optimal:
 
 
 class Coupled:
-    """Every level draws with the same noise, which depends on (seed, position) alone.
+    """The rule by which all levels draw with the same noise, a function of (seed, position) alone.
 
-    The token at a position is the arg-max of log-probabilities plus Gumbel noise, and a draft token
-    is accepted while it is what the verifier draws itself. So a seed's text does not depend on the
-    draft at all: it is plain decoding's, up to rounding. It accepts with probability
-    (1 - TV) / (1 + TV) at least (Daliri et al., 2024: coupling without communication).
+    The token at a position is the arg-max of the log-probabilities plus Gumbel noise. A draft token
+    is accepted if the verifier draws the same token. So the output for a seed does not depend on
+    the draft: up to rounding, it is the output of plain decoding. The acceptance probability is at
+    least (1 - TV) / (1 + TV) (Daliri et al., 2024: coupling without communication).
     """
 
     def __init__(self, seed: int) -> None:
@@ -128,7 +138,7 @@ class Coupled:
         rows, vocab = probs.shape
         if isinstance(position, int):
             position = torch.arange(position, position + rows, device=probs.device)
-        # Noise is several times as wide as distributions.
+        # The noise takes several times as much memory as the distributions.
         parts = zip(probs.split(DISTRIBUTION_ROWS), position.split(DISTRIBUTION_ROWS), strict=True)
         return torch.cat([self._race(*part, vocab) for part in parts])
 
@@ -154,10 +164,10 @@ class Coupled:
 
 
 def exponential_noise(seed: int, positions: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Exponential(1) noise of positions [rows] int64: [rows, vocab] float64.
+    """Return Exponential(1) noise [rows, vocab] float64 for positions [rows] int64.
 
-    A function of (seed, position, token) alone, the same on every device: splitmix64 (Steele et
-    al., 2014) keyed by seed and position and counted by token.
+    The noise is a function of (seed, position, token) alone, and equal on every device: splitmix64
+    (Steele et al., 2014) with seed and position as the key and the token as the counter.
     """
     tokens = torch.arange(1, vocab + 1, device=positions.device)
     key = _mix(_wrap(_mix_int(seed)) + (positions.unsqueeze(1) + 1) * _GOLDEN)
@@ -169,7 +179,7 @@ _MASK = (1 << 64) - 1
 
 
 def _wrap(value: int) -> int:
-    """The signed 64-bit number of the same bits."""
+    """Return the signed 64-bit integer with the same bits."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
@@ -179,7 +189,7 @@ _FIRST, _SECOND = _wrap(0xBF58476D1CE4E5B9), _wrap(0x94D049BB133111EB)
 
 
 def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """A logical shift to the right, which torch has not."""
+    """Shift right logically, which torch does not offer."""
     return (bits >> by) & ((1 << 64 - by) - 1)
 
 
@@ -196,7 +206,7 @@ def _mix_int(value: int) -> int:
 
 
 def make_rule(name: str, seed: int, device: torch.device) -> Rule:
-    """The rule of a request: all its randomness comes from `seed`."""
+    """Return the rule of a request. All its randomness comes from `seed`."""
     if name == "coupled":
         return Coupled(seed)
     return Optimal(torch.Generator(device).manual_seed(seed))

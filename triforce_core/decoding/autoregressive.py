@@ -1,4 +1,4 @@
-"""Plain decoding, one token a pass: the oracle that every faster method is held against."""
+"""Plain decoding, one token per pass: the reference for every faster method."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from triforce_offload.link.waiting import come
 
 
 class Autoregressive:
-    """Feeds the last token through the full model and draws the next from its distribution."""
+    """A decoder that runs the last token through the full model and draws the next token."""
 
     def __init__(self, context: Context, params: SamplingParams, rule: Rule) -> None:
         self._context = context

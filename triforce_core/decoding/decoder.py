@@ -1,4 +1,4 @@
-"""Decoders: they ask for passes of the full model, and make tokens of what passes give.
+"""Decoders: they ask for passes of the full model and turn the logits into tokens.
 
 `Batch` runs the passes, each for one request or for several.
 """
@@ -15,9 +15,9 @@ import torch
 class Prefilled(NamedTuple):
     """A prompt that was prefilled.
 
-    logits: after its last token, [1, vocab]
-    reused: tokens whose KV was there before
-    scored: the last tokens, by which its chunks were scored
+    logits: logits after its last token, [1, vocab]
+    reused: number of tokens whose KV was reused
+    scored: number of tokens at its end whose queries scored its chunks
     """
 
     logits: torch.Tensor
@@ -26,12 +26,13 @@ class Prefilled(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A pass over some rows that follow what a context keeps.
+    """A pass over rows that follow the kept tokens of a context.
 
-    tokens: [rows]; parents: for each row the row it follows, -1 for what is kept; None where each
-        follows the one before it
-    is_kept: whether its one row is kept, whatever the pass gives; more: whether another such pass
-        follows
+    tokens: [rows]
+    parents: for each row the row that it follows, or -1 if it follows the kept tokens; None if
+        each row follows the one before it
+    is_kept: whether the pass has one row, which is kept whatever the logits are
+    more: whether another pass of this kind follows
     """
 
     tokens: torch.Tensor
@@ -41,13 +42,14 @@ class Ask(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a pass gave.
+    """The result of a pass.
 
-    tokens: new ones, at least one
-    drafted: how many a draft had proposed; of `tokens`, all but the last were among them
-    whole: whether they end where the draft did
-    rows: of the pass, by whose logits they were drawn; None where each follows the one before it
-    scored: rows of the pass by which chunks are chosen for the next one; None if none are
+    tokens: the new tokens, at least one; all but the last are accepted draft tokens
+    drafted: number of draft tokens that the pass verified
+    whole: whether the draft was accepted to its end
+    rows: the rows of the pass from whose logits the tokens were drawn; None for a chain
+    scored: number of rows of the pass by which the chunks for the next pass are chosen; None if
+        no chunks are chosen
     """
 
     tokens: list[int]
@@ -58,26 +60,31 @@ class Step(NamedTuple):
 
 
 class Decoder(Protocol):
-    """Decodes one request over a context whose text is the prompt: `first`, then `ask` and `take`
-    by turns.
+    """Decoder of one request, over a context that holds the prompt.
+
+    Call `first` once, then `ask` and `take` in turn.
     """
 
     def first(self, prompt: Prefilled) -> Step:
         """Draw the token that follows the prompt. Raises CheckpointError as `take` does."""
 
     def ask(self, remaining: int) -> Ask:
-        """Return the pass that gives the next tokens, at most `remaining`."""
+        """Return the pass that yields the next tokens, at most `remaining` of them."""
 
     def take(self, logits: torch.Tensor, seconds: float) -> Step:
-        """Return the tokens that a pass gave, by its logits, float32 [rows, vocab].
+        """Return the new tokens, given the logits of the pass, float32 [rows, vocab].
 
-        seconds: that the pass took; of one that others share, this one's part of them
-        Raises CheckpointError if the model computes something that is no number.
+        seconds: duration of the pass, or this request's part of it if several share the pass
+        Raises CheckpointError if the model's logits are not finite.
         """
 
 
 def advance(decoder: Decoder, run: Callable[[Ask], torch.Tensor], remaining: int) -> Step:
-    """Return the next tokens, at most `remaining`. run: `Context.run`. Raises LinkError."""
+    """Return the next tokens, at most `remaining` of them.
+
+    run: `Context.run`
+    Raises LinkError.
+    """
     ask = decoder.ask(remaining)
     began = time.perf_counter()
     return decoder.take(run(ask), time.perf_counter() - began)

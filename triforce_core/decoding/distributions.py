@@ -18,11 +18,12 @@ def distributions(
     text: Text | None = None,
     drawn: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the probabilities of the next token, float32, for each row of logits [rows, vocab]:
-    `penalties.changed`, then `sampling.distribution`, then min_p.
+    """Return the probabilities of the next token, float32, for each row of logits [rows, vocab].
 
-    text, drawn: what each row follows; see `penalties.changed`
-    The reference takes a few rows at a time, so that its temporaries stay small; a kernel has none.
+    Applies `penalties.changed`, then `sampling.distribution`, then min_p. The PyTorch reference
+    processes a few rows at a time to keep its temporaries small; the kernel has no temporaries.
+
+    text, drawn: the tokens that each row follows; see `penalties.changed`
     """
     if params.changes_logits and text is not None:
         logits = changed(logits, params, text, drawn)
@@ -38,7 +39,7 @@ def distributions(
 
 
 def _least(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Without what is less likely than min_p of the likeliest (Nguyen et al., 2024)."""
+    """Drop tokens whose probability is below min_p times the highest (Nguyen et al., 2024)."""
     if not params.min_p:
         return probs
     probs = probs.where(probs >= params.min_p * probs.amax(-1, keepdim=True), 0)
@@ -46,9 +47,9 @@ def _least(probs: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def draw(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One token of each row of `distribution` [rows, vocab], as [rows] of int64, one coin a row.
+    """Draw one token from each row of `probs` [rows, vocab], with one coin per row.
 
-    A token of probability 0 is never drawn. A distribution that is not a number gives -1.
+    Returns [rows] int64. A token of probability 0 is never drawn. A row that contains NaN gives -1.
     """
     coins = torch.rand(
         probs.shape[0], dtype=torch.float64, device=probs.device, generator=generator

@@ -1,4 +1,4 @@
-"""How long to draft: fixed, or chosen while running so that seconds per token are least."""
+"""Draft lengths: fixed, or chosen at run time to minimise the seconds per token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Observed(Protocol):
-    """What a length is learned from: one round of `levels.speculate`."""
+    """The measurements that a length is learned from: one round of `levels.speculate`."""
 
     drafted: int
     accepted: int
@@ -21,11 +21,13 @@ class Observed(Protocol):
 
 @dataclass
 class Ledger:
-    """Rounds with a draft of one level beside plain decoding, over all requests.
+    """Cost of one level's drafts compared with plain decoding, over all requests.
 
-    drafts: how many are counted: of rounds that were warm, once one without a draft is known
-    seconds: that they took; plain_seconds: that their tokens would have taken without drafts
-    idle: passes since drafts last had a gain to show at whose end none was worth its seconds
+    drafts: number of counted drafts; a draft counts if its round was warm and the time of a round
+        without a draft is known
+    seconds: time that the counted rounds took
+    plain_seconds: time that their tokens would have taken without drafts
+    idle: number of passes at whose end drafting did not pay, since drafts last had a total gain
     """
 
     drafts: int = 0
@@ -34,7 +36,7 @@ class Ledger:
     idle: int = 0
 
     def count(self, outcome: Observed, plain_seconds: float) -> None:
-        """plain_seconds: of a round without a draft."""
+        """Count a round. plain_seconds: time of a round without a draft"""
         self.drafts += 1
         self.seconds += outcome.draft_seconds + outcome.verify_seconds
         self.plain_seconds += (outcome.accepted + 1) * plain_seconds
@@ -45,7 +47,7 @@ class Ledger:
 
     @property
     def is_lost(self) -> bool:
-        """Whether drafts never gained anything to speak of, and are not expected to do better."""
+        """Whether drafts have gained nothing significant, and are not expected to."""
         return self.drafts >= _LEAST_DRAFTS and self.idle >= _IDLE_PASSES
 
 
@@ -53,18 +55,21 @@ class DraftLength(Protocol):
     ledger: Ledger
 
     def choose(self, most: int) -> int:
-        """How many tokens to propose next at most, 0 to `most`."""
+        """Return the most tokens to propose next, 0 to `most`."""
 
     def goes_on(self, confidence: Sequence[float]) -> bool:
-        """Whether to draft one more token after some whose distributions peak at `confidence`."""
+        """Whether to draft one more token.
+
+        confidence: greatest probability of the distribution of each token drafted so far
+        """
 
     def observe(self, outcome: Observed) -> None: ...
 
     def count(self, outcome: Observed) -> None:
-        """Counts a round whose draft had no such length, for `ledger` alone."""
+        """Count a round in `ledger` alone: its draft was a tree, whose size is chosen elsewhere."""
 
     def end_pass(self) -> None:
-        """A pass of the target has ended: `ledger.idle` counts those in which drafts do not pay."""
+        """Note the end of a target pass. `ledger.idle` counts passes in which drafts do not pay."""
 
 
 class Fixed:
@@ -89,30 +94,30 @@ class Fixed:
 
 
 class Auto:
-    """Minimises (T_verify(g) + T_draft(g)) / E(g) over the draft length g.
+    """A length that minimises (T_verify(g) + T_draft(g)) / E(g) over the draft length g.
 
-    T_verify is a line in the tokens verified, T_draft one through zero, both fitted to what was
-    measured. E(g), the tokens that a round gives, is 1 + the sum over i <= g of the chance that i
-    tokens are accepted. With one acceptance a for every position this is
-    (1 - a^(g+1)) / (1 - a); here each position's own chance is learned, drawn towards the common
-    one as long as little is known of it. Old rounds count for less and less, so a length that lost
+    T_verify is linear in the number of verified tokens, T_draft is proportional to g; both are
+    fitted to measurements. E(g), the expected tokens of a round, is 1 + the sum over i <= g of the
+    probability that i tokens are accepted. With one acceptance rate a for every position this is
+    (1 - a^(g+1)) / (1 - a). Here each position has its own learned rate, which is shrunk towards
+    the common rate while the position has few observations. Old rounds fade, so a length that lost
     is tried again when the text may have changed.
 
-    A proposer that says how sure it is of each token can do better than one length for all drafts:
-    it goes on while the chance that the next token is reached and accepted, times the seconds that
-    a token costs, exceeds the seconds that drafting it takes. The chance of a token is learned for
-    each degree of confidence. That is the threshold rule of SpecDec++ (Huang et al., 2024), with
-    SmartSpec's goodput (Liu et al., 2024) as what it maximises.
+    If the proposer reports its confidence in each token, a length for each draft beats one length
+    for all: drafting goes on while the probability that the next token is reached and accepted,
+    times the seconds per token, exceeds the seconds that drafting the token takes. This probability
+    is learned for each degree of confidence. It is the threshold rule of SpecDec++ (Huang et al.,
+    2024), and it maximises SmartSpec's goodput (Liu et al., 2024).
 
-    A round in which a kernel was compiled or a graph recorded teaches what was accepted, not how
-    long that takes.
+    Rounds in which a kernel was compiled or a graph recorded update the acceptance rates, but not
+    the times.
 
-    Drafts that would gain less than a tenth are not made: text would come in bursts for nothing. A
-    level never pays if its `ledger` is lost: what drafts took was never made up for, and none
+    A draft is not made if it would gain less than a tenth: text would arrive in bursts for nothing.
+    A level never pays if its `ledger` is lost: its drafts never made up for their time, and none
     has been worth its seconds for many passes.
 
-    Only draft tokens and their distributions decide, never the verifier's random numbers: the
-    output distribution is untouched.
+    The length depends on draft tokens and their distributions, never on the verifier's random
+    numbers, so the output distribution is unchanged.
     """
 
     def __init__(
@@ -124,10 +129,12 @@ class Auto:
         by_confidence: bool = False,
         plain_first: bool = False,
     ) -> None:
-        """most: longest length. acceptance: assumed at first. first: length of the first draft.
-
-        plain_first: whether the first round goes without a draft, so that it is known what drafts
-            have to beat; a round that is worth many others is not spent on that
+        """most: the longest length
+        acceptance: acceptance rate assumed at first
+        first: length of the first draft
+        by_confidence: whether the proposer reports its confidence
+        plain_first: whether the first round has no draft, to measure the time that drafts have to
+            beat; False if a pass is too slow to be spent on this
         """
         self.ledger = Ledger()
         self._most = most
@@ -135,7 +142,7 @@ class Auto:
         self._prior = acceptance
         self._by_confidence = by_confidence
         self._plain_first = plain_first
-        # As if a few rounds had been seen, which fade like any other.
+        # Start as if a few rounds had been observed; they fade like any other.
         reached = [_PRIOR_ROUNDS * acceptance**i for i in range(most + 1)]
         self._examined, self._held = reached[:-1], reached[1:]
         self._sure_examined = [0.0] * (len(_CONFIDENCE) + 1)
@@ -162,7 +169,7 @@ class Auto:
                 best, least = length, cost
         self._seconds_per_token = least
         if most and least * LEAST_GAIN > self._verify.at(0):
-            # Now and then a single token is tried: the text may have changed.
+            # Try a single token now and then: the text may have changed.
             self._idle_rounds += 1
             return int(self._idle_rounds % _TRY_EVERY == 0)
         self._idle_rounds = 0
@@ -227,7 +234,7 @@ class Auto:
         )
 
     def _chances(self) -> list[float]:
-        """The chance that each position is accepted if those before it are."""
+        """Return the probability that each position is accepted if those before it are."""
         common = self._common
         return [
             (held + _POSITION_WEIGHT * common) / (examined + _POSITION_WEIGHT)
@@ -235,32 +242,32 @@ class Auto:
         ]
 
 
-# How much faster drafts must make decoding to be worth the wait for a whole draft.
+# Least speed-up by drafts that is worth the wait for a whole draft.
 LEAST_GAIN = 1.1
-# Rounds in which drafts do not pay after which one token is drafted nevertheless.
+# While drafts do not pay, one token is drafted every so many rounds.
 _TRY_EVERY = 48
-# A level that gained nothing is given up after so many passes in which drafts do not pay, if it was
-# tried so often.
+# A level that gained nothing is dropped after this many passes in which drafts do not pay, if it
+# made at least this many drafts.
 _IDLE_PASSES = 128
 _LEAST_DRAFTS = 3
-# What a round counts for when the next one has been seen: about 30 rounds are remembered.
+# Factor by which a round's weight shrinks each round: about 30 rounds are remembered.
 _MEMORY = 0.97
-# Rounds that the assumed acceptance counts for at first, and tokens that it counts for always.
+# Weight of the assumed acceptance: in rounds, at the start, and in tokens, always.
 _PRIOR_ROUNDS = 2.0
 _PRIOR_WEIGHT = 2.0
 # Degrees of confidence: the greatest probability of a distribution.
 _CONFIDENCE = (0.5, 0.7, 0.85, 0.95, 0.999)
-# Tokens that the common acceptance counts for against a degree's own, and against a position's.
+# Weight of the common acceptance, in tokens, against that of a degree and that of a position.
 _CONFIDENCE_WEIGHT = 8.0
 _POSITION_WEIGHT = 20.0
-# This keeps a slope near zero while little is known of it, in tokens squared.
+# Keeps the slope near zero while there are few observations, in tokens squared.
 _LEVEL_WEIGHT = 0.5
-# No length may seem to take less than this share of the mean seconds.
+# No length is predicted to take less than this share of the mean seconds.
 _LEAST_SHARE = 0.05
 
 
 class Line:
-    """Seconds as a line in tokens, by least squares over rounds that fade; slope 0 or more."""
+    """Seconds as a linear function of tokens: least squares over fading rounds, slope >= 0."""
 
     def __init__(self) -> None:
         self._n = self._x = self._y = self._xx = self._xy = 0.0

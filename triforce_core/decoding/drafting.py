@@ -1,4 +1,4 @@
-"""How long drafts are, learned over all requests; the decoder of each; who drafts no longer."""
+"""Draft lengths learned over all requests, the decoder of each request, and dropped levels."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from triforce_core.decoding.trees.growth import Growth
 from triforce_core.params import SamplingParams
 from triforce_core.settings import AUTO_DRAFT_TOKENS
 
-# Longest draft that `auto` chooses for a step of the retrieval model.
+# Longest draft that `auto` chooses for a step of the retrieval level.
 AUTO_INNER_TOKENS = 16
-# What `auto` assumes of a level before it has seen any of its drafts, and its first draft.
+# For each level: the acceptance that `auto` assumes at first, and the length of its first draft.
 _RETRIEVAL_ACCEPTANCE, _RETRIEVAL_FIRST = 0.95, 24
 _DRAFTER_ACCEPTANCE, _DRAFTER_FIRST = 0.6, 4
-# Of n-grams straight to the target: they propose only where the text has said the same before (.90
-# to .92 of their tokens held in two tasks of scripts/rivals compare, continuation and code).
+# For n-grams that propose directly to the target. They propose only where the text repeats itself:
+# in two tasks of scripts/rivals compare, continuation and code, .90 to .92 of their tokens were
+# accepted.
 _NGRAM_ACCEPTANCE, _NGRAM_FIRST = 0.85, 8
 
 
 class Drafting:
-    """The levels below the target. Lengths chosen by `auto` are learned over all requests, and so
-    is whether a level pays at all.
+    """The levels below the target.
+
+    The lengths that `auto` chooses, and whether a level pays at all, are learned over all requests.
     """
 
     def __init__(self, models: Models) -> None:
@@ -56,9 +58,10 @@ class Drafting:
         stops: Collection[int],
         tallies: Tallies,
     ) -> Decoder:
-        """A decoder of one request, by the levels that there are now.
+        """Return a decoder for one request, with the levels that exist now.
 
-        stops: tokens that end its text. tallies: count its drafts.
+        stops: tokens that end the generation
+        tallies: counters of the request's drafts
         """
         if not self._models.method.drafts:
             return Autoregressive(context, params, rule)
@@ -68,8 +71,7 @@ class Drafting:
             proposer = RetrievalLevel(
                 proposer, verifier, rule, self._inner, self._outer, stops, tallies.retrieval
             )
-        # Distributions that depend on more than logits are made for texts, each row behind the one
-        # before.
+        # Penalties and grammars require that each row follows the one before, which excludes trees.
         branches = not context.levels.retrieval and not params.changes_logits
         return Hierarchy(
             context,
@@ -83,18 +85,18 @@ class Drafting:
         )
 
     def drop_lost(self, context: Context) -> bool:
-        """After each pass, drop a level whose drafts have only lost time, if it takes device
-        memory. Lengths and a budget that the user set are kept, whatever they cost.
+        """Drop a level whose drafts have only lost time, if it takes device memory.
 
-        Returns whether one was dropped. Decoders created earlier are invalid then; once they are
-        gone, `Context.reclaim` gives the level's memory to KV.
+        Call this after each pass. Lengths and a budget that the user set are kept, whatever they
+        cost. Returns whether a level was dropped: decoders created earlier become invalid, and once
+        they are gone, `Context.reclaim` gives the level's memory to KV.
         """
         models, runtime = self._models, self._models.runtime
         if not models.has_one_context:
-            # Other contexts use what would be dropped.
+            # Other contexts still use the levels.
             return False
         if runtime.streams and 2 * context.length < runtime.plan.requirements.context_tokens:
-            # Little streams in passes over a short text: what drafts are worth there says nothing.
+            # Passes over a short context stream little, so the gain of drafts there says nothing.
             return False
         for length in (self._inner, self._outer):
             length.end_pass()
@@ -112,8 +114,10 @@ class Drafting:
         return True
 
     def give_up(self, context: Context) -> str | None:
-        """Drop the highest level that takes device memory, for good, and name it; None if there is
-        none. Its memory is not reclaimed: somebody else has it.
+        """Drop the highest level that takes device memory, for good, and return its name.
+
+        Returns None if no level takes memory. The memory is not reclaimed for KV: another program
+        has taken it.
         """
         models = self._models
         if models.budget:
@@ -178,6 +182,6 @@ class Drafting:
     ) -> DraftLength:
         if tokens is not None:
             return Fixed(tokens)
-        # Where nothing streams a pass is cheap, and drafts may well not pay.
+        # If nothing streams, a pass is cheap, and drafts may not pay.
         plain_first = not self._models.runtime.streams
         return Auto(most, acceptance, first, by_confidence=by_confidence, plain_first=plain_first)

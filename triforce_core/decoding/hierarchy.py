@@ -1,4 +1,4 @@
-"""Decoding by drafts: a proposer, one pass of the full model over what it proposed, acceptance."""
+"""Speculative decoding: a proposer, one pass of the full model over its draft, acceptance."""
 
 from __future__ import annotations
 
@@ -26,17 +26,20 @@ from triforce_core.decoding.trees.growth import Growth
 from triforce_core.params import SamplingParams
 from triforce_offload.link.waiting import come
 
-# Logits of what drafts lie within these.
+# Logits of the retrieval level are limited to this magnitude.
 _MOST_LOGIT = 1e30
 
 
 class RetrievalModel:
-    """The target's own weights, or copies of them, over the retrieval cache, as a verifier. Any
-    numbers that it computes are a distribution: the output distribution does not depend on it.
+    """The retrieval level as a verifier: the target's weights, or copies of them, over the
+    retrieval cache.
+
+    Non-finite logits are replaced, so that every row is a distribution. The output distribution
+    does not depend on this level.
     """
 
     def __init__(self, context: Context, params: SamplingParams) -> None:
-        """context: of an engine with such a level."""
+        """context: a context with a retrieval level"""
         self.device = context.model.device
         self._context = context
         self._params = params
@@ -52,11 +55,11 @@ class RetrievalModel:
 
 
 class Hierarchy:
-    """Proposes a draft, has one pass verify it, and keeps what is accepted.
+    """A decoder that drafts, verifies the draft in one pass, and keeps the accepted tokens.
 
-    A pass never drafts more tokens than the request may still generate, so a length limit cuts
-    nothing. Tokens after an end of text are dropped, which does not change the distribution of
-    those before it.
+    A draft never has more tokens than the request may still generate, so a length limit cuts
+    nothing. Tokens after an end-of-text token are dropped, which does not change the distribution
+    of the tokens before it.
     """
 
     def __init__(
@@ -70,8 +73,10 @@ class Hierarchy:
         stops: Collection[int],
         tally: Tally,
     ) -> None:
-        """length: of the proposer's drafts. growth: of those that branch, if any may: the proposer
-        is a Brancher then. stops: tokens that end the text. tally: of drafts.
+        """length: length of the proposer's drafts
+        growth: growth of tree drafts, for which the proposer must be a Brancher; None for no trees
+        stops: tokens that end the generation
+        tally: counters of the drafts
         """
         self._tally = tally
         self._context = context
@@ -81,7 +86,7 @@ class Hierarchy:
         self._length = length
         self._growth = growth
         self._stops = stops
-        # Whether the draft at hand was to branch.
+        # Whether the current draft was meant to be a tree.
         self._branches = False
         self._proposed: Proposed | None = None
 
@@ -117,7 +122,7 @@ class Hierarchy:
     def take(self, logits: torch.Tensor, seconds: float) -> Step:
         """Decoder.take."""
         context, made = self._context, self._proposed
-        # What branches is drafted only for distributions that nothing but the logits changes.
+        # Trees are drafted only if the distribution depends on the logits alone.
         own = distributions(logits, self._params, context.text, made.fed[1:])
         outcome = verify_draft(made, own, self._rule, context.text, context.keep, seconds)
         context.check_ranks()
@@ -134,7 +139,7 @@ class Hierarchy:
         return Step(outcome.tokens, outcome.drafted, outcome.whole, rows, len(outcome.tokens))
 
     def _trace(self, began: float, outcome: Round) -> None:
-        """Says in the trace what a round did."""
+        """Record a round in the trace."""
         host, verified = self._context.trace.host, began + outcome.draft_seconds
         drafted, accepted = outcome.drafted, outcome.accepted
         host("draft", began, outcome.draft_seconds, tokens=drafted)

@@ -1,8 +1,8 @@
 """Levels: one idea applied twice.
 
 A level proposes tokens with the distributions they were drawn from. A verifier computes its own
-distributions for them in one forward and accepts some. The retrieval model is a verifier for the
-drafter below it and, by that, a proposer for the full model above it.
+distributions for them in one forward and accepts some of them. The retrieval level verifies the
+drafter below it, and is thereby a proposer for the full model above it.
 """
 
 from __future__ import annotations
@@ -29,56 +29,56 @@ from triforce_offload.memory.device import put
 
 class Proposer(Protocol):
     def propose(self, text: Text, count: int) -> Draft:
-        """At most `count` tokens to follow the text. Leaves the text as it was."""
+        """Propose at most `count` tokens that follow the text. The text is left unchanged."""
 
 
 class Brancher(Proposer, Protocol):
     def branch(self, text: Text, growth: Growth, nodes: int, deepest: int) -> Draft:
-        """A tree of at most `nodes` tokens to follow the text, no path longer than `deepest`.
-        Leaves the text as it was.
+        """Propose a tree of at most `nodes` tokens that follow the text, with no path longer than
+        `deepest`. The text is left unchanged.
         """
 
 
 class Drafter(Protocol):
-    """The lowest level: proposes cheaply, by what it keeps of a text from request to request."""
+    """The lowest level: a cheap proposer that keeps state of a sequence between requests."""
 
     def proposer(self, params: SamplingParams, rule: Rule) -> Proposer:
-        """Proposes for one request."""
+        """Return a proposer for one request."""
 
     def roll_back(self, tokens: int) -> None:
-        """Only the first `tokens` tokens of the text hold from now on."""
+        """Forget all but the first `tokens` tokens of the sequence."""
 
     def give_up_recorded(self) -> bool:
-        """Lets go of recorded forwards, and records no more; says whether there were any."""
+        """Release recorded forwards and record no more. Return whether there were any."""
 
     def close(self) -> None:
-        """Gives its memory back."""
+        """Release the drafter's memory."""
 
 
 class Verifier(Protocol):
     device: torch.device
 
     def probs(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run tokens [n], which follow what was kept so far. Return the probabilities after each,
-        [n, vocab] float32.
+        """Run tokens [n], which follow the tokens kept so far. Return the probabilities after each
+        token, [n, vocab] float32.
         """
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keeps a path of the rows just fed and forgets the others."""
+        """Keep a path of the rows of the last forward, and forget the others."""
 
 
 class Round(NamedTuple):
-    """What one round of proposing and verifying gave.
+    """The result of one round of proposing and verifying.
 
-    tokens: the accepted ones and the one the verifier drew itself. probs: theirs, [tokens, vocab];
-        none for a tree
-    peaks: the greatest probability of each distribution
-    path: rows that were fed, after which they come
-    drafted: how many were proposed; confidence: how surely, if the proposer said; branches: how
-        they followed one another, if not each the one before it
-    whole: whether the tokens end where the draft did
-    warm: whether its seconds are those of any such round: no kernel was compiled in it and no graph
-        recorded
+    tokens: the accepted tokens, then the one that the verifier drew itself
+    probs: the verifier's distributions of these tokens, [tokens, vocab]; empty for a tree
+    peaks: greatest probability of each of these distributions
+    path: the verified rows that the tokens follow
+    drafted: number of draft tokens
+    confidence: the proposer's confidence in each draft token, if it reports that
+    branches: how the draft tokens follow one another; None for a chain
+    whole: whether the draft was accepted to its end
+    warm: whether the times are representative: no kernel was compiled and no graph recorded
     """
 
     tokens: list[int]
@@ -101,10 +101,11 @@ class Round(NamedTuple):
 class Proposed(NamedTuple):
     """A draft on its way to its verifier.
 
-    draft: of token ids, whatever was proposed. raw: its tokens as they were proposed, -1 where a
-        probability was no number
-    fed: what the verifier is fed, the text's last token and the draft
-    began, seconds: when proposing began, and how long it took; events: `warmup.events` by then
+    draft: the draft, with valid token ids
+    raw: its tokens as they were proposed, -1 where a probability was not a number
+    fed: input of the verifier: the last token of the text, then the draft
+    began, seconds: start and duration of proposing
+    events: `warmup.events` at the start
     """
 
     draft: Draft
@@ -116,11 +117,11 @@ class Proposed(NamedTuple):
 
 
 def propose_draft(propose: Callable[[], Draft], text: Text, device: torch.device) -> Proposed:
-    """Return a proposer's draft, and the rows that verify it."""
+    """Return a proposer's draft together with the rows that verify it."""
     began, events = time.perf_counter(), warmup.events()
     draft = propose()
     last = put(text.tokens[-1:], device)
-    # `verify_draft` refuses a damaged drafter's -1.
+    # A damaged drafter proposes -1, which `verify_draft` rejects.
     draft, raw = draft._replace(tokens=draft.tokens.clamp(min=0)), draft.tokens
     fed = torch.cat((last, draft.tokens))
     return Proposed(draft, raw, fed, began, time.perf_counter() - began, events)
@@ -134,14 +135,16 @@ def verify_draft(
     keep: Callable[[Sequence[int]], None],
     seconds: float,
 ) -> Round:
-    """Accept what a rule accepts of a draft. Waits for the device once.
+    """Apply a rule to a draft, and keep the accepted rows. Waits for the device once.
 
-    probs: the verifier's, [n + 1, vocab]. keep: Verifier.keep. seconds: that the verifier took
-    Raises CheckpointError if a level computes something that is no number.
+    probs: the verifier's distributions, [n + 1, vocab]
+    keep: Verifier.keep
+    seconds: time that the verifier took
+    Raises CheckpointError if a level's logits are not finite.
     """
     began = time.perf_counter()
     verdict = rule.accept(made.draft, probs, len(text.tokens))
-    # Everything the host needs in one piece; float64 holds token ids exactly.
+    # One copy with everything that the host needs; float64 represents token ids exactly.
     answers = (torch.stack((verdict.accepted, verdict.token)), made.raw, probs.amax(-1))
     numbers = come(torch.cat([answer.double() for answer in answers])).tolist()
     last, token, *drafted = map(int, numbers[: -probs.shape[0]])
@@ -151,7 +154,7 @@ def verify_draft(
     keep(path)
     return Round(
         [*(drafted[row - 1] for row in path[1:]), token],
-        # Nobody asks for those of a tree.
+        # The distributions of a tree are not used.
         probs[: last + 1] if branches is None else probs[:0],
         [peaks[row] for row in path],
         path,
@@ -166,9 +169,9 @@ def verify_draft(
 
 
 def speculate(proposer: Proposer, verifier: Verifier, rule: Rule, text: Text, count: int) -> Round:
-    """Proposes up to `count` tokens and verifies them: one forward, one wait for the device.
+    """Propose up to `count` tokens and verify them: one forward, one wait for the device.
 
-    Raises CheckpointError if a level computes something that is no number.
+    Raises CheckpointError if a level's logits are not finite.
     """
     made = propose_draft(partial(proposer.propose, text, count), text, verifier.device)
     began = time.perf_counter()
@@ -177,7 +180,7 @@ def speculate(proposer: Proposer, verifier: Verifier, rule: Rule, text: Text, co
 
 
 def check_token(token: int) -> None:
-    """Raises CheckpointError for what is drawn from a distribution that is not a number."""
+    """Raise CheckpointError for -1, which is drawn from a distribution that contains NaN."""
     if token < 0:
         raise CheckpointError(
             "the model's logits are not finite: its weights are damaged, or they overflow "
@@ -186,7 +189,7 @@ def check_token(token: int) -> None:
 
 
 class Nothing:
-    """Proposes nothing: the verifier above draws token by token. A drafter too, of no text."""
+    """A proposer and drafter that proposes nothing: the verifier above draws token by token."""
 
     def __init__(self, device: torch.device) -> None:
         self._draft = Draft(torch.empty(0, dtype=torch.int64, device=device))
@@ -209,10 +212,11 @@ class Nothing:
 
 @dataclass
 class Tally:
-    """Drafts of a level, counted.
+    """Counters of a level's drafts.
 
-    accepted_lengths: how many rounds accepted 0, 1, 2, ... tokens of their draft
-    trees: rounds whose draft branched
+    trees: number of rounds whose draft was a tree
+    examined: number of draft tokens up to the first rejection, included
+    accepted_lengths: number of rounds by the number of draft tokens they accepted
     """
 
     rounds: int = 0
@@ -238,19 +242,19 @@ class Tally:
 
     @property
     def acceptance(self) -> float | None:
-        """Accepted tokens of those that were examined, which a rejection ends."""
+        """Share of the examined draft tokens that were accepted; None if none was examined."""
         return self.accepted / self.examined if self.examined else None
 
 
 class Tallies(NamedTuple):
-    """Of the drafts of a request that the target verified, and the retrieval model."""
+    """Counters of a request's drafts: those the target verified, those the retrieval level did."""
 
     target: Tally
     retrieval: Tally
 
 
 class RetrievalLevel:
-    """Drafts by a verifier: rounds of `speculate` until there are enough tokens, each with the
+    """A proposer that drafts by rounds of `speculate` until there are enough tokens, each with the
     verifier's own distribution.
     """
 
@@ -264,9 +268,10 @@ class RetrievalLevel:
         stops: Collection[int],
         tally: Tally,
     ) -> None:
-        """length: of the proposer's drafts; length_above: of this level's own.
-
-        stops: tokens after which there is nothing to propose. tally: counts the proposer's drafts.
+        """length: length of the proposer's drafts
+        length_above: length of this level's own drafts
+        stops: tokens after which nothing is proposed
+        tally: counters of the proposer's drafts
         """
         self.tally = tally
         self._proposer = proposer
@@ -301,7 +306,7 @@ class RetrievalLevel:
         finally:
             del text.tokens[start:]
         if ended:
-            # Nothing follows the end of the text, and stopping at a drawn token biases nothing.
+            # Nothing follows an end-of-text token, and stopping at a drawn token adds no bias.
             first = next(i for i, token in enumerate(tokens) if token in self._stops)
             tokens = tokens[: first + 1]
         return Draft(

@@ -1,8 +1,8 @@
-"""Logits as a request wants them changed by its text: penalties, biases, and what may follow.
+"""Changes to logits that depend on a request's text: penalties, biases and grammars.
 
-Each row has a prefix of its own: the token drawn at one position of a draft changes the
-distribution of the next. So every level changes its own logits by the prefix of each row, and what
-drafts knows the same distribution as what verifies.
+Each row has its own prefix: the token at one position of a draft changes the distribution of the
+next. So every level changes its own logits by the prefix of each row, and a proposer works with
+the same distribution as its verifier.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from triforce_offload.memory.device import put
 def changed(
     logits: torch.Tensor, params: SamplingParams, text: Text, drawn: torch.Tensor | None
 ) -> torch.Tensor:
-    """Logits [rows, vocab] in float32, as the parameters want them.
+    """Return float32 logits [rows, vocab] after penalties, biases and the grammar mask.
 
-    drawn: tokens [n] that follow the text, rows - 1 or more; the last row follows all of them, the
-        one before it all but the last, and so on
+    drawn: tokens [n] that follow the text, n >= rows - 1; the last row follows all of them, the
+        row before it all but the last, and so on
     """
     rows, vocab = logits.shape
     if text.seen is None:
@@ -39,7 +39,7 @@ def changed(
     parts = []
     for first in range(0, rows, DISTRIBUTION_ROWS):
         part = logits[first : first + DISTRIBUTION_ROWS].float()
-        # What each row of the part has before it and the row before it has not.
+        # The token by which the prefix of each row is longer than that of the row before.
         own = torch.zeros_like(part)
         after = slice(common + max(0, first - 1), common + first + len(part) - 1)
         shift = 0 if first else 1
@@ -58,14 +58,14 @@ def changed(
 def _changed(
     logits: torch.Tensor, params: SamplingParams, seen: Seen, said: torch.Tensor
 ) -> torch.Tensor:
-    """said: how often each token is in what is not committed, by row."""
+    """said: for each row, how often each token occurs among the tokens not yet committed"""
     if params.repeat_penalty != 1:
-        # As transformers has it (Keskar et al., 2019), over the prompt too.
+        # As in transformers (Keskar et al., 2019), over the prompt too.
         penalty = params.repeat_penalty
         punished = torch.where(logits > 0, logits / penalty, logits * penalty)
         logits = torch.where(seen.everywhere + said > 0, punished, logits)
     if params.presence_penalty or params.frequency_penalty:
-        # As OpenAI has them, over what was generated.
+        # As in OpenAI's API, over the generated tokens.
         counts = seen.generated + said
         taken = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
         logits = logits - taken

@@ -1,4 +1,4 @@
-"""The device that is computed on, its link, its processors and its numbers."""
+"""The device that computes, its link, its CPU threads and its dtypes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def rank_device(machine: MachineSettings, ranks: Ranks) -> tuple[torch.device, bool]:
-    """The device of one of several ranks, and whether it has that for itself. Raises UsageError."""
+    """Return the device of a rank, and whether no other rank uses it. Raises UsageError."""
     cuda = machine.device == "cuda" or (machine.device is None and torch.cuda.is_available())
     if ranks.count == 1 or not cuda:
         return open_device(machine.device), ranks.count == 1
@@ -39,7 +39,10 @@ def rank_device(machine: MachineSettings, ranks: Ranks) -> tuple[torch.device, b
 
 
 def open_device(name: str | None) -> torch.device:
-    """The device asked for, or the first GPU, or the CPU. Raises UsageError."""
+    """Return the named device; if `name` is None, the first GPU or else the CPU.
+
+    Raises UsageError.
+    """
     if name is None:
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
     try:
@@ -67,8 +70,8 @@ def _check_kernels(device: torch.device) -> None:
 
 
 def open_link(machine: MachineSettings, device: torch.device) -> tuple[Link, HostMemory]:
-    """PCIe on a GPU, an emulated link on the CPU, and the host memory that it copies from, directly
-    where it is registered with the driver.
+    """Return the link and the host memory that it copies from: PCIe on a GPU, an emulated link on
+    the CPU. Host memory that is registered with the driver is copied directly.
 
     Raises UsageError.
     """
@@ -88,13 +91,16 @@ def describe(
     *,
     own_device: bool,
 ) -> Device:
-    """Return what a plan asks about a device. copy_bytes: of a copy that its link makes at once."""
+    """Return the properties of a device that a plan depends on.
+
+    copy_bytes: size of one copy on its link
+    """
     gpu, kernels = device.type == "cuda", backend(device) == TRITON
     return Device(
         gpu=gpu,
         kernels=kernels,
         copy_bytes=copy_bytes,
-        # What goes through host memory cannot be recorded.
+        # Ranks that share a device exchange data through host memory, which cannot be recorded.
         graphs=machine.cuda_graphs and gpu and own_device,
         gathers_through_host=not (machine.pin and reads_in_place(device)),
         widens=widens(device, dtype),
@@ -113,16 +119,16 @@ def rates(
 
 
 def set_threads(machine: MachineSettings, device: torch.device, ranks: Ranks) -> None:
-    """Those that compute on the CPU, for all of the process."""
+    """Set the number of threads that compute on the CPU, for the whole process."""
     if machine.threads is not None:
         torch.set_num_threads(machine.threads)
     elif ranks.count > 1 and device.type == "cpu":
-        # Those of one rank would wait for processors that another one's have.
+        # Divide the processors, so that threads of different ranks do not compete for them.
         torch.set_num_threads(max(1, _threads() // ranks.here))
     limit_busy_waiting()
 
 
 @cache
 def _threads() -> int:
-    """As there were before any engine changed that."""
+    """Return PyTorch's number of threads before any engine changed it."""
     return torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Executes a plan: reads the weights to where it says, and makes what drafts. Chooses nothing."""
+"""Execution of a plan: load the weights to where the plan puts them. Makes no choices."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ from triforce_offload.weights.formats import dtype_name
 from triforce_offload.weights.int4_copies import RECIPE, Int4Copies
 from triforce_offload.weights.store import WeightStore
 
-# Called with what is under way, how much of it is done, and how much there is; by one thread at a
-# time, not always the same.
+# Called with the name of a phase, the steps done and the number of steps. Calls come from one
+# thread at a time, but not always from the same thread.
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How one rank executes a plan, on a device that is open.
+    """The inputs for executing a plan on one rank, with an open device.
 
-    checkpoint: this rank's share of the weights; drafter: of the draft model, None for none
-    share: None where one rank has the whole model
-    resources: closes everything that was made; the models take it over
+    checkpoint: this rank's share of the weights
+    drafter: checkpoint of the draft model, or None
+    share: this rank's share of the model; None if one rank has the whole model
+    resources: closes everything that was created; the models take it over
     """
 
     checkpoint: Readable
@@ -104,8 +105,8 @@ class Execution:
         return report
 
     def _records_graphs(self) -> bool:
-        """Whether this rank records forwards. They are padded, so ranks record alike or not at
-        all. Raises RankError.
+        """Whether this rank records forwards. Recorded forwards are padded, so either all ranks
+        record or none does. Raises RankError.
         """
         graphs = self.resolved.sizes.graphs
         if self.ranks.count == 1:
@@ -137,7 +138,9 @@ class Execution:
         return copies
 
     def _copies_cache(self) -> LayerCache | None:
-        """Where int4 copies are kept from run to run; none for numbers that are in no file."""
+        """Return the cache in which int4 copies persist between runs; None if the weights are not
+        in files.
+        """
         checkpoint, ranks = self.checkpoint, self.ranks
         if not checkpoint.files:
             return None
@@ -167,7 +170,7 @@ class Execution:
                 window_tokens(config, self.resolved.sizes.method.max_draft_tokens),
                 stack.pop_all(),
             )
-        # Not the model's own method: a model that is dropped must not be held by it.
+        # Not `small.close`, which would keep a dropped model alive.
         self.resources.callback(small.resources.close)
         return small
 
@@ -179,7 +182,7 @@ class Execution:
         *,
         embedding_resident: bool,
     ) -> Ends:
-        """Load the head, and the embedding if it is a matrix of its own."""
+        """Load the head, and the embedding if it is a separate matrix."""
         memory = self.memory
         allocation = memory.allocate(layouts.head.nbytes, "head")
         stack.callback(memory.free, allocation)

@@ -1,4 +1,4 @@
-"""Where a model's layers come from: a checkpoint, read in any thread, when they are needed."""
+"""The source of a model's layers: a checkpoint that any thread can read on demand."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from triforce_offload.weights.layouts import FlatLayout, Views
 
 
 class Readable(Protocol):
-    """What weights are read from: a Checkpoint, or random numbers.
+    """The source of weights: a Checkpoint, or random numbers.
 
-    files: that hold them, if any do
+    files: files that contain the weights, if there are any
     """
 
     config: ModelConfig
@@ -51,7 +51,7 @@ class Readable(Protocol):
 
 
 class LayerSource:
-    """Fills layers, and what stands in for them."""
+    """A loader of layers, which also creates their int4 draft copies."""
 
     def __init__(
         self,
@@ -61,7 +61,9 @@ class LayerSource:
         int4_copies: Int4Copies | None = None,
         report: Callable[[], None] = lambda: None,
     ) -> None:
-        """layouts: of each layer. report: called when one is loaded, in any thread."""
+        """layouts: layout of each layer
+        report: called in any thread when a layer is loaded
+        """
         self._checkpoint = checkpoint
         self._memory = memory
         self._layouts = layouts
@@ -69,14 +71,16 @@ class LayerSource:
         self._report = report
         self._cannot_split: dict[int, CannotSplitError] = {}
         self._all_loaded = False
-        # No more than one layer that has no place on the host is there at a time.
+        # At most one layer that is not kept on the host is in host memory at a time.
         self._reading = threading.Lock()
 
     def fill(self, layer: int, views: Views) -> None:
-        """Writes a layer's tensors. Raises CheckpointError; that cannot be split some is
-        told by `end`, once all layers were read.
+        """Read a layer's tensors into `views`.
+
+        Raises CheckpointError. While the model is loading, a matrix that cannot be split is
+        reported by `end` instead, after all layers were read.
         """
-        # Both are a thread's own.
+        # Both settings are per thread.
         with torch.inference_mode(), self._memory.current():
             try:
                 self._checkpoint.read_layer(layer, views)
@@ -86,9 +90,11 @@ class LayerSource:
                 self._cannot_split[layer] = error
 
     def loaded(self, layer: int, views: Views | None) -> None:
-        """Makes what stands in for a layer that has its place; in a file, if it has no views."""
+        """Create the int4 copy of a layer that was loaded. views: None if the layer stays in its
+        file
+        """
         if layer in self._cannot_split:
-            # What is in its place is no layer, and no copy of it may be kept.
+            # The memory of this layer is invalid, so no copy of it may be kept.
             self._report()
             return
         int4_copies = self._int4_copies
@@ -99,8 +105,8 @@ class LayerSource:
         self._report()
 
     def end(self) -> None:
-        """Said when all layers are loaded. Raises CannotSplitError for all that cannot be
-        split: what is in their places is of no use.
+        """Finish loading. Raises CannotSplitError, with all matrices that cannot be split: their
+        memory is invalid.
         """
         self._all_loaded = True
         if errors := list(self._cannot_split.values()):

@@ -1,4 +1,4 @@
-"""From a checkpoint on disk to models on the device, refusing before loading what will not fit."""
+"""Loading: from a checkpoint on disk to models on the device. Fails early if they do not fit."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def load(
 ) -> Models:
     """Resolve a plan for the models and execute it.
 
-    max_context: tokens of the longest sequence
-    ranks: that share the model, of which this one reads its part
+    max_context: number of tokens of the longest sequence
+    ranks: the ranks that share the model; this one loads its share
 
-    Raises UsageError, DoesNotFitError before anything is read, CheckpointError or RankError.
+    Raises UsageError, DoesNotFitError before any weights are read, CheckpointError or RankError.
     """
     ranks, unsplit = ranks or Alone(), frozenset[str]()
     while True:
         try:
             return _load(checkpoint, config, max_context, drafter, progress, ranks, unsplit)
         except CannotSplitError as error:
-            # Ranks would have to begin anew together.
+            # Several ranks would have to start over together.
             if ranks.count > 1:
                 raise
             unsplit |= error.names
@@ -87,7 +87,7 @@ def _load(
     stored = checkpoint.stored_dtype
     dtype = DTYPES[element_type(config.dtype, stored, gpu=device.type == "cuda")]
     with ExitStack() as stack:
-        # Measures a GPU's link, so before the cap is set.
+        # Opening a GPU's link measures its bandwidth, so do it before the memory cap is set.
         link, host = open_link(machine, device)
         stack.callback(lambda: link.close())
         ranks.meet(device, own_device=own_device)
@@ -133,7 +133,7 @@ def _load(
 
 
 def _share(checkpoint: Readable, ranks: Ranks) -> Share | None:
-    """Return what this rank has of the model, None for all of it."""
+    """Return this rank's share of the model, None for the whole model."""
     if ranks.count == 1:
         return None
     unit = mlp_unit(checkpoint.config, checkpoint.pieces)
@@ -149,12 +149,13 @@ def _room(
     *,
     own_device: bool,
 ) -> tuple[Room, int | None]:
-    """Return the memory that this rank may take, and the cap of its device, None for all.
+    """Return the memory that this rank may take, and the cap of its device memory (None for no
+    cap).
 
     Raises UsageError.
     """
     machine, emulated = config.machine, device.type == "cpu"
-    # Of this machine's memory, before any rank takes some.
+    # A share of the machine's free memory, measured before any rank takes some.
     host_share = share.of_machine(ranks.local, ranks.here) if share else 1.0
     host_bytes = int(available_host_bytes() * host_share)
     limit = machine.device_memory

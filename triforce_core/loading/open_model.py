@@ -1,4 +1,4 @@
-"""A model on disk before its weights are read; a GGUF file is opened without torch."""
+"""A model on disk before its weights are read. Opening a GGUF file does not import torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from triforce_core.model.checkpoints.tokenizer import (
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model on disk of which all but the weights was read. Closed by `close` or `with`.
+    """A model on disk of which everything except the weights was read. Close it with `close` or a
+    `with` block.
 
-    seconds: that it took
+    seconds: time that opening took
     """
 
     name: str
@@ -28,9 +29,10 @@ class OpenModel:
 
     @classmethod
     def at(cls, model: str | Path, tokenizer: Tokenizer | None = None) -> OpenModel:
-        """model: a directory with safetensors, a .gguf file or a hub id. tokenizer: one that is
-        loaded already.
+        """Open a model.
 
+        model: a directory with safetensors, a .gguf file or a hub id
+        tokenizer: a tokenizer to use instead of the model's own
         Raises UsageError or CheckpointError.
         """
         began = time.perf_counter()
@@ -43,7 +45,7 @@ class OpenModel:
         return cls(str(model), checkpoint, tokenizer, time.perf_counter() - began)
 
     def check_drafter(self, drafter: OpenModel) -> None:
-        """Raises UsageError if a drafter's tokens are not the model's."""
+        """Raise UsageError if the drafter has another vocabulary than this model."""
         check_same_vocabulary(
             str(drafter.checkpoint.path),
             drafter.tokenizer,

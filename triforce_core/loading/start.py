@@ -1,4 +1,4 @@
-"""From what a user asks for to loaded models: settings, plan, files, ranks."""
+"""Start of an engine: settings, plan, files and ranks, up to loaded models."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from triforce_offload.memory.device import device_name
 
 @dataclass(frozen=True)
 class Loaded:
-    """Everything that an engine is made of.
+    """Everything that an engine consists of.
 
-    name: of the model; seconds: that loading took
-    whole: config of the whole model, where `models` has a rank's share of it
-    digest: tells the model from others in saved contexts
-    trace: a file for a timeline of each request
+    name: name of the model
+    seconds: time that loading took
+    whole: config of the whole model; `models` may have only a rank's share
+    digest: identifies the model in saved contexts
+    trace: file for the timeline of each request, or None
     """
 
     models: Models
@@ -44,12 +45,12 @@ class Loaded:
 
     @property
     def about(self) -> tuple[str, float]:
-        """Name and seconds, as stats have them."""
+        """Name and seconds, for the stats."""
         return self.name, self.seconds
 
     @property
     def plan(self) -> Plan:
-        """What lives where, and how long drafts are."""
+        """The placement, the method and the lengths of drafts."""
         models, runtime = self.models, self.models.runtime
         plan = Plan.of(models.method, runtime.plan, models.budget)
         kv = SPLIT if runtime.plan.kv.shape.split else DENSE
@@ -58,7 +59,7 @@ class Loaded:
 
     @property
     def plan_line(self) -> str:
-        """What runs, on one line."""
+        """The plan on one line."""
         models, plan = self.models, self.models.runtime.plan
         line = self.plan.line(len(plan.layers), plan.kv.blocks)
         if models.method.method == "triforce" and not models.budget:
@@ -69,7 +70,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Settled:
-    """Settings as they hold, and the plan that they are by, if there is one."""
+    """Final settings, and the plan that they come from, if there is one."""
 
     config: EngineConfig
     plan: Plan | None
@@ -78,7 +79,10 @@ class Settled:
 def settled(
     config: EngineConfig | None, plan: Plan | str | Path | None, fields: Mapping[str, Any]
 ) -> Settled:
-    """What a config, a plan and fields that change both say together. Raises UsageError."""
+    """Combine a config, a plan that overrides it, and fields that override both.
+
+    Raises UsageError.
+    """
     config = config or EngineConfig()
     if plan is not None:
         if not isinstance(plan, (Plan, str, Path)):
@@ -103,7 +107,7 @@ def start(
     tokenizer: Tokenizer | None,
     progress: Progress,
 ) -> Loaded:
-    """Loads a model, and what drafts for it, on all ranks. See `Engine.from_pretrained`."""
+    """Load a model and its draft model on all ranks. See `Engine.from_pretrained`."""
     began = time.perf_counter()
     config, plan = settings.config, settings.plan
     with ExitStack() as files:

@@ -1,4 +1,4 @@
-"""What a checkpoint says its model is, checked: one frozen description for every source format."""
+"""Model configs: one frozen, validated description for every checkpoint format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: a type of ROPE_TYPES and its parameters under transformers' names."""
+    """Rotary embedding: a type from ROPE_TYPES, and its parameters under transformers' names."""
 
     type: str = "default"
     theta: float = 10000.0
@@ -32,13 +32,16 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model: what each of its layers computes, and what stands before and behind them.
+    """A model: its layers, and what comes before and after them.
 
-    layers: of each layer, in order
+    layers: specification of each layer, in order
     hidden: width of the model
-    positions: longest context the checkpoint declares, rope scaling included
-    trained_positions: max_position_embeddings, which some rope types scale by
-    shared_vocab: rows of embedding and output matrix in a rank's share (`share`), if this is one
+    vocab: number of tokens of the vocabulary
+    positions: longest context that the checkpoint declares, rope scaling included
+    trained_positions: max_position_embeddings, which some rope types scale
+    tied: whether the embedding is also the output matrix
+    shared_vocab: rows of embedding and output matrix in a rank's share (see `share`); None for a
+        whole model
     """
 
     family: str
@@ -53,7 +56,7 @@ class ModelConfig:
     shared_vocab: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise UnsupportedModelError if stores of KV could not hold all full-attention layers."""
+        """Raise UnsupportedModelError if the KV of the layers differs in shape."""
         attentions = {layer.mixer for layer in self.layers}
         if len({(each.kv_heads, each.head_dim) for each in attentions}) != 1:
             raise UnsupportedModelError(
@@ -67,8 +70,8 @@ class ModelConfig:
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
-        """The full-attention layers. Stores of KV, scores of chunks and retrieval caches count
-        these alone: their layer i is layer kv_layers[i] of the model.
+        """Indices of the full-attention layers. KV stores, chunk scores and retrieval caches number
+        only these: their layer i is layer kv_layers[i] of the model.
         """
         return tuple(i for i, each in enumerate(self.layers) if isinstance(each.mixer, Attention))
 
@@ -79,12 +82,12 @@ class ModelConfig:
 
     @property
     def vocab_rows(self) -> int:
-        """Of embedding and output matrix."""
+        """Rows of embedding and output matrix."""
         return self.vocab if self.shared_vocab is None else self.shared_vocab
 
     @property
     def in_words(self) -> str:
-        """What tells models of different shapes apart, whatever file they come from."""
+        """The model's shape in words, which does not depend on the file format."""
         mixer, mlp = self.attention, self.layers[0].mlp
         return (
             f"{len(self.layers)} layers of {self.hidden} and {mlp.width}, {mixer.heads} heads over "
@@ -93,7 +96,7 @@ class ModelConfig:
 
     @property
     def positions(self) -> int:
-        """As vLLM derives it: a scaled rope multiplies the positions it was trained on."""
+        """Longest context, derived as in vLLM: rope scaling multiplies the trained positions."""
         factor = self.rope.parameters.get("factor", 1.0)
         if self.rope.type in ("linear", "dynamic"):
             return int(self.trained_positions * factor)
@@ -104,10 +107,10 @@ class ModelConfig:
 
 
 def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """From a parsed config.json and generation_config.json (which may be empty).
+    """Return the config from a parsed config.json and generation_config.json (may be empty).
 
-    Raises UnsupportedModelError, naming what is not supported, or CheckpointError, naming the
-    field.
+    Raises UnsupportedModelError, which names the unsupported feature, or CheckpointError, which
+    names the field.
     """
     fields = Fields(raw, "config.json")
     family = _family(raw)
@@ -120,7 +123,7 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
         heads=heads,
         kv_heads=fields.whole("num_key_value_heads", heads),
         head_dim=fields.whole("head_dim", 128 if family == "qwen3" else hidden // heads or 1),
-        # Qwen2 has biases on q, k and v without saying so; the others say.
+        # Qwen2 always has biases on q, k and v; the other families have a config field for them.
         qkv_bias=family == "qwen2" or fields.flag("attention_bias", False),
         output_bias=family != "qwen2" and fields.flag("attention_bias", False),
         qk_norm=family == "qwen3",
@@ -141,7 +144,7 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
 
 @dataclass(frozen=True)
 class Fields:
-    """Typed access to the fields of a parsed header; every mistake names the field."""
+    """Typed access to the fields of a parsed header. Every error names the field."""
 
     raw: Mapping[str, Any]
     source: str
@@ -174,7 +177,7 @@ class Fields:
 
 
 def layer_count(fields: Fields, name: str) -> int:
-    """How many layers a header says there are. Raises CheckpointError."""
+    """Return the number of layers in a header. Raises CheckpointError."""
     count = fields.whole(name)
     if count > _MAX_LAYERS:
         raise CheckpointError(f"{count} layers are more than {_MAX_LAYERS}")
@@ -182,7 +185,7 @@ def layer_count(fields: Fields, name: str) -> int:
 
 
 def token_ids(value: Any, name: str) -> tuple[int, ...]:
-    """None, an id or a list of ids, as a tuple. Raises CheckpointError."""
+    """Convert None, an id or a list of ids to a tuple. Raises CheckpointError."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 31 for i in ids):
         raise CheckpointError(f"{name} must be a token id or a list of them, got {value!r}")
@@ -190,7 +193,10 @@ def token_ids(value: Any, name: str) -> tuple[int, ...]:
 
 
 def check_rope(rope: RopeConfig, source: str) -> RopeConfig:
-    """The same rope, once its type is known and its parameters are numbers that it can use."""
+    """Return `rope` after checking its type and parameters.
+
+    Raises UnsupportedModelError or CheckpointError.
+    """
     if rope.type not in ROPE_TYPES:
         raise UnsupportedModelError(
             f"{source}: rope type {rope.type!r} is not supported (only {', '.join(ROPE_TYPES)})"
@@ -248,8 +254,8 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: str) -> None:
     kinds = raw.get("layer_types")
     if isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds):
         raise UnsupportedModelError("layer_types other than full_attention are not supported")
-    # Qwen carries a window that counts only with its switch; Mistral's counts whenever it is set,
-    # and transformers sets 4096 where a Mistral config does not speak of it.
+    # Qwen's window is active only if use_sliding_window is set; Mistral's is always active, and
+    # transformers uses 4096 if a Mistral config has no such field.
     window = raw.get("sliding_window", 4096 if family == "mistral" else None)
     active = raw.get("use_sliding_window", family not in ("qwen2", "qwen3"))
     positions = raw.get("max_position_embeddings")
@@ -262,7 +268,9 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: str) -> None:
 
 
 def _refuse_quantised(quantised: Any) -> None:
-    """But for FP8 with a scale for each 128 by 128 numbers, as Qwen3 and others are published."""
+    """Raise UnsupportedModelError for quantised weights, except FP8 with one scale for each 128 by
+    128 numbers, the format in which Qwen3 and others are published.
+    """
     if not quantised:
         return
     asked = quantised if isinstance(quantised, Mapping) else {}
@@ -275,7 +283,7 @@ def _refuse_quantised(quantised: Any) -> None:
 
 
 def _hf_rope(raw: Mapping[str, Any], positions: int) -> RopeConfig:
-    """transformers 5 writes rope_parameters; older checkpoints rope_scaling and rope_theta."""
+    """Parse rope_parameters (transformers 5), or rope_scaling and rope_theta (earlier versions)."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise CheckpointError(f"config.json: rope scaling must be an object, got {scaling!r}")

@@ -1,7 +1,7 @@
-"""What each layer of a model computes: its mixer, its MLP, and the tensors they have.
+"""Specifications of layers: the mixer, the MLP, and the shapes of their tensors.
 
-No tensors are made here. A new kind of mixer or MLP is a class in this module, beside the module
-that computes it (`mixers`, `mlps`).
+No tensors are created here. Each kind of mixer or MLP is a class in this module, and its
+computation is in `mixers` or `mlps`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from triforce_offload.errors import CheckpointError
 
 _MAX_HEAD_DIM = 1024
 
-# Tensors of a part of a layer by their names, in the order they are used.
+# Shapes of a layer's tensors by name, in the order in which they are used.
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -20,10 +20,12 @@ Shapes = dict[str, tuple[int, ...]]
 class Attention:
     """Full attention: each token attends to itself and to every token before it.
 
-    heads: query heads; groups of them share each of kv_heads
-    head_dim: numbers of a head
-    qkv_bias, output_bias: whether queries, keys and values have a bias, and whether the output has
-    qk_norm: whether queries and keys are normalised, each head by itself
+    heads: number of query heads
+    kv_heads: number of key-value heads; a group of query heads shares each
+    head_dim: size of a head
+    qkv_bias: whether queries, keys and values have a bias
+    output_bias: whether the output has a bias
+    qk_norm: whether queries and keys are normalised, each head separately
     """
 
     heads: int
@@ -34,7 +36,7 @@ class Attention:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
-        """Raise CheckpointError for numbers that no attention can have."""
+        """Raise CheckpointError if the numbers of heads or their size are impossible."""
         if self.heads % self.kv_heads:
             raise CheckpointError(
                 f"{self.heads} attention heads cannot share {self.kv_heads} key-value heads"
@@ -46,16 +48,16 @@ class Attention:
 
     @property
     def queries(self) -> int:
-        """Columns of all query heads."""
+        """Number of columns of all query heads."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Columns of all key heads, and of all value heads."""
+        """Number of columns of all key heads; all value heads have as many."""
         return self.kv_heads * self.head_dim
 
     def shapes(self, hidden: int) -> Shapes:
-        """hidden: width of the model."""
+        """Return the shapes of the mixer's tensors. hidden: width of the model"""
         qkv = self.queries + 2 * self.keys
         shapes: Shapes = {"qkv": (qkv, hidden)}
         if self.qkv_bias:
@@ -70,24 +72,30 @@ class Attention:
 
 @dataclass(frozen=True)
 class DenseMLP:
-    """SwiGLU (Shazeer, 2020) over every token. width: columns of its gate, and of its up part."""
+    """SwiGLU (Shazeer, 2020) over every token.
+
+    width: number of columns of the gate, and of the up projection
+    """
 
     width: int
 
     def shapes(self, hidden: int) -> Shapes:
-        """hidden: width of the model."""
+        """Return the shapes of the MLP's tensors. hidden: width of the model"""
         return {"gate_up": (2 * self.width, hidden), "down": (hidden, self.width)}
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer: a mixer and an MLP, each behind an RMS norm and added to its input."""
+    """A layer: a mixer and an MLP, each with an RMS norm before it and a residual connection."""
 
     mixer: Attention
     mlp: DenseMLP
 
     def shapes(self, hidden: int) -> Shapes:
-        """The layer's tensors, in the order they are used. hidden: width of the model."""
+        """Return the shapes of the layer's tensors, in the order in which they are used.
+
+        hidden: width of the model
+        """
         return {
             "input_norm": (hidden,),
             **self.mixer.shapes(hidden),

@@ -1,4 +1,4 @@
-"""What mixes tokens in a layer. A mixer is a class for each kind of `layers` mixer."""
+"""Computation of the mixers, with one class for each kind of mixer in `layers`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class AttentionMixer:
     """Full attention through a cache, which rotates, stores and attends."""
 
     def __init__(self, spec: Attention, norm_eps: float, kv_layer: int) -> None:
-        """kv_layer: which of the full-attention layers it is, as stores of KV count them."""
+        """kv_layer: index among the full-attention layers, as KV stores number them"""
         self._spec = spec
         self._eps = norm_eps
         self._kv_layer = kv_layer
@@ -23,8 +23,9 @@ class AttentionMixer:
     def __call__(
         self, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
     ) -> torch.Tensor:
-        """From hidden states [rows, hidden], before their norm, to the mixer's output [rows,
-        hidden]: where ranks share the model, this one's part of the sum.
+        """Return the mixer's output [rows, hidden]; if ranks share the model, this rank's summand.
+
+        hidden: hidden states before their norm, [rows, hidden]
         """
         spec = self._spec
         qkv = linear(rms_norm(hidden, w["input_norm"], self._eps), w["qkv"], w.get("qkv_bias"))

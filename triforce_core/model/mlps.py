@@ -1,4 +1,4 @@
-"""What a layer computes of each token by itself: a function for each kind of `layers` MLP."""
+"""Computation of the MLPs, with one function for each kind of MLP in `layers`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from triforce_offload.weights.layouts import Views
 
 
 def dense_mlp(w: Views, hidden: torch.Tensor, norm_eps: float, mixed: torch.Tensor) -> torch.Tensor:
-    """SwiGLU: from hidden states [rows, hidden], before their norm, to the MLP's output [rows,
-    hidden]; where ranks share the model, this one's part of the sum.
+    """Return SwiGLU's output [rows, hidden]; if ranks share the model, this rank's summand.
 
-    mixed: the mixer's output [rows, hidden], which is added to `hidden` first, in place
+    hidden: hidden states before their norm, [rows, hidden]
+    mixed: the mixer's output [rows, hidden], which is first added to `hidden` in place
     """
     gate_up = linear(rms_norm(hidden, w["post_norm"], norm_eps, mixed), w["gate_up"])
     return linear(swiglu(gate_up), w["down"])

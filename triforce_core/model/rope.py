@@ -1,4 +1,4 @@
-"""Rotary position embedding. Scaled frequencies are transformers' own, so that none drifts."""
+"""Rotary position embedding. Scaled frequencies come from transformers, so they agree with it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from triforce_offload.link.waiting import come
 
 
 class Rope:
-    """cos and sin of positions, for every rope type of config.ROPE_TYPES."""
+    """Cosines and sines of positions, for every rope type in config.ROPE_TYPES."""
 
     def __init__(
         self, config: ModelConfig, device: torch.device, factors: torch.Tensor | None
     ) -> None:
-        """factors: divisors of the inverse frequencies, [head_dim / 2], or None."""
+        """factors: divisors of the inverse frequencies, [head_dim / 2], or None"""
         if config.rope.type == "default":
-            # transformers has no function for it outside its models.
+            # transformers has no function for this type outside its models.
             head_dim = config.attention.head_dim
             powers = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
             self._inverse, self._scaling = 1.0 / config.rope.theta**powers, 1.0
@@ -35,32 +35,34 @@ class Rope:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether frequencies depend on the length of the text."""
+        """Whether frequencies depend on the length of the sequence."""
         return self._unscaled != math.inf
 
     def reads_alike(self, tokens: int) -> bool:
-        """Whether a prompt of so many tokens is rotated as any shorter one: then a text may keep
-        what was computed for its beginning.
+        """Whether a prompt of `tokens` tokens is rotated like any shorter one. Only then can a
+        prompt reuse the KV of a prefix.
         """
         return tokens <= self._unscaled
 
     def rotation(
         self, positions: torch.Tensor, like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of positions [rows], [rows, head_dim] each, in the dtype of `like`.
+        """Return cosines and sines for positions [rows]: [rows, head_dim] each, in the dtype of
+        `like`.
 
-        Dynamic frequencies depend on the length of the text. Tokens from position 0 on are a
-        prompt, which has one length; each later token sees the text that ends with it, as in plain
-        decoding, however many of them come at once and whatever was drafted before.
+        Dynamic frequencies depend on the length of the sequence. Rows that start at position 0 are
+        a prompt, and all use the length of the prompt. Each later token uses the length of the
+        sequence that ends with it, as in plain decoding, whatever the number of rows and the drafts
+        before it.
         """
-        # Multiplied element by element: a matrix product may round to TF32.
+        # An elementwise product: a matrix product may round to TF32.
         angles = positions.unsqueeze(1).float() * self._frequencies_at(positions)
         angles = torch.cat((angles, angles), -1)
         cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
         return cos.to(like.dtype), sin.to(like.dtype)
 
     def _frequencies_at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Inverse frequencies, [head_dim / 2], or [rows, head_dim / 2] where rows differ."""
+        """Return inverse frequencies, [head_dim / 2], or [rows, head_dim / 2] if rows differ."""
         if not self.depends_on_length:
             return self._inverse
         known = come(positions).tolist()
@@ -70,16 +72,16 @@ class Rope:
         return torch.stack([self._frequencies(length) for length in lengths])
 
     def _frequencies(self, length: int) -> torch.Tensor:
-        """Dynamic inverse frequencies in a text of `length` tokens, [head_dim / 2]."""
+        """Return dynamic inverse frequencies [head_dim / 2] for a sequence of `length` tokens."""
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         device = self._inverse.device
         return ROPE_INIT_FUNCTIONS["dynamic"](self._config, device, seq_len=length)[0]
 
     def turned_back(self, keys: torch.Tensor, by: int) -> torch.Tensor:
-        """Rotated keys [..., head_dim] as if their tokens stood `by` positions earlier.
+        """Move rotated keys [..., head_dim] to positions that are `by` tokens earlier.
 
-        Rotations add up, so the difference is one more rotation; it scales nothing.
+        Rotations add up, so this is one more rotation. It does not change the scale of the keys.
         """
         angles = self._inverse.float() * by
         angles = torch.cat((angles, angles))
@@ -87,15 +89,15 @@ class Rope:
 
 
 def _scaled(config: ModelConfig) -> tuple[Any, torch.Tensor, float]:
-    """transformers' config, and what it makes of it: inverse frequencies and the scaling of cosines
-    and sines. Raises CheckpointError.
+    """Return transformers' config, the inverse frequencies that it computes, and its scale of
+    cosines and sines. Raises CheckpointError.
     """
-    # Not a module of transformers' models: importing one takes seconds.
+    # Do not import a model's module of transformers: that takes seconds.
     from transformers import PreTrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     theirs = PreTrainedConfig()
-    # The hidden size is that of the heads: rope wants it for nothing else.
+    # Rope only divides the hidden size by the number of heads, so set it to match head_dim.
     theirs.hidden_size = config.attention.queries
     theirs.num_attention_heads = config.attention.heads
     theirs.head_dim = config.attention.head_dim

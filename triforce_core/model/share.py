@@ -1,4 +1,4 @@
-"""One rank's share of a model: heads, columns of the MLP and rows of the vocabulary. No tensors."""
+"""One rank's share of a model: heads, MLP columns and vocabulary rows. No tensors are created."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from triforce_core.model.layers import LayerSpec
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import UsageError
 
-# Columns of the MLP are shared in multiples of this, so that groups of an int4 copy stay whole.
+# Columns of the MLP are divided in multiples of this, so that groups of an int4 copy stay whole.
 _UNIT = 64
 
-# Of a tensor, by name: the rows of its pieces, and the block types they are stored in.
+# Maps a tensor's name to its pieces: the rows of each, and the block type it is stored in or None.
 Pieces = Callable[[str], Sequence[tuple[int, BlockType | None]]]
 
 
 class Window(NamedTuple):
-    """Rows and columns of a stored tensor, all of them if None."""
+    """Rows and columns of a stored tensor; None for all."""
 
     rows: range | None = None
     columns: range | None = None
@@ -27,12 +27,16 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """What one of several ranks has of a model (tensor parallelism; Megatron-LM, Shoeybi et al.,
-    2019). Every query head is on one rank, with the key-value head that it attends to: that is on
-    several ranks where there are fewer such heads than ranks.
+    """The part of a model that one rank has (tensor parallelism; Megatron-LM, Shoeybi et al.,
+    2019).
 
-    whole: the model
-    heads, kv_heads, mlp, vocab: of each rank, which of them it has
+    Every query head is on one rank, together with its key-value head. If there are fewer key-value
+    heads than ranks, several ranks have the same one.
+
+    whole: config of the whole model
+    heads, kv_heads: the heads of each rank
+    mlp: the MLP columns of each rank
+    vocab: the vocabulary rows of each rank
     """
 
     whole: ModelConfig
@@ -44,10 +48,12 @@ class Share:
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, ranks: int, unit: int = _UNIT) -> Share:
-        """unit: multiples in which the MLP's columns are shared, where there are enough.
+        """Divide a model over ranks, and return the share of `rank`.
 
-        What does not divide is spread unevenly, the first ranks having more. Raises UsageError if
-        a rank would have nothing.
+        Numbers that do not divide evenly are spread unevenly; the first ranks get more.
+
+        unit: multiples in which MLP columns are divided, if there are enough columns
+        Raises UsageError if a rank would get nothing.
         """
         attention, mlp_width = config.attention, config.layers[0].mlp.width
         group = attention.heads // attention.kv_heads
@@ -56,7 +62,7 @@ class Share:
             heads = [range(kv.start * group, kv.stop * group) for kv in kv_heads]
         else:
             kv_heads, heads = [], []
-            # Those that fewer ranks share come first.
+            # Heads with fewer ranks come first.
             for kv, sharing in enumerate(reversed(spread(ranks, attention.kv_heads))):
                 if len(sharing) > group:
                     raise UsageError(
@@ -86,7 +92,7 @@ class Share:
 
     @property
     def config(self) -> ModelConfig:
-        """The model with this share's heads, columns and rows alone."""
+        """Config of the model with only this share's heads, columns and rows."""
         layers = tuple(map(self._layer, self.whole.layers))
         return replace(self.whole, layers=layers, shared_vocab=len(self.vocab[self.rank]))
 
@@ -96,26 +102,32 @@ class Share:
             whole.mixer,
             heads=len(self.heads[rank]),
             kv_heads=len(self.kv_heads[rank]),
-            # Added once, before the sum.
+            # Only one rank adds the bias, before the sum over ranks.
             output_bias=whole.mixer.output_bias and rank == 0,
         )
         return LayerSpec(mixer, replace(whole.mlp, width=len(self.mlp[rank])))
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Rows of the vocabulary of each rank."""
+        """Number of vocabulary rows of each rank."""
         return tuple(len(part) for part in self.vocab)
 
     def of_machine(self, local: int, here: int) -> float:
-        """What of the memory that `here` ranks of one machine have this one should have: most is KV
-        and what is as large as a head's part of a layer. local: which of those it is
+        """Return this rank's share of the memory of a machine with `here` ranks, from 0 to 1.
+
+        The share is proportional to the key-value heads, as most of the memory is.
+
+        local: index of this rank on its machine
         """
         first = self.rank - local
         sizes = [len(kv) for kv in self.kv_heads[first : first + here]]
         return sizes[local] / sum(sizes)
 
     def windows(self, name: str) -> list[Window]:
-        """Of `embedding`, `head` or `layers.N.PART`: what of each of its pieces is in the share."""
+        """Return the window of each piece of a tensor that is in the share.
+
+        name: `embedding`, `head` or `layers.N.PART`
+        """
         part, rank, size = name.rsplit(".", 1)[-1], self.rank, self.whole.attention.head_dim
 
         def heads(of: range) -> range:
@@ -132,8 +144,8 @@ class Share:
         return [Window(None, columns.get(part))]
 
     def pieces(self, pieces: Pieces) -> Pieces:
-        """The share of a model's pieces. What is stored in blocks that its columns would cut is
-        said to be dense.
+        """Return the share's part of a model's pieces. If its columns would cut blocks in two, the
+        piece counts as dense.
         """
 
         def shared(name: str) -> list[tuple[int, BlockType | None]]:
@@ -150,14 +162,14 @@ class Share:
 
 
 def spread(count: int, over: int) -> list[range]:
-    """`count` things in `over` runs as even as can be, the larger ones first."""
+    """Divide `count` items into `over` ranges that are as even as possible, larger ones first."""
     each, more = divmod(count, over)
     ends = [(i + 1) * each + min(i + 1, more) for i in range(over)]
     return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def mlp_unit(config: ModelConfig, pieces: Pieces) -> int:
-    """Multiples in which the columns of a model's MLP are shared: whole blocks of its type."""
+    """Return the unit in which a model's MLP columns are divided: whole blocks of their type."""
     kinds = {kind for i in range(len(config.layers)) for _, kind in pieces(f"layers.{i}.down")}
     return max([_UNIT, *(kind.elements for kind in kinds if kind)])
 

@@ -1,4 +1,4 @@
-"""Which tensors a model has, and how they lie side by side. No tensors are made here."""
+"""Layouts of a model's weights in memory. No tensors are created here."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from triforce_offload.weights.formats import (
 )
 from triforce_offload.weights.layouts import FlatLayout
 
-# Columns of a group of an int4 copy, the first that divides a row. SmolLM2-135M accepts .937 of
-# what its weights in groups of 64 draft, and .891 with groups of 192.
+# Columns of a group of an int4 copy; the first number that divides a row is taken. SmolLM2-135M
+# accepts .937 of the tokens that its int4 copy drafts with groups of 64, and .891 with groups of
+# 192.
 _GROUPS = (64, 32)
 
 
 def matrices(config: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """Shapes of the matrices of a layer, of each kind of layer there is."""
+    """Return the shapes of the matrices of each distinct layer."""
     shapes = (spec.shapes(config.hidden).values() for spec in config.distinct_layers)
     return tuple((s[0], s[1]) for s in chain.from_iterable(shapes) if len(s) == 2)
 
 
 def int4_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
-    """A layer whose matrices are in 4 bits, as far as their rows are whole groups."""
+    """Return the layout of a layer in 4 bits. A matrix is dense if its rows are no whole groups."""
     shapes = config.layers[0].shapes(config.hidden)
     return FlatLayout.of({name: _grouped(shape, dtype) for name, shape in shapes.items()})
 
@@ -52,9 +53,11 @@ def _dense(shapes: Mapping[str, tuple[int, ...]], dtype: ElementType) -> FlatLay
 
 @dataclass(frozen=True)
 class Layouts:
-    """How all weights of a model lie in memory.
+    """Layouts of all weights of a model.
 
-    layers: of each; head: final norm and output matrix; embedding: None if it is the output matrix
+    layers: layout of each layer
+    head: layout of the final norm and the output matrix
+    embedding: layout of the embedding; None if it is the output matrix
     """
 
     layers: tuple[FlatLayout, ...]
@@ -63,28 +66,28 @@ class Layouts:
 
     @property
     def nbytes(self) -> int:
-        """Of all weights."""
+        """Bytes of all weights."""
         return sum(layout.nbytes for layout in self._all())
 
     @property
     def layers_bytes(self) -> int:
-        """Of all layers."""
+        """Bytes of all layers."""
         return sum(layout.nbytes for layout in self.layers)
 
     @cached_property
     def decoded_numbers(self) -> int:
-        """Of the largest matrix that has to be decoded, 0 if all are dense."""
+        """Elements of the largest matrix that has to be decoded, 0 if all are dense."""
         parts = (part for layout in self._all() for part in layout.decoded())
         return max((part.rows * part.columns for part in parts), default=0)
 
     @cached_property
     def split(self) -> bool:
-        """Whether some matrices are."""
+        """Whether some matrices are split."""
         return any(part.split for layout in self._all() for part in layout.decoded())
 
     @cached_property
     def block_types(self) -> frozenset[BlockType]:
-        """That matrices are kept in."""
+        """Block types in which matrices are stored."""
         parts = (part for layout in self._all() for part in layout.decoded())
         return frozenset(part.block_type for part in parts if part.block_type)
 
@@ -93,9 +96,9 @@ class Layouts:
 
 
 def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
-    """Every number in `dtype`."""
+    """Return layouts with every tensor dense in `dtype`."""
     hidden, ends = config.hidden, (config.vocab_rows, config.hidden)
-    # Layers that compute alike share a layout: planning makes many.
+    # Equal layers share a layout, because planning creates many layouts.
     layers = {spec: _dense(spec.shapes(hidden), dtype) for spec in config.distinct_layers}
     return Layouts(
         tuple(layers[spec] for spec in config.layers),
@@ -105,14 +108,16 @@ def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
 
 
 def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> Layouts:
-    """Matrices as the checkpoint stores them, everything else in `dtype`."""
+    """Return layouts with matrices as the checkpoint stores them, and all else in `dtype`."""
     return _layouts(config, dtype, lambda name, shape: matrix(pieces(name), shape[1], dtype))
 
 
 def split_layouts(config: ModelConfig, dtype: ElementType, dense: Collection[str] = ()) -> Layouts:
-    """Matrices split, everything else in `dtype`: bfloat16, of rows that are even, or float16.
+    """Return layouts with split matrices, and all else in `dtype`, which is bfloat16 or float16.
 
-    dense: names of matrices that are not, `head`, `embedding` or `layers.N.PART`
+    Matrices of bfloat16 with an odd number of columns stay dense.
+
+    dense: names of other bfloat16 matrices that stay dense: `head`, `embedding` or `layers.N.PART`
     """
 
     halves = dtype_name(dtype) == "float16"
@@ -128,7 +133,10 @@ def split_layouts(config: ModelConfig, dtype: ElementType, dense: Collection[str
 def _layouts(
     config: ModelConfig, dtype: ElementType, matrix_format: Callable[[str, tuple[int, ...]], Format]
 ) -> Layouts:
-    """matrix_format: by a matrix's name and shape. Everything else is kept in `dtype`."""
+    """Return layouts with all else than matrices in `dtype`.
+
+    matrix_format: returns the format for a matrix's name and shape
+    """
 
     def layout(shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> FlatLayout:
         formats: dict[str, Format] = {
@@ -147,11 +155,13 @@ def _layouts(
 
 @dataclass(frozen=True)
 class MatrixBytes:
-    """What reading the matrices of a forward takes. Bytes, of a layer on average.
+    """Bytes of the matrices that a forward reads, for an average layer.
 
-    qkv: up to its attention; rest: from there on; head: the output matrix, once a forward
-    decoded: whether all of that has to be decoded
-    layer_read, head_read: how those of a layer and the output matrix are
+    qkv: bytes before the attention of a layer
+    rest: bytes after it
+    head: bytes of the output matrix, once per forward
+    decoded: whether some of them have to be decoded
+    layer_read, head_read: how the matrices of a layer and the output matrix are read
     """
 
     qkv: float
@@ -171,20 +181,20 @@ class MatrixBytes:
         return cls(qkv, whole - qkv, head, bool(layouts.decoded_numbers), *reads)
 
     def with_layer(self, layer: FlatLayout) -> MatrixBytes:
-        """With other layers, which have to be decoded, and the same head."""
+        """Return these bytes with other layers, which have to be decoded, and the same head."""
         qkv = layer.formats["qkv"].nbytes
         sizes = qkv, layer.nbytes - qkv, self.head
         reads = layer.formats["qkv"].read, self.head_read
         return MatrixBytes(*sizes, True, *reads)
 
     def with_high_bits(self, layer: FlatLayout) -> MatrixBytes:
-        """With the high bits of layers alone, and the same head."""
+        """Return these bytes with only the high bits of the layers, and the same head."""
         sizes = {name: stored.draft_bytes for name, stored in layer.formats.items()}
         nbytes = sizes["qkv"], sum(sizes.values()) - sizes["qkv"], self.head
         return MatrixBytes(*nbytes, True, layer.formats["qkv"].draft_read, self.head_read)
 
 
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVShape:
-    """Of the full-attention layers."""
+    """Return the KV shape of the full-attention layers."""
     heads = config.attention
     return KVShape(len(config.kv_layers), heads.kv_heads, heads.head_dim, block_tokens, dtype)

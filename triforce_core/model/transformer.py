@@ -1,4 +1,4 @@
-"""The model: a loop over layers, blind to where weights and KV live."""
+"""The model: a loop over layers that does not know where weights and KV are."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from triforce_offload.weights.store import Weights
 
 @dataclass(frozen=True)
 class Ends:
-    """What comes before the first layer and after the last.
+    """The weights before the first layer and after the last.
 
     embedding: [rows, hidden], on the device or in host memory
-    norm: [hidden]; head: [rows, hidden], on the device
-    first: token of the first of these rows; widths: rows of each rank, of which this is one
+    norm: [hidden], on the device
+    head: [rows, hidden], on the device
+    first: token of the first row, if ranks share the vocabulary
+    widths: number of rows of each rank
     """
 
     embedding: Weight
@@ -37,13 +39,14 @@ class Ends:
 
 
 class Model:
-    """Forwards. Holds what is not a layer: embedding, norm, head and rope.
+    """The forward pass. Holds everything except the layers: embedding, norm, head and rope.
 
-    Where ranks share the model, each has some heads, some columns of the MLP and some rows of the
-    vocabulary (Megatron-LM, Shoeybi et al., 2019): two sums a layer, one of what is looked up, and
-    one gathering of logits.
+    If ranks share the model, each has some heads, some MLP columns and some vocabulary rows
+    (Megatron-LM, Shoeybi et al., 2019). A forward then takes two sums over ranks per layer, one sum
+    of the embeddings and one gathering of logits.
 
-    config: of this rank's share; device: where it computes
+    config: config of this rank's share
+    device: device that computes
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Model:
 
     @property
     def recordable(self) -> bool:
-        """Whether a forward can be recorded as a graph: nothing in it is computed by the host."""
+        """Whether a forward can be recorded as a graph: the host computes no part of it."""
         return not self.rope.depends_on_length and self._ends.embedding.device == self.device
 
     def forward(
@@ -78,11 +81,11 @@ class Model:
         chunk: int | None = None,
         each_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
-        """One forward over a forward batch.
+        """Run a forward batch. Return hidden states before the final norm, [rows, hidden].
 
-        chunk: rows of a layer computed at a time, None for all; each layer is asked for once either
-        way. each_layer is called after each layer with its index.
-        Returns hidden states before the final norm, [rows, hidden].
+        chunk: number of rows that a layer computes at a time, None for all; the weights of each
+            layer are requested once either way
+        each_layer: called after each layer with its index
         """
         hidden = self._embed(batch.tokens)
         batch = replace(batch, rotation=self.rope.rotation(batch.positions, hidden))
@@ -96,15 +99,15 @@ class Model:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] to float32 logits [tokens, vocab]; to none of them, [tokens, 0], on a
-        rank that does not lead.
+        """Return float32 logits [tokens, vocab] for hidden states [tokens, hidden]. All ranks but
+        the first get an empty [tokens, 0].
         """
         ends = self._ends
         part = linear(rms_norm(hidden, ends.norm, self.config.norm_eps), ends.head).float()
         return self._ranks.gather(part, ends.widths)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden]"""
+        """Return the embeddings [tokens, hidden]."""
         ends = self._ends
         rows, dtype = tokens, ends.norm.dtype
         if tokens.device != ends.embedding.device:
@@ -121,9 +124,9 @@ class Model:
     def _layer(
         self, index: int, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
     ) -> None:
-        """Adds mixer and MLP of one layer to `hidden` [rows, hidden], in place.
+        """Add the mixer and the MLP of one layer to `hidden` [rows, hidden], in place.
 
-        Each makes its own norm: what it makes on the way is gone before the next one begins.
+        Each computes its own norm, so its temporaries are freed before the next one begins.
         """
         mixed = self._ranks.sum(self._mixers[index](w, hidden, cache, batch))
         hidden += self._ranks.sum(dense_mlp(w, hidden, self.config.norm_eps, mixed))

@@ -1,4 +1,4 @@
-"""What of a model's wishes a device can fulfil; no tensors."""
+"""Fitting a model, its context and its retrieval cache into a device. No tensors are created."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from triforce_offload.plan.placement import Placement
 from triforce_offload.plan.placing import least_bytes, place
 from triforce_offload.plan.requirements import Requirements
 
-# Where nothing streams a retrieval model saves nothing but reads of KV. It must read so much less
-# than the target, weights included, to be made unasked.
+# If nothing streams, a retrieval level saves only reads of KV. Unless requested, it is created only
+# if the target reads at least this many times as much, weights included.
 _LEAST_SAVING = 1.25
-# A card's memory is so many times as fast as its link: 1008 to 25 GB/s on an RTX 4090.
+# Ratio of a card's memory bandwidth to that of its link: 1008 to 25 GB/s on an RTX 4090.
 _MEMORY_TO_LINK = 40
-# Tokens of the shortest context that a refusal looks at.
+# Number of tokens of the shortest context that an error message considers.
 _SHORTEST_CONTEXT = 16
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Where everything goes, and the tokens of the retrieval cache, 0 for none."""
+    """A placement, and the number of tokens of the retrieval cache, 0 for none."""
 
     memory: MemoryPlan
     budget: int
@@ -36,16 +36,18 @@ def fit(
     placement: Placement | None = None,
     most_budget: int | None = None,
 ) -> Fitted:
-    """The best of what is wanted that `available_bytes` of the device hold.
+    """Return the best placement and retrieval budget within `available_bytes` of the device.
 
-    placement: where everything goes, instead of `place`'s choice. most_budget: tokens of the
-    retrieval cache that other ranks have room for. The retrieval model computes with
-    the target's own layers, or, of those that stream, with high bits or copies in 4 bits: it is
-    there if one or the other of each is on the device. Its cache is the largest with which no layer
-    streams, or else the largest that fits. The level is left out where nothing streams and a pass
-    reads little more than it would; the drafter then proposes to the target directly. A budget
-    that was asked for is never given up: it fits or is refused. Where nothing streams and nothing
-    chooses from the KV, that is one block. Raises DoesNotFitError, or UsageError.
+    The retrieval level computes with the target's layers, and for streamed layers with their high
+    bits or int4 copies. It exists only if one of these is on the device for each layer. Its cache
+    is the largest with which no layer streams, or else the largest that fits. There is no retrieval
+    level if nothing streams and a pass reads little more than the level would; the drafter then
+    proposes to the target directly. A budget that the user set is never reduced: it fits or raises
+    an error. If nothing streams and there is no retrieval cache, all KV is one block.
+
+    placement: a placement to use instead of the choice of `place`
+    most_budget: the largest budget that other ranks have room for
+    Raises DoesNotFitError or UsageError.
     """
     fitted = _fit(wanted, available_bytes, placement, most_budget)
     asked = placement or fitted.budget or wanted.block_tokens
@@ -107,9 +109,9 @@ def _fit(
         elif method.budget is not None or (streaming and not chosen.weights_link_bytes):
             return fitted
         elif streaming:
-            # A smaller cache may leave room for all layers, and then nothing but KV streams.
+            # With a smaller cache all layers may fit, and only KV streams.
             streams_layers = streams_layers or fitted
-        # A cache that nobody asked for must not make passes wait for the link that would not.
+        # An unrequested cache must not make passes wait for the link.
         elif _is_hidden(chosen):
             return fitted
     if streams_layers is not None:
@@ -125,10 +127,12 @@ def with_what_fits(
     refusal: Callable[[int], DoesNotFitError | None],
     budget: int | None,
 ) -> DoesNotFitError:
-    """The refusal, with what would fit instead.
+    """Return the error extended by a suggestion of what would fit.
 
-    context: tokens that were refused, with `budget` for the retrieval cache if one was asked for
-    refusal: of a context of so many tokens without a budget, None if it fits
+    context: number of tokens that did not fit
+    refusal: returns the error for a context of some number of tokens without a retrieval budget, or
+        None if it fits
+    budget: retrieval budget that the user set, or None
     """
     without = "" if budget is None else f" without the budget of {budget} tokens"
     least = min(_SHORTEST_CONTEXT, context)
@@ -149,7 +153,9 @@ def with_what_fits(
 
 
 def needs_weights(budget: int, streamed: int) -> UsageError:
-    """The refusal of a retrieval cache where so many layers stream that nothing stands in for."""
+    """Return the error for a retrieval budget if `streamed` layers stream without a copy on the
+    device.
+    """
     return UsageError(
         f"a retrieval budget of {budget} tokens needs all weights on the device, themselves, their "
         f"high bits or in 4 bits, and the placement streams {streamed} layers"
@@ -157,19 +163,19 @@ def needs_weights(budget: int, streamed: int) -> UsageError:
 
 
 def _can_draft(wanted: ModelSizes, placement: Placement) -> bool:
-    """Whether the retrieval level finds every layer on the device under a user's placement."""
+    """Whether every layer, or a copy of it, is on the device with a user's placement."""
     if wanted.int4_layout is None:
         placement = replace(placement, int4_layers=())
     return placement.can_draft
 
 
 def _is_hidden(plan: MemoryPlan) -> bool:
-    """Whether what streams in a pass comes while the pass reads what is on the device."""
+    """Whether the streams of a pass are hidden behind its reads of device memory."""
     return plan.link_bytes * _MEMORY_TO_LINK <= _read_bytes(plan.requirements)
 
 
 def may_save(plan: MemoryPlan, budget: int) -> bool:
-    """Whether a retrieval level of a budget could save time under a plan without one."""
+    """Whether a retrieval level with this budget could save time. plan: the plan without one"""
     if plan.streams:
         return True
     needs = plan.requirements
@@ -178,7 +184,10 @@ def may_save(plan: MemoryPlan, budget: int) -> bool:
 
 
 def _read_bytes(demand: Requirements, tokens: int | None = None) -> int:
-    """Weights and KV that a forward reads. tokens: of the context, all of it if None"""
+    """Return the bytes of weights and KV that a forward reads.
+
+    tokens: number of context tokens that it attends to, None for the whole context
+    """
     tokens = demand.context_tokens if tokens is None else tokens
     kv = tokens * demand.kv.token_bytes * demand.kv.layers
     return demand.weights_bytes + demand.head_bytes + kv

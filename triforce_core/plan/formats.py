@@ -1,4 +1,4 @@
-"""How weights and KV are kept: dense, as a file stores them, or split."""
+"""Formats of weights and KV: dense, as a file stores them, or split."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from triforce_offload.weights.formats import DTYPES, dtype_name
 
 
 def element_type(asked: str, stored: str | None, *, gpu: bool) -> str:
-    """Return the dtype of dense weights and KV. What is left to choose is float32 on the CPU, and
-    on a GPU the checkpoint's own, or bfloat16 if the checkpoint is quantised.
+    """Return the dtype of dense weights and KV.
 
-    asked: as EngineConfig has it. stored: None if quantised
+    "auto" is float32 on the CPU. On a GPU, it is the checkpoint's dtype, or bfloat16 if the
+    checkpoint is quantised.
+
+    asked: EngineConfig.dtype
+    stored: dtype of the checkpoint, None if quantised
     """
     if asked != AUTO:
         return asked
@@ -37,11 +40,13 @@ def as_asked(
     emulated: Room,
     unsplit: Collection[str] = (),
 ) -> ModelSizes:
-    """Return the sizes with weights and KV in the formats that were asked for. Weights that are
-    left to choose (`auto`) are as stored or dense; `with_split_unasked` may split them later.
+    """Return the sizes with weights and KV in the formats that the config asks for.
 
-    sizes: with dense weights. pieces: of quantised matrices
-    emulated: memory of the emulated device, on which dense weights are chosen unless they stream
+    "auto" weights become stored or dense here; `with_split_unasked` may split them later.
+
+    sizes: sizes with dense weights
+    pieces: pieces of quantised matrices
+    emulated: memory of the emulated device, where "auto" weights are dense unless they stream
     unsplit: matrices that have too many exceptions to be split
 
     Raises UsageError.
@@ -86,7 +91,7 @@ def _weights(
 
 
 def _layers_stream(sizes: ModelSizes, config: EngineConfig, emulated: Room) -> bool:
-    """Whether some layers would stream on the emulated device, which takes host memory too."""
+    """Whether some layers would stream on the emulated device, which itself takes host memory."""
     if config.placement is not None:
         return bool(config.placement.streamed_layers)
     try:
@@ -105,14 +110,16 @@ def with_split_unasked(
     *,
     alone: bool = True,
 ) -> ModelSizes:
-    """Return the sizes with weights, and then KV, split where these are `auto` and bfloat16 and
-    would stream otherwise on a GPU with Triton's kernels.
+    """Return the sizes with "auto" weights and KV split if something would stream otherwise.
 
-    sizes: in the formats that were asked for
-    alone: whether one rank has the whole model. Where ranks share it, weights are split only if
-        that was asked for: they are refused if one matrix cannot be
+    Weights, and then KV, are split if they are "auto" and bfloat16, and if something would stream
+    on a GPU with Triton's kernels.
+
+    sizes: sizes in the formats that the config asks for
+    alone: whether one rank has the whole model. If ranks share it, weights are split only on
+        request, because a matrix that cannot be split raises an error
     """
-    # A CPU takes longer to decode a block than its own link to bring a dense one.
+    # On a CPU, decoding a block takes longer than copying a dense one.
     kernels = sizes.device.gpu and sizes.device.kernels
     bfloat16 = dtype_name(sizes.dtype) == "bfloat16"
     if not kernels or not bfloat16 or not _streams(sizes, config, device_bytes):
@@ -125,7 +132,7 @@ def with_split_unasked(
 
 
 def _lets_kv_stream(sizes: ModelSizes, config: EngineConfig, device_bytes: int) -> bool:
-    """Whether KV may stream: a placement that was asked for must have slots for it."""
+    """Whether some KV streams. With a user's placement, KV streams if not all of it is resident."""
     if config.placement is not None:
         return config.placement.resident_kv_blocks < sizes.requirements(0).kv_blocks
     return _streams(sizes, config, device_bytes)

@@ -1,4 +1,4 @@
-"""How many tokens and bytes the levels below the target take. No tensors are made here."""
+"""Tokens and bytes of the levels below the target. No tensors are created here."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from triforce_core.model.tensors import dense_layouts, kv_shape
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import dense_bytes, rounded_bytes, scores_bytes
 
-# Rows of logits that `distributions` turns into distributions at a time.
+# Number of rows of logits that `distributions` processes at a time.
 DISTRIBUTION_ROWS = 16
-# Tokens of the longest forward that is recorded as a graph.
+# Number of tokens of the longest forward that is recorded as a graph.
 LONGEST_RECORDED = 32
-# Tokens that a small model which drafts attends to: the first of a text, and the recent ones.
+# Number of tokens that a draft model attends to: the first of a sequence, and the recent ones.
 SINKS = 16
 WINDOW = 256
 
 
 def window_tokens(config: ModelConfig, max_draft_tokens: int) -> int:
-    """Capacity of a small model's cache: sinks, window, and room to draft and to slide rarely."""
+    """Return the capacity of a draft model's cache: sinks, window, and room for drafts, so that the
+    window rarely slides.
+    """
     return min(config.trained_positions, SINKS + WINDOW + 2 * (max_draft_tokens + 1))
 
 
@@ -28,20 +30,20 @@ def small_model_shape(config: ModelConfig, like: KVShape) -> KVShape:
 def small_model_parts_bytes(
     config: ModelConfig, like: KVShape, max_draft_tokens: int, windows: int = 1
 ) -> int:
-    """Device bytes of a small model that drafts and of its windows, without its temporaries."""
+    """Return the device bytes of a draft model and of its windows, without its temporaries."""
     window = dense_bytes(small_model_shape(config, like), window_tokens(config, max_draft_tokens))
     return dense_layouts(config, like.dtype).nbytes + windows * window
 
 
 def own_tokens(chunk_tokens: int, max_draft_tokens: int) -> int:
-    """Tokens of a retrieval cache besides its budget: a chunk that fills, the last token and a
-    draft.
+    """Return the tokens of a retrieval cache beyond its budget: an incomplete chunk, the last token
+    and a draft.
     """
     return chunk_tokens + max_draft_tokens
 
 
 def fitting_budget(budget: int, chunk_tokens: int, context_tokens: int) -> int:
-    """A budget without the part that the context could never fill."""
+    """Return the budget limited to the chunks of the context, but at least two chunks."""
     return min(budget, max(2, -(-context_tokens // chunk_tokens)) * chunk_tokens)
 
 
@@ -54,7 +56,9 @@ def retrieval_bytes(
     *,
     rounded: bool = False,
 ) -> int:
-    """Device bytes of a retrieval cache, in 8 bits if `rounded`, and of what it is chosen by."""
+    """Return the device bytes of a retrieval cache, in 8 bits if `rounded`, with its scores and its
+    table of chosen chunks.
+    """
     budget = fitting_budget(budget, chunk_tokens, context_tokens)
     tokens = budget + own_tokens(chunk_tokens, max_draft_tokens)
     chosen = chosen_bytes(shape, budget // chunk_tokens)
@@ -63,5 +67,5 @@ def retrieval_bytes(
 
 
 def chosen_bytes(shape: KVShape, slots: int) -> int:
-    """Device bytes of what says which chunk each slot of a retrieval cache holds."""
+    """Return the device bytes of the table of the chunk in each slot of a retrieval cache."""
     return shape.layers * shape.kv_heads * slots * 8

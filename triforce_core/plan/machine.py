@@ -1,4 +1,4 @@
-"""What a plan asks about a machine: its device, and the memory that there is."""
+"""The properties of a machine that a plan depends on: its device and its memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from triforce_offload.plan.placing import place_on_host
 
 @dataclass(frozen=True)
 class Device:
-    """How a device computes, as far as the memory that it takes depends on it.
+    """The properties of a device that affect how much memory a model takes.
 
-    gpu: whether it is a GPU, and not the emulated device
+    gpu: whether it is a GPU rather than the emulated device
     kernels: whether its kernels are Triton's
-    copy_bytes: of a KV block, with which copies come near the link's peak rate
-    graphs: whether forwards that draft may be recorded
-    gathers_through_host: whether the host puts retrieved chunks together (`kv/gather`)
-    widens: whether products of half precision are made in float32 (`kernels/weights/linear`)
-    can_decode: whether weights in blocks of a type can be computed with at all
-    has_kernel: whether a kernel decodes these, without tables from the host
+    copy_bytes: size of a KV block with which copies get close to the link's peak rate
+    graphs: whether the forwards of draft levels may be recorded
+    gathers_through_host: whether the host gathers retrieved chunks (`kv/gather`)
+    widens: whether products in half precision are computed in float32 (`kernels/weights/linear`)
+    can_decode: whether weights in blocks of a type are supported at all
+    has_kernel: whether a kernel decodes blocks of a type, without tables from the host
     """
 
     gpu: bool = False
@@ -38,17 +38,18 @@ class Device:
 
     @property
     def splits(self) -> int:
-        """Parts into which the attention of a pass divides its keys, at most."""
+        """The most parts into which the attention of a pass divides its keys."""
         return MOST_SPLITS if self.kernels else 1
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that the plan of each of `gpus` equal devices may take, in bytes.
+    """Memory that a plan may take on each of `gpus` equal devices, in bytes.
 
-    device_bytes: of the device
-    host_bytes: free on the host, which the emulated device takes part of too; None if unknown
-    host_limit: most of the host for what streams; None for all
+    device_bytes: memory of the device
+    host_bytes: free host memory, of which the emulated device also takes a part; None if unknown
+    host_limit: limit of host memory for streamed weights and KV; None for no limit
+    emulated: whether the device is the emulated one
     reads_files: whether passes may read layers from their files
     """
 
@@ -60,9 +61,9 @@ class Room:
     gpus: int = 1
 
     def with_files(self, plan: MemoryPlan) -> MemoryPlan:
-        """Return the plan with layers in files that the host has no room for.
+        """Return the plan with layers left in their files if the host has no room for them.
 
-        Raises DoesNotFitError, with figures of all devices together, or UsageError.
+        Raises DoesNotFitError, with the figures of all devices together, or UsageError.
         """
         plan.check(self.device_bytes)
         if (limit := self.host_bytes) is None:

@@ -1,4 +1,4 @@
-"""A plan: what lives where and how long drafts are. Made by `search`, taken by the engine."""
+"""Plans: the placement, the method and the lengths of drafts. `search` makes them for engines."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from triforce_offload.plan.placement import LAYER_LISTS, Placement
 
 @dataclass(frozen=True)
 class Plan:
-    """Every choice that a run takes from a plan. With several GPUs each has the same.
+    """All choices that an engine takes from a plan. Several GPUs all follow the same plan.
 
-    context_tokens: prompt and new tokens that it was made for
-    block_tokens: of a KV block
-    method: its budget is None where there is no retrieval cache
-    weights, kv: as EngineConfig has them
-    gpus: how many it was made for
-    made_for: the model's name, its shape in words, the device: None where nobody said
-    predicted: figures of the simulation it was chosen by; of no use to a run
+    context_tokens: number of prompt and new tokens that the plan was made for
+    block_tokens: number of tokens of a KV block
+    method: how to decode; its budget is None if there is no retrieval cache
+    placement: which weights and KV are resident and which stream
+    weights, kv: formats, see EngineConfig
+    gpus: number of GPUs that the plan was made for
+    made_for: the model's name ("model"), its shape in words ("shape") and the device ("device"), as
+        far as known; or None
+    predicted: figures of the simulation that chose the plan; an engine ignores them
     """
 
     context_tokens: int
@@ -49,7 +51,7 @@ class Plan:
     predicted: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Raises UsageError for what no plan can hold."""
+        """Raise UsageError for values that no plan can have."""
         for name in ("context_tokens", "block_tokens", "gpus"):
             value = getattr(self, name)
             if type(value) is not int or value < 0:
@@ -71,8 +73,10 @@ class Plan:
 
     @classmethod
     def of(cls, method: MethodSettings, memory: MemoryPlan, budget: int) -> Plan:
-        """What an engine is made with. budget: tokens of the retrieval cache, 0 for none: then
-        `triforce` comes to `speculative`.
+        """Return the plan of an engine.
+
+        budget: number of tokens of the retrieval cache; if 0, method "triforce" becomes
+            "speculative"
         """
         name = method.method
         if name == "triforce" and not budget:
@@ -86,16 +90,16 @@ class Plan:
 
     @property
     def budget(self) -> int:
-        """Tokens of the retrieval cache, 0 for none."""
+        """Number of tokens of the retrieval cache, 0 for none."""
         return self.method.budget or 0
 
     def named(self, model: str, config: ModelConfig, device: str) -> Plan:
-        """The same, which says what it was made for."""
+        """Return the plan with a record of the model and device that it was made for."""
         made_for = {"model": model, "shape": config.in_words, "device": device}
         return replace(self, made_for=made_for)
 
     def check(self, model: str, config: ModelConfig, device: str) -> None:
-        """Raises UsageError if it was made for another model, or another device."""
+        """Raise UsageError if the plan was made for another model or another device."""
         made = self.made_for or {}
         if made.get("shape", config.in_words) != config.in_words:
             raise UsageError(
@@ -106,12 +110,14 @@ class Plan:
             raise UsageError(f"the plan was made for {made['device']}, and this is {device}")
 
     def check_gpus(self, count: int) -> None:
-        """Raises UsageError if a run is to have another number of GPUs."""
+        """Raise UsageError if `count` is not the plan's number of GPUs."""
         if count != self.gpus:
             raise UsageError(f"the plan is for {self.gpus} GPUs, and the run has {count}")
 
     def as_run(self, taken: Plan) -> Plan:
-        """The same with what an engine says otherwise in passing: names and predictions."""
+        """Return this plan with names, predictions and "auto" formats replaced by those of `taken`,
+        the plan of a running engine.
+        """
         return replace(
             self,
             made_for=taken.made_for,
@@ -121,9 +127,11 @@ class Plan:
         )
 
     def config(self, like: EngineConfig) -> EngineConfig:
-        """What an engine is made with by it. like: the rest, a longest context of its own among it.
+        """Return the config of an engine that follows this plan.
 
-        Raises UsageError for a plan that an engine cannot take.
+        like: settings for everything that the plan leaves open; a max_context of its own takes
+            precedence
+        Raises UsageError if an engine cannot follow the plan.
         """
         return replace(
             like,
@@ -137,7 +145,11 @@ class Plan:
         )
 
     def line(self, layers: int, kv_blocks: int) -> str:
-        """The plan on one line. kv_blocks: of all layers, when the context is full."""
+        """Return the plan on one line.
+
+        layers: number of layers of the model
+        kv_blocks: number of KV blocks of all layers with a full context
+        """
         method, placement = self.method, self.placement
         resident = min(placement.resident_kv_blocks + placement.reclaimed_kv_blocks, kv_blocks)
         parts = [
@@ -168,18 +180,18 @@ class Plan:
         return f"{method.method}, {where}{', '.join(parts)}"
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it side by side, as a file has it."""
+        """Return all fields as one flat dict, as stored in a file."""
         own = {name: getattr(self, name) for name in _OWN}
         parts = asdict(self.method) | asdict(self.placement)
         return own | parts | {"budget": self.budget}
 
     def write(self, path: str | Path) -> None:
-        """Writes the plan as JSON, whole or not at all. Raises OutputError."""
+        """Write the plan as JSON, whole or not at all. Raises OutputError."""
         Output(path, "plan").write(json.dumps(self.as_dict(), indent=2) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Plan:
-        """A plan from JSON. Raises UsageError, naming what is wrong with it."""
+        """Read a plan from JSON. Raises UsageError, which names what is wrong."""
         try:
             raw = json.loads(Path(path).read_text("utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -217,14 +229,14 @@ def _length(tokens: int | str) -> str:
 _METHOD = tuple(field.name for field in fields(MethodSettings))
 _PLACEMENT = tuple(field.name for field in fields(Placement))
 _OWN = tuple(f.name for f in fields(Plan) if f.name not in ("method", "placement"))
-# Names in plans that earlier versions wrote.
+# Names of fields in plans from earlier versions.
 _OLD_NAMES = {
     "substituted_layers": "int4_layers",
     "halved_layers": "split_layers",
     "lent_kv_blocks": "reclaimed_kv_blocks",
 }
 _OLD_SPLIT = "planes"
-# What a plan may lack: files from before there was such a choice do.
+# Fields that a plan may lack, because earlier versions did not write them.
 _OPTIONAL = {
     "gpus", "made_for", "predicted", "chunk_size", "retrieval", "accept", "draft_weights",
     "draft_kv",

@@ -21,8 +21,9 @@ from triforce_offload.plan.memory_plan import MemoryPlan
 class Resolved:
     """A plan with nothing left to choose.
 
-    sizes: of the model in the formats it is kept in; memory: where everything goes
-    budget: tokens of the retrieval cache, 0 for none
+    sizes: sizes of the model in its final formats
+    memory: where everything goes
+    budget: number of tokens of the retrieval cache, 0 for none
     """
 
     sizes: ModelSizes
@@ -31,7 +32,7 @@ class Resolved:
 
     @property
     def weights(self) -> str:
-        """How the weights are kept, as EngineConfig has it."""
+        """How the weights are kept, see `EngineConfig.weights`."""
         layouts = self.sizes.weights
         return STORED if layouts.block_types else SPLIT if layouts.split else DENSE
 
@@ -47,15 +48,15 @@ def resolve(
     alone: bool = True,
     agreed: Callable[[int], int] = lambda budget: budget,
 ) -> Resolved:
-    """Choose what the settings leave open, within the memory that there is.
+    """Choose what the settings leave open, within the available memory.
 
-    sizes: in the formats that were asked for (`formats.as_asked`)
+    sizes: sizes in the formats that the settings ask for (`formats.as_asked`)
     pieces: of quantised matrices. unsplit: matrices that cannot be split
-    hardware: rates of the device; None if nobody knows them: a rule by bytes decides then
+    hardware: rates of the device; None if they are not known: a rule by bytes decides then
     alone: whether one rank has the whole model
-    agreed: of a budget, the least that any rank has room for
+    agreed: returns the least budget that any rank has room for, given this rank's
 
-    Raises UsageError or DoesNotFitError, which says what would fit.
+    Raises UsageError, or DoesNotFitError, which says what would fit.
     """
     resolved = None
     if alone and hardware is not None and by_time.decides(config, sizes):
@@ -109,7 +110,7 @@ def _by_rule(
     sizes = with_split_unasked(sizes, config, room.device_bytes, unsplit, alone=alone)
     fitted = _fitting(sizes, config, room)
     if fitted.memory.weights_file_bytes and sizes is not asked:
-        # Layers that passes read from files would be split in each pass.
+        # Layers in files would have to be split again in every pass, so do not split weights.
         sizes = replace(sizes, layouts=asked.layouts)
         fitted = _fitting(sizes, config, room)
     if (budget := agreed(fitted.budget)) != fitted.budget:
@@ -120,8 +121,9 @@ def _by_rule(
 def placed(
     sizes: ModelSizes, config: EngineConfig, room: Room, most_budget: int | None = None
 ) -> Fitted:
-    """Place sizes within the room. most_budget: tokens that the retrieval cache may have.
+    """Place a model within the room.
 
+    most_budget: the most tokens that the retrieval cache may have
     Raises UsageError or DoesNotFitError.
     """
     fitted = fit(sizes, room.device_bytes, config.placement, most_budget)
@@ -131,7 +133,7 @@ def placed(
 def _fitting(
     sizes: ModelSizes, config: EngineConfig, room: Room, most_budget: int | None = None
 ) -> Fitted:
-    """`placed`, with what would fit in the error if nothing does."""
+    """Return what `placed` does. If the model does not fit, the error says what would."""
     try:
         return placed(sizes, config, room, most_budget)
     except DoesNotFitError as error:

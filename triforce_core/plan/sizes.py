@@ -1,4 +1,4 @@
-"""What a model, its context and its drafting take of device and host; no tensors."""
+"""Memory that a model, its context and its draft levels take. No tensors are created here."""
 
 from __future__ import annotations
 
@@ -40,17 +40,19 @@ from triforce_offload.plan.requirements import Requirements
 from triforce_offload.weights.formats import ElementType, dtype_name
 from triforce_offload.weights.layouts import FlatLayout
 
-# A layer is computed for so many tokens of a prompt at a time.
+# Number of prompt tokens for which a layer is computed at a time.
 PREFILL_CHUNK = 1024
-# A small model's longest forward that is not recorded has so many tokens: it catches up with a
-# text.
+# Number of tokens of a draft model's longest forward, which catches up with a text. Such forwards
+# are not recorded.
 _CATCH_UP = 512
-# Least and most tokens of a KV block.
+# Least and greatest number of tokens of a KV block.
 _BLOCK_TOKENS = (16, 4096)
 
 
 def choose_block_tokens(token_bytes: int, max_context: int, block_bytes: int) -> int:
-    """Tokens of a KV block: a power of two near `block_bytes`, an eighth of the context at most."""
+    """Return the number of tokens of a KV block: a power of two of about `block_bytes`, and at most
+    an eighth of the context.
+    """
     least, most = _BLOCK_TOKENS
     tokens = max(1, min(block_bytes // token_bytes, max_context // 8, most))
     return max(least, 1 << tokens.bit_length() - 1)
@@ -58,13 +60,14 @@ def choose_block_tokens(token_bytes: int, max_context: int, block_bytes: int) ->
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a model, its context and its drafting take on a device, whatever memory that has.
+    """The memory that a model, its context and its draft levels take on a device of any size.
 
-    max_context: tokens of the longest sequence. drafter: of the draft model, if there is one
-    block_tokens: of a KV block; about `device.copy_bytes` of KV if None
-    layouts: of the weights; dense in `dtype` if None
+    max_context: number of tokens of the longest sequence
+    block_tokens: number of tokens of a KV block; None for about `device.copy_bytes` of KV
+    drafter: config of the draft model, if there is one
+    layouts: layouts of the weights; None for dense in `dtype`
     kv_split: whether blocks of KV are split
-    sequences: that passes are over at once
+    sequences: number of sequences that a pass may run over at once
     """
 
     config: ModelConfig
@@ -89,8 +92,8 @@ class ModelSizes:
 
     @property
     def graphs(self) -> bool:
-        """Whether forwards that draft are recorded. Decoding without a kernel brings small tables
-        from the host, which no graph can hold.
+        """Whether the forwards of draft levels are recorded. Decoding without a kernel copies small
+        tables from the host, which a graph cannot contain.
         """
         weights, device = self.weights, self.device
         fused = device.kernels or not weights.split
@@ -98,9 +101,9 @@ class ModelSizes:
 
     @property
     def int4_layout(self) -> FlatLayout | None:
-        """Of a layer's copy in 4 bits, if the retrieval model may compute with such.
+        """Layout of a layer's int4 copy, or None if the retrieval level does not use such copies.
 
-        Raises UsageError if it has to and none can be made.
+        Raises UsageError if it has to use them and none can be made.
         """
         asked = self.method.draft_weights
         if asked in (EXACT, SPLIT) or self.method.method != "triforce":
@@ -114,7 +117,7 @@ class ModelSizes:
         return int4_layout(self.config, self.dtype)
 
     def requirements(self, budget: int) -> Requirements:
-        """Return the memory estimate. budget: tokens of the retrieval cache, 0 for none.
+        """Return the memory requirements. budget: number of tokens of the retrieval cache, or 0
 
         Raises UsageError.
         """
@@ -160,17 +163,20 @@ class ModelSizes:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all layers and of full contexts' KV, wherever they lie. Raises UsageError."""
+        """Bytes of all layers and of the KV of full contexts, wherever they are placed.
+
+        Raises UsageError.
+        """
         shape = self._kv_shape()
         blocks = self.sequences * (self.max_context // shape.block_tokens) * shape.layers
         return sum(layer.nbytes for layer in self.weights.layers) + blocks * shape.block_bytes
 
     def _product_bytes(self, tokens: int) -> int:
-        """What products with weights take besides their results."""
+        """Return the bytes of temporaries of products with weights, without their results."""
         config = self.config
         sizes = config, tokens, self.weights.decoded_numbers, self.dtype.itemsize
         if self.weights.split:
-            # Split bfloat16 is multiplied as it is with few rows; split float16 is always joined.
+            # With few rows, split bfloat16 is multiplied directly; split float16 is always joined.
             joins = tokens * self.sequences > FEW_ROWS or dtype_name(self.dtype) == "float16"
             total = split_bytes(*sizes, by_kernel=self.device.gpu and self.device.kernels and joins)
         else:
@@ -182,7 +188,7 @@ class ModelSizes:
 
     @property
     def _largest(self) -> int:
-        """Numbers of the largest matrix of any layer."""
+        """Number of elements of the largest matrix of any layer."""
         return max(map(prod, matrices(self.config)))
 
     def _kv_shape(self) -> KVShape:
@@ -196,7 +202,7 @@ class ModelSizes:
             shape,
             block_tokens=tokens,
             text_tokens=self.max_context,
-            # Of a block that never fills nothing is coded.
+            # Blocks are split when they are full, so a block that never fills is not split.
             split=self.kv_split and tokens <= self.max_context,
         )
 

@@ -1,4 +1,4 @@
-"""How many bytes of temporaries a forward makes on the device, at most."""
+"""Upper bounds of the temporaries of a forward on the device, in bytes."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from triforce_kernels.limits import (
 )
 from triforce_offload.kv.sizes import SCORED_TOKENS
 
-# Scores, sorted values and order, softmax, cumulative sum and masks of a distribution: see
-# `sampling.distribution`.
+# Temporaries of a distribution: scores, sorted values and order, softmax, cumulative sum and masks.
+# See `sampling.distribution`.
 _BYTES_PER_TOKEN_OF_VOCABULARY = 40
-# A matrix library's workspace, which recording allocates anew, and the allocator's rounding.
+# A matrix library's workspace, which recording allocates again, and the allocator's rounding.
 _GRAPH_LIBRARY_BYTES = 64 << 20
 
 
 def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -> int:
-    """The prompt's hidden states, one layer's KV, and the temporaries of one chunk."""
+    """Return the bytes of a prompt's hidden states, one layer's KV and one chunk's temporaries."""
     chunk = min(chunk, tokens)
     keys, head_dim = 2 * config.attention.keys, config.attention.head_dim
     whole = tokens * (config.hidden + keys + 2 * head_dim) * itemsize
-    # Angles and their cosines, in float32.
+    # Angles and their cosines and sines, in float32.
     rope = tokens * head_dim * 4 * 4
     return whole + max(rope, forward_bytes(config, chunk, itemsize))
 
 
 def forward_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
-    """The temporaries of a forward over `tokens` tokens at once: the larger of attention and MLP,
-    without what attention keeps between blocks.
+    """Return the bytes of temporaries of a forward over `tokens` tokens at once: the maximum of
+    attention and MLP, without what attention keeps between blocks.
     """
     return max(
         _layer_bytes(spec, config.hidden, tokens, itemsize) for spec in config.distinct_layers
@@ -52,8 +52,10 @@ def _layer_bytes(spec: LayerSpec, hidden: int, tokens: int, itemsize: int) -> in
 
 
 def decode_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:
-    """What it takes besides that weights in blocks are decoded: some rows of the largest matrix, of
-    so many numbers, and their product with `tokens` rows before it is put with the others.
+    """Return the additional bytes for decoding weights in blocks: some decoded rows of the largest
+    matrix, and their product with `tokens` rows before it is copied to the result.
+
+    numbers: number of elements of the largest matrix
     """
     return _sliced_bytes(config, tokens, numbers, itemsize, DECODED_AT_ONCE, DECODE_BYTES)
 
@@ -61,7 +63,10 @@ def decode_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) 
 def split_bytes(
     config: ModelConfig, tokens: int, numbers: int, itemsize: int, *, by_kernel: bool
 ) -> int:
-    """The same of weights split. by_kernel: whether a GPU's kernel decodes them."""
+    """Return the additional bytes for decoding split weights, as in `decode_bytes`.
+
+    by_kernel: whether a GPU kernel decodes them
+    """
     at_once, each = DECODED_AT_ONCE, SPLIT_BYTES
     if by_kernel:
         at_once, each = SPLIT_AT_ONCE_ON_GPU, SPLIT_BYTES_ON_GPU
@@ -69,13 +74,13 @@ def split_bytes(
 
 
 def groups_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:
-    """The same of weights in groups of 4 bits."""
+    """Return the additional bytes for decoding groups of 4-bit weights, as in `decode_bytes`."""
     return _sliced_bytes(config, tokens, numbers, itemsize, GROUPS_AT_ONCE, GROUPS_BYTES)
 
 
 def widened_bytes(config: ModelConfig, tokens: int, numbers: int) -> int:
-    """The same of dense weights in half precision whose products are made in float32, and so are
-    what they are multiplied with and give.
+    """Return the additional bytes for products of half-precision weights in float32. Inputs and
+    results are converted, too. See `decode_bytes`.
     """
     return _sliced_bytes(config, 2 * tokens, numbers, 4, DECODED_AT_ONCE, WIDENED_BYTES)
 
@@ -92,42 +97,44 @@ def _sliced_bytes(
 
 
 def running_bytes(config: ModelConfig, tokens: int, splits: int) -> int:
-    """What attention keeps between blocks, in float32, and what adding one to it takes."""
+    """Return the bytes that attention keeps between blocks, in float32, and the temporaries for
+    adding a block.
+    """
     return tokens * config.attention.heads * (config.attention.head_dim + 4) * 4 * (splits + 2)
 
 
 def score_bytes(config: ModelConfig, tokens: int, chunks: int) -> int:
-    """Scores of all chunks of one layer for each query, in float32: as attention writes them, as
-    shares, and as averages.
+    """Return the bytes of one layer's chunk scores for each query, in float32, three times: as
+    attention writes them, as shares, and as averages.
     """
     return tokens * config.attention.heads * chunks * 4 * 3
 
 
 def refresh_bytes(config: ModelConfig, chunks: int) -> int:
-    """Choosing the chunks of all layers: scores, their order, and masks."""
+    """Return the bytes for choosing the chunks of all layers: scores, their order and masks."""
     return len(config.kv_layers) * config.attention.kv_heads * chunks * (4 * 2 + 8 * 2 + 4)
 
 
 def distribution_bytes(config: ModelConfig, rows: int) -> int:
-    """Logits and distributions of `rows` positions, the distributions they were drafted by, and
-    what it takes to make a few distributions at a time and to accept.
+    """Return the bytes of the logits and distributions of `rows` positions, the distributions of
+    their drafts, and the temporaries of computing a few distributions at a time and of acceptance.
     """
     at_once = min(rows, DISTRIBUTION_ROWS)
     whole = rows * (config.vocab * 4 * (2 if rows == 1 else 5) + config.hidden * 4 * 2)
     if config.vocab_rows < config.vocab:
-        # Each rank's part, as it comes and side by side.
+        # Each rank's part, as received and side by side.
         whole += rows * (config.vocab + 2 * config.vocab_rows) * 4
     return whole + at_once * config.vocab * _BYTES_PER_TOKEN_OF_VOCABULARY
 
 
 def graph_bytes(config: ModelConfig, tokens: int, itemsize: int, splits: int) -> int:
-    """What recorded forwards of up to `tokens` tokens keep: the temporaries of the largest, whose
-    memory the others share, and the outputs of all sizes. Distributions are drawn from these
-    outside.
+    """Return the bytes that recorded forwards of up to `tokens` tokens keep: the temporaries of the
+    largest, which the others share, and the outputs of all sizes. Distributions are not part of the
+    graphs.
     """
     logits = tokens * config.vocab_rows * itemsize
     if config.vocab_rows < config.vocab:
-        # Each rank's part in float32, as it comes and side by side.
+        # Each rank's part in float32, as received and side by side.
         logits += tokens * (config.vocab + 2 * config.vocab_rows) * 4
     temporaries = forward_bytes(config, tokens, itemsize) + running_bytes(config, tokens, splits)
     temporaries += logits
@@ -142,10 +149,10 @@ def reading_bytes(
     scored_chunk: int,
     itemsize: int,
 ) -> int:
-    """Most temporaries alive at once while a prompt is read.
+    """Return the peak bytes of temporaries during a prefill.
 
-    chunk: tokens that a layer is computed for at a time
-    scored_chunk: tokens of a chunk that is scored for retrieval, 0 if none is
+    chunk: number of tokens for which a layer is computed at a time
+    scored_chunk: number of tokens of a chunk that is scored for retrieval, 0 without retrieval
     """
     prefill = prefill_bytes(config, prompt_tokens, chunk, itemsize)
     if not scored_chunk:
@@ -164,11 +171,12 @@ def pass_bytes(
     splits: int,
     rounding: int = 0,
 ) -> int:
-    """Most temporaries alive at once after a prompt was read: in a pass, in choosing chunks, in
-    bringing them, or in drawing. scored_chunk: as in `reading_bytes`
+    """Return the peak bytes of temporaries after the prefill: in a pass, or while choosing chunks,
+    copying chunks, or drawing tokens.
 
-    splits: parts into which the attention of a pass divides its keys, at most
-    rounding: what bringing chunks takes
+    scored_chunk: see `reading_bytes`
+    splits: the most parts into which the attention of a pass divides its keys
+    rounding: bytes of temporaries for copying chunks in 8 bits
     """
     forward = forward_bytes(config, pass_tokens, itemsize)
     forward += running_bytes(config, pass_tokens, splits)
@@ -183,7 +191,7 @@ def pass_bytes(
 def _scoring_bytes(
     config: ModelConfig, tokens: int, context_tokens: int, block_tokens: int, scored_chunk: int
 ) -> int:
-    """What it takes besides that attention of `tokens` queries scores chunks."""
+    """Return the additional bytes for scoring chunks in the attention of `tokens` queries."""
     chunks = -(-context_tokens // scored_chunk)
     piece = config.attention.heads * (block_tokens + tokens) * 4 * 2
     return score_bytes(config, tokens, chunks) + tokens * piece

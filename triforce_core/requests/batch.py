@@ -1,7 +1,7 @@
-"""The driver of all requests: each pass of the full model is over all that are under way.
+"""Continuous batching: each pass of the full model runs over all running requests.
 
-A lone request is a batch of one. The weights that stream, and what is read of resident ones, are
-paid once a pass. Requests come and go between passes; each has its own context and draft.
+A single request is a batch of one. A pass streams or reads the weights once for all requests.
+Requests start and end between passes; each has its own context and draft.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from triforce_offload.errors import TriforceError
 from triforce_offload.memory.device import OUT_OF_MEMORY
 from triforce_offload.runtime import Runtime
 
-# Called with what a request gives: text, then its completion or its error.
+# Called with the output of a request: pieces of text, then the completion or the error.
 Receiver = Callable[[Piece | Completion | BaseException], None]
 _Given = TypeVar("_Given")
 
 
 @dataclass(eq=False)
 class Member:
-    """A request in a batch, and who receives its text.
+    """A request in a batch, and the receiver of its output.
 
     interrupted: ends the request; see `interrupt`
     ended: whether its context is free
-    rest: of a request that failed, the rest of its text and a Completion of what there is
+    rest: for a failed request, the rest of its text and a Completion with its output so far
     """
 
     request: Request
@@ -49,21 +49,21 @@ class Member:
 
     @property
     def made(self) -> int:
-        """New tokens so far."""
+        """Number of new tokens so far."""
         return self.request.made
 
     def interrupt(self) -> None:
-        """End the request within one pass; what it gave so far is its result. May be called in any
+        """End the request within one pass. Its result is its output so far. May be called in any
         thread.
         """
         self.interrupted.set()
 
 
 class Batch:
-    """Runs requests together, in the thread that calls it.
+    """A batch of requests that run together, in the calling thread.
 
-    The error of a prefill goes to its request alone, and that of a pass to all: they have ended
-    then. An error that a receiver raises ends its request, and is raised here.
+    An error in a prefill ends its request; an error in a pass ends all requests of the pass. The
+    receivers get the error. An error that a receiver raises ends its request, and is raised here.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class Batch:
         each_layer: Callable[[int], None],
         ended: Callable[[Context, bool], None],
     ) -> None:
-        """each_layer: called while a prompt is prefilled, with each layer's index. ended: called
-        when a request's context is free, with whether it may be used again.
+        """each_layer: called after each layer of a prefill, with the layer's index
+        ended: called when a request's context is free, with whether the context can be reused
         """
         self._runtime = runtime
         self._fallback = fallback
         self._each_layer = each_layer
         self._ended = ended
         self._new: list[Member] = []
-        # Of the prefill or the pass that runs now.
+        # Members of the current prefill or pass.
         self._running: Sequence[Member] = ()
         self._going: list[Member] = []
         self._raised: list[Exception] = []
 
     @property
     def members(self) -> list[Member]:
-        """Those that have not ended, in the middle of a prefill or a pass too."""
+        """The members that have not ended, including those of the current prefill or pass."""
         known = dict.fromkeys((*self._running, *self._going, *self._new))
         return [member for member in known if not member.ended]
 
@@ -97,7 +97,7 @@ class Batch:
         self._new.append(member)
 
     def step(self) -> None:
-        """Prefill the prompts of new requests, then run one pass for all."""
+        """Prefill the prompts of new requests, then run one pass over all requests."""
         self.prefill()
         self.decode()
 
@@ -117,7 +117,7 @@ class Batch:
 
     @torch.inference_mode()
     def decode(self) -> None:
-        """Run one pass for all requests under way."""
+        """Run one pass over all running requests."""
         if members := self._going:
             self._going = []
             with self._running_for(members):
@@ -126,10 +126,10 @@ class Batch:
         self._raise()
 
     def pieces(self, add: Callable[[Receiver], Member]) -> Generator[Piece | Completion]:
-        """Run a request as its text is asked for: yield text as each pass lands, then the
-        Completion. An error follows the Completion of what there is.
+        """Run a request on demand: yield text after each pass, then the Completion. If the request
+        fails, yield a Completion with the output so far, then raise the error.
 
-        add: adds the request, whose receiver it is given
+        add: adds the request with the receiver that it gets
         """
         received: deque[Piece | Completion | BaseException] = deque()
         member = add(received.append)
@@ -137,7 +137,7 @@ class Batch:
         try:
             while not member.ended and error is None:
                 try:
-                    # The first token is not kept waiting for the pass that follows it.
+                    # After a prefill, yield the first token before running the next pass.
                     if not self.prefill():
                         self.decode()
                 except Exception as raised:
@@ -152,13 +152,13 @@ class Batch:
             if error is not None:
                 raise error
         finally:
-            # The error refers to this frame: it would hold the memory of the pass that failed.
+            # The error refers to this frame, so it would keep the memory of the failed pass alive.
             item = error = None
             if not member.ended:
                 self.drop(member)
 
     def drop(self, member: Member) -> None:
-        """Give up a request at once. It receives nothing more."""
+        """Abandon a request immediately. Its receiver gets nothing more."""
         for members in (self._new, self._going):
             if member in members:
                 members.remove(member)
@@ -166,7 +166,7 @@ class Batch:
         self._free(member, sound=False)
 
     def close(self) -> None:
-        """End all requests: what they gave so far is their result."""
+        """End all requests. Their results are their output so far."""
         for member in self.members:
             member.interrupt()
         while self.members:
@@ -184,14 +184,14 @@ class Batch:
             self._settle([member], [step])
 
     def _steps(self, members: Sequence[Member]) -> list[Step]:
-        """Run a pass. It leaves nothing behind but KV if it fails."""
+        """Run a pass. A failed pass changes nothing but KV."""
         self._begin(members)
         requests = [member.request for member in members]
         asks = [request.ask() for request in requests]
         began = time.perf_counter()
         logits = run_pass([member.context for member in members], asks)
         if len(members) > 1:
-            # Otherwise the first to read its logits would count the whole pass as its own.
+            # Otherwise the first request to read its logits would be charged for the whole pass.
             link = self._runtime.link
             link.wait_on_host(link.record())
         seconds = (time.perf_counter() - began) / len(members)
@@ -200,8 +200,9 @@ class Batch:
     def _retried(
         self, members: Sequence[Member], attempt: Callable[[], _Given], kept: int | None = None
     ) -> _Given:
-        """Return what `attempt` returns, after the out-of-memory fallback if need be. kept: see
-        `MemoryFallback.run`; all of the context by default
+        """Return what `attempt` returns, with the out-of-memory fallback if it applies.
+
+        kept: see `MemoryFallback.run`; None for the whole context
         """
         if not self._fallback.applies:
             return attempt()
@@ -211,7 +212,7 @@ class Batch:
         return self._fallback.run(context, attempt, kept, request.levels_changed)
 
     def _begin(self, members: Sequence[Member]) -> None:
-        """Choose what drafts for the next pass, and start the pass's copies."""
+        """Refresh the retrieval caches for the next pass, and start the copies of the pass."""
         for member in members:
             member.request.refresh()
         if members:
@@ -223,12 +224,12 @@ class Batch:
             if not self._new:
                 self._begin(self._going)
         except OUT_OF_MEMORY:
-            # The accepted tokens stay. The next pass tries again, and fails if it has to.
+            # The accepted tokens stay. The next pass tries again, and reports a failure.
             for member in self._going:
                 member.context.end()
 
     def _settle(self, members: Sequence[Member], steps: Sequence[Step]) -> None:
-        """Begin the next pass, and tell what this one gave. Members go on, or have ended."""
+        """Begin the next pass, then deliver the output of this one. Members continue or end."""
         given: list[list[Piece | Completion]] = [[] for _ in members]
         try:
             for own, member, step in zip(given, members, steps, strict=False):
@@ -269,8 +270,8 @@ class Batch:
 
     @contextmanager
     def _running_for(self, members: Sequence[Member]) -> Iterator[None]:
-        """Run a prefill or a pass of members, and tell them of its error. An interrupt from the
-        keyboard is raised besides.
+        """Run a prefill or a pass of members, and deliver its error to them. KeyboardInterrupt and
+        the like are also raised.
         """
         memory = self._runtime.memory
         self._running = members

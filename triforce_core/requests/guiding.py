@@ -1,4 +1,4 @@
-"""Texts that keep to a grammar or a JSON schema, by the package llguidance."""
+"""Output that follows a grammar or a JSON schema, with the package llguidance."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from triforce_offload.errors import UsageError
 
 
 class GrammarLimitError(UsageError):
-    """A grammar or a JSON schema takes more than the package that checks texts by it allows."""
+    """A grammar or a JSON schema exceeds the limits of llguidance."""
 
 
 def check_limits(matcher: object, what: str) -> None:
-    """Raises GrammarLimitError for a matcher that has given up: it would say that the text ends."""
+    """Raise GrammarLimitError if the matcher has failed. It would report the end of the text."""
     if matcher.is_error():
         reason = (matcher.get_error().strip() or "it has given up").splitlines()[0]
         raise GrammarLimitError(f"the {what} exceeds the limits of llguidance: {reason}")
 
 
 class Guide:
-    """What a grammar lets follow the text of a request.
+    """The tokens that a grammar allows in the output of a request.
 
-    Its own state is that of what was committed; what is proposed is tried on copies.
+    Its matcher has the state after the committed tokens. Proposed tokens are tried on copies.
     """
 
     def __init__(self, matcher: object, vocab: int, stops: frozenset[int]) -> None:
-        """matcher: an llguidance.LLMatcher at the beginning. vocab: tokens of the model. stops:
-        that end a text; where the grammar ends, these alone may follow.
+        """matcher: an llguidance.LLMatcher in its initial state
+        vocab: number of tokens of the model's vocabulary
+        stops: end-of-text tokens; after the end of the grammar only these may follow
         """
         self._matcher = matcher
         self._vocab = vocab
@@ -38,16 +39,19 @@ class Guide:
         self._taken = 0
 
     def take(self, generated: list[int]) -> None:
-        """What was committed since: all tokens behind the prompt. Raises GrammarLimitError."""
+        """Advance to the end of `generated`, which is all committed tokens after the prompt.
+
+        Raises GrammarLimitError.
+        """
         for token in generated[self._taken :]:
             self._step(self._matcher, token)
         self._taken = len(generated)
 
     def masks(self, proposed: list[int], rows: int) -> torch.Tensor:
-        """Which tokens may follow, [rows, vocab] bool on the host.
+        """Return which tokens may follow, [rows, vocab] bool on the host.
 
-        proposed: tokens behind those that were taken. The last row follows all of them, the one
-            before it all but the last, and so on. Behind a token that may not be anything may.
+        proposed: tokens after the committed ones. The last row follows all of them, the row before
+            it all but the last, and so on. After a forbidden token, every token is allowed.
 
         Raises GrammarLimitError.
         """
@@ -62,8 +66,10 @@ class Guide:
         return torch.stack(masks)
 
     def ended_by(self, tokens: list[int]) -> int | None:
-        """How many of some tokens, which follow what was taken, the text has when the grammar has
-        ended; None if it has not. Raises GrammarLimitError.
+        """Return the number of tokens up to the one that ends the grammar, or None.
+
+        tokens: tokens after the committed ones
+        Raises GrammarLimitError.
         """
         matcher = self._matcher.deep_copy()
         for count, token in enumerate(tokens, start=1):
@@ -73,10 +79,10 @@ class Guide:
 
     @staticmethod
     def _step(matcher: object, token: int) -> bool:
-        """Goes on by a token, and says whether it may follow."""
+        """Advance by a token. Return whether the token is allowed."""
         if matcher.is_stopped():
             return False
-        # Unlike `consume_token`, this is no error for a token that may not follow.
+        # Unlike `consume_token`, this reports no error for a forbidden token.
         follows = matcher.try_consume_tokens([token]) == 1
         check_limits(matcher, "grammar or JSON schema")
         return follows
@@ -91,7 +97,7 @@ class Guide:
             mask[: len(bits)] = torch.from_numpy(bits.astype(bool))
         if matcher.is_stopped() or matcher.is_accepting():
             mask[self._stops] = True
-        # Nothing may follow, and the text ends before anything is asked for.
+        # If no token may follow, the text ends before this mask is used.
         return mask if mask.any() else self._all()
 
     def _all(self) -> torch.Tensor:
@@ -101,9 +107,10 @@ class Guide:
 def guide_of(
     params: SamplingParams, tokenizer: Tokenizer | None, config: ModelConfig
 ) -> Guide | None:
-    """The guide that a request asks for, if it does. config: of the model
+    """Return the guide for a request with a grammar or a schema, else None.
 
-    Raises UsageError for a grammar that is none.
+    config: config of the model
+    Raises UsageError for an invalid grammar or schema.
     """
     if params.grammar is None and params.json_schema is None:
         return None

@@ -1,4 +1,4 @@
-"""The contexts of an engine: as many as requests that may be under way at once."""
+"""The contexts of an engine, one for each request that can run at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from triforce_offload.memory.host import check_available
 
 
 class Contexts:
-    """Contexts, made when they are first needed. A free one keeps what it has computed: a prompt
-    that begins alike prefills only what is new.
+    """Contexts, created on first use. A free context keeps its KV as a prefix cache: a prompt with
+    the same beginning prefills only the rest.
     """
 
     def __init__(self, make: Callable[[], Context], most: int) -> None:
-        """make: makes a context. Raises what that raises."""
+        """make: creates a context
+        most: the most contexts
+        """
         self._make = make
         self._most = most
         self._all: list[Context] = []
@@ -25,28 +27,33 @@ class Contexts:
 
     @property
     def latest(self) -> Context | None:
-        """The one that was in use last, if there is one."""
+        """The context that was used last, or None."""
         return self._all[-1] if self._all else None
 
     @property
     def latest_owner(self) -> str:
-        """Whose the latest is."""
+        """Owner of the latest context."""
         return self._owners[self._all[-1]] if self._all else ""
 
     @property
     def latest_tokens(self) -> list[int]:
-        """Tokens of the latest whose KV is kept."""
+        """Tokens of the latest context whose KV is kept."""
         return self.latest.text.tokens[: self.latest.length] if self.latest else []
 
     @property
     def have_room(self) -> bool:
-        """Whether another could be taken."""
+        """Whether another context can be taken."""
         return len(self._taken) < self._most
 
     def take(self, tokens: Sequence[int], owner: str = "") -> tuple[Context, bool]:
-        """The free one that shares most with some tokens; or a new one, as long as there may be
-        more, rather than one with which too little would be kept. And whether what it holds may be
-        reused: not if it is another owner's. Raises DoesNotFitError.
+        """Take a context for a prompt. Return it, and whether its KV may be reused, which is not
+        the case if it belongs to another owner.
+
+        Takes the free context that shares the longest prefix with the tokens. If less than half of
+        that context would be kept, takes a new one while there may be more, or else the free one
+        that was unused for longest.
+
+        Raises DoesNotFitError.
         """
 
         def shared(context: Context) -> int:
@@ -58,7 +65,7 @@ class Contexts:
         if best is None or (makes and 2 * shared(best) < best.length):
             best = self._make()
         elif 2 * shared(best) < best.length:
-            # The one that was in use longest ago.
+            # The context that was unused for longest.
             best = free[0]
         self._all = [each for each in self._all if each is not best] + [best]
         self._taken.append(best)
@@ -67,7 +74,7 @@ class Contexts:
         return best, known
 
     def give_back(self, context: Context, sound: bool) -> None:
-        """A context is free; it is closed if it is of no use any more."""
+        """Free a context. It is closed if it is not `sound`."""
         self._taken.remove(context)
         if not sound:
             self._all.remove(context)
@@ -75,15 +82,15 @@ class Contexts:
             context.close()
 
     def snapshot(self) -> Snapshot:
-        """Return what the latest has computed. Raises UsageError if there is none."""
+        """Return a snapshot of the latest context. Raises UsageError if there is none."""
         if self.latest is None:
             raise UsageError("there is no context to save: nothing was read yet")
         return snapshot_of(self.latest)
 
     def copied(self) -> Snapshot:
-        """Copy what the latest has computed to host memory of its own.
+        """Return a snapshot of the latest context that is a copy in host memory.
 
-        Raises UsageError, DoesNotFitError if the host has no room, LinkError or RankError.
+        Raises UsageError, DoesNotFitError if the host lacks memory, LinkError or RankError.
         """
         saved = self.snapshot()
         shape = self.latest.models.whole_kv
@@ -92,7 +99,10 @@ class Contexts:
         return saved.copied()
 
     def restore(self, saved: Snapshot, owner: str) -> None:
-        """Make a context of an owner's snapshot. Raises DoesNotFitError, LinkError or RankError."""
+        """Create a context from an owner's snapshot.
+
+        Raises DoesNotFitError, LinkError or RankError.
+        """
         (context, _), sound = self.take(saved.tokens, owner), False
         try:
             restore(context, saved)
@@ -101,7 +111,7 @@ class Contexts:
             self.give_back(context, sound=sound)
 
     def close(self) -> None:
-        """Closes all, in use or not."""
+        """Close all contexts, in use or not."""
         while self._all:
             self._all.pop().close()
         self._taken.clear()

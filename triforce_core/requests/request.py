@@ -1,4 +1,4 @@
-"""A request: parameters, a rule with its random numbers, and a clock, over a context."""
+"""A request: its parameters, its acceptance rule with random numbers, and its clock."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ from triforce_offload.errors import TriforceError
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request is asked for.
+    """The validated inputs of a request.
 
-    tokens: of the prompt. text: turns new tokens into text. guide: a grammar that the text follows
+    tokens: tokens of the prompt
+    text: converts new tokens to text
+    guide: the grammar that the output follows, if any
     reuse: see `Context.prefill`
     """
 
@@ -51,7 +53,7 @@ class Asked:
 def asked_for(
     loaded: Loaded, prompt: str | Sequence[int], params: SamplingParams | None, reuse: bool
 ) -> Asked:
-    """Return what a request needs. Raises UsageError if the model cannot take it."""
+    """Validate a request and return its inputs. Raises UsageError if it is invalid."""
     tokenizer, config = loaded.tokenizer, loaded.whole
     params = checked(params, config.vocab)
     tokens = token_ids_of(prompt, tokenizer, config.vocab)
@@ -63,10 +65,10 @@ def asked_for(
 
 
 class Request:
-    """Prefills a prompt into a context, and makes text of what passes give. `Batch` runs it.
+    """A request: it prefills its prompt and turns the results of passes into text. `Batch` runs it.
 
-    seed: of its random numbers; drawn if the parameters have none
-    reason: why it ends: "stop", "length" or "interrupted"; empty while it goes on
+    seed: seed of its random numbers; drawn if the parameters have none
+    reason: why it ended: "stop", "length", "interrupted" or "error"; empty while it runs
     """
 
     def __init__(
@@ -78,8 +80,8 @@ class Request:
         name: str,
         load_seconds: float,
     ) -> None:
-        """interrupted: ends the request within a layer of its prompt, or a pass. name,
-        load_seconds: of the model, for the stats
+        """interrupted: ends the request within one layer of the prefill, or one pass
+        name, load_seconds: name and loading time of the model, for the stats
         """
         models, params = context.models, asked.params
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -98,28 +100,28 @@ class Request:
         self._decoder = self._make_decoder()
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
-        # Of tokens whose text has not come yet.
+        # Log-probabilities of tokens whose text is not complete yet.
         self._untold: list[TokenLogprob] = []
         self._prompt: Prefilled | None = None
         self._step: Step | None = None
-        # The rows that the next pass's chunks are chosen by, until they have been.
+        # Rows by which the chunks for the next pass are to be chosen; None once that is done.
         self._due: int | None = None
 
     @property
     def made(self) -> int:
-        """New tokens so far."""
+        """Number of new tokens so far."""
         return len(self._tokens)
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether the prompt was prefilled."""
+        """Whether the prefill is complete."""
         return self._prompt is not None
 
     def prefill(self, each_layer: Callable[[int], None]) -> None:
-        """Prefill the prompt into the context, which is this request's until it ends.
+        """Prefill the prompt into the context, which belongs to this request until it ends.
 
         each_layer: called after each layer with its index
-        Raises DoesNotFitError or LinkError, or Interrupted, which `interrupt_prefill` follows.
+        Raises DoesNotFitError, LinkError, or Interrupted: call `interrupt_prefill` then.
         """
         context = self._context
 
@@ -144,22 +146,22 @@ class Request:
         self._note_counters()
 
     def first(self) -> Step:
-        """Draw the first token, by the prompt's logits. Raises CheckpointError."""
+        """Draw the first token from the prompt's logits. Raises CheckpointError."""
         return self._decoder.first(self._prompt)
 
     def ask(self) -> Ask:
         """See `Decoder.ask`."""
         if self._step.scored is not None:
-            # If the pass fails: whatever drafts begins anew then.
+            # For a retry if the pass fails: the draft levels are reset then.
             self._due = 1
         return self._decoder.ask(self._params.max_new_tokens - len(self._tokens))
 
     def take(self, logits: torch.Tensor, seconds: float) -> Step:
-        """See `Decoder.take`. `taken` follows."""
+        """See `Decoder.take`. Call `taken` next."""
         return self._decoder.take(logits, seconds)
 
     def taken(self, step: Step) -> list[Piece]:
-        """Return the text of a step's tokens. `reason` says whether they are the last."""
+        """Return the text of a step's tokens. Sets `reason` if they are the last ones."""
         self._step, self._due = step, step.scored
         if not self._tokens:
             self._clock.end_prefill()
@@ -180,7 +182,7 @@ class Request:
         return pieces
 
     def refresh(self) -> None:
-        """Choose the chunks for the next pass, unless that is done. Raises LinkError."""
+        """Choose the chunks for the next pass if that is not done yet. Raises LinkError."""
         if self._due is not None:
             self._context.refresh(self._due)
             self._due = None
@@ -192,11 +194,11 @@ class Request:
             self._context.reclaim()
 
     def levels_changed(self) -> None:
-        """Make the decoder anew: the old one refers to a level that was dropped."""
+        """Replace the decoder, because the old one refers to a dropped level."""
         self._decoder = self._make_decoder()
 
     def finish(self) -> list[Piece | Completion]:
-        """End the request. Return the rest of its text and the Completion. The context is free.
+        """End the request and free its context. Return the rest of its text and the Completion.
 
         Raises LinkError or RankError.
         """
@@ -204,19 +206,19 @@ class Request:
         if self._tokens:
             self._clock.end_decode()
         self._context.end()
-        # Before anything is told: a rank may be lost by now.
+        # Ask before returning any output, because a rank may be lost by now.
         ranks = self._rank_stats()
         last: list[Piece | Completion] = []
         if piece := text.finish():
             last.append(Piece(piece, "plain", tuple(untold)))
         elif text.stopped and untold:
-            # Those of the stop, whose text is not given.
+            # Drop the log-probabilities of the stop text, which is not part of the output.
             del self._logprobs[-len(untold) :]
         return [*last, self._completion(ranks)]
 
     def fail(self, error: TriforceError) -> list[Piece | Completion]:
-        """End the request with an error. Return the rest of its text and a Completion of what there
-        is, without a word to the device or to other ranks.
+        """End the request with an error. Return the rest of its text and a Completion with the
+        output so far. Does not use the device or the other ranks.
         """
         self.reason = "error"
         self._clock.fail()
@@ -226,7 +228,7 @@ class Request:
 
     @torch.inference_mode()
     def _logprobs_of(self, tokens: list[int]) -> list[TokenLogprob]:
-        """Return the log-probabilities of a step's tokens; none if nobody asked."""
+        """Return the log-probabilities of a step's tokens; empty if they are not requested."""
         if not self._params.tells_logprobs:
             return []
         rows = self._step.rows
@@ -246,7 +248,7 @@ class Request:
         )
 
     def _note_counters(self) -> None:
-        """Note where the decode phase begins."""
+        """Record the counters at the start of the decode phase."""
         self._before = self._context.sequence.counters
         self._retrieval = self._context.levels.retrieval
 
@@ -258,7 +260,7 @@ class Request:
         return {"ranks": [own, *models.ranks.ask(RankStats())]}
 
     def _completion(self, more: dict[str, Any]) -> Completion:
-        """What there is so far. more: besides, in the stats"""
+        """Return a Completion with the output so far. more: additional stats"""
         stats = self._own_stats() | more
         return Completion(self._tokens, self._text.text, self.reason, stats, self._logprobs)
 

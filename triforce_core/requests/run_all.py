@@ -1,4 +1,4 @@
-"""Many requests, as many at once as an engine has room for."""
+"""Run many requests, as many at once as an engine has room for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triforce_core.requests.stream import Completion, Piece
 
 
 class Serving(Protocol):
-    """What `run_all` needs of an engine."""
+    """The part of an engine that `run_all` needs."""
 
     has_room: bool
 
@@ -35,8 +35,9 @@ def run_all(
 ) -> None:
     """Run requests to their ends, as many at once as there is room for.
 
-    requests: prompt, parameters and receiver of each. goes_on: asked before each pass; once it says
-        no, what is under way is interrupted and nothing new begins
+    requests: prompt, parameters and receiver of each request
+    goes_on: called before each pass; once it returns False, running requests are interrupted and
+        no new one starts
     """
     waiting, going = deque(requests), True
     while going or (waiting and goes_on()):
@@ -55,7 +56,7 @@ def all_of(
     *,
     reuse: bool,
 ) -> list[Completion]:
-    """Return what requests give. Raises the first error, once all that are under way have ended."""
+    """Return the completions. Raises the first error, after all running requests have ended."""
     results: dict[int, Piece | Completion | BaseException] = {}
     errors: list[BaseException] = []
 

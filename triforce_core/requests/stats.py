@@ -1,4 +1,4 @@
-"""What a request reports: one nested dict, the same in Python and in --stats FILE."""
+"""Statistics of a request: one nested dict, used in Python and in --stats FILE."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from triforce_offload.link.link import Link, LinkCounters
 from triforce_offload.plan.memory_plan import LayerPlan, MemoryPlan
 from triforce_offload.runtime import Runtime
 
-# Draft tokens of which a share says something. Fewer are counted.
+# Least number of examined draft tokens for which a share is meaningful. Of fewer, give the count.
 LEAST_EXAMINED = 20
 
 
 class Clock:
-    """Seconds of a request's phases, and what crossed the link in them. The first phase, prefill,
-    begins when it is made; it lasts until the first new token.
+    """Time and link traffic of a request's phases. The first phase, prefill, starts when the clock
+    is created, and ends with the first new token.
     """
 
     def __init__(self, link: Link, load: float) -> None:
-        """load: seconds that loading took."""
+        """load: seconds that loading the model took"""
         self.load = load
         self.prefill = self.decode = 0.0
         self.prefill_link = self.decode_link = LinkCounters()
@@ -44,9 +44,9 @@ class Clock:
         self.decode, self.decode_link = self._phase()
 
     def fail(self) -> None:
-        """Ends what is under way. A device that hangs, or failed, does not say what came."""
+        """End the current phase after a failure. A hung or failed device reports no traffic."""
         if self.decode:
-            # It is what follows the last token that failed.
+            # The failure came after the last token.
             return
         seconds, carried = time.perf_counter() - self._began, LinkCounters()
         with suppress(LinkError, RuntimeError):
@@ -57,7 +57,7 @@ class Clock:
             self.prefill, self.prefill_link = seconds, carried
 
     def _phase(self) -> tuple[float, LinkCounters]:
-        """Seconds and bytes of the phase that ends here. The next begins."""
+        """End the phase and start the next. Return the seconds and the traffic of the phase."""
         seconds = time.perf_counter() - self._began
         carried = self._link.counters() - self._before
         self._began, self._before = time.perf_counter(), self._link.counters()
@@ -72,14 +72,17 @@ def request_stats(
     tally: Tally,
     new_tokens: int,
 ) -> dict[str, Any]:
-    """Seconds, link, memory and placement. Decode figures cover decoding alone: the first new token
-    comes from prefill, the others from passes. Rates are None when no pass was made, or nothing
-    crossed the link, to tell them from.
+    """Return time, link traffic, memory and placement of a request.
 
-    counted: passes of the request alone; tally: of the drafts that they verified
+    Decode figures cover decoding alone: the first new token comes from the prefill, the others from
+    passes. Rates are None if there was no pass or no traffic.
 
-    What crossed the link is what really did, so it holds the head of a pass that was begun and not
-    needed after an end of text; floor_seconds_per_pass is of the passes that were made.
+    Link traffic includes every copy that was made, so also the first copies of a pass that was
+    begun but not needed after an end-of-text token. floor_seconds_per_pass counts only passes that
+    were completed.
+
+    counted: counters of the request's passes
+    tally: counters of the drafts that these passes verified
     """
     made, passed, needs = counted.passes, new_tokens - 1, runtime.plan.requirements
     return {
@@ -90,7 +93,7 @@ def request_stats(
             "draft": tally.draft_seconds,
             "verify": tally.verify_seconds,
         },
-        # Of a run that fails the last pass may have been made for nothing.
+        # If a run fails, its last pass may have yielded no token.
         "seconds_per_token": clock.decode / passed if made and passed else None,
         "passes": made,
         "tokens_per_pass": passed / made if made else None,
@@ -139,15 +142,15 @@ def _placement_stats(plan: MemoryPlan, kv: KVStore) -> dict[str, Any]:
 
 
 def bits_per_number(models: Models) -> dict[str, Any]:
-    """Bits of each number, as weights of layers and KV are stored, as they cross the link in passes
-    and as the retrieval model reads them; None where nothing does.
+    """Return the bits per number of layer weights and of KV: as stored, as they cross the link in
+    passes, and as the retrieval level reads them; None where there is nothing to count.
     """
     plan, config = models.runtime.plan, models.target.config
     kv, high_bits = plan.kv, models.reads_high_bits
     numbers = [sum(map(prod, spec.shapes(config.hidden).values())) for spec in config.layers]
 
     def bits(nbytes: Callable[[LayerPlan], int]) -> float | None:
-        """Over the layers of which there are any bytes."""
+        """Average over the layers for which `nbytes` is not 0."""
         read = [(nbytes(layer), count) for layer, count in zip(plan.layers, numbers, strict=True)]
         counted = sum(count for size, count in read if size)
         return 8 * sum(size for size, _ in read) / counted if counted else None
@@ -171,7 +174,7 @@ def bits_per_number(models: Models) -> dict[str, Any]:
 
 
 def rank_stats(runtime: Runtime, context: Context) -> dict[str, Any]:
-    """What one of several ranks had of a request, from when its prompt was read."""
+    """Return one rank's statistics of a request since the end of its prefill."""
     carried = runtime.link.counters() - context.link_when_prefilled
     counted = context.sequence.counters - context.passes_when_prefilled
     return {
@@ -188,7 +191,7 @@ def rank_stats(runtime: Runtime, context: Context) -> dict[str, Any]:
 
 
 def _told(ask: Callable[[], float | None]) -> float | None:
-    """What a device counted; None of one that hangs or failed."""
+    """Return a counter of the device, or None if the device hangs or failed."""
     with suppress(LinkError, RuntimeError):
         return ask()
     return None
@@ -197,7 +200,9 @@ def _told(ask: Callable[[], float | None]) -> float | None:
 def drafting_stats(
     models: Models, tallies: Tallies, cache: RetrievalCache | None
 ) -> dict[str, Any]:
-    """What was drafted and how much of it held. Shares are None where nothing was drafted."""
+    """Return the statistics of drafts and their acceptance. Shares are None if there were no
+    drafts.
+    """
     outer, inner, method = *tallies, models.method
     return {
         "levels": models.levels,
@@ -233,6 +238,6 @@ def drafting_stats(
 
 
 def _histogram(tally: Tally) -> list[int]:
-    """How many drafts had 0, 1, 2, ... tokens accepted."""
+    """Return the number of drafts with 0, 1, 2, ... accepted tokens."""
     lengths = tally.accepted_lengths
     return [lengths.get(i, 0) for i in range(max(lengths, default=-1) + 1)]

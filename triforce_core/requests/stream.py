@@ -1,4 +1,4 @@
-"""What a request gives: text as each pass lands, then the whole completion."""
+"""Output of a request: text after each pass, then the whole completion."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from triforce_offload.errors import UsageError
 
 
 class TokenLogprob(NamedTuple):
-    """A token, its log-probability, and the likeliest tokens with theirs."""
+    """A token, its log-probability, and the likeliest tokens with their log-probabilities."""
 
     token: int
     logprob: float
@@ -25,12 +25,13 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request gave.
+    """The result of a request.
 
     token_ids: the new tokens only, an end-of-text token included
-    finish_reason: "stop", "length" or "interrupted"; "error" of a stream that raised one
+    text: text of the new tokens
+    finish_reason: "stop", "length" or "interrupted"; "error" if the stream raised an error
     stats: see docs/stats.md
-    logprobs: of each token, if they were asked for
+    logprobs: log-probabilities of each token, if requested
     """
 
     token_ids: list[int]
@@ -42,11 +43,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text, and where its tokens came from: a draft's "accepted" ones, the target's own
-    "corrected" one in place of a rejected one, the "bonus" after a draft that held wholly, or
-    "plain" ones with no draft.
+    """A piece of text, and the origin of its tokens.
 
-    logprobs: of the tokens that complete it, if they were asked for
+    origin: "accepted" for accepted draft tokens; "corrected" for the target's token in place of a
+        rejected one; "bonus" for the target's token after a wholly accepted draft; "plain" for
+        tokens without a draft
+    logprobs: log-probabilities of the tokens that complete the text, if requested
     """
 
     text: str
@@ -55,14 +57,14 @@ class Piece:
 
 
 class Stream:
-    """The text of a request, as each pass lands; `result` once it has ended.
+    """The text of a request after each pass, and its `result` at the end.
 
-    A loop that is left, `close`, or letting go of the stream ends the request: its result is what
-    was generated until then.
+    Leaving the loop, `close`, or dropping the last reference to the stream ends the request. Its
+    result is then the output so far.
     """
 
     def __init__(self, pieces: Generator[Piece | Completion], interrupted: threading.Event) -> None:
-        """interrupted: ends the request within a layer of its prompt, or a pass."""
+        """interrupted: ends the request within one layer of the prefill, or one pass"""
         self._pieces = pieces
         self._interrupted = interrupted
         self._result: Completion | None = None
@@ -74,13 +76,13 @@ class Stream:
 
     @property
     def running(self) -> bool:
-        """Whether it is in the middle of a pass: somebody asks from within one."""
+        """Whether a pass of the stream is running. The caller is then inside that pass."""
         return inspect.getgeneratorstate(self._pieces) == inspect.GEN_RUNNING
 
     @property
     def result(self) -> Completion:
-        """The whole completion. Raises RuntimeError before the stream has ended, or if it was
-        closed before it began.
+        """The whole completion. Raises RuntimeError before the end of the stream, or if the stream
+        was closed before it started.
         """
         if self._result is None:
             raise RuntimeError("the stream has not ended")
@@ -92,7 +94,7 @@ class Stream:
                 yield piece.text
 
     def pieces(self) -> Iterator[Piece]:
-        """The same text with the origin of each piece."""
+        """Yield the text in pieces with their origins."""
         try:
             for piece in self._pieces:
                 if isinstance(piece, Completion):
@@ -104,13 +106,13 @@ class Stream:
             raise
 
     def interrupt(self) -> None:
-        """Ends the request within one pass; what it gave so far is its result."""
+        """End the request within one pass. Its result is its output so far."""
         self._interrupted.set()
 
     def close(self) -> None:
-        """Ends the request. Raises UsageError from within one of its passes."""
+        """End the request. Raises UsageError if called from within one of its passes."""
         if sys.is_finalizing():
-            # Threads that carry copies are gone: a pass would wait for them in vain.
+            # The copy threads are gone, so a pass would wait for them forever.
             return
         if self.running:
             raise UsageError("the request is in the middle of a pass: interrupt it first")
@@ -128,7 +130,7 @@ class Stream:
 
 
 def until_stop(tokens: list[int], stops: frozenset[int]) -> tuple[list[int], bool]:
-    """Tokens up to the first that ends the text, and whether there is one."""
+    """Return the tokens up to the first stop token, and whether there is one."""
     for i, token in enumerate(tokens, start=1):
         if token in stops:
             return tokens[:i], True
@@ -142,10 +144,11 @@ def pieces_of(
     logprobs: Sequence[TokenLogprob],
     untold: list[TokenLogprob],
 ) -> tuple[list[Piece], int]:
-    """The text of a step's tokens, those of the draft, then the target's own; and how many of them
-    there are until the text stops.
+    """Return the text of a step's tokens (the accepted draft tokens, then the target's own) in
+    pieces, and the number of tokens up to a stop text.
 
-    logprobs: of the tokens, if they are told; untold: of those whose text has not come yet
+    logprobs: log-probabilities of the tokens, if requested
+    untold: log-probabilities of tokens whose text is not complete yet; updated in place
     """
     pieces: list[Piece] = []
     accepted, used = len(step.tokens) - 1, 0

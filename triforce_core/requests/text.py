@@ -1,4 +1,4 @@
-"""Tokens to text, as they come."""
+"""Incremental conversion of tokens to text."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ _REPLACEMENT = "\ufffd"
 
 
 class TextStream:
-    """Turns tokens into text as they come, holding back bytes that are not yet a character, and
-    what may be the beginning of a text that ends it.
+    """A converter of tokens to text as they arrive. It holds back incomplete characters, and text
+    that may be the beginning of a stop text.
 
-    The pieces, `finish` included, add up to `decode` of all the tokens, provided that a longer text
-    decodes to an extension of a shorter one up to its last word; only the last words are decoded
-    again at each step. A stop cuts them there.
+    The pieces, with that of `finish`, add up to `decode` of all tokens up to a stop text, if there
+    is one. This requires that decoding more tokens only extends the text up to its last word: each
+    step decodes only the last words again.
 
-    text: all that was given so far; stopped: whether a stop came
+    text: all text that was returned so far
+    stopped: whether a stop text occurred
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, stops: Sequence[str] = (), *, one_by_one: bool = False
     ) -> None:
-        """stops: texts of which the first one ends the text; they are no part of it. one_by_one:
-        whether each token is to have a piece of its own, as far as it completes one.
+        """stops: stop texts; the output ends before the first of them
+        one_by_one: whether each token gets its own piece, if it completes a character
         """
         self._tokenizer = tokenizer
         self._one_by_one = one_by_one or bool(stops)
@@ -32,16 +33,16 @@ class TextStream:
         self._tokens: list[int] = []
         # Tokens from here on are decoded together.
         self._context = 0
-        # Tokens before here are out.
+        # Tokens before here have been converted.
         self._shown = 0
-        # What may be the beginning of a stop.
+        # Text that may be the beginning of a stop text.
         self._held = ""
         self.text = ""
         self.stopped = False
 
     def portions(self, tokens: list[int]) -> Iterator[list[int]]:
-        """Tokens in as many parts as `push` wants, so that it is known which one stops the text, or
-        which gives which piece.
+        """Yield tokens in the portions to `push`: one by one if it matters which token ends the
+        text or which token a piece comes from.
         """
         if not self._one_by_one:
             yield tokens
@@ -50,7 +51,7 @@ class TextStream:
             yield [token]
 
     def push(self, tokens: list[int]) -> str:
-        """The text that `tokens` complete."""
+        """Return the text that `tokens` complete."""
         self._tokens += tokens
         if self._tokenizer is None:
             return ""
@@ -62,7 +63,7 @@ class TextStream:
         return self._emit(after[len(before) :])
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         piece = ""
         if self._tokenizer is not None and self._shown < len(self._tokens):
             before = self._tokenizer.decode(self._tokens[self._context : self._shown])
@@ -93,6 +94,6 @@ class TextStream:
 
 
 def _begun(text: str, stop: str) -> int:
-    """Characters of a stop that a text ends with, less than all of them."""
+    """Return the length of the longest proper prefix of `stop` with which the text ends."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,4 @@
-"""The timeline of a request, of all ranks, as a file."""
+"""Files with the timeline of a request on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOLD = ("method", "model", "device", "dtype", "prompt_tokens", "new_tokens", "l
 
 
 def clear_timeline(models: Models) -> None:
-    """Forgets what was traced so far, on all ranks. Raises RankError."""
+    """Discard the trace so far, on all ranks. Raises RankError."""
     models.ranks.tell(ClearTrace())
     models.runtime.trace.clear()
 
@@ -24,8 +24,10 @@ def clear_timeline(models: Models) -> None:
 def traced(
     receive: Callable[[Any], None], models: Models, path: Path, *, afresh: bool
 ) -> Callable[[Any], None]:
-    """Return a receiver that writes the trace of a request that has ended, before anybody hears of
-    the end. afresh: whether to forget what was traced so far
+    """Return a receiver that writes the trace when the request ends, before passing on its
+    completion.
+
+    afresh: whether to discard the trace so far
     """
     if afresh:
         clear_timeline(models)
@@ -41,11 +43,11 @@ def traced(
 
 
 def write_timeline(models: Models, path: Path, stats: Mapping[str, Any]) -> None:
-    """Writes what was traced. stats: of the request. Raises OutputError or RankError."""
+    """Write the trace. stats: stats of the request. Raises OutputError or RankError."""
     asked = time.perf_counter()
     answers = models.ranks.ask(Spans())
     here = (asked + time.perf_counter()) / 2
-    # Machines have clocks of their own; ranks of one machine have one.
+    # Different machines have different clocks; ranks on one machine share a clock.
     apart = models.ranks.here < models.ranks.count
     spans = [[span.later(here - now if apart else 0.0) for span in spans] for now, spans in answers]
     about = {name: stats[name] for name in _TOLD}

@@ -1,7 +1,7 @@
-"""Everything that the first of several ranks tells the others to do.
+"""The calls that the first of several ranks sends to the others.
 
 Each call is a frozen dataclass with its arguments. `CALLS` lists them all: `parallel/message` sends
-and receives nothing else, and `parallel/serving` makes them.
+and receives nothing else, and `parallel/serving` executes them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class Load(Call):
 
 @dataclass(frozen=True)
 class Finish(Call):
-    """End: no call follows."""
+    """Stop serving: no call follows."""
 
 
 @dataclass(frozen=True)
 class Open(Call):
-    """Make the context."""
+    """Create the context."""
 
 
 @dataclass(frozen=True)
 class GoOn(Call):
-    """Go on to the next layer of a prefill."""
+    """Continue with the next layer of a prefill."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Stop(Call):
 
 @dataclass(frozen=True)
 class RankStats(Call):
-    """Answer with this rank's figures of the request."""
+    """Answer with this rank's statistics of the request."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,15 @@ class ClearTrace(Call):
 
 @dataclass(frozen=True)
 class ContextCall(Call):
-    """A call to the context. checksum: of the tokens that the first rank's context keeps"""
+    """A call to the context. checksum: checksum of the tokens that the first rank's context has"""
 
     checksum: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)
 class Prefill(ContextCall):
-    """See `Context.prefill`: the first `kept` tokens are reused. `GoOn` or `Stop` follows for each
-    layer.
+    """Prefill, see `Context.prefill`. The first `kept` tokens are reused. After each layer, a
+    `GoOn` or a `Stop` follows.
     """
 
     computes = True
@@ -111,7 +111,7 @@ class Refresh(ContextCall):
 
 @dataclass(frozen=True)
 class Draft(ContextCall):
-    """Run the retrieval model over some tokens."""
+    """Run the retrieval level over some tokens."""
 
     computes = True
     tokens: torch.Tensor
@@ -119,21 +119,21 @@ class Draft(ContextCall):
 
 @dataclass(frozen=True)
 class KeepDrafted(ContextCall):
-    """Keep a path of the retrieval model's last rows."""
+    """Keep a path of the retrieval level's last rows."""
 
     rows: list[int]
 
 
 @dataclass(frozen=True)
 class End(ContextCall):
-    """Drop a pass that was begun and not run."""
+    """Drop a pass that was begun but not run."""
 
     settles = True
 
 
 @dataclass(frozen=True)
 class Restore(ContextCall):
-    """Take over KV that the first rank hands out. scored: whether scores of chunks follow it"""
+    """Restore KV that the first rank sends. scored: whether the scores of chunks follow"""
 
     tokens: list[int]
     scored: bool
@@ -141,14 +141,14 @@ class Restore(ContextCall):
 
 @dataclass(frozen=True)
 class LayerKV(ContextCall):
-    """Give the KV of this rank's heads in a layer."""
+    """Send the KV of this rank's heads in a layer."""
 
     layer: int
 
 
 @dataclass(frozen=True)
 class ChunkScores(ContextCall):
-    """Give the scores of all chunks for this rank's heads."""
+    """Send the scores of all chunks for this rank's heads."""
 
 
 @dataclass(frozen=True)
@@ -174,25 +174,25 @@ CALLS: tuple[type[Call], ...] = (
 
 
 class Teller:
-    """Tells the other ranks what is about to be done to a context, if this rank leads."""
+    """The sender of calls to a context. It does nothing on other ranks than the first."""
 
     def __init__(self, ranks: Ranks, checksum: Callable[[], int]) -> None:
-        """checksum: of the tokens that the context keeps"""
+        """checksum: returns the checksum of the tokens that the context keeps"""
         self._ranks = ranks
         self._checksum = checksum
 
     def __call__(self, call: ContextCall) -> None:
-        """Tell the others. Raises RankError."""
+        """Send a call to the other ranks. Raises RankError."""
         if self._ranks.count > 1 and not self._ranks.index:
             self._ranks.tell(self.signed(call))
 
     def signed(self, call: ContextCall) -> ContextCall:
-        """Return the call with the checksum of what is kept now."""
+        """Return the call with the current checksum."""
         return replace(call, checksum=self._checksum())
 
     def after_each_layer(self, then: Callable[[int], None]) -> Callable[[int], None]:
-        """Return `then`, after which the others hear whether to go on: a prefill ends on all ranks
-        or on none.
+        """Return a function that calls `then`, then tells the other ranks whether to go on. So a
+        prefill ends on all ranks or on none.
         """
 
         def told(layer: int) -> None:

@@ -1,4 +1,4 @@
-"""A checksum of a text that grows."""
+"""A checksum of a growing token sequence."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from collections.abc import Sequence
 
 
 class Checksum:
-    """CRC-32 of the first tokens of a text, each as 8 bytes; only what is new is read."""
+    """CRC-32 of the first tokens of a sequence, each as 8 bytes; only new tokens are read."""
 
     def __init__(self) -> None:
         self._length = self._sum = 0
 
     def of(self, tokens: Sequence[int], length: int) -> int:
-        """Of the first `length` tokens. What was summed before must not have changed, but for what
-        lies beyond a shorter length that was asked for since.
+        """Return the checksum of the first `length` tokens.
+
+        Tokens that were summed before must not have changed, unless the checksum of a shorter
+        length, without them, was asked for since.
         """
         if length < self._length:
             self._length = self._sum = 0

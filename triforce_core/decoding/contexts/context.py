@@ -1,4 +1,4 @@
-"""A context: a sequence's tokens, their KV, and what drafts over them. It outlives requests."""
+"""A context: a sequence's tokens, their KV and its draft levels. It outlives requests."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from triforce_offload.link.link import LinkCounters
 class Context:
     """A sequence: its tokens, their KV, and the levels that draft for it.
 
-    `prefill` makes a prompt the text and reuses the longest prefix that both share. Passes
-    (`run_pass`) follow, and decoders commit the new tokens to `text`; KV is kept of all but the
-    last of them. Where several ranks share the model each has such a context, and the first tells
-    the others each call before it makes it.
+    `prefill` replaces the text by a prompt and reuses the longest prefix that both share. Passes
+    (`run_pass`) follow, and decoders commit the new tokens to `text`. The KV of all tokens but the
+    last is kept. If several ranks share the model, each has such a context, and the first rank
+    sends every call to the others before it executes the call itself.
 
-    sequence: the KV. levels: what drafts
+    sequence: the KV
+    levels: the levels that draft
     link_when_prefilled, passes_when_prefilled: counters at the end of the last prefill
-    logits: of the last pass, [rows, vocab] float32, if tells_logits
-    tell: tells the other ranks
+    tells_logits: whether to keep the logits of each pass
+    logits: logits of the last pass, [rows, vocab] float32, if `tells_logits`
+    tell: sends calls to the other ranks
     """
 
     def __init__(self, models: Models) -> None:
@@ -59,12 +61,12 @@ class Context:
 
     @property
     def length(self) -> int:
-        """Tokens whose KV is kept."""
+        """Number of tokens whose KV is kept."""
         return self.sequence.length
 
     @property
     def checksum(self) -> int:
-        """Of the tokens whose KV is kept."""
+        """Checksum of the tokens whose KV is kept."""
         return self._checksum.of(self.text.tokens, self.length)
 
     def shared(self, tokens: Sequence[int]) -> int:
@@ -86,12 +88,14 @@ class Context:
         *,
         reuse: bool = True,
     ) -> Prefilled:
-        """Make `tokens` the text: reuse the KV of the prefix that it shares with the text so far,
+        """Make `tokens` the text: reuse the KV of the prefix that it shares with the current text,
         and compute the rest layer by layer.
 
-        new_tokens: the most that will follow. each_layer: called after each layer with its index;
-        it may raise Interrupted, which leaves the reused prefix. reuse: False reuses nothing
-        Raises DoesNotFitError or LinkError; the context is of no use then.
+        new_tokens: the most tokens that will follow
+        each_layer: called after each layer with its index; may raise Interrupted, which leaves the
+            reused prefix
+        reuse: whether to reuse a prefix at all
+        Raises DoesNotFitError or LinkError; the context is unusable then.
         """
         kept = self.shared(tokens) if reuse else 0
         self.tell(calls.Prefill(list(tokens), kept, new_tokens))
@@ -104,11 +108,14 @@ class Context:
         new_tokens: int,
         each_layer: Callable[[int], None],
     ) -> Prefilled:
-        """See `prefill`, which tells the other ranks. The first `kept` tokens are reused."""
+        """Prefill on this rank; `prefill` also tells the others. The first `kept` tokens are
+        reused.
+        """
         self.reset(kept, len(tokens), new_tokens)
         batch = ForwardBatch.text(torch.tensor(tokens[kept:]), kept, self.model.device)
         try:
-            # A few tokens are a pass like any other, and leave KV in the reclaimed workspace.
+            # A few tokens run as an ordinary pass, which does not need the workspace that KV may
+            # have reclaimed.
             short = kept and batch.rows <= self.sequence.kv.max_pass_tokens
             last = self._pass(batch, each_layer) if short else self._prefill(batch, each_layer)
         except Interrupted:
@@ -123,8 +130,8 @@ class Context:
         return Prefilled(logits, kept, scored)
 
     def reset(self, kept: int, tokens: int, new_tokens: int) -> None:
-        """Roll back to the first `kept` tokens, and make ready for a text of `tokens` tokens that
-        `new_tokens` at most will follow. Raises LinkError.
+        """Roll back to the first `kept` tokens, and prepare for a text of `tokens` tokens and at
+        most `new_tokens` after it. Raises LinkError.
         """
         self.roll_back(kept)
         self._rotated_alike = self.model.rope.reads_alike(tokens)
@@ -139,24 +146,26 @@ class Context:
         self._checksum = Checksum()
 
     def retry_from(self, kept: int) -> None:
-        """After a pass or a prefill that failed: keep the KV of the first `kept` tokens, and let
-        whatever drafts begin anew. The text, which may be one token ahead, stays. Raises LinkError.
+        """Recover from a failed pass or prefill: keep the KV of the first `kept` tokens and reset
+        the draft levels. The text, which may be one token ahead, stays. Raises LinkError.
         """
         self.sequence.roll_back(kept)
         self.levels.roll_back(0)
-        # Its counts may be incomplete.
+        # The counts may be incomplete.
         self.text.seen = None
 
     @torch.inference_mode()
     def refresh(self, scored: int) -> None:
-        """Choose the chunks of the retrieval cache by the last `scored` tokens of the text. Before
-        the copies of the next pass begin: chunks would wait behind them. Raises LinkError.
+        """Choose the chunks of the retrieval cache by the last `scored` tokens of the text.
+
+        Call this before the copies of the next pass begin: chunks would wait behind them. Raises
+        LinkError.
         """
         self.tell(calls.Refresh(scored))
         self.levels.refresh(scored)
 
     def join(self, ask: Ask) -> ForwardBatch:
-        """Take part in a pass that is about to run. Return this context's rows of it."""
+        """Join a pass that is about to run. Return this context's part of the forward batch."""
         self.tell(calls.RunPass(ask.tokens, ask.parents, ask.is_kept, ask.more))
         self.logits = None
         self.levels.expect(ask.tokens.shape[0])
@@ -175,11 +184,11 @@ class Context:
         self.sequence.keep(rows)
 
     def note(self, logits: torch.Tensor) -> None:
-        """Keep the logits of a forward, if somebody asks for them later."""
+        """Keep the logits of a forward if `tells_logits` is set."""
         self.logits = logits if self.tells_logits else None
 
     def end(self) -> None:
-        """Drop a pass that was begun, because none follows for now."""
+        """Drop the pass that was begun ahead, because no pass follows for now."""
         self.tell(calls.End())
         self.models.runtime.passes.end()
 
@@ -189,20 +198,20 @@ class Context:
         self.sequence.reclaim(self.models.freed_bytes)
 
     def check_ranks(self) -> None:
-        """Raise RankError if a rank was lost. Call it when the host has what the ranks computed,
-        before it is used.
+        """Raise RankError if a rank was lost. Call this once the host has the ranks' results,
+        before they are used.
         """
         self.models.ranks.check()
 
     def close(self) -> None:
-        """Give all memory back."""
-        # Ranks that are lost need not be told.
+        """Release all memory."""
+        # Lost ranks need no notice.
         with suppress(RankError):
             self.tell(calls.Close())
         self._resources.close()
 
     def _pass(self, batch: ForwardBatch, each_layer: Callable[[int], None]) -> torch.Tensor:
-        """Prefill by a pass. Return the last row's hidden state, [1, hidden]."""
+        """Prefill with an ordinary pass. Return the last row's hidden state, [1, hidden]."""
         passes, sequences = self.models.runtime.passes, [self.sequence]
         passes.begin(sequences)
         hidden = self.model.forward(
@@ -212,8 +221,8 @@ class Context:
         return hidden[-1:]
 
     def _prefill(self, batch: ForwardBatch, each_layer: Callable[[int], None]) -> torch.Tensor:
-        """Return a copy of the last row's hidden state, [1, hidden]: the others' memory is
-        reclaimed next.
+        """Prefill in chunks. Return a copy of the last row's hidden state, [1, hidden], because the
+        memory of all rows is reclaimed next.
         """
         weights = self.models.runtime.passes.weights
         with self.sequence.prefill(batch.rows) as cache:
@@ -225,9 +234,9 @@ class Context:
 
 @torch.inference_mode()
 def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Tensor]:
-    """Run one pass of the full model over what each context asks for.
+    """Run one pass of the full model over the rows that each context asks for.
 
-    Returns float32 logits after the rows of each, [rows, vocab]. Raises LinkError.
+    Returns the float32 logits of each context's rows, [rows, vocab]. Raises LinkError.
     """
     model, passes = contexts[0].model, contexts[0].models.runtime.passes
     sequences = [context.sequence for context in contexts]
@@ -239,7 +248,7 @@ def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Ten
         if ask.is_kept:
             sequence.keep([0])
     if all(ask.is_kept and ask.more for ask in asks):
-        # The next pass's copies run while the head and the draws compute.
+        # The copies of the next pass run while the head and the draws compute.
         passes.begin(sequences)
     logits = list(model.logits(hidden).split([own.rows for own in batches]))
     for context, own in zip(contexts, logits, strict=True):

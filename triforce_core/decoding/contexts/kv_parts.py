@@ -1,4 +1,4 @@
-"""A text's KV that is on several ranks: whole on the one that leads, when a context is kept."""
+"""KV that is spread over ranks: gathered on the first rank when a context is saved."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from triforce_offload.ranks import Call, Ranks
 
 
 class Interrupted(Exception):
-    """Raised between two layers to end the reading of a prompt, or of what was kept."""
+    """Raised between two layers to end a prefill, or the restoration of a context."""
 
 
 @dataclass(frozen=True)
 class KVParts:
-    """What each rank has of the model's key-value heads. All ranks call the same in the same order.
+    """The key-value heads of each rank. All ranks call the same methods in the same order.
 
-    heads: of each rank; one that an earlier rank has too is taken from the last
+    heads: the heads of each rank; if several ranks have a head, the last rank's copy is used
     """
 
     ranks: Ranks
@@ -28,7 +28,7 @@ class KVParts:
 
     @property
     def count(self) -> int:
-        """Of heads, on all ranks."""
+        """Number of heads, over all ranks."""
         return self.heads[-1].stop
 
     @property
@@ -37,17 +37,19 @@ class KVParts:
         return sum(map(len, self.heads)) == self.count
 
     def gathered(self, own: torch.Tensor, call: Call) -> torch.Tensor:
-        """Of all heads, on the rank that leads. On the others what they have, which they give.
+        """Gather a tensor of all heads on the first rank. The other ranks send their parts, and get
+        their own back.
 
-        own: [any, heads of this rank, ...] on the host. call: what the others are told, by which
-        they come here too. Raises RankError.
+        own: [any, heads of this rank, ...] on the host
+        call: the call that makes the other ranks gather, too
+        Raises RankError.
         """
         if self.ranks.count == 1:
             return own
         if self.ranks.index:
             self.ranks.give(own)
             return own
-        # What the host has no room for is known before anybody is told.
+        # Allocate first: a lack of host memory must show before the other ranks are told.
         whole = own.new_empty((own.shape[0], self.count, *own.shape[2:]))
         parts = [own, *self.ranks.collect(call)]
         for heads, part in zip(self.heads, parts, strict=True):
@@ -55,10 +57,10 @@ class KVParts:
         return whole
 
     def scattered(self, whole: torch.Tensor | None) -> torch.Tensor:
-        """What this rank has of a tensor of all heads, which the rank that leads has.
+        """Return this rank's part of a tensor of all heads, which the first rank provides.
 
         whole: [any, all heads, ...] on the host; None on the other ranks
-        Raises RankError, or Interrupted where the rank that leads has called `give_up`.
+        Raises RankError, or Interrupted on the other ranks if the first rank called `give_up`.
         """
         if self.ranks.index:
             part = self.ranks.handed()
@@ -71,16 +73,11 @@ class KVParts:
         return own
 
     def agree(self) -> None:
-        """The others wait until the rank that leads has come as far as here.
-
-        Raises what `scattered` does.
-        """
+        """Make the other ranks wait until the first rank gets here. Raises as `scattered` does."""
         self.scattered(None if self.ranks.index else torch.empty(1, self.count))
 
     def give_up(self) -> None:
-        """On the rank that leads: tells the others, which may wait for something, that it will not
-        come.
-        """
-        # Those that are gone wait for nothing.
+        """On the first rank: tell the other ranks, which may be waiting, that nothing will come."""
+        # Lost ranks do not wait.
         with suppress(RankError):
             self.ranks.hand(None)

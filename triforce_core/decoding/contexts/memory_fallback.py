@@ -1,5 +1,5 @@
-"""The out-of-memory fallback: another program took the device's memory in the middle of a request,
-so this one gives some back and makes the pass again.
+"""The out-of-memory fallback: if another program takes device memory during a request, release some
+memory and repeat the pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Given = TypeVar("_Given")
 
 
 class MemoryFallback:
-    """Makes a pass or a prefill that ran out of device memory again, each time with less memory."""
+    """A runner of passes and prefills that repeats them with less memory if memory runs out."""
 
     def __init__(self, models: Models, drafting: Drafting) -> None:
         self._models = models
@@ -26,7 +26,7 @@ class MemoryFallback:
 
     @property
     def applies(self) -> bool:
-        """Whether memory can be given back: no other context and no other rank uses it."""
+        """Whether memory can be released: no other context and no other rank uses it."""
         return self._models.has_one_context and self._models.ranks.count == 1
 
     def run(
@@ -36,23 +36,26 @@ class MemoryFallback:
         kept: int,
         levels_changed: Callable[[], None],
     ) -> _Given:
-        """Return what `attempt` returns: the steps of a pass, or a prefill, which leave nothing
-        behind but KV when they fail. The output distribution stays what it is.
+        """Return what `attempt` returns, after repeating it with less memory if necessary.
 
-        kept: tokens whose KV holds before. levels_changed: called when a level was dropped for
-            good; decoders created earlier are invalid then
-        Raises OutOfDeviceMemoryError when there is nothing to give back.
+        The output distribution does not change.
+
+        attempt: a pass or a prefill that changes nothing but KV if it fails
+        kept: number of tokens whose KV is valid before the attempt
+        levels_changed: called when a level was dropped for good; decoders created earlier become
+            invalid
+        Raises OutOfDeviceMemoryError if no memory is left to release.
         """
         failed = False
         while True:
             try:
                 if failed:
-                    # This takes a little memory too.
+                    # Inside the try block, because this takes a little memory too.
                     context.retry_from(kept)
                 return attempt()
             except OUT_OF_MEMORY as error:
                 why = str(error).splitlines()[0]
-            # After the handler: the error refers to whatever the pass had allocated.
+            # Outside the handler, because the error keeps the tensors of the pass alive.
             failed = True
             self._models.runtime.passes.end()
             given = self._give_back(context)
@@ -66,7 +69,9 @@ class MemoryFallback:
             )
 
     def _give_back(self, context: Context) -> str | None:
-        """Give back what costs least, and say what; None if only levels are left."""
+        """Release the memory that costs least to lose, and describe the effect. Return None if only
+        levels are left.
+        """
         runtime, sequence = self._models.runtime, context.sequence
         steps: tuple[tuple[Callable[[], bool], str], ...] = (
             (sequence.release_reclaimed, "KV in reclaimed memory streams"),

@@ -1,4 +1,4 @@
-"""The models of one engine: the target, and what drafts for it."""
+"""The models of an engine: the target and the levels that draft for it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from triforce_offload.weights.store import WeightStore
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A drafter's weights, all on the device, and the shape of its KV.
+    """A draft model: its weights, all on the device, and the shape of its KV.
 
-    capacity: tokens of its window
+    capacity: number of tokens of its window
     resources: closes its weights
     """
 
@@ -31,7 +31,7 @@ class SmallModel:
     resources: ExitStack = field(default_factory=ExitStack)
 
     def close(self) -> None:
-        """Gives its memory back; more than once is no harm."""
+        """Release its memory. May be called more than once."""
         self.resources.close()
 
 
@@ -39,9 +39,10 @@ class SmallModel:
 class Dropped:
     """A level that was dropped, and why.
 
-    drafts, seconds, plain_seconds: how many drafts were counted, what they and their verification
-        took, and what their tokens would have taken without
-    nbytes: of device memory that KV may use instead
+    drafts: number of drafts that were counted
+    seconds: time that they and their verification took
+    plain_seconds: time that their tokens would have taken without drafts
+    nbytes: device memory that KV may use instead
     """
 
     level: str
@@ -53,20 +54,21 @@ class Dropped:
 
 @dataclass
 class Models:
-    """What loading gives: everything that outlives texts and requests. A level that never pays is
-    dropped from it, for good.
+    """The result of loading: everything that outlives sequences and requests. A level that never
+    pays is dropped for good.
 
-    target: the full model, whose weights are the runtime's
-    method: as asked for, but for what was dropped
-    budget: tokens of the retrieval cache, 0 if there is no such level
-    small: the model that drafts, if one does
-    int4_copies: of layers that the retrieval model does not take from the target, if it has any
-    recorder: records forwards of what drafts as graphs, if given
-    resources: closes all of it
-    dropped: what drafted once, in the order in which it was dropped
-    kv_parts: the key-value heads of each of the ranks that share the target
-    freed_bytes: of device memory that dropped levels gave back
-    weights: how the target's are kept, as EngineConfig has it
+    target: the full model; the runtime has its weights
+    method: the settings asked for, without the levels that were dropped
+    budget: number of tokens of the retrieval cache, 0 if there is no retrieval level
+    kv_parts: the key-value heads of each rank that shares the target
+    small: the draft model, if there is one
+    int4_copies: int4 draft copies of the layers that the retrieval level does not take from the
+        target, if it has any
+    recorder: records the forwards of draft levels as graphs, if given
+    resources: closes everything
+    dropped: the dropped levels, in the order in which they were dropped
+    freed_bytes: device memory that dropped levels released
+    weights: how the target's weights are kept, see `EngineConfig.weights`
     """
 
     target: Model
@@ -84,19 +86,19 @@ class Models:
 
     @property
     def ranks(self) -> Ranks:
-        """That share the target."""
+        """The ranks that share the target."""
         return self.kv_parts.ranks
 
     @property
     def has_one_context(self) -> bool:
-        """Whether there is only one context. Levels and memory that contexts share can be dropped
-        then, while a request runs.
+        """Whether there is only one context. Only then can shared levels and memory be dropped
+        while a request runs.
         """
         return self.runtime.plan.requirements.sequences == 1
 
     @property
     def whole_kv(self) -> KVShape:
-        """Of all heads, whatever ranks share them."""
+        """Shape of the KV of all heads, over all ranks."""
         return replace(self.runtime.plan.kv.shape, kv_heads=self.kv_parts.count)
 
     @property
@@ -111,7 +113,7 @@ class Models:
 
     @property
     def why_no_retrieval(self) -> str:
-        """What a person is told where triforce has no retrieval model."""
+        """Reason, for the user, why `triforce` runs without a retrieval level."""
         if any(dropped.level == "retrieval" for dropped in self.dropped):
             return "it never paid"
         if not self.runtime.streams:
@@ -127,19 +129,19 @@ class Models:
         return "weights stream and no copies of them in 4 bits are on the device"
 
     def close(self) -> None:
-        """Releases everything that loading took."""
+        """Release everything that loading took."""
         self.resources.close()
 
     def drop_drafter(self) -> None:
-        """Does without the drafter. Whoever uses it has let go of it."""
+        """Drop the drafter. The caller must have released every user of it."""
         self.method = replace(self.method, draft=NO_DRAFTER)
         if self.small is not None:
             self.small.close()
             self.small = None
 
     def drop_retrieval(self) -> None:
-        """Does without the retrieval model: the drafter proposes to the target directly. Whoever
-        uses it has let go of it.
+        """Drop the retrieval level: the drafter then proposes to the target directly. The caller
+        must have released every user of the level.
         """
         self.budget = 0
         if self.int4_copies is not None:
@@ -148,7 +150,7 @@ class Models:
 
     @property
     def levels(self) -> list[str]:
-        """From the cheapest to the one that has the last word."""
+        """Names of the levels, from the cheapest to the target."""
         names = ["target"]
         if self.budget:
             names.insert(0, "retrieval")

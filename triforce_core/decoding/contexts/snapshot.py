@@ -1,4 +1,4 @@
-"""What a context has computed, on the host: its tokens, its KV, the scores of its chunks."""
+"""Snapshots of contexts on the host: the tokens, their KV and the scores of the chunks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from triforce_core.decoding.contexts.text import Text
 
 @dataclass(frozen=True)
 class Snapshot:
-    """tokens: whose KV it has. layers: how many
+    """What a context has computed.
 
-    layer_kv: of a layer, [2, kv_heads, tokens, head_dim] on the host. scores: mass of each chunk
-    so far, [layers, kv_heads, chunks] float32 on the host; None where nothing is retrieved.
-    scored_by: how, and how large chunks are. about: what else was kept with it
+    tokens: the tokens whose KV the snapshot has
+    layers: number of layers
+    layer_kv: returns the KV of a layer, [2, kv_heads, tokens, head_dim] on the host
+    scores: mass of each chunk so far, [layers, kv_heads, chunks] float32 on the host; None without
+        a retrieval level
+    scored_by: policy and chunk size of the scores
+    about: additional texts that were saved with the context
     """
 
     tokens: list[int]
@@ -29,26 +33,24 @@ class Snapshot:
     about: Mapping[str, str] = field(default_factory=dict)
 
     def has_scores(self, by: str, chunk_size: int) -> bool:
-        """Return whether there is a score for every chunk of `chunk_size` tokens. by: see
-        scored_by.
-        """
+        """Whether there is a score for every chunk of `chunk_size` tokens. by: see `scored_by`"""
         if self.scores is None or self.scored_by != by:
             return False
         return self.scores.shape[2] == len(self.tokens) // chunk_size
 
     def copied(self) -> Snapshot:
-        """Return a snapshot that holds all layers now. Raises LinkError or RankError."""
+        """Return a snapshot that owns a copy of all layers. Raises LinkError or RankError."""
         layers = [self.layer_kv(layer) for layer in range(self.layers)]
         return replace(self, layer_kv=layers.__getitem__)
 
 
 def snapshot_of(context: Context) -> Snapshot:
-    """Return what was computed so far, to be read layer by layer before the context does anything
-    else; of all heads, whatever ranks share them. Raises LinkError or RankError.
+    """Return a snapshot of the context, with the heads of all ranks. Its layers are read on demand,
+    before the context does anything else. Raises LinkError or RankError.
     """
     models = context.models
     tokens, layers = context.text.tokens[: context.length], context.sequence.kv.shape.layers
-    # Where ranks share a head, each knows the scores of its own query heads alone.
+    # If ranks share a head, each knows only the scores of its own query heads.
     scored = context.levels.retrieval and models.kv_parts.are_apart
     scores = known_scores(context) if scored else None
     return Snapshot(
@@ -71,9 +73,9 @@ def known_scores(context: Context) -> torch.Tensor:
 
 @torch.inference_mode()
 def restore(context: Context, saved: Snapshot) -> None:
-    """Make the context what it was. A drafter begins anew.
+    """Restore a context from a snapshot. Its drafter starts afresh.
 
-    Raises DoesNotFitError, LinkError or RankError; the context is of no use then.
+    Raises DoesNotFitError, LinkError or RankError; the context is unusable then.
     """
     method = context.models.method
     scored = bool(context.levels.retrieval) and saved.has_scores(
@@ -90,7 +92,10 @@ def restore(context: Context, saved: Snapshot) -> None:
 def restore_from(
     context: Context, tokens: Sequence[int], scored: bool, saved: Snapshot | None
 ) -> None:
-    """See `restore`, which tells the other ranks. saved: None on a rank that does not lead."""
+    """Restore on this rank; `restore` also tells the others.
+
+    saved: the snapshot, None except on the first rank
+    """
     parts = context.models.kv_parts
     context.reset(0, len(tokens), 0)
     context.sequence.restore(

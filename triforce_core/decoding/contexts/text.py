@@ -11,7 +11,7 @@ from triforce_offload.memory.device import put
 
 
 class MayFollow(Protocol):
-    """What a grammar lets follow the generated tokens: `guiding.Guide`."""
+    """The tokens that a grammar allows after the generated ones: `guiding.Guide`."""
 
     def take(self, generated: list[int]) -> None: ...
 
@@ -20,11 +20,11 @@ class MayFollow(Protocol):
 
 @dataclass
 class Text:
-    """Tokens of a sequence, prompt included. Those from `committed` on are only proposed.
+    """Tokens of a sequence, prompt included. Tokens from index `committed` on are only proposed.
 
-    prompt: tokens that were there before anything was generated
-    seen: counts of the committed tokens, made when a request first penalises tokens
-    guide: restricts what may follow, if given
+    prompt: number of prompt tokens
+    seen: counts of the committed tokens, created when a request first penalises tokens
+    guide: restricts the tokens that may follow, if given
     """
 
     tokens: list[int]
@@ -37,7 +37,7 @@ class Text:
         self.committed = self.prompt = len(self.tokens)
 
     def commit(self, tokens: list[int]) -> None:
-        """Append tokens that are accepted."""
+        """Append accepted tokens."""
         self.tokens += tokens
         self.committed = len(self.tokens)
 
@@ -45,7 +45,8 @@ class Text:
 class Seen:
     """How often each token occurs in the committed part of a text, which only grows.
 
-    everywhere, generated: [vocab] float32 on the device, in all of it and behind its prompt
+    everywhere: counts over the whole committed part, [vocab] float32 on the device
+    generated: counts over the part after the prompt, likewise
     """
 
     def __init__(self, vocab: int, device: torch.device) -> None:

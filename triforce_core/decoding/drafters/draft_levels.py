@@ -1,4 +1,4 @@
-"""The levels below the target, as one context has them: the drafter and the retrieval level."""
+"""The levels below the target for one context: the drafter and the retrieval level."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ from triforce_offload.weights.store import ResidentWeights
 
 
 class DraftLevels:
-    """What drafts for one context, with its KV, its scores and its recorded forwards.
+    """The levels that draft for one context, with their KV, scores and recorded forwards.
 
     drafter: the lowest level
-    retrieval: the retrieval cache; None if there is no retrieval level. scores: of the chunks it is
-        chosen from. model: the target's weights, or copies of them, over it
+    retrieval: the retrieval cache; None if there is no retrieval level
+    scores: scores of the chunks that the retrieval cache chooses from, or None
+    model: the target's weights, or copies of them, over the retrieval cache, or None
     """
 
     def __init__(self, models: Models, sequence: SequenceKV, tell: calls.Teller) -> None:
@@ -49,12 +50,12 @@ class DraftLevels:
             stack.pop_all()
 
     def begin(self) -> None:
-        """Make ready for the prefill of a request. Waits for the device."""
+        """Prepare for the prefill of a request. Waits for the device."""
         if self.retrieval:
             self.retrieval.begin()
 
     def expect(self, rows: int) -> None:
-        """Make ready for a pass of so many rows."""
+        """Prepare for a pass of `rows` rows."""
         if self.retrieval:
             self.retrieval.expect(rows)
 
@@ -73,8 +74,8 @@ class DraftLevels:
             self.retrieval.roll_back(tokens)
 
     def draft(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run the retrieval model over tokens [n]. Return float32 logits after each, [n, vocab],
-        to be used before the next call.
+        """Run the retrieval level over tokens [n]. Return float32 logits after each, [n, vocab],
+        which are valid until the next call.
         """
         self._tell(calls.Draft(tokens))
         return self.model.logits(tokens, self.retrieval.length)
@@ -87,7 +88,7 @@ class DraftLevels:
     def drop_drafter(self) -> int:
         """Drop the drafter for good: nothing proposes at the lowest level from now on.
 
-        Returns the bytes of device memory that it gave back.
+        Returns the bytes of device memory that this released.
         """
         before = self._models.runtime.memory.available_bytes
         self.drafter.close()
@@ -96,9 +97,9 @@ class DraftLevels:
         return self._freed_since(before)
 
     def drop_retrieval(self) -> int:
-        """Drop the retrieval level for good. Not in the middle of a pass.
+        """Drop the retrieval level for good. Do not call this in the middle of a pass.
 
-        Returns the bytes of device memory that it gave back.
+        Returns the bytes of device memory that this released.
         """
         self._tell(calls.DropRetrieval())
         before = self._models.runtime.memory.available_bytes
@@ -118,7 +119,7 @@ class DraftLevels:
         return any(given)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         self._retrieval_resources.close()
         self.drafter.close()
 
@@ -128,7 +129,9 @@ class DraftLevels:
         return freed
 
     def _make_retrieval(self, sequence: SequenceKV) -> None:
-        """The retrieval cache over a sequence, and the model over it; passes collect the scores."""
+        """Create the retrieval cache of a sequence and the forwards over it. From then on, passes
+        collect scores.
+        """
         models, resources = self._models, self._retrieval_resources
         runtime, method, demand = models.runtime, models.method, models.runtime.plan.requirements
         scores = ChunkScores(

@@ -1,4 +1,4 @@
-"""The drafter that costs nothing: what followed the last time the text said the same."""
+"""The n-gram drafter, which costs nothing: it proposes what followed an earlier match."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from triforce_core.decoding.trees.trie import trie
 from triforce_core.params import SamplingParams
 from triforce_offload.memory.device import put
 
-# So many tokens must match.
+# Number of tokens that must match.
 _LEAST = 2
-# So many earlier places are compared, the newest first.
+# Number of earlier places that are compared, newest first.
 _CANDIDATES = 16
-# So many tokens are compared at most: a longer match is no better a guess.
+# Most tokens that are compared: a longer match predicts no better.
 _LONGEST = 64
 
 
 class NGramDrafter:
-    """Looks the text's longest suffix up in prompt and output and proposes what followed it there.
+    """A drafter that looks up the longest matching suffix of the text in the prompt and the output,
+    and proposes the tokens that followed it there.
 
-    Kept as LZ77 coders do: for each pair of tokens the newest place where it ends, and for each
-    place the one before it with the same pair. A token costs one dictionary entry, a lookup a few
-    short comparisons, however long the text.
+    The index is that of LZ77 coders: for each pair of tokens the newest place where it ends, and
+    for each place the previous place of the same pair. A token costs one dictionary entry, and a
+    lookup costs a few short comparisons, whatever the length of the text.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,24 +38,24 @@ class NGramDrafter:
         self._earlier: list[int] = []
 
     def propose(self, text: Text, count: int) -> Draft:
-        """At most `count` tokens, none if nothing matches. Their distributions are one-hot."""
+        """Propose at most `count` tokens, none if nothing matches. Distributions are one-hot."""
         self._index(text)
         return Draft(put(self._lookup(text.tokens, count) if count else [], self._device))
 
     def branch(self, text: Text, growth: Growth, nodes: int, deepest: int) -> Draft:
-        """Brancher.branch: what followed in several places, those that say the same as one branch.
-        Their tokens are sure.
+        """Brancher.branch: a tree of what followed in several places. Its tokens are certain to be
+        proposed, not drawn.
         """
         self._index(text)
         places = list(self._places(text.tokens))
         return trie(text.tokens, places, growth, nodes, deepest).draft(self._device)
 
     def proposer(self, params: SamplingParams, rule: Rule) -> Brancher:
-        """Drafter.proposer: what is looked up depends on the text alone."""
+        """Drafter.proposer: the proposals depend on the text alone."""
         return self
 
     def roll_back(self, tokens: int) -> None:
-        """Drafter.roll_back. What follows the last token that holds is not known yet."""
+        """Drafter.roll_back. The last kept token is not indexed: its successor is unknown."""
         while len(self._pairs) > max(0, tokens - 1):
             pair, earlier = self._pairs.pop(), self._earlier.pop()
             if earlier < 0:
@@ -70,9 +71,7 @@ class NGramDrafter:
         self.roll_back(0)
 
     def _index(self, text: Text) -> None:
-        """Takes in the places up to, and without, the last committed token: what follows it is
-        not known yet.
-        """
+        """Index the places before the last committed token, whose successor is not known yet."""
         tokens, earlier = text.tokens, self._earlier
         for end in range(len(earlier), text.committed - 1):
             pair = (tokens[end - 1] if end else -1, tokens[end])
@@ -87,7 +86,7 @@ class NGramDrafter:
                 best, best_length = place, length
         if best < 0:
             return []
-        # Past the end of what is known a text that repeats goes on with what was just proposed.
+        # Past the end of the text, a repeating text continues with the proposed tokens.
         proposed = tokens[best + 1 : best + 1 + count]
         period = len(proposed)
         while len(proposed) < count:
@@ -95,7 +94,9 @@ class NGramDrafter:
         return proposed
 
     def _places(self, tokens: list[int]) -> Iterator[tuple[int, int]]:
-        """Earlier places, the newest first, that end as the text does, and for how many tokens."""
+        """Yield earlier places that match the end of the text, newest first, each with the number
+        of matching tokens.
+        """
         if len(tokens) < _LEAST:
             return
         last = len(tokens) - 1
@@ -108,7 +109,7 @@ class NGramDrafter:
 
 
 def _match(tokens: list[int], place: int, last: int) -> int:
-    """How many tokens before and at `place` equal those before and at `last`."""
+    """Count the tokens up to `place` that equal those up to `last`, at most _LONGEST."""
     length = 0
     while length < min(_LONGEST, place + 1) and tokens[place - length] == tokens[last - length]:
         length += 1

@@ -1,7 +1,7 @@
-"""A model that is wholly on the device: its forwards over a few tokens, recorded where they can be.
+"""Forwards of a model that is wholly on the device, recorded as CUDA graphs where possible.
 
-What drafts runs many short forwards, and on a GPU launching their kernels one by one takes longer
-than running them. So a forward of each size is recorded as a CUDA graph when it has been used a few
+A draft level runs many short forwards. On a GPU, launching their kernels one by one takes longer
+than running them. So a forward of each size is recorded as a CUDA graph once it has run a few
 times, and replayed from then on.
 """
 
@@ -22,21 +22,21 @@ from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import put
 from triforce_offload.weights.store import ResidentWeights
 
-# Forwards of a size that run as they will be recorded: libraries set themselves up at first use.
+# Runs of a forward before it is recorded: libraries initialise themselves at first use.
 USES_BEFORE = 2
 
 
 def padded(tokens: int) -> int:
-    """The size of the recorded forward that takes `tokens` tokens, a power of two."""
+    """Return the size of the recorded forward for `tokens` tokens, a power of two."""
     return 1 << (tokens - 1).bit_length()
 
 
 class ResidentModel:
-    """Forwards of a model over a DenseKV, to logits. What is recorded serves every request.
+    """Forwards of a model over a DenseKV, to logits. A recorded forward serves every request.
 
-    Eager and recorded forwards compute the same, up to rounding.
+    Eager and recorded forwards compute the same values, up to rounding.
 
-    recorded: how many sizes were recorded so far
+    recorded: number of sizes recorded so far
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ResidentModel:
         trace: Tracer,
         name: str,
     ) -> None:
-        """recorder: None to run everything eagerly. name: what a trace calls its forwards."""
+        """recorder: None to run everything eagerly. name: name of the forwards in a trace"""
         self.kv = kv
         self.recorded = 0
         self._model = model
@@ -59,32 +59,32 @@ class ResidentModel:
         self._forwards: dict[int, _FixedForward] = {}
 
     def logits(self, tokens: torch.Tensor, position: int, *, last: bool = False) -> torch.Tensor:
-        """Feeds tokens [n], the first at `position`, behind the end of the KV; its end stays.
+        """Run tokens [n], the first at `position`, after the end of the KV. The end does not move.
 
-        Returns float32 logits after each of them, [n, vocab], or after the last alone, [1, vocab]:
-        to be used before the next call, which may write over them.
+        Returns float32 logits after each token, [n, vocab], or if `last`, after the last token
+        only, [1, vocab]. Use them before the next call, which may overwrite them.
         """
         with self._trace.compute(self._name, tokens=tokens.shape[0]):
             return self._logits(tokens, position, last)
 
     def of_tree(self, tree: ForwardBatch, rows: Sequence[int]) -> torch.Tensor:
-        """Feeds a tree behind the end of the KV; its end stays. Never recorded.
+        """Run a tree after the end of the KV. The end does not move. Trees are never recorded.
 
-        Returns float32 logits after some of its rows, [rows, vocab].
+        Returns float32 logits after the given rows of the tree, [rows, vocab].
         """
         with self._trace.compute(self._name, tokens=tree.rows):
             hidden = self._model.forward(tree, self._weights, self.kv)
             return self._model.logits(hidden[put(rows, hidden.device)])
 
     def give_up_recorded(self) -> bool:
-        """Lets go of what was recorded, and records no more; says whether there was anything."""
+        """Release recorded forwards and record no more. Return whether there were any."""
         given = any(forward.is_recorded for forward in self._forwards.values())
         self._forwards.clear()
         self._recorder = None
         return given
 
     def close(self) -> None:
-        """Lets go of what was recorded, and with it of its memory."""
+        """Release recorded forwards and their memory."""
         self._forwards.clear()
 
     def _logits(self, tokens: torch.Tensor, position: int, last: bool) -> torch.Tensor:
@@ -111,7 +111,7 @@ class ResidentModel:
             forward.record(self._recorder)
             self.recorded += 1
         except RuntimeError as error:
-            # Every use so far ran kernel by kernel; it is only slower.
+            # The forward still runs kernel by kernel; it is only slower.
             warnings.warn(
                 f"{self._name}: forwards of {size} tokens are launched kernel by kernel, since "
                 f"recording them failed: {str(error).splitlines()[0]}",
@@ -121,10 +121,10 @@ class ResidentModel:
 
 
 class _FixedForward:
-    """A forward of exactly `size` tokens, whose inputs lie at fixed addresses.
+    """A forward of exactly `size` tokens, with inputs at fixed addresses.
 
-    Tokens that pad it follow the real ones, which therefore do not see them; what they leave in the
-    KV lies behind its end.
+    Padding tokens come after the real ones, which therefore do not attend to them. Their KV is
+    written after the end of the KV.
     """
 
     def __init__(
@@ -149,13 +149,13 @@ class _FixedForward:
         return self._replay is not None
 
     def take(self, tokens: torch.Tensor, position: int) -> None:
-        """Sets the inputs."""
+        """Set the inputs."""
         self._tokens[: tokens.shape[0]] = tokens
         self._position.fill_(position)
         self._end.fill_(self._kv.end)
 
     def run(self) -> torch.Tensor:
-        """[size, vocab]; of a recorded forward the same tensor each time."""
+        """Return logits [size, vocab]; a recorded forward returns the same tensor each time."""
         self.uses += 1
         return self._compute() if self._replay is None else self._replay()
 

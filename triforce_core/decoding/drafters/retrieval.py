@@ -1,4 +1,4 @@
-"""The retrieval cache: the chunks of the full KV cache that matter now, on the device."""
+"""The retrieval cache: the most relevant chunks of the full KV cache, on the device."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from triforce_offload.kv.store import KVStore
 from triforce_offload.link.waiting import number
 from triforce_offload.memory.device import DeviceMemory
 
-# mass: exact attention mass of the passes' queries, chosen anew after every pass.
-# mean: query times mean key, chosen once after prefill, as the published TriForce; and again only
-# when new tokens have taken a quarter of the budget.
+# mass: exact attention mass of the queries of passes; chunks are chosen again after every pass.
+# mean: query times mean key; chunks are chosen once after prefill, as in the published TriForce,
+# and again only when new tokens have taken a quarter of the budget.
 POLICIES = {"mass": Score.MASS, "mean": Score.MEAN}
 
-# Tokens that are always in, besides the first chunk and the chunk that fills.
+# Recent tokens that are always included, besides the first chunk and the incomplete chunk.
 _NEWEST_TOKENS = 32
-# The share of the budget, as a divisor, that new tokens take before `mean` chooses anew.
+# `mean` chooses again when new tokens have taken this share of the budget, as a divisor.
 _MEAN_REFRESH = 4
 
 
 class RetrievalCache:
-    """KV that the retrieval model attends to: for each layer and KV head its own chunks.
+    """The KV that the retrieval level attends to: each layer and KV head has its own chunks.
 
-    Each head's keys (and values) lie in one row of `kv`: its chunks in any order, then the tokens
-    of the chunk that is not full yet, then the tokens fed since the last pass. The latter two are
-    common to all heads. `refresh` takes over what a pass has kept; nothing is overwritten in
-    between, so a text may grow past any budget. `roll_back` forgets chunks of which the text may
-    say something else now.
+    The keys (and values) of a head are in one row of `kv`: its chunks in any order, then the tokens
+    of the incomplete chunk, then the tokens drafted since the last pass. The latter two groups are
+    common to all heads. `refresh` takes over the tokens that a pass has kept. Nothing is
+    overwritten in between, so a text may grow past any budget. `roll_back` forgets the chunks whose
+    tokens may change.
     """
 
     def __init__(
@@ -48,9 +48,10 @@ class RetrievalCache:
         *,
         rounded: bool = False,
     ) -> None:
-        """reader: brings what is chosen. budget: tokens in chunks, a multiple of chunk_tokens.
-
-        rounded: whether it is kept in 8 bits. Raises DoesNotFitError.
+        """reader: copies the chosen chunks to the device
+        budget: number of tokens in chunks, a multiple of chunk_tokens
+        rounded: whether the cache keeps its tokens in 8 bits
+        Raises DoesNotFitError.
         """
         shape = store.shape
         self.budget = budget
@@ -78,48 +79,48 @@ class RetrievalCache:
 
     @property
     def length(self) -> int:
-        """Tokens of the text that were fed, at whatever level: the next one's position."""
+        """Number of tokens with KV, kept or only drafted: the position of the next token."""
         own = self.kv.end - self._filled * self._chunk
         return self._store.length - self._store.length % self._chunk + own
 
     def begin(self) -> None:
-        """A request begins: its text is about to be read, and chunks are chosen by it. Waits for
-        the device.
-        """
+        """Prepare for the prefill of a request, which scores all chunks. Waits for the device."""
         self._reader.release()
         self._base_scores: torch.Tensor | None = None
         self._scores.enabled = True
         self._first = True
         self._chosen = 0
-        # On the device, which is not asked for it in between.
+        # A tensor on the device, so that counting never waits.
         self._moved: torch.Tensor | int = 0
         self._read_before = self._reader.bytes_read
 
     @property
     def churn(self) -> float | None:
-        """Share of the chosen chunks that had to be moved, over all refreshes of a request but its
-        first. Asking waits for the device. Raises LinkError.
+        """Share of the chosen chunks that had to be copied, over all refreshes of a request except
+        the first. Waits for the device. Raises LinkError.
         """
         return number(self._moved) / self._chosen if self._chosen else None
 
     @property
     def bytes_read_in_place(self) -> int:
-        """Bytes of chunks that the device read from host memory itself. Raises LinkError."""
+        """Bytes of chunks that the device itself read from host memory. Raises LinkError."""
         return self._reader.bytes_read - self._read_before
 
     def expect(self, tokens: int) -> None:
-        """Says that a pass of `tokens` tokens comes: scores are collected if they will be used."""
+        """Prepare for a pass of `tokens` tokens: it collects scores only if they will be used."""
         self._scores.enabled = self._policy == "mass" or self._is_due(tokens)
 
     def refresh(self, tokens: int) -> None:
-        """Takes over the first `tokens` tokens of the pass, or of the prompt's scored end, that
-        was just kept: chooses chunks, moves those that changed, forgets what was drafted.
+        """Take over the tokens that the last pass or prefill kept: choose chunks, copy those that
+        changed, and forget drafted tokens.
 
+        tokens: number of rows, from the first, whose scores count; of a pass, or of the scored end
+            of a prompt
         Raises LinkError.
         """
         chunks = self._store.length // self._chunk
         if isinstance(self.kv, RoundedKV) and self._store.length >= 2 * self._measured_at:
-            # What scales were measured by is a small part of the text, or of another one.
+            # The scales were measured on a small part of this text, or on another text.
             self._measured_at = self._store.length
             self._chunk_of.fill_(-1)
             self._first = True
@@ -140,11 +141,11 @@ class RetrievalCache:
         self.kv.end = start + rest
 
     def roll_back(self, tokens: int) -> None:
-        """Forgets chunks that are not among the first `tokens` tokens of the text."""
+        """Forget chunks that are not among the first `tokens` tokens of the text."""
         chunks = tokens // self._chunk
         self._measured_at = min(self._measured_at, tokens)
         self._chunk_of.masked_fill_(self._chunk_of >= chunks, -1)
-        # Where a text has fewer chunks than slots the others are not used.
+        # If a text has fewer chunks than there are slots, the other slots are unused.
         self._filled = min(self._slots, chunks)
         self._chunk_of[..., self._filled :] = -1
         self.kv.end = self._filled * self._chunk
@@ -160,7 +161,7 @@ class RetrievalCache:
         return grown * _MEAN_REFRESH > self.budget
 
     def _current_scores(self, tokens: int, chunks: int) -> torch.Tensor:
-        """[layers, kv_heads, chunks]; chunks that are newer than the scores are worth most."""
+        """Return scores [layers, kv_heads, chunks]. Chunks newer than the scores rank highest."""
         if self._base_scores is None or self._scores.enabled:
             scores = self._scores.take(tokens, chunks)
             self._chosen_at = self._store.length
@@ -169,6 +170,6 @@ class RetrievalCache:
                 self._scores.enabled = False
             return scores
         base = self._base_scores
-        # Chunks that came later are worth more than any score, the newest most.
+        # Later chunks rank above any score, the newest highest.
         later = 1e20 * torch.arange(1, 1 + chunks - base.shape[2], device=base.device)
         return torch.cat((base, later.expand(*base.shape[:2], -1)), -1)

@@ -1,4 +1,4 @@
-"""The drafter that is a small model with a window: attention sinks and the recent tokens."""
+"""The drafter that runs a draft model over a window: attention sinks and recent tokens."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from triforce_offload.kv.shape import KVShape
 from triforce_offload.link.waiting import come
 from triforce_offload.memory.device import DeviceMemory, put
 
-# Tokens of a row that are looked at, the likeliest.
+# Number of likeliest tokens of a row that may become its children.
 _WIDEST = 32
 
 
 class WindowCache:
-    """KV of the first tokens of a text and of its recent ones (StreamingLLM, Xiao et al., 2024).
+    """KV of the first and the recent tokens of a text (StreamingLLM, Xiao et al., 2024).
 
-    Positions count inside the cache, so a model may draft for texts far longer than it was trained
-    on. When it is full the oldest tokens after the sinks go, and the keys behind them are turned
-    back to their new positions.
+    Positions are relative to the cache, so a model can draft for contexts far longer than those it
+    was trained on. When the cache is full, the oldest tokens after the sinks are dropped, and the
+    keys after them are rotated back to their new positions.
 
-    capacity: tokens that it takes
+    capacity: number of tokens that the cache has room for
     """
 
     def __init__(self, shape: KVShape, rope: Rope, capacity: int, memory: DeviceMemory) -> None:
@@ -46,7 +46,7 @@ class WindowCache:
         self._rope = rope
 
     def keep_recent(self, tokens: int) -> None:
-        """Makes room: of the tokens after the sinks only the last `tokens` stay."""
+        """Make room: of the tokens after the sinks, keep only the last `tokens`."""
         length, end, rows = self.kv.end, self.sinks + tokens, self.kv.rows
         rest = rows[:, :, :, length - tokens : length].clone()
         rows[:, 0, :, self.sinks : end] = self._rope.turned_back(rest[:, 0], length - end)
@@ -58,15 +58,16 @@ class WindowCache:
 
 
 class SmallModelDrafter:
-    """A small model and its window on a text.
+    """A draft model and its window on a text.
 
-    What was fed is kept beside the cache and held against the text at every call, so the cache
-    follows whatever was accepted or rejected above.
+    The drafter remembers the tokens it has run, and compares them with the text at every call. So
+    the cache follows whatever the levels above accept or reject.
     """
 
     def __init__(self, model: ResidentModel, cache: WindowCache, vocab: int) -> None:
-        """model: over the cache. vocab: tokens of the model above, which are the same; either may
-        be padded longer.
+        """model: forwards over the cache
+        vocab: vocabulary size of the target; the tokens are the same, but either model may pad its
+            vocabulary
         """
         self.vocab = vocab
         self._model = model
@@ -81,7 +82,7 @@ class SmallModelDrafter:
 
     @property
     def most(self) -> int:
-        """Tokens of the longest draft."""
+        """Number of tokens of the longest draft."""
         return (self._cache.capacity - self._cache.sinks) // 2
 
     def proposer(self, params: SamplingParams, rule: Rule) -> Brancher:
@@ -101,16 +102,14 @@ class SmallModelDrafter:
         self._cache.close()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits after the last of some tokens [n], [1, vocab]: their text goes on behind what was
-        fed.
-        """
+        """Run tokens [n] after those run so far. Return the logits after the last, [1, vocab]."""
         logits = self._model.logits(tokens, self._cache.kv.end, last=True)
         self._cache.kv.keep(range(tokens.shape[0]))
         return self._of_vocab(logits)
 
     def forward_tree(self, tree: Tree, rows: Sequence[int]) -> torch.Tensor:
-        """Logits after some rows of a tree whose first tokens follow what was fed, [rows, vocab].
-        Nothing of it is kept.
+        """Run a tree after the tokens run so far, and keep none of its KV. Return the logits after
+        the given rows, [rows, vocab].
         """
         parents = [parent - 1 for parent in tree.parents]
         tokens = put(tree.tokens, self.device)
@@ -122,14 +121,14 @@ class SmallModelDrafter:
         return F.pad(logits, (0, missing), value=float("-inf"))[..., : self.vocab]
 
     def have_drawn(self, tokens: torch.Tensor) -> None:
-        """Says which tokens were drawn, and so fed, since `catch_up`: [n]. They are read at the
-        next call, since the levels above wait for them anyway.
+        """Note the tokens [n] that were drawn, and run, since `catch_up`. They are copied to the
+        host at the next call, when the levels above have waited for them anyway.
         """
         self._drawn = tokens
 
     def catch_up(self, text: Text, count: int) -> torch.Tensor:
-        """Rolls back what does not hold, makes room for a draft, and gives what must be fed
-        first.
+        """Roll back rejected tokens and make room for a draft of `count` tokens. Return the tokens
+        of the text that must run first.
         """
         if self._drawn is not None:
             self._batch += come(self._drawn).tolist()
@@ -156,7 +155,7 @@ class SmallModelDrafter:
 
 
 class _SmallModelProposer:
-    """Draws tokens of one request, one forward each, without waiting for the device."""
+    """A proposer for one request: one forward per token, without waiting for the device."""
 
     def __init__(self, drafter: SmallModelDrafter, params: SamplingParams, rule: Rule) -> None:
         self._drafter = drafter
@@ -164,14 +163,14 @@ class _SmallModelProposer:
         self._rule = rule
 
     def propose(self, text: Text, count: int) -> Draft:
-        """Propose at most `count` tokens; -1 where the small model computes no number."""
+        """Propose at most `count` tokens; -1 where the draft model's logits are not finite."""
         drafter = self._drafter
         count = min(count, drafter.most)
         tokens: list[torch.Tensor] = []
         drawn_from: list[torch.Tensor] = []
         batch = drafter.catch_up(text, count) if count else None
         for i in range(count):
-            # A distribution that is no number gives -1, which whoever verifies will see.
+            # A distribution that contains NaN gives -1, which the verifier detects.
             before = torch.cat(tokens).clamp_(min=0) if tokens else None
             drawn_from.append(distributions(drafter.forward(batch), self._params, text, before))
             tokens.append(self._rule.draw(drawn_from[-1], len(text.tokens) + i))
@@ -179,14 +178,14 @@ class _SmallModelProposer:
         if not tokens:
             return Draft(put([], drafter.device))
         drawn = torch.cat(tokens)
-        # All but the last were fed.
+        # All but the last were run.
         drafter.have_drawn(drawn[:-1])
         return Draft(drawn, torch.cat(drawn_from))
 
     def branch(self, text: Text, growth: Growth, nodes: int, deepest: int) -> Draft:
-        """Brancher.branch, level by level: each is one forward of all the tree, and one wait.
+        """Brancher.branch, level by level: each takes one forward over the whole tree and one wait.
 
-        Raises CheckpointError for a distribution that is no number.
+        Raises CheckpointError if a distribution contains NaN.
         """
         drafter, tree, drawn_from = self._drafter, Tree(), []
         nodes = min(nodes, drafter.most)
@@ -215,16 +214,17 @@ class _SmallModelProposer:
         position: int,
         drawn_from: list[torch.Tensor],
     ) -> None:
-        """Gives children to some rows of a tree, all as deep: `position` is where these stand.
+        """Add children to rows of equal depth in a tree.
 
-        logits: of the rows, [rows, vocab]
+        logits: logits after the rows, [rows, vocab]
+        position: index in the sequence of the children
         """
-        # By what the drafter finds likely at temperature 1: a distribution may have a single token.
+        # Probabilities at temperature 1, because a request's distribution may have a single token.
         best = logits.log_softmax(-1).topk(min(_WIDEST, logits.shape[-1]))
         likely = come(best.values.exp()).tolist()
         tokens = best.indices.tolist()
         check_token(-1 if any(isnan(row[0]) for row in likely) else 0)
-        # Who gets a first child is decided before that is drawn; no other may take its place.
+        # Decide which rows get a first child before it is drawn: another choice would add bias.
         firsts = []
         for i, row in enumerate(rows):
             chance = growth.chance(0, likely[i][0])
@@ -238,7 +238,7 @@ class _SmallModelProposer:
         places = torch.full((len(chosen),), position, device=logits.device)
         drawn = come(self._rule.draw(probs, places)).tolist()
         check_token(min(drawn))
-        # Of a distribution that is one-hot the token was sure.
+        # The token of a one-hot distribution was certain to be proposed.
         has_law = self._params.temperature > 0
         if has_law:
             drawn_from.append(probs)
@@ -249,7 +249,7 @@ class _SmallModelProposer:
             others = [pair for pair in zip(tokens[i], likely[i], strict=True) if pair[0] != token]
             rest = 1 - dict(zip(tokens[i], likely[i], strict=True)).get(token, 0.0)
             later += younger(growth, tree.values[row] - value, row, rest, others)
-        # Of the same value the first, so that no child comes before an elder one.
+        # The sort is stable, so no child comes before an elder sibling of equal value.
         later.sort(key=lambda candidate: -candidate.value)
         for candidate in later[: nodes - len(tree)]:
             tree.add(candidate.parent, candidate.token, candidate.value, candidate.sure)

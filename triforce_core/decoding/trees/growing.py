@@ -1,4 +1,4 @@
-"""Trees as they grow, from the text on: what proposes adds tokens until they are a draft."""
+"""Trees under construction: a proposer adds tokens, then turns the tree into a draft."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from triforce_offload.memory.device import put
 
 
 class Tree:
-    """Tokens by row, of which row 0 is the text's last one. See `Branches`.
+    """Tokens by row; row 0 is the text's last token. See `Branches`.
 
-    values: of each row, see `Growth`
+    values: value of each row, see `Growth`
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Tree:
     def add(
         self, parent: int, token: int, value: float, sure: float, *, drawn: bool = False
     ) -> int:
-        """Adds a child, and gives its row. drawn: whether from a distribution."""
+        """Add a child and return its row. drawn: whether it was drawn from a distribution"""
         if drawn:
             self._drawn.append(len(self.tokens))
         self.tokens.append(token)
@@ -42,7 +42,11 @@ class Tree:
         return len(self.tokens)
 
     def draft(self, device: torch.device, probs: Sequence[torch.Tensor] = ()) -> Draft:
-        """distributions: of the tokens that were drawn, in their order, [drawn, vocab] in parts"""
+        """Return the draft.
+
+        probs: distributions of the drawn tokens, in their order; parts that together are [drawn,
+            vocab]
+        """
         tokens = put(self.tokens, device)
         if not self.tokens:
             return Draft(tokens)
@@ -66,18 +70,18 @@ def younger(
     rest: float,
     likely: Iterable[tuple[int, float]],
 ) -> list[Candidate]:
-    """The children of a row that come after its first, as far as they are worth it.
+    """Return the children of a row after its first one that are worth a row of a pass.
 
-    reached: the chance that the row is reached and its first child does not hold
-    rest: how likely the drafter finds all tokens but that
-    likely: the others from the likeliest on, and how likely it finds each
+    reached: probability that the row is accepted and its first child is rejected
+    rest: the drafter's probability of all tokens except the first child
+    likely: the other tokens with the drafter's probabilities, likeliest first
     """
     found: list[Candidate] = []
     least = reached
     for rank, (token, own) in enumerate(likely, start=1):
         share = own / rest if rest > own else 1.0
         chance = growth.chance(rank, share)
-        # No later child may come before an earlier one.
+        # Values must not increase, so that no later child comes before an earlier one.
         least = min(least, reached * chance)
         if least < growth.level_least:
             break

@@ -1,4 +1,4 @@
-"""How drafts branch: which tokens a tree takes in, and whether a tree or a chain is drafted."""
+"""Growth of tree drafts: which tokens a tree includes, and whether to draft a tree or a chain."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from triforce_core.decoding.trees.tree import Branches
 
 
 class Grown(Protocol):
-    """What growing is learned from: `levels.Round`. branches is None of an empty tree too."""
+    """The measurements that growth is learned from: `levels.Round`.
+
+    branches: None for a chain and for an empty tree
+    """
 
     branches: Branches | None
     path: Sequence[int]
@@ -24,23 +27,26 @@ class Grown(Protocol):
 
 
 class Growth:
-    """Learns how likely drafted tokens hold, and so which of them are worth a row of a pass.
+    """A learned estimate of how likely draft tokens are accepted, and which are worth a row.
 
-    The value of a token is the chance that it is reached and holds: its parent's, times the chance
-    that its elder siblings do not, times its own. A tree takes in what has the greatest values, as
-    Sequoia's does (Chen et al., 2024), with chances that the drafter's probabilities tell, as
-    EAGLE-2's does (Li et al., 2024). Each token adds its value to what a pass gives, and costs what
-    verifying it takes; a level of a tree costs what drafting it takes, however wide it is. What
-    costs more than it is worth is left out.
+    The value of a token is the probability that it is reached and accepted: the value of its
+    parent, times the probability that its elder siblings are rejected, times its own chance. A tree
+    includes the tokens of the greatest values, as in Sequoia (Chen et al., 2024); the chances are
+    estimated from the drafter's probabilities, as in EAGLE-2 (Li et al., 2024). Each token adds its
+    value to the tokens that a pass yields, and costs the time to verify it. A level of a tree costs
+    the time to draft it, whatever its width. A token or level that costs more than it yields is
+    left out.
 
-    Only draft tokens and their distributions decide; for a token that is drawn, nothing that
-    depends on the draw does. The output distribution is untouched.
+    These decisions depend on draft tokens and their distributions alone. Whether a drawn token is
+    included does not depend on the draw. So the output distribution is unchanged.
     """
 
     def __init__(self, nodes: int, deepest: int, *, asked: bool, texts: int = 1) -> None:
-        """nodes: tokens of the largest tree; deepest: of its longest path. asked: whether every
-        draft shall be one; else one is made where it was measured to be faster than a chain.
-        texts: drafts that one pass is over, which are all of one kind as far as that can be
+        """nodes: number of tokens of the largest tree
+        deepest: number of tokens of its longest path
+        asked: whether every draft is a tree; otherwise a tree is drafted if it was measured to be
+            faster than a chain
+        texts: number of sequences in a pass; as far as possible, all of them draft the same kind
         """
         self.deepest = deepest
         self._nodes = nodes
@@ -57,7 +63,7 @@ class Growth:
         self._prefers_trees = False
 
     def choose(self) -> int:
-        """Tokens of the next tree at most, 0 to draft a chain."""
+        """Return the most tokens of the next tree, or 0 to draft a chain."""
         if self._asked:
             return self._nodes
         turn = self._asks // self._texts
@@ -70,14 +76,15 @@ class Growth:
                 now, other = other, now
             if other.seconds_per_token * _CLEARLY < now.seconds_per_token:
                 self._prefers_trees = not self._prefers_trees
-            # Now and then the other is tried: the text may have changed.
+            # Try the other kind now and then: the text may have changed.
             tree = self._prefers_trees ^ (turn % _TRY_EVERY >= _TRY_EVERY - _TRIES)
         return self._nodes if tree else 0
 
     def chance(self, rank: int, sure: float) -> float:
-        """That a child holds if its elder siblings do not.
+        """Return the probability that a child is accepted if its elder siblings are rejected.
 
-        rank: how many these are. sure: how likely the drafter finds it among what they leave
+        rank: number of elder siblings
+        sure: the drafter's probability of the child, renormalised without its elder siblings
         """
         kind, degree = min(rank, _RANKS - 1), bisect(_SURE, sure)
         held = self._held[kind][degree] + _PRIOR_TOKENS * _PRIOR_SHARE * sure
@@ -85,25 +92,26 @@ class Growth:
 
     @property
     def least(self) -> float:
-        """The least value of a token that is worth its row, wherever there is room."""
+        """The least value at which a token is worth its row, if there is room."""
         if self._asked or not self._known.rounds:
             return 0.0
         return min(1.0, self._verify.slope / self._known.seconds_per_token)
 
     @property
     def level_least(self) -> float:
-        """The same for who takes in a level at a time, and knows nothing of deeper ones: so much
-        that a tree just becomes full.
+        """The threshold for growing the tree level by level, without knowledge of deeper levels. It
+        is adjusted so that a tree just becomes full.
         """
         return max(self.least, self._least)
 
     def may_bear(self, value: float) -> bool:
-        """Whether any child of a row of some value may be worth its own."""
+        """Whether a row of this value may have a child that is worth a row."""
         return value * _SUREST >= self.level_least
 
     def is_worth_a_level(self, values: Sequence[float]) -> bool:
-        """Whether drafting what follows some rows of a tree gains more than it takes. values: the
-        rows'
+        """Whether drafting the next level gains more time than it takes.
+
+        values: the values of the rows that the level would follow
         """
         if self._asked or not self._levels or not self._known.rounds:
             return True
@@ -112,25 +120,25 @@ class Growth:
         return gain > self._level_seconds / self._levels
 
     def grew(self, nodes: int) -> None:
-        """Says how large a tree became that `level_least` has ruled."""
+        """Adjust `level_least` to the size of a tree that was grown with it."""
         full = nodes >= self._nodes
         self._least = min(0.5, max(1e-4, self._least * (_HIGHER if full else _LOWER)))
 
     @property
     def _known(self) -> _Rate:
-        """Of trees, or of chains as long as there were none: the first shall not cost too much."""
+        """The rate of trees; before the first tree that of chains, to limit the tree's cost."""
         return self._tree if self._tree.rounds else self._chain
 
     def observe(self, outcome: Grown, *, tree: bool) -> None:
-        """Learns from a round. tree: whether its draft was to branch, even if nothing was found"""
+        """Learn from a round. tree: whether its draft was meant to be a tree, even an empty one"""
         if outcome.warm:
             for rate in (self._chain, self._tree):
-                # What is not measured counts less and less too, so that a try soon tells.
+                # The kind that is not measured fades too, so that a single try has an effect.
                 rate.fade()
             (self._tree if tree else self._chain).observe(outcome)
             self._verify.observe(outcome.drafted, outcome.verify_seconds)
         if outcome.warm and outcome.drafted:
-            # A token of a chain is a level too.
+            # Each token of a chain counts as a level.
             levels = max(outcome.branches.depths) if outcome.branches else outcome.drafted
             self._level_seconds = self._level_seconds * _RATE_MEMORY + outcome.draft_seconds
             self._levels = self._levels * _RATE_MEMORY + levels
@@ -150,7 +158,7 @@ class Growth:
 
 
 class _Rate:
-    """Seconds of rounds, and the tokens they gave."""
+    """Seconds of rounds, and the tokens that they yielded."""
 
     def __init__(self) -> None:
         self.rounds = 0
@@ -170,22 +178,22 @@ class _Rate:
         return self._seconds / self._tokens
 
 
-# Elder siblings beyond which their number says nothing more.
+# Ranks of children that are told apart; higher ranks count as the last.
 _RANKS = 4
-# Degrees of how likely the drafter finds a token.
+# Bounds of the degrees of the drafter's probability.
 _SURE = (0.003, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95, 0.99)
-# Tokens that what the drafter says counts for, and the share of it that is believed.
+# Weight of the drafter's probability as a prior, in tokens, and the share of it that is believed.
 _PRIOR_TOKENS = 4.0
 _PRIOR_SHARE = 0.8
-# Nothing is surer: behind what is certain not everything may be taken in.
+# Upper limit of a chance, so that the values of a path decrease.
 _SUREST = 0.995
-# What a round counts for when the next one has been seen.
+# Factor by which the weight of a round shrinks each round.
 _MEMORY = 0.99
 _RATE_MEMORY = 0.95
-# How the least value follows trees that were full, or not.
+# Factors by which the threshold changes after a full tree, and after one that was not full.
 _HIGHER, _LOWER = 1.05, 0.85
-# Rounds of each kind before they are compared; by how much the other must be faster; how often, and
-# for how many rounds, the slower is tried again.
+# Rounds of each kind before they are compared; factor by which the other must be faster; period of
+# tries of the slower kind, and rounds of each try.
 _FIRST_ROUNDS = 4
 _CLEARLY = 1.05
 _TRY_EVERY, _TRIES = 48, 2

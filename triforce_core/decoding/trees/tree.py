@@ -1,4 +1,4 @@
-"""Drafts that branch: how their tokens follow one another, and which path of them holds."""
+"""Tree drafts: how their tokens follow one another, and which path of them is accepted."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from triforce_offload.memory.device import put
 
 @dataclass(frozen=True)
 class Branches:
-    """How drafted tokens follow one another. Row 0 of a pass is the text's last token, and row
-    i + 1 is token i.
+    """How the tokens of a tree follow one another.
 
-    parents: the row that each token follows, an earlier one. Tokens of one parent are its children,
-        no two of them alike, and are tried in their order
-    drawn: tokens that were drawn, in the order of their distributions. Each is the first child of
-        its parent; all others were sure to be proposed, whatever the verifier draws
+    Row 0 of a pass is the last token of the text, and row i + 1 is draft token i.
+
+    parents: for each token, the earlier row that it follows. The children of a row are distinct
+        tokens, and are tried in their order
+    drawn: indices of the tokens that were drawn at random, in the order of their distributions.
+        Each is the first child of its parent. All other tokens were certain to be proposed
 
     Raises ValueError.
     """
@@ -39,7 +40,7 @@ class Branches:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """Rows that follow each row."""
+        """For each row, the rows that follow it."""
         children: list[list[int]] = [[] for _ in range(len(self.parents) + 1)]
         for token, parent in enumerate(self.parents):
             children[parent].append(token + 1)
@@ -47,7 +48,7 @@ class Branches:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """How many tokens lie between each row and the text, itself included."""
+        """For each row, the number of draft tokens on its path, itself included."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)
@@ -55,18 +56,18 @@ class Branches:
 
     @property
     def of_batch(self) -> tuple[int, ...]:
-        """Parents of a pass's rows, as `Feed.tree` has them."""
+        """Parents of a pass's rows, in the form that `ForwardBatch.tree` takes."""
         return (-1, *self.parents)
 
     def path(self, row: int) -> list[int]:
-        """Rows from the text's last token to a row."""
+        """Return the rows from the text's last token (row 0) to `row`."""
         rows = [row]
         while rows[-1]:
             rows.append(self.parents[rows[-1] - 1])
         return rows[::-1]
 
     def examined(self, path: Sequence[int]) -> list[tuple[int, bool]]:
-        """Rows that were tried along a path that holds, and whether they held."""
+        """Return the rows that were tried along an accepted path, and whether each was accepted."""
         tried = []
         for row, after in zip(path, [*path[1:], None], strict=True):
             for child in self.children[row]:
@@ -83,24 +84,27 @@ def accept_tree(
     target_probs: torch.Tensor,
     coins: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Speculative sampling of trees (SpecInfer, Miao et al., 2024; Sequoia, Chen et al., 2024): the
-    row of the last token that holds, 0 for none, and the token that follows it.
+    """Apply speculative sampling to trees (SpecInfer, Miao et al., 2024; Sequoia, Chen et al.,
+    2024).
 
-    tokens: [drafts, n] int64, of drafts that branch alike
-    draft_probs: [drafts, len(branches.drawn), vocab] float32; None where nothing was drawn
-    target_probs: [drafts, n + 1, vocab] float32, after each row
-    coins: [drafts, n + 1] float64 in [0, 1): one for each token, the last for the one that follows
+    tokens: [drafts, n] int64, for drafts with equal branches
+    draft_probs: [drafts, len(branches.drawn), vocab] float32; None if no token was drawn
+    target_probs: [drafts, n + 1, vocab] float32, the distribution after each row
+    coins: [drafts, n + 1] float64 in [0, 1): one for each token, and the last for the next token
 
-    Children of a row are tried in their order, against what is left of the verifier's distribution
-    p there. One that was drawn from q holds with probability min(1, p[x] / q[x]), and leaves
-    norm(max(p - q, 0)) if it does not. One that was sure to be proposed holds with probability
-    p[x], and leaves p without x. So whatever q is, what comes after a row has distribution p.
-    Returns [drafts] int64 each; the token is -1 where the verifier's distribution is not a number.
+    The children of a row are tried in their order, against the rest of the verifier's distribution
+    p at that row. A child x that was drawn from q is accepted with probability min(1, p[x] / q[x]);
+    a rejection leaves norm(max(p - q, 0)). A child that was certain to be proposed is accepted with
+    probability p[x]; a rejection leaves p without x. So for any q, the token after a row has
+    distribution p.
+
+    Returns the row of the last accepted token (0 for none) and the token that follows it, both
+    [drafts] int64. The token is -1 if the verifier's distribution contains NaN.
     """
     walk = Walk(branches, tokens.device)
     x = tokens[:, walk.child]
     value = target_probs.gather(2, x).double()
-    # In parts, since each is widened whole.
+    # In parts, because a float64 sum widens all of its input.
     parts = target_probs.split(DISTRIBUTION_ROWS, 1)
     mass = torch.cat([part.sum(-1, dtype=torch.float64) for part in parts], 1)
     coin = coins[:, walk.child]
@@ -115,11 +119,11 @@ def accept_tree(
             rest = residual(target_probs[:, at], draft_probs[:, some])
             mass[:, at] = rest.sum(-1, dtype=torch.float64)
             value[:, at] = rest.gather(2, x[:, at]).double()
-        # It was held against q.
+        # The drawn child is tested against q instead.
         value[:, rows, 0] = 0
     value = value.masked_fill(~walk.exists, 0)
     left = mass.unsqueeze(2) - (value.cumsum(2) - value)
-    # What has no probability never holds, however little rounding left of the whole.
+    # A token of probability 0 is never accepted, even if rounding leaves almost no mass.
     holds = (coin * left < value) & (value > 0)
     if first is not None:
         holds[:, rows, 0] = first
@@ -136,7 +140,7 @@ def _after(
     target_probs: torch.Tensor,
     coins: torch.Tensor,
 ) -> torch.Tensor:
-    """The token that follows rows `end` [drafts], none of whose children hold."""
+    """Draw the token that follows rows `end` [drafts], none of whose children was accepted."""
     many = torch.arange(end.shape[0], device=end.device)
     probs = target_probs[many, end]
     sure = walk.exists[end]
@@ -151,21 +155,22 @@ def _after(
         1, tokens[many.unsqueeze(1), walk.child[end]], sure.to(probs.dtype)
     )
     rest = probs.masked_fill(tried > 0, 0)
-    # Rounding may let all of a distribution be rejected once in millions; it is right then.
+    # Very rarely, rounding rejects all of a distribution; drawing from the whole is right then.
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, probs)
     return sampling.pick(rest, coins)
 
 
 def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Return max(p - q, 0), not normalised; p where that is zero, up to rounding."""
+    """Return max(p - q, 0), not normalised; p in rows where that is zero because p = q."""
     rest = (p - q).clamp_(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
 class Walk:
-    """Branches as a device follows them.
+    """Branches as tensors on a device.
 
-    child: tokens that follow each row, [rows, most children] int64; exists: whether there are such
+    child: indices of the tokens that follow each row, [rows, most children] int64, padded with 0
+    exists: whether each entry of `child` is a child rather than padding
     """
 
     def __init__(self, branches: Branches, device: torch.device) -> None:
@@ -178,9 +183,10 @@ class Walk:
         self._deepest = max(branches.depths)
 
     def end(self, holds: torch.Tensor) -> torch.Tensor:
-        """The last row of the path that holds, [drafts]: of each row the first child that does.
+        """Return the last row of the accepted path, [drafts]. It takes the first accepted child of
+        each row.
 
-        holds: whether each child does, [drafts, rows, most children]
+        holds: whether each child is accepted, [drafts, rows, most children]
         """
         chosen = holds.int().argmax(2, keepdim=True)
         after = self.child.expand_as(holds).gather(2, chosen).squeeze(2) + 1

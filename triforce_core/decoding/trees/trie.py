@@ -1,4 +1,4 @@
-"""What followed in several places of a text, as a tree."""
+"""A tree of the tokens that followed several earlier places in a text."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import NamedTuple
 from triforce_core.decoding.trees.growing import Tree
 from triforce_core.decoding.trees.growth import Growth
 
-# What speaks for anything else than what followed before.
+# Weight of all tokens that did not follow any of the places.
 _ELSE = 4.0
-# One long match says more than many short ones.
+# Exponent of a match's length: one long match counts more than many short ones.
 _POWER = 3
 
 
 class _Branch(NamedTuple):
-    """Places that say the same next token. weight: how much of the text matches there"""
+    """The places that are followed by the same token.
+
+    weight: sum over the places of a power of the number of matching tokens
+    """
 
     token: int
     weight: float
@@ -27,10 +30,12 @@ class _Branch(NamedTuple):
 class _Next(NamedTuple):
     """The next child that a row may get.
 
-    order: of those that are worth as much, the first
-    rank: elder siblings; reached: the chance that the row is and they do not hold
-    sure: the child's share of the weight that they leave, which is `rest`
-    branches: the child's, and those of younger ones
+    order: breaks ties between equal values; the first comes first
+    rank: number of elder siblings
+    reached: probability that the row is accepted and the elder siblings are rejected
+    sure: the child's share of `rest`
+    rest: weight that the elder siblings leave
+    branches: the branches of the child and of its younger siblings
     """
 
     minus_value: float
@@ -51,10 +56,10 @@ def trie(
     nodes: int,
     deepest: int,
 ) -> Tree:
-    """Of all continuations those of the greatest value, at most `nodes` tokens.
+    """Return the continuations of the greatest value, at most `nodes` tokens.
 
-    places: where a text of `tokens` was as it ends now, and for how many tokens. How likely one of
-    several continuations is, is told by how much of the text matches where it followed.
+    places: earlier places that match the end of `tokens`, each with the number of matching tokens.
+        A continuation is the more likely, the more tokens match at its places
     """
     tree, waiting, order = Tree(), [], count()
 
@@ -90,12 +95,12 @@ def trie(
 
 
 def _branches(tokens: Sequence[int], places: list[tuple[int, int]], depth: int) -> list[_Branch]:
-    """What follows `depth` tokens after some places, what most speaks for first."""
+    """Return the tokens that are `depth` tokens after the places, in order of decreasing weight."""
     found: dict[int, list[tuple[int, int]]] = {}
     for place, length in places:
         at = place + 1 + depth
         if at >= len(tokens):
-            # Past the end of what is known a text that repeats goes on with what was proposed.
+            # Past the end of the text, a repeating text continues with the proposed tokens.
             period = len(tokens) - 1 - place
             at -= -(-(at + 1 - len(tokens)) // period) * period
         found.setdefault(tokens[at], []).append((place, length))

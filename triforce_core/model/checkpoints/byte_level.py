@@ -1,6 +1,6 @@
-"""The tokenizer in a GGUF file, where it is byte-level BPE: GPT-2's kind, as Llama 3's and Qwen's.
+"""Byte-level BPE tokenizers from GGUF files: the kind of GPT-2, Llama 3 and Qwen.
 
-It is made of the file's metadata, as transformers would make it, without loading transformers.
+They are built from the file's metadata as transformers would build them, without loading it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as Steps
 
-# How a text is cut before its pieces are merged, as published with each family.
+# Patterns that split a text before merging, as published with each family.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -23,7 +23,7 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# By the names that llama.cpp gives them; None is GPT-2's own way, built into the library.
+# Patterns by llama.cpp's names; None is GPT-2's pattern, which is built into the library.
 _SPLITS: Mapping[str, str | None] = {
     "gpt-2": None,
     "smollm": None,
@@ -34,22 +34,24 @@ _SPLITS: Mapping[str, str | None] = {
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
 }
-# In these a piece that is a token as a whole is not merged, and a text begins with BOS unless the
-# file says otherwise; llama.cpp has it so.
+# For these, as in llama.cpp, a piece that is a token as a whole is not merged, and a text begins
+# with BOS unless the file says otherwise.
 _WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 class ByteLevelTokenizer:
-    """Text to tokens and back.
+    """A tokenizer Backend.
 
-    names: what a chat template calls its special tokens. chat_template: None if there is none
+    names: special tokens by the names that a chat template uses
+    chat_template: the template, or None
     """
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        """metadata: of a file that `is_known`. Raises KeyError, IndexError or ValueError for one
-        that is not sound.
+        """metadata: metadata of a file for which `is_known` is true
+
+        Raises KeyError, IndexError or ValueError if the metadata is inconsistent.
         """
         about = {
             key.removeprefix("tokenizer.ggml."): value
@@ -64,7 +66,7 @@ class ByteLevelTokenizer:
         self.names = {name: tokens[i] for name, i in ids.items()}
         control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL]
         own = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED]
-        # Added tokens stand as they are; all others are spelled in the alphabet of bytes.
+        # Added tokens are literal; all others are spelled in the byte alphabet.
         added, alphabet = {*control, *own, *self.names.values()}, set(ByteLevel.alphabet())
         vocabulary = {
             token if token in added else _spelled(token, alphabet): i
@@ -88,21 +90,21 @@ class ByteLevelTokenizer:
         )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text. special: with what the model wants before and behind it."""
-        # A batch is encoded without the interpreter's lock, so that other threads go on meanwhile.
+        """Return token ids. special: whether to add the special tokens around the text"""
+        # Batch encoding releases the interpreter's lock, so other threads continue meanwhile.
         (found,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
         token_ids = found.ids
         return [*self._before, *token_ids, *self._after] if special else token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens; special ones have none."""
+        """Return the text of tokens. Special tokens are skipped."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def vocabulary(self) -> dict[str, int]:
         return self.tokenizer.get_vocab()
 
     def in_transformers(self) -> Any:
-        """The same as a tokenizer of transformers, which renders chat templates too."""
+        """Return an equivalent tokenizer of transformers, which also renders chat templates."""
         from transformers import PreTrainedTokenizerFast
 
         settings = {f"add_{name}": adds for name, adds in self._adds.items()}
@@ -115,13 +117,13 @@ class ByteLevelTokenizer:
 
 
 def is_known(metadata: Mapping[str, Any]) -> bool:
-    """Whether a GGUF file's tokenizer is one that is made here."""
+    """Whether this module supports a GGUF file's tokenizer."""
     model, split = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     return model == "gpt2" and split in _SPLITS and "tokenizer.ggml.merges" in metadata
 
 
 def _spelled(token: str, alphabet: set[str]) -> str:
-    """In the alphabet in which byte-level vocabularies write bytes."""
+    """Spell a token in the byte alphabet of byte-level vocabularies."""
     if alphabet.issuperset(token):
         return token
     whole = ByteLevel(add_prefix_space=False, use_regex=False)

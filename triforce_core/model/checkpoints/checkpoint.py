@@ -1,4 +1,4 @@
-"""Opening a model: a directory, a hub id or a .gguf file, as config, tensors and their names."""
+"""Checkpoints: a directory, a hub id or a .gguf file, opened as a config and named tensors."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 _HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
 # Some repositories hold copies of the same weights in other layouts.
 _HUB_IGNORED = ["consolidated*", "*/*"]
-# Old checkpoints carry buffers that are computed here; scales belong to the tensor they are named
-# after.
+# Old checkpoints contain buffers that are computed here; scales are read with the tensor they
+# belong to.
 _UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX)
 
 
@@ -52,7 +52,10 @@ class Checkpoint:
         *,
         checked: bool = True,
     ) -> None:
-        """metadata: of a GGUF file, whose tokenizer is in it. checked: whether faults are raised"""
+        """rope_factors: name of the tensor of rope factors, if there is one
+        metadata: metadata of a GGUF file, which contains the tokenizer
+        checked: whether to raise the first fault
+        """
         self.path = path
         self.config = config
         self.metadata = metadata
@@ -75,18 +78,19 @@ class Checkpoint:
 
     @property
     def files(self) -> Sequence[Path]:
-        """That hold its tensors."""
+        """Files that contain the tensors."""
         return self._source.files
 
     @property
     def fingerprint(self) -> str:
-        """What tells it from any other: its config, its files' sizes and some bytes of them."""
+        """Identity of the checkpoint: its config, its files' sizes and some of their bytes."""
         return f"{self.config!r} {' '.join(map(sampled, sorted(self.files)))}"
 
     def read_layer(self, layer: int, views: Mapping[str, Weight]) -> None:
-        """Writes every tensor of a layer, named and shaped as `LayerSpec.shapes`.
+        """Read every tensor of a layer into `views`, named and shaped as in `LayerSpec.shapes`.
 
-        Raises CheckpointError, also if a file has changed, or CannotSplitError at the end.
+        Raises CheckpointError, also if a file has changed, or, after reading all tensors,
+        CannotSplitError.
         """
         for path, status in self._opened.items():
             if state(path) not in (status, None):
@@ -101,10 +105,12 @@ class Checkpoint:
             raise CannotSplitError(self.path, dense)
 
     def rope_factors(self) -> torch.Tensor | None:
-        """Divisors of the inverse frequencies, [head_dim / 2], which GGUF stores for Llama 3."""
+        """Return divisors of the inverse frequencies, [head_dim / 2], or None. GGUF stores them for
+        Llama 3.
+        """
         if self._rope_factors is None:
             return None
-        # A header is read without torch.
+        # Imported here, because headers are read without torch.
         import torch
 
         factors = torch.empty(self._source.shape(self._rope_factors))
@@ -112,13 +118,13 @@ class Checkpoint:
         return factors
 
     def reopened(self) -> Checkpoint:
-        """The same, with a life of its own. Raises CheckpointError."""
+        """Open the same checkpoint, or share, again independently. Raises CheckpointError."""
         checkpoint = open_checkpoint(self.path)
         return checkpoint.shared(self._share) if self._share else checkpoint
 
     def shared(self, share: Share) -> Checkpoint:
-        """A rank's share of it: whatever is asked of that is about the share alone. Either closes
-        both.
+        """Return a view of a rank's share: all its methods concern the share alone. Closing either
+        checkpoint closes both.
         """
         checkpoint = copy.copy(self)
         checkpoint.config = share.config
@@ -129,8 +135,8 @@ class Checkpoint:
         self._source.close()
 
     def pieces(self, name: str) -> list[tuple[int, BlockType | None]]:
-        """What makes up `embedding`, `head` or `layers.N.PART`: rows, and the block type they are
-        stored in, if they are.
+        """Return the pieces of `embedding`, `head` or `layers.N.PART`: the rows of each, and the
+        block type it is stored in, or None.
         """
 
         def whole(name: str) -> list[tuple[int, BlockType | None]]:
@@ -139,7 +145,10 @@ class Checkpoint:
         return whole(name) if self._share is None else self._share.pieces(whole)(name)
 
     def read(self, name: str, into: Weight) -> None:
-        """Writes `embedding`, `head`, `norm` or `layers.N.PART`. Raises CheckpointError."""
+        """Read `embedding`, `head`, `norm` or `layers.N.PART` into a tensor.
+
+        Raises CheckpointError or CannotSplitError.
+        """
         from triforce_kernels.weights.linear import rows_of
         from triforce_kernels.weights.split_bf16 import SplitError
         from triforce_offload.checkpoint.reading import read_into
@@ -158,8 +167,8 @@ class Checkpoint:
                 raise CannotSplitError(self.path, [name]) from error
 
     def faults(self) -> Iterator[CheckpointError]:
-        """What keeps it from being the model that its config says, by its headers: every tensor is
-        there, in its shape, and no other that means something.
+        """Yield the differences between the headers and the config: missing tensors, wrong shapes,
+        and tensors that the model does not use.
         """
         config, layers = self.config, len(self.config.layers)
         held = self._source.names()
@@ -188,8 +197,9 @@ class Checkpoint:
                 )
 
     def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor that the model has, by its name in the files, in float32. Raises
-        CheckpointError.
+        """Yield every tensor of the model in float32, with its name in the files.
+
+        Raises CheckpointError.
         """
         import torch
 
@@ -217,9 +227,9 @@ class Checkpoint:
 
 
 def resolve(model: str | Path) -> Path:
-    """The directory or .gguf file of a model, downloaded if it is a hub id.
+    """Return the directory or .gguf file of a model. A hub id is downloaded.
 
-    Raises UsageError if it is neither, CheckpointError if the hub does not give it.
+    Raises UsageError if `model` is none of these, CheckpointError if the download fails.
     """
     if not isinstance(model, (str, Path)):
         raise UsageError(f"a model is a path or a hub id, and this is {type(model).__name__}")
@@ -234,7 +244,7 @@ def resolve(model: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        # The config first: a model that is not supported is refused before its weights travel.
+        # Download the config first, to reject an unsupported model before its weights.
         for files in (_HUB_HEADERS, [*_HUB_HEADERS, "*.safetensors"]):
             snapshot = snapshot_download(name, allow_patterns=files, ignore_patterns=_HUB_IGNORED)
             from_hf(read_json(Path(snapshot) / "config.json"), {})
@@ -242,7 +252,7 @@ def resolve(model: str | Path) -> Path:
     except TriforceError:
         raise
     except Exception as error:
-        # The hub's own errors begin with a status and the number of a request.
+        # The hub's own errors begin with a line that has the status and the id of the request.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         told = [line for line in lines if not re.match(r"\d{3} \w+ Error", line)]
         reason = (told or lines or [type(error).__name__])[0]
@@ -250,7 +260,10 @@ def resolve(model: str | Path) -> Path:
 
 
 def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
-    """Opens a model on disk, and checks it. Raises CheckpointError or UnsupportedModelError."""
+    """Open a model on disk and check it.
+
+    Raises CheckpointError, UnsupportedModelError or UsageError.
+    """
     if path.is_dir():
         if not (path / "config.json").exists():
             raise CheckpointError(
@@ -263,7 +276,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         return Checkpoint(path, config, SafetensorsSource(path), names, checked=checked)
     if path.suffix != ".gguf":
         raise UsageError(f"{path} is neither a directory nor a .gguf file")
-    # Only who has such a file needs the package.
+    # Imported here, because only GGUF files need the package.
     from triforce_offload.checkpoint.gguf import GGUFSource
 
     source = GGUFSource(path)

@@ -1,4 +1,4 @@
-"""What a GGUF header says its model is."""
+"""Model configs from GGUF headers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
 def gguf_config(source: GGUFSource) -> ModelConfig:
-    """Raises UnsupportedModelError or CheckpointError, naming the field."""
+    """Return the config of a GGUF file.
+
+    Raises UnsupportedModelError or CheckpointError, which names the field.
+    """
     where = str(source.path)
     architecture = source.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _GGUF_FAMILIES:

@@ -1,4 +1,4 @@
-"""From this runtime's names of tensors to those of a checkpoint."""
+"""Mapping from this runtime's tensor names to those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from triforce_offload.checkpoint.source import WHOLE, Corner
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the checkpoint that makes up some rows of one of the model's.
+    """A tensor of the checkpoint that makes up some rows of a tensor of the model.
 
-    heads: if not 0, rows are stored with the halves of each head interleaved, as llama.cpp does
-    corner: of the tensor's part that is meant, whose width that of the model's tensor says
+    rows: number of rows
+    heads: if not 0, the rows are stored with the halves of each head interleaved, as in llama.cpp
+    corner: first row and column of the part that is read; it is as wide as the model's tensor
     """
 
     name: str
@@ -25,7 +26,7 @@ class Piece:
     corner: Corner = WHOLE
 
     def within(self, window: Window) -> Piece:
-        """The part of it in a window, which takes whole heads."""
+        """Return the part of the piece in a window, which covers whole heads."""
         rows = self.rows if window.rows is None else len(window.rows)
         first = 0 if window.rows is None else window.rows.start
         column = 0 if window.columns is None else window.columns.start
@@ -70,14 +71,14 @@ def gguf_names(config: ModelConfig) -> Callable[[str], list[Piece]]:
         "up": "ffn_up",
         "down": "ffn_down",
     }
-    # llama.cpp rotates neighbouring pairs in this architecture and stores q and k to suit.
+    # For this architecture, llama.cpp rotates neighbouring pairs, and stores q and k accordingly.
     return _named(config, names, "blk.{}.", interleaved=config.family == "llama")
 
 
 def _named(
     config: ModelConfig, names: Mapping[str, str], prefix: str, *, interleaved: bool
 ) -> Callable[[str], list[Piece]]:
-    """From `embedding`, `layers.3.qkv`, ... to the checkpoint's tensors that make it up."""
+    """Return a function from `embedding`, `layers.3.qkv`, ... to the pieces of the checkpoint."""
     whole = {
         "embedding": [Piece(names["embedding"], config.vocab)],
         "head": [Piece(names["head"], config.vocab)],
@@ -103,7 +104,7 @@ def _named(
 def _layer_pieces(
     spec: LayerSpec, hidden: int, names: Mapping[str, str], *, interleaved: bool
 ) -> dict[str, list[Piece]]:
-    """From a layer's tensors to the checkpoint's tensors that make each up."""
+    """Return the pieces of the checkpoint that make up each tensor of a layer."""
     mixer, width = spec.mixer, spec.mlp.width
     q_heads, k_heads = (mixer.heads, mixer.kv_heads) if interleaved else (0, 0)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of random weights in any shape, to be timed."""
+"""Checkpoints of random weights in any shape, for timing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from triforce_offload.checkpoint.source import WHOLE, Corner
 
 
 class RandomCheckpoint:
-    """Reads as a Checkpoint of random weights."""
+    """A Checkpoint with random weights."""
 
     stored_dtype = "float16"
     files: tuple[Path, ...] = ()
@@ -24,7 +24,7 @@ class RandomCheckpoint:
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self._noise: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-        # Coding a matrix takes much longer than copying one: all of a shape are the same.
+        # Coding a matrix takes much longer than copying one, so all matrices of a shape are equal.
         self._coded: dict[tuple[type, tuple[int, ...]], SplitWeight] = {}
 
     def pieces(self, name: str) -> list[tuple[int, None]]:
@@ -38,7 +38,7 @@ class RandomCheckpoint:
             self.read(part, view)
 
     def read(self, name: str, into: torch.Tensor | SplitWeight) -> None:
-        """Write a tensor of random numbers, or of ones for a norm, in the format of `into`."""
+        """Fill `into` with random numbers in its format, or with ones for a norm."""
         if is_split(into):
             self._read_coded(name, into)
         elif "norm" in name:
@@ -56,7 +56,7 @@ class RandomCheckpoint:
             getattr(into, field).copy_(source)
 
     def _fill(self, into: torch.Tensor, start: int = 0) -> None:
-        """start: of the whole tensor's numbers, where this part of it begins"""
+        """start: index of this part's first number in the whole tensor"""
         key = (into.device, into.dtype)
         if key not in self._noise:
             noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(0))
@@ -83,7 +83,7 @@ class RandomCheckpoint:
 
 
 class _Noise:
-    """A TensorSource, as far as `read_split` asks it."""
+    """The part of TensorSource that `read_split` needs."""
 
     def __init__(self, checkpoint: RandomCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -93,17 +93,17 @@ class _Noise:
 
 
 def _tensors(weight: SplitWeight) -> dict[str, torch.Tensor]:
-    """The tensors that a weight is made of, by the names of its fields."""
+    """Return the tensors of a weight by field name."""
     values = {field.name: getattr(weight, field.name) for field in fields(weight)}
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def _on_host(weight: SplitWeight) -> SplitWeight:
-    """A weight like another one, in host memory, its contents unspecified."""
+    """Return an uninitialised weight of the same shape and type in host memory."""
     parts = {name: torch.empty_like(it, device="cpu") for name, it in _tensors(weight).items()}
     return replace(weight, **parts)
 
 
-# So many random numbers are drawn and repeated. A prime: no two rows of a matrix are the same.
+# Random numbers that are drawn and repeated. A prime, so that no two rows of a matrix are equal.
 _NOISE = 1_000_003
 _STD = 0.02

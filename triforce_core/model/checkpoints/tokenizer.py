@@ -1,4 +1,4 @@
-"""Between text and token ids: the checkpoint's own tokenizer and chat template."""
+"""Tokenizers: conversion between text and token ids, and chat templates."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class Backend(Protocol):
-    """What knows the tokens."""
+    """A tokenizer implementation."""
 
     @property
     def chat_template(self) -> str | None: ...
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids. special: with what the model wants before and behind a text."""
+        """Return token ids. special: whether to add the special tokens around a text"""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text; special tokens have none."""
+        """Return the text. Special tokens are skipped."""
 
     def vocabulary(self) -> dict[str, int]: ...
 
     def in_transformers(self) -> Any:
-        """The same as a tokenizer of transformers."""
+        """Return an equivalent tokenizer of transformers."""
 
 
 class TransformersTokenizer:
@@ -61,7 +61,7 @@ class TransformersTokenizer:
 
 
 class Tokenizer:
-    """A model's tokens and its chat template, with failures made typed."""
+    """A model's tokenizer and chat template. Failures raise typed errors."""
 
     def __init__(self, backend: Backend, load_seconds: float = 0.0) -> None:
         self.load_seconds = load_seconds
@@ -73,18 +73,21 @@ class Tokenizer:
         return bool(self._backend.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text. Raises UsageError for what is no Unicode text."""
+        """Return the token ids of a text. Raises UsageError if it is not valid Unicode."""
         check_text(text)
         return self._backend.encode(text)
 
     def chat(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of messages in the chat template, ready for the model's answer. See `render`,
-        whose errors it raises.
+        """Return the token ids of messages in the chat template, ready for the model's answer.
+
+        See `render`, whose errors it raises.
         """
         return self.encode_rendered(self.render(messages))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a text that names its special tokens itself, as a template's does."""
+        """Return the token ids of a text that contains its special tokens, as a rendered template
+        does.
+        """
         check_text(text)
         return self._backend.encode(text, special=False)
 
@@ -93,11 +96,11 @@ class Tokenizer:
         messages: str | Sequence[Mapping[str, str]],
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Messages in the chat template, ready for the model's answer, as text.
+        """Render messages with the chat template, ready for the model's answer.
 
-        messages: each with a "role" and its "content", or what the user says first
-        variables: of the template, besides the messages, such as "enable_thinking"
-        Raises UsageError if there is no template, or it does not take them.
+        messages: messages with a "role" and a "content", or the text of a first user message
+        variables: further variables of the template, such as "enable_thinking"
+        Raises UsageError if there is no template, or if it rejects the messages.
         """
         variables = variables or {}
         if not self.has_chat_template:
@@ -105,7 +108,7 @@ class Tokenizer:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         render = self._in_transformers.apply_chat_template
-        # Arguments of the call, the template itself among them, are not the client's to set.
+        # A client must not set arguments of the call, such as the template itself.
         if taken := sorted({"messages", *signature(render).parameters} & variables.keys()):
             raise UsageError(f"the chat template's {taken[0]} cannot be set by a request")
         try:
@@ -115,11 +118,14 @@ class Tokenizer:
             raise UsageError(f"the chat template does not take these messages: {reason}") from error
 
     def save(self, directory: Path) -> None:
-        """Writes it beside a checkpoint in `directory`."""
+        """Write the tokenizer to the checkpoint in `directory`."""
         self._in_transformers.save_pretrained(directory)
 
     def for_grammars(self, vocab: int, end: int | None) -> Any:
-        """The same as llguidance has it, for a model of `vocab` tokens. end: ends a text"""
+        """Return an equivalent tokenizer of llguidance, for a model of `vocab` tokens.
+
+        end: the end-of-text token
+        """
         if (vocab, end) not in self._for_grammars:
             from llguidance.hf import from_tokenizer
 
@@ -132,7 +138,7 @@ class Tokenizer:
         return self._backend.vocabulary()
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens; special ones have none."""
+        """Return the text of tokens. Special tokens are skipped."""
         return self._backend.decode(token_ids)
 
     @cached_property
@@ -141,7 +147,7 @@ class Tokenizer:
 
 
 def check_text(text: str, what: str = "text") -> None:
-    """Raises UsageError for lone surrogates, which stand for bytes that were no UTF-8."""
+    """Raise UsageError for lone surrogates, which stand for bytes that were not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -149,7 +155,10 @@ def check_text(text: str, what: str = "text") -> None:
 
 
 def token_ids_of(prompt: str | Iterable[int], tokenizer: Tokenizer | None, vocab: int) -> list[int]:
-    """Token ids of a prompt, which is text or ids: numbers of any kind. Raises UsageError."""
+    """Return the token ids of a prompt, which is a text or integers of any type.
+
+    Raises UsageError.
+    """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise UsageError("the model has no tokenizer; give the prompt as token ids")
@@ -165,7 +174,7 @@ def token_ids_of(prompt: str | Iterable[int], tokenizer: Tokenizer | None, vocab
 
 
 def _token_id(token: object, vocab: int) -> int:
-    """A token id that may be a number of numpy or torch."""
+    """Convert a token id, which may be an integer of numpy or torch. Raises UsageError."""
     try:
         number = -1 if isinstance(token, bool) else operator.index(token)
     except TypeError:
@@ -177,9 +186,10 @@ def _token_id(token: object, vocab: int) -> int:
 
 
 def load_tokenizer(path: Path, metadata: Mapping[str, Any] | None = None) -> Tokenizer | None:
-    """The tokenizer beside (or inside) a checkpoint, None if there is none.
+    """Return the tokenizer beside (or inside) a checkpoint, None if there is none.
 
-    metadata: of a GGUF file that was read already. Raises CheckpointError if it cannot be read.
+    metadata: metadata of the GGUF file, if it is already known
+    Raises CheckpointError if the tokenizer cannot be read.
     """
     began = time.perf_counter()
     try:
@@ -205,7 +215,7 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any] | None) -> Backend | None
     from triforce_offload.checkpoint.gguf import GGUFSource
 
     if metadata is None:
-        # Opening it here also checks its lengths before transformers' reader sees the file.
+        # Opening the file here checks its lengths before transformers' reader sees it.
         source = GGUFSource(path)
         source.close()
         metadata = source.metadata
@@ -224,8 +234,8 @@ def _from_transformers(directory: Path, **options: str) -> TransformersTokenizer
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        # Without `trust_remote_code` transformers would ask on standard input, which may be a
-        # prompt, whether to run the directory's code.
+        # Without this argument, transformers would ask on standard input whether to run the
+        # directory's code, and standard input may be the prompt.
         return TransformersTokenizer(
             AutoTokenizer.from_pretrained(
                 directory,
@@ -249,17 +259,17 @@ def _from_transformers(directory: Path, **options: str) -> TransformersTokenizer
 
 
 def _plain_config(directory: Path) -> PreTrainedConfig | None:
-    """config.json as a config of no model's class, which is all that choosing a tokenizer's class
-    needs if tokenizer_config.json names one; otherwise None. A model's own takes 1.2 s to import.
+    """Return config.json as a generic config if tokenizer_config.json names a tokenizer class,
+    else None. The generic config suffices then, and importing the model's own takes 1.2 s.
     """
     from transformers import PreTrainedConfig
 
     try:
         named = json.loads((directory / "tokenizer_config.json").read_text())["tokenizer_class"]
         config = PreTrainedConfig.from_dict(json.loads((directory / "config.json").read_text()))
-    except Exception:  # a model's own config says better what is wrong
+    except Exception:  # the model's own config reports the error better
         return None
-    config.name_or_path = str(directory)  # some classes are chosen by it
+    config.name_or_path = str(directory)  # some classes are chosen by this name
     return config if isinstance(named, str) and config.model_type else None
 
 
@@ -270,10 +280,10 @@ def check_same_vocabulary(
     target: Tokenizer | None,
     target_tokens: int,
 ) -> None:
-    """Raises UsageError if the drafter `name` has other tokens than the target.
+    """Raise UsageError if the drafter `name` does not have the same tokens as the target.
 
-    Where both have a tokenizer these decide, since models of one family pad their matrices to
-    different sizes; otherwise the sizes do.
+    If both have a tokenizer, their vocabularies are compared, because models of one family pad
+    their matrices to different sizes. Otherwise the sizes are compared.
     """
     if drafter is None or target is None:
         if drafter_tokens != target_tokens:

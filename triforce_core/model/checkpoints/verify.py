@@ -1,4 +1,4 @@
-"""What is wrong with a model on disk, all of it: its headers, its files and its numbers."""
+"""Verification of a model on disk: its headers, its files and its numbers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_offload.checkpoint.opened import TensorsFile
 from triforce_offload.errors import CheckpointError
 
-# Of a file in the hub's cache, whose name is its hash.
+# Name of a file in the hub's cache, which is its hash.
 _HASH = re.compile(r"[0-9a-f]{64}")
 _SUMS = "SHA256SUMS"
 _BYTES = 1 << 24
 
 
 def findings(path: Path, progress: Callable[[str], None] = lambda what: None) -> Iterator[str]:
-    """One sentence each. progress: is told what is looked at.
+    """Yield a sentence for each fault of a model.
 
-    Headers and shapes against the config, tensors that two files hold, files whose hash is recorded
-    (in the hub's cache, or in SHA256SUMS beside them) and is another, numbers that are not finite.
-    Raises UsageError for what is no model at all.
+    Checks headers and shapes against the config, tensors that occur in two files, recorded hashes
+    of files (in the hub's cache, or in SHA256SUMS beside the files), and non-finite numbers.
+
+    progress: called with the name of each item to be checked
+    Raises UsageError if `path` is not a model at all.
     """
     try:
         checkpoint = open_checkpoint(path, checked=False)
@@ -52,7 +54,7 @@ def findings(path: Path, progress: Callable[[str], None] = lambda what: None) ->
 
 
 def _twice(paths: list[Path]) -> Iterator[str]:
-    """Tensors that several safetensors files hold."""
+    """Yield a sentence for each tensor that occurs in several safetensors files."""
     held: Counter[str] = Counter()
     for file in paths:
         if file.suffix == ".safetensors":
@@ -67,7 +69,7 @@ def _twice(paths: list[Path]) -> Iterator[str]:
 
 
 def _recorded(folder: Path) -> dict[str, str]:
-    """Hashes that lie beside the files, by their names."""
+    """Return the hashes in SHA256SUMS by file name."""
     try:
         lines = (folder / _SUMS).read_text("utf-8", "replace").splitlines()
     except OSError:

@@ -1,10 +1,10 @@
-"""Hub ids of the known shapes, and families that are not supported, told by a model's name."""
+"""Hub ids of known shapes, and names of unsupported model families."""
 
 from __future__ import annotations
 
 import re
 
-# Shapes by the hub id of a model that has them.
+# Known shapes by the hub id of a model.
 _MODELS = {
     "meta-llama/Llama-2-7b-chat-hf": "llama2-7b",
     "NousResearch/Yarn-Llama-2-7b-128k": "llama2-7b-128k",
@@ -27,9 +27,9 @@ _MODELS = {
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": "smollm2-1.7b",
     "JackFram/llama-68m": "llama-68m",
 }
-# What tells apart models of one shape.
+# Suffixes that distinguish models of one shape.
 _VARIANT = re.compile(r"-(hf|chat|base|instruct)(?=-|$)")
-# Families that no config of this runtime can describe, by what their names have in common.
+# Families that no config of this runtime can describe, by a pattern of their names.
 _UNSUPPORTED = (
     (r"gemma", "Gemma"),
     (r"gpt-oss", "gpt-oss"),
@@ -52,17 +52,17 @@ _UNSUPPORTED = (
 
 
 def shape_of(hub_id: str) -> str | None:
-    """The name of the known shape that a hub id has, if it has one."""
+    """Return the name of the known shape for a hub id, or None."""
     return _SHAPES.get(_plain(hub_id))
 
 
 def hub_id_of(shape: str) -> str | None:
-    """The hub id of a model that has a known shape."""
+    """Return the hub id of a model of a known shape, or None."""
     return next((hub_id for hub_id, name in _MODELS.items() if name == shape), None)
 
 
 def unsupported_family(name: str) -> str | None:
-    """The family of a model by its name, if it is one that is not supported."""
+    """Return the family of a model if its name shows that it is unsupported, or None."""
     return next((what for known, what in _UNSUPPORTED if re.search(known, name.lower())), None)
 
 

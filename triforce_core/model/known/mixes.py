@@ -1,7 +1,7 @@
-"""What llama.cpp's quantised files hold: the block type of each matrix, by the name of the mix.
+"""llama.cpp's quantisation mixes: the block type of each matrix by the name of the mix.
 
-After `llama_tensor_get_type` of llama.cpp (src/llama-quant.cpp), for dense models without an
-importance matrix; sizes are held against published files in the tests.
+Follows `llama_tensor_get_type` of llama.cpp (src/llama-quant.cpp), for dense models without an
+importance matrix. The tests compare sizes with published files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from triforce_kernels.weights.block_types import BLOCK_TYPES, BlockType
 from triforce_offload.errors import UsageError
 from triforce_offload.machine.profiles import nearest
 
-# The type of most matrices.
+# Block type of most matrices in each mix.
 _MIXES = {
     "Q2_K": "Q2_K",
     "Q3_K_M": "Q3_K",
@@ -29,7 +29,7 @@ _MIXES = {
     "IQ4_XS": "IQ4_XS",
 }
 NAMES = tuple(_MIXES)
-# What llama.cpp takes for rows that are not whole blocks of 256 numbers.
+# llama.cpp's replacements for rows that are not whole blocks of 256 numbers.
 _SMALLER_BLOCKS = {
     "Q2_K": "IQ4_NL",
     "Q3_K": "IQ4_NL",
@@ -41,7 +41,7 @@ _SMALLER_BLOCKS = {
 
 
 def pieces_of(config: ModelConfig, mix: str) -> Pieces:
-    """What makes up each matrix of a model that was quantised so. Raises UsageError."""
+    """Return the pieces of each matrix of a model quantised with `mix`. Raises UsageError."""
     name = mix.upper()
     if name not in _MIXES:
         raise UsageError(f"{mix!r} is no known way to quantise; {nearest(name, NAMES)}")
@@ -69,8 +69,8 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
 
 
 def _whole(kind: str, columns: int) -> BlockType | None:
-    """The block type, or the one that takes its place where rows are not whole blocks of it; None
-    for 16 bits, where they are whole blocks of neither.
+    """Return the block type, or its replacement if rows are not whole blocks. Return None, for 16
+    bits, if rows are not whole blocks of the replacement either.
     """
     for name in (kind, _SMALLER_BLOCKS.get(kind, kind)):
         if columns % BLOCK_TYPES[name].elements == 0:
@@ -87,7 +87,7 @@ def _end(name: str, *, output: bool) -> str:
 
 
 def _layer(name: str, layer: int, config: ModelConfig) -> Callable[[str], str]:
-    """The block types of a layer's matrices."""
+    """Return a function from a matrix of a layer to its block type."""
     layers, plain = len(config.layers), _MIXES[name]
     eighth = layers // 8
     more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
@@ -110,7 +110,7 @@ def _layer(name: str, layer: int, config: ModelConfig) -> Callable[[str], str]:
             special["v"] = "Q5_K"
         if layer < eighth:
             special["down"] = "Q5_K"
-    # A model of 70B has so many queries for each key that its values may take more bits.
+    # A 70B model has many query heads per value head, so values are small and can take more bits.
     if plain in ("Q3_K", "Q4_K") and layers == 80 and special.get("v", plain) != "Q6_K":
         special["v"] = "Q5_K"
     return lambda which: special.get(which, plain)

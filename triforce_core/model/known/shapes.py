@@ -1,4 +1,4 @@
-"""Shapes of well-known models, as their config.json says them; no tensors."""
+"""Shapes of well-known models, from their config.json files. No tensors are created."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _QWEN2_5 = {
     "max_position_embeddings": 131072,
     "rope_theta": 1e6,
 }
-# With the rope scaling that its authors give for 128K tokens.
+# With the rope scaling that Qwen3's authors publish for 128K tokens.
 _QWEN3 = {
     "model_type": "qwen3",
     "num_key_value_heads": 8,
@@ -68,7 +68,7 @@ _QWEN3 = {
     },
 }
 
-# As config.json says it. mistral-7b is v0.3, mistral-small that of 2501.
+# Fields of config.json. mistral-7b is v0.3, mistral-small is 2501.
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "llama2-7b": _LLAMA2_7B,
     "llama2-7b-128k": _LLAMA2_7B | _128K,
@@ -251,23 +251,28 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What a plan must know of a model. pieces: of its matrices if it is quantised"""
+    """The properties of a model that a plan depends on.
+
+    pieces: pieces of its matrices if it is quantised, else None
+    """
 
     config: ModelConfig
     pieces: Pieces | None = None
 
 
 def read_shape(name: str) -> ModelConfig:
-    """The config of `read_model`. Raises UsageError or CheckpointError."""
+    """Return the config of a model, see `read_model`. Raises UsageError or CheckpointError."""
     return read_model(name).config
 
 
 def read_model(name: str) -> Shape:
-    """The shape of a model: by a name of SHAPES or the hub id of a model that has it, quantised as
-    in `qwen3-32b:Q4_K_M`; or of a config.json, the folder it lies in, or a .gguf file.
+    """Return the shape of a model.
 
-    Raises UsageError, with the names nearest to it, UnsupportedModelError, which names the family,
-    or CheckpointError.
+    name: a name of SHAPES or the hub id of such a model, either with a quantisation mix as in
+        `qwen3-32b:Q4_K_M`; or the path of a config.json, of its directory, or of a .gguf file
+
+    Raises UsageError, which suggests the nearest names, UnsupportedModelError, which names the
+    family, or CheckpointError.
     """
     known, _, mix = name.partition(":")
     if not Path(name).expanduser().exists():
@@ -299,7 +304,7 @@ def read_model(name: str) -> Shape:
 
 
 def _pieces_read(checkpoint: Checkpoint) -> Pieces:
-    """Read now: the file is closed when they are asked for."""
+    """Read all pieces now, because the file is closed when they are used."""
     hidden = checkpoint.config.hidden
     names = ["head", "embedding"]
     for layer, spec in enumerate(checkpoint.config.layers):
@@ -309,7 +314,7 @@ def _pieces_read(checkpoint: Checkpoint) -> Pieces:
 
 
 def for_timing(config: ModelConfig) -> ModelConfig:
-    """The same shape for any context: its weights are random, only time counts."""
+    """Return the shape with room for any context. For timing with random weights only."""
     return replace(config, trained_positions=max(config.trained_positions, _ANY_POSITIONS))
 
 

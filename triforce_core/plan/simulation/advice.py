@@ -1,6 +1,6 @@
-"""What bounds a plan, and what would make it faster.
+"""The bottleneck of a plan, and suggestions to make it faster.
 
-What is left to the planner (`auto`) is not advised: the plan has the best of it.
+Settings that are "auto" are not suggested, because the planner has already chosen the best.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from triforce_offload.units import format_bytes
 
 
 def bottleneck(chosen: Candidate) -> str:
-    """What most of a round goes to, and what would help, in a sentence."""
+    """Return a sentence that names the longest part of a round and what would help."""
     cost = chosen.round
     wait = max(0.0, cost.pass_seconds - cost.compute_seconds)
     parts = {"wait": wait, "draft": cost.draft_seconds, "compute": cost.compute_seconds}
@@ -38,7 +38,7 @@ def _of_the_link(chosen: Candidate, share: str) -> str:
 
 
 def _fewer_bytes(chosen: Candidate) -> str:
-    """What lets fewer bytes cross the link in a pass, the most effective first."""
+    """Return changes with which fewer bytes cross the link in a pass, most effective first."""
     case = chosen.case
     weights = chosen.memory.weights_link_bytes
     remedies = []
@@ -56,7 +56,7 @@ def _fewer_bytes(chosen: Candidate) -> str:
 
 
 def _cheaper_drafts(chosen: Candidate) -> str:
-    """What makes a token of the draft cheaper, or accepted more often."""
+    """Return changes that make draft tokens cheaper."""
     case, plan = chosen.case, chosen.plan
     remedies = []
     if plan.budget and case.method.draft_weights == EXACT:

@@ -1,4 +1,4 @@
-"""Plans that may be chosen: where one puts things, and what it would give."""
+"""Candidates of the planner: plans with their placement and the cost of a round."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from triforce_core.settings import AUTO, MethodSettings
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placement import Placement
 
-# One thread of the host puts chunks together at this rate before they cross an emulated link
-# (`kv/gather`). A GPU reads them where they lie (`kv/direct`).
+# Rate at which one host thread gathers chunks before they cross an emulated link (`kv/gather`). A
+# GPU reads chunks directly from host memory (`kv/direct`).
 GATHER_BYTES_PER_SECOND = 4e9
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that fits, and what a round by it is.
+    """A plan that fits, and the cost of a round with it.
 
-    step_seconds, drafter_seconds: of a step of the retrieval model, and of a token of the drafter
+    step_seconds: duration of a step of the retrieval level
+    drafter_seconds: duration of a token of the drafter
     """
 
     case: Case
@@ -40,28 +41,28 @@ class Candidate:
 
     @property
     def least(self) -> float:
-        """Seconds per token: no simulation gives less."""
+        """Lower bound of the simulated seconds per token."""
         return self.round.least_seconds / self.tokens_per_pass
 
     @property
     def seconds_per_token(self) -> float:
-        """On the virtual clock."""
+        """Seconds per token on the virtual clock."""
         return self.round.seconds / self.tokens_per_pass
 
     @property
     def device_bytes(self) -> int:
-        """Memory of one GPU that the plan takes."""
+        """Bytes that the plan takes on one GPU."""
         return self.memory.device_bytes + self.case.library_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that the plan takes for all GPUs."""
+        """Bytes of host memory that the plan takes for all GPUs."""
         return self.memory.host_bytes * self.case.hardware.gpus
 
     @property
     def prefill_seconds(self) -> float:
-        """What reading a prompt that leaves room for the new tokens takes: compute, or what crosses
-        meanwhile.
+        """Duration of the prefill of a prompt that leaves room for the new tokens: the longer of
+        compute and the copies meanwhile.
         """
         case, rank = self.case, self.case.rank
         prompt = case.context - case.new_tokens
@@ -87,10 +88,12 @@ def candidates(
     inners: Iterable[int],
     draft_kv: str | None = None,
 ) -> list[Candidate]:
-    """Plans placed by the rule that the engine places by, one for each of some inner lengths.
+    """Return plans with the placement that the engine would choose, one for each inner length.
 
-    budget: 0 for no retrieval model, draft_tokens: 0 for no drafts. Raises DoesNotFitError or
-    UsageError.
+    budget: retrieval budget, 0 for no retrieval level
+    draft_tokens: length of drafts, 0 for no drafts
+    inners: lengths of the drafter's drafts for the retrieval level
+    Raises DoesNotFitError or UsageError.
     """
     method = replace(
         case.method,
@@ -116,7 +119,7 @@ def candidates(
 
 
 def evaluate(case: Case, chosen: Plan, memory: MemoryPlan) -> Candidate:
-    """What a plan gives: its round, and the tokens of one."""
+    """Return the cost of a round with a plan, and the tokens that a round yields."""
     costs, curve, method = case.costs, case.curve, chosen.method
     drafted = int(method.draft_tokens) if method.drafts else 0
     drafter = _drafter_seconds(case)
@@ -126,7 +129,7 @@ def evaluate(case: Case, chosen: Plan, memory: MemoryPlan) -> Candidate:
         if not method.has_drafter:
             inner = 0
         cached = fitting_budget(chosen.budget, case.chunk_tokens, case.context) + drafted // 2
-        # N-gram lookup mostly finds nothing, and the step is then over one token.
+        # N-gram lookup mostly finds nothing; the step then runs over one token.
         proposed = 1.0 if case.draft_config else NGRAM_PROPOSED
         step = proposed * case.draft_forward(1 + inner, cached, chosen) + costs.round
         step += (1 - proposed) * case.draft_forward(1, cached, chosen)
@@ -150,13 +153,13 @@ def evaluate(case: Case, chosen: Plan, memory: MemoryPlan) -> Candidate:
 
 
 def _fit(case: Case, method: MethodSettings) -> Fitted:
-    """Where everything goes, as the engine would have it or as the user fixed it.
+    """Return the placement that the engine would choose, with the user's choices applied.
 
     Raises DoesNotFitError or UsageError.
     """
     sizes, room = case.sizes(method), case.room
     if "resident_kv_blocks" in case.fixed:
-        # Blocks of which some may stream, even where all would fit.
+        # Keep the block size for streaming, even if all blocks would fit.
         sizes = replace(sizes, block_tokens=sizes.requirements(0).kv.block_tokens)
     fitted = fit(sizes, room.device_bytes)
     fixed = {n: case.fixed[n] for n in Placement.__dataclass_fields__ if n in case.fixed}
@@ -173,7 +176,7 @@ def _fit(case: Case, method: MethodSettings) -> Fitted:
 
 
 def _drafter_seconds(case: Case) -> float:
-    """What one token of the lowest level takes. N-gram lookup takes nothing to speak of."""
+    """Return the seconds of one token of the lowest level. N-gram lookup is counted as 0."""
     if case.draft_config is None:
         return 0.0
     costs = Costs(case.draft_config, case.dtype, replace(case.hardware, gpus=1))
@@ -181,7 +184,7 @@ def _drafter_seconds(case: Case) -> float:
 
 
 def _refresh_seconds(case: Case, chosen: Plan, memory: MemoryPlan) -> float:
-    """Choosing chunks anew, and bringing those that changed."""
+    """Return the seconds of a refresh: choosing chunks and copying those that changed."""
     costs, hardware = case.costs, case.hardware
     shape = kv_shape(case.rank, 1, case.dtype)
     cache = (
@@ -194,7 +197,7 @@ def _refresh_seconds(case: Case, chosen: Plan, memory: MemoryPlan) -> float:
     moved = case.curve.churn * cache * away
     launches = 20 if hardware.asynchronous else 40 + 20 * shape.layers
     if hardware.asynchronous and case.rounds_kv(chosen):
-        # A layer or a few are gathered at a time, and then rounded.
+        # Chunks are gathered and then rounded for a few layers at a time.
         launches += 2 * shape.layers
     chunks = case.length // case.chunk_tokens * shape.layers * shape.kv_heads
     seconds = costs.piece(chunks * 40.0 + moved, 0, launches)

@@ -1,4 +1,4 @@
-"""What is planned for: a model, hardware, a text, and how all of it is kept."""
+"""Input of the planner: a model, hardware, a context, and the formats of weights and KV."""
 
 from __future__ import annotations
 
@@ -28,22 +28,27 @@ from triforce_offload.machine.profiles import Hardware
 from triforce_offload.memory.available import LIBRARY_BYTES
 from triforce_offload.weights.formats import DTYPES, Dtype
 
-# A KV block has about so many bytes on a GPU: copies of that size come within 3 % of a link's peak
+# Approximate size of a KV block on a GPU: copies of this size come within 3 % of a link's peak
 # (`link/cuda`).
 BLOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is planned for. draft_config: of a small model that drafts, None for n-grams.
+    """The input of the planner.
 
-    pieces: of its matrices, if they are kept as they are quantised; split: whether they are kept
-        in such; split_kv: whether KV is
-    auto: which of "weights" and "kv" may also be kept otherwise, if that is faster
-    method: what a plan leaves as it is: how chunks are chosen, how drafts are accepted; and what
-        drafts, if that is not `auto`
-    fixed: what the user set of a plan: "method", "budget", "draft_tokens", "inner_draft_tokens",
-        "resident_kv_blocks", "block_tokens", or more fields of Placement by a plan that was read
+    context: number of tokens of the context, new tokens included
+    new_tokens: number of new tokens
+    curve: acceptance rates
+    draft, draft_config: what drafts, and the config of the draft model, None for n-grams
+    pieces: pieces of the matrices if they are kept quantised, else None
+    split: whether weights are split
+    split_kv: whether KV is split
+    auto: which of "weights" and "kv" may have another format if that is faster
+    method: settings that the planner does not change: how chunks are chosen and drafts accepted,
+        and what drafts with, if not "auto"
+    fixed: choices that the user made: "method", "budget", "draft_tokens", "inner_draft_tokens",
+        "resident_kv_blocks", "block_tokens", or other fields of Placement from a plan file
     """
 
     config: ModelConfig
@@ -65,7 +70,7 @@ class Case:
 
     @cached_property
     def share(self) -> Share:
-        """Of the first GPU, which has the most. Raises UsageError if the model does not spread."""
+        """Share of the first GPU, the largest. Raises UsageError if the model does not divide."""
         unit = {} if self.pieces is None else {"unit": mlp_unit(self.config, self.pieces)}
         return Share.of(self.config, 0, self.hardware.gpus, **unit)
 
@@ -75,7 +80,7 @@ class Case:
 
     @cached_property
     def layouts(self) -> Layouts:
-        """Of one GPU's share of the weights."""
+        """Layouts of one GPU's share of the weights."""
         if self.split:
             return split_layouts(self.rank, self.dtype)
         if self.pieces is None:
@@ -84,12 +89,12 @@ class Case:
 
     @property
     def weights(self) -> str:
-        """As EngineConfig has it."""
+        """Format of the weights, see `EngineConfig.weights`."""
         return SPLIT if self.split else STORED if self.pieces else DENSE
 
     @property
     def kv(self) -> str:
-        """As EngineConfig has it."""
+        """Format of the KV, see `EngineConfig.kv`."""
         return SPLIT if self.split_kv else DENSE
 
     @cached_property
@@ -98,18 +103,18 @@ class Case:
 
     @cached_property
     def int4_costs(self) -> Costs:
-        """Of a model whose layers are in 4 bits."""
+        """Costs with int4 copies of the layers."""
         layer = int4_layout(self.rank, self.dtype)
         return replace(self.costs, stored=self.costs.matrices.with_layer(layer))
 
     @cached_property
     def high_costs(self) -> Costs:
-        """Of a model whose layers are read by their high bits."""
+        """Costs with only the high bits of the layers."""
         matrices = self.costs.matrices.with_high_bits(self.layouts.layers[0])
         return replace(self.costs, stored=matrices)
 
     def sizes(self, method: MethodSettings) -> ModelSizes:
-        """What one GPU's share takes, decoding by a method."""
+        """Return the sizes of one GPU's share for a method."""
         return ModelSizes(
             self.rank,
             self.dtype,
@@ -136,7 +141,7 @@ class Case:
 
     @property
     def room(self) -> Room:
-        """Memory that the plan of one GPU may take."""
+        """Memory that the plan may take on one GPU."""
         hardware = self.hardware
         host = hardware.host_memory_bytes
         return Room(
@@ -149,12 +154,12 @@ class Case:
 
     @property
     def length(self) -> int:
-        """Tokens in the cache half way through decoding."""
+        """Number of tokens in the KV cache halfway through decoding."""
         return self.context - self.new_tokens // 2
 
     @property
     def library_bytes(self) -> int:
-        """What an engine leaves to libraries of one GPU's memory (`memory/device`)."""
+        """Bytes of one GPU's memory that an engine leaves to libraries (`memory/device`)."""
         return LIBRARY_BYTES if self.hardware.asynchronous else 0
 
     @property
@@ -162,8 +167,8 @@ class Case:
         return self.method.chunk_size
 
     def acceptance(self, plan: Plan) -> float:
-        """The share of the retrieval model's tokens that holds. What the context cannot fill adds
-        nothing.
+        """Return the share of the retrieval level's tokens that the target accepts. A budget beyond
+        the context adds nothing.
         """
         int4 = len(plan.placement.int4_layers) / len(self.config.layers)
         budget = fitting_budget(plan.budget, self.chunk_tokens, self.context)
@@ -185,14 +190,14 @@ class Case:
         return plan.method.reads_high_bits(self.weights, on_gpu=self.hardware.asynchronous)
 
     def _high_layers(self, plan: Plan) -> int:
-        """Layers that the retrieval model reads by their high bits."""
+        """Return the number of layers of which the retrieval level reads only the high bits."""
         placement = plan.placement
         if self._reads_high_bits(plan):
             return len(self.rank.layers) - len(placement.int4_layers)
         return len(placement.split_layers)
 
     def draft_forward(self, tokens: int, keys: int, plan: Plan) -> float:
-        """Seconds of a forward of the retrieval model."""
+        """Return the seconds of a forward of the retrieval level."""
         instead, high = len(plan.placement.int4_layers), self._high_layers(plan)
         kinds = [(len(self.rank.layers) - instead - high, self.costs)]
         if high:
@@ -204,7 +209,7 @@ class Case:
         return layers + self.costs.head(tokens, recorded=True)
 
     def check(self) -> None:
-        """Raise UsageError for a context or a format that the model cannot have."""
+        """Raise UsageError for a context or a format that the model does not support."""
         self.method.check_weights(self.weights)
         if self.split and self.dtype.name not in ("bfloat16", "float16"):
             raise UsageError(

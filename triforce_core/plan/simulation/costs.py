@@ -1,8 +1,8 @@
-"""What the forwards of one GPU cost in seconds, by the rates of its hardware.
+"""Cost of the forwards of one GPU in seconds, from the rates of its hardware.
 
-A piece takes max(bytes / memory rate, flops / matrix rate), and launching its kernels: on a GPU the
-host launches ahead, so an eager piece takes the longer of the two, and a recorded one adds the gap
-between kernels; on a CPU what is launched is computed in between, so they add up.
+A piece of work takes max(bytes / memory rate, flops / matrix rate), plus the time to launch its
+kernels. On a GPU, the host launches ahead, so an eager piece takes the longer of work and launches;
+a recorded piece takes its work plus the gaps between kernels. On a CPU, work and launches add up.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from triforce_offload.weights.formats import ElementType, Read
 
 @dataclass(frozen=True)
 class Launches:
-    """Kernels that are launched, counted in the code.
+    """Numbers of kernel launches, counted in the code.
 
-    before, after: of a layer, up to its attention and from it on (`model`)
-    attend, score: of each piece of keys, and besides if its chunks are scored; merge: of a layer
-        when its keys have been seen (`attend`)
-    distribution: from logits to distributions (`sampling`)
-    small_before, small_after: of those before and after, such as compute next to nothing: all but
+    before, after: launches of a layer before its attention and after it (`model`)
+    attend: launches for each piece of keys (`attend`)
+    score: additional launches for each piece of keys whose chunks are scored
+    merge: launches of a layer after all its keys
+    distribution: launches from logits to distributions (`sampling`)
+    small_before, small_after: those of `before` and `after` that compute almost nothing: all except
         the products with weights
     """
 
@@ -45,55 +46,55 @@ class Launches:
 
     @property
     def layer(self) -> int:
-        """Kernels of a layer over one piece of keys."""
+        """Number of launches of a layer with one piece of keys."""
         return self.before + self.attend + self.merge + self.after
 
 
-# PyTorch's operations, views among them: what computes on a CPU.
+# PyTorch's operations, views included, which compute on a CPU.
 PLAIN = Launches(before=21, attend=12, score=8, merge=12, after=15, distribution=20)
 # Triton's kernels: norm, product, rotation; one for blocks, one for the tail and one for scores;
 # a copy that puts heads side by side, product, norm with residual, product, SwiGLU, product, sum.
 FUSED = Launches(
     before=3, attend=1, score=0, merge=2, after=7, distribution=1, small_before=2, small_after=4
 )
-# On a GPU a kernel that computes next to nothing takes so long from beginning to end: 2.9 us, in
-# "Getting Started with CUDA Graphs" (NVIDIA technical blog).
+# Duration of a GPU kernel that computes almost nothing: 2.9 us, from "Getting Started with CUDA
+# Graphs" (NVIDIA technical blog).
 SMALL_KERNEL_SECONDS = 2.9e-6
-# The distribution of a row is one program on a GPU, which goes through its vocabulary in steps of
-# so many numbers: four times, and top-p through a short list once for each of 32 bits, and twice
-# (`distribution_triton`). A step is what waits for the one before: a read of the L2 cache, about
-# 270 cycles (Luo et al., arXiv 2402.13499), 8 numbers a thread, and a sum over 16 warps. Assumed,
-# about 2,500 cycles.
+# On a GPU, one program computes the distribution of a row. It goes through the vocabulary four
+# times, in steps of 4096 numbers; then top-p goes through a short list once for each of 32 bits,
+# and twice more (`distribution_triton`). Each step waits for the one before: a read of the L2
+# cache, about 270 cycles (Luo et al., arXiv 2402.13499), 8 numbers a thread, and a sum over 16
+# warps. Assumed to take about 2,500 cycles.
 LAW_STEP_NUMBERS, LAW_PASSES, LAW_SEARCH_STEPS, LAW_STEP_SECONDS = 4096, 4, 34, 1e-6
-# Instructions of the pipe for whole numbers for each number of a matrix, by the rows it is
-# multiplied with, at most: counted in the loops that Triton 3.9 compiles for compute capabilities
-# 8.0 and 8.9. With more than 16 rows several warps of a program decode the same numbers.
+# Integer instructions for each element of a matrix, as pairs (most rows of the product,
+# instructions): counted in the loops that Triton 3.9 compiles for compute capabilities 8.0 and 8.9.
+# With more than 16 rows, several warps of a program decode the same elements.
 OPERATIONS = {
     Read.SPLIT_BF16: ((16, 13.0), (FEW_ROWS, 50.0)),
     Read.HIGH: ((16, 12.0), (FEW_ROWS, 23.0)),
     # Conversions to floats included.
     Read.GROUPS: ((16, 4.0), (FEW_ROWS, 15.0)),
 }
-# The same of what is decoded to memory: of a matrix, before it is multiplied with more rows, and of
-# a block of KV.
+# Integer instructions for each element that is decoded to memory: of a matrix before a product with
+# more rows, or of a block of KV.
 DECODE_OPERATIONS = 15.0
-# Keys of a chunk that is scored, as a rule (`settings.chunk_size`).
+# Default number of keys of a chunk that is scored (`settings.chunk_size`).
 SCORED_KEYS = 8
-# A distribution and its rule read and write so many bytes for each token of the vocabulary: about
-# 70 the distribution (its scores, softmax, shortlist, mask and sums), 50 the rule (the residual,
-# and sums of it in float64).
+# Bytes that a distribution and its acceptance rule read and write for each token of the vocabulary:
+# about 70 for the distribution (scores, softmax, shortlist, mask and sums), 50 for the rule (the
+# residual and its sums in float64).
 DISTRIBUTION_BYTES = 120.0
-# A norm reads or writes its token so often, a rotation its heads, silu and product their row.
+# How often a norm reads or writes its row, a rotation its heads, and SwiGLU its row.
 NORM_TOUCHES, ROTATE_TOUCHES, MLP_TOUCHES = 18, 12, 5
-# A round of `levels.speculate` launches so many kernels outside its forward: the rule, one wait,
-# what is put back.
+# Launches of a round of `levels.speculate` outside its forward: the rule, one wait, and the copies
+# back to the device.
 ROUND_LAUNCHES = 30
 NORM_PARTS = ("input_norm", "qkv")
 
 
 def prefill_flops(config: ModelConfig, tokens: int) -> float:
-    """What the matrix products of the layers take, and causal attention, which sees half on
-    average.
+    """Return the flops of the layers' matrix products and of causal attention, which covers half of
+    the keys on average.
     """
     numbers = 0.0
     for spec in config.layers:
@@ -105,9 +106,10 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the parts of a forward. config: of one GPU's share (`model/share`).
+    """Seconds of the parts of a forward.
 
-    stored: bytes of its matrices as they lie in memory, dense in `dtype` if None
+    config: config of one GPU's share (`model/share`)
+    stored: bytes of its matrices in memory; None for dense in `dtype`
     """
 
     config: ModelConfig
@@ -121,7 +123,7 @@ class Costs:
 
     @property
     def _layer(self) -> LayerSpec:
-        """The layer that is counted: all layers of a model that is planned for are alike."""
+        """The layer that is counted. The planner supports only models with equal layers."""
         return self.config.layers[0]
 
     @property
@@ -129,13 +131,13 @@ class Costs:
         return FUSED if self.hardware.asynchronous else PLAIN
 
     def piece(self, nbytes: float, flops: float, launches: int, *, recorded: bool = False) -> float:
-        """Seconds of one piece of compute."""
+        """Return the seconds of one piece of work."""
         hardware = self.hardware
         work = max(nbytes / hardware.memory_bytes_per_second, flops / hardware.flops_per_second)
         return self._launched(work, launches, recorded)
 
     def before(self, tokens: int, *, recorded: bool = False) -> float:
-        """A layer up to its attention."""
+        """Return the seconds of a layer before its attention."""
         mixer, matrices, launches = self._layer.mixer, self.matrices, self.launches
         rotated = mixer.queries + mixer.keys
         touched = NORM_TOUCHES * self.config.hidden + ROTATE_TOUCHES * rotated
@@ -145,7 +147,7 @@ class Costs:
         return self._launched(work, launches.before, recorded)
 
     def after(self, tokens: int, *, recorded: bool = False) -> float:
-        """A layer from its attention on, with the sums over GPUs that it and attention end in."""
+        """Return the seconds of a layer after its attention, with its two sums over GPUs."""
         parts = [part for part in self._shapes if part not in NORM_PARTS]
         touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self._layer.mlp.width
         matrices, launches = self.matrices, self.launches
@@ -163,24 +165,25 @@ class Costs:
         recorded: bool = False,
         rounded: bool = False,
     ) -> float:
-        """Attention of `tokens` queries to one piece of keys. scored: chunks get their mass.
+        """Return the seconds of attention of `tokens` queries to one piece of keys.
 
-        rounded: keys and values are in 8 bits, which on a CPU are made `dtype` first
+        scored: whether chunks are scored
+        rounded: whether keys and values are in 8 bits; a CPU converts them to `dtype` first
         """
         mixer, hardware = self._layer.mixer, self.hardware
         shape = kv_shape(self.config, 1, self.dtype)
         flops = 4.0 * tokens * mixer.queries * keys
         if rounded and hardware.asynchronous:
-            # One kernel multiplies what comes of it by a scale.
+            # One kernel multiplies the result by the scales.
             nbytes = keys * shape.token_bytes / shape.dtype.itemsize
             scaling = self.small(1, recorded=recorded)
             return scaling + self.piece(nbytes, flops, self.launches.attend, recorded=recorded)
         nbytes = keys * shape.token_bytes
         if scored and hardware.asynchronous:
-            # A score of each chunk for every row, in float32: written, and read when all are known.
+            # A float32 score of each chunk for every row: written once, and read once at the end.
             nbytes += 2 * 4 * tokens * mixer.heads * keys / SCORED_KEYS
         elif scored:
-            # Scores of every row in float32: written, turned to weights, read and averaged.
+            # A float32 score of each key for every row: written, turned into weights, and averaged.
             nbytes += 4 * 4 * tokens * mixer.heads * keys
         launches = self.launches.attend + (self.launches.score if scored else 0)
         if not hardware.attend_bytes_per_second:
@@ -193,13 +196,13 @@ class Costs:
         return self._launched(products + scores, launches, recorded)
 
     def decode_block(self, shape: KVShape) -> float:
-        """What a block of KV takes to become the numbers that are attended to."""
+        """Return the seconds of decoding a block of KV."""
         if not shape.split:
             return 0.0
         hardware = self.hardware
         decoding = shape.numbers * hardware.decode_seconds_per_number
         decoding += self._integers(shape.numbers * DECODE_OPERATIONS)
-        # The numbers, and their exceptions.
+        # Two kernels: one for the numbers and one for their exceptions.
         piece = self.piece(shape.block_bytes + shape.dense_block_bytes, 0, 2)
         return max(decoding, piece) if hardware.asynchronous else decoding + piece
 
@@ -209,12 +212,12 @@ class Costs:
         return max(merged, self.small(self.launches.merge))
 
     def small(self, kernels: int, *, recorded: bool = False) -> float:
-        """So many kernels that compute next to nothing."""
+        """Return the seconds of kernels that compute almost nothing."""
         each = SMALL_KERNEL_SECONDS if self.hardware.asynchronous else 0.0
         return self._launched(kernels * each, kernels, recorded)
 
     def head(self, tokens: int, *, recorded: bool = False) -> float:
-        """Final norm, output matrix and distributions."""
+        """Return the seconds of the final norm, the output matrix and the distributions."""
         config = self.config
         matrix = config.vocab_rows * config.hidden
         distributions = self.piece(
@@ -228,8 +231,8 @@ class Costs:
         return self._launched(work, 9, recorded) + distributions + self._ends(tokens)
 
     def _distribution_steps(self) -> float:
-        """Seconds of the program that makes a row's distribution; those of other rows run beside
-        it.
+        """Return the seconds of the program for one row's distribution. The programs of other rows
+        run in parallel.
         """
         if not self.hardware.asynchronous:
             return 0.0
@@ -239,8 +242,8 @@ class Costs:
     def resident_layer(
         self, tokens: int, keys: int, *, recorded: bool = True, rounded: bool = False
     ) -> float:
-        """A layer of a forward over weights and KV that are all on the device."""
-        # The parts into which attention divides the keys are merged by a kernel of its own.
+        """Return the seconds of a layer whose weights and KV are all on the device."""
+        # A separate kernel merges the parts into which attention divides the keys.
         merged = self.small(1, recorded=recorded) if self.hardware.asynchronous else 0.0
         return (
             self.before(tokens, recorded=recorded)
@@ -250,13 +253,15 @@ class Costs:
         )
 
     def resident_forward(self, tokens: int, keys: int, *, recorded: bool = True) -> float:
-        """A forward over weights and KV that are all on the device, distributions included."""
+        """Return the seconds of a forward with all weights and KV on the device, distributions
+        included.
+        """
         layers = len(self.config.layers) * self.resident_layer(tokens, keys, recorded=recorded)
         return layers + self.head(tokens, recorded=recorded)
 
     @property
     def round(self) -> float:
-        """Seconds of a round of proposing and verifying, besides its forward."""
+        """Seconds of a round of proposing and verifying, without its forward."""
         return ROUND_LAUNCHES * self.hardware.launch_seconds
 
     @cached_property
@@ -267,18 +272,21 @@ class Costs:
         return sum(prod(self._shapes[part]) for part in parts)
 
     def _touch(self, tokens: int, touched: int, kernels: int) -> float:
-        """Seconds of what is done to each token besides: `touched` elements, by small kernels."""
+        """Return the seconds of small kernels that access `touched` elements of each token."""
         nbytes = tokens * touched * self.dtype.itemsize
         work = nbytes / self.hardware.memory_bytes_per_second
         return max(work, kernels * SMALL_KERNEL_SECONDS) if self.hardware.asynchronous else work
 
     def _integers(self, operations: float) -> float:
-        """Seconds of operations on whole numbers, where their rate is known."""
+        """Return the seconds of integer operations, or 0 if their rate is unknown."""
         rate = self.hardware.integer_ops_per_second
         return operations / rate if rate else 0.0
 
     def _product(self, tokens: int, elements: int, nbytes: float, read: Read) -> float:
-        """Seconds of a product of a matrix of so many elements and bytes with `tokens` rows."""
+        """Return the seconds of a product of a matrix with `tokens` rows.
+
+        elements, nbytes: size of the matrix
+        """
         hardware, dense = self.hardware, elements * self.dtype.itemsize
         joins = read is Read.SPLIT_FP16 or (read is Read.SPLIT_BF16 and tokens > FEW_ROWS)
         if hardware.asynchronous and joins:
@@ -307,17 +315,19 @@ class Costs:
         return max(work, launches * hardware.launch_seconds)
 
     def all_reduce(self, tokens: int) -> float:
-        """A sum over GPUs of [tokens, hidden]."""
+        """Return the seconds of a sum of [tokens, hidden] over GPUs."""
         return self._told(tokens * self.config.hidden * self.dtype.itemsize)
 
     def _ends(self, tokens: int) -> float:
-        """A sum of what each GPU has of the input embedding; gathering logits on the first GPU."""
+        """Return the seconds of summing the input embeddings over GPUs and of gathering the logits
+        on the first GPU.
+        """
         others = self.hardware.gpus - 1
         return self.all_reduce(tokens) + self._told(4 * tokens * self.config.vocab_rows * others)
 
     def _told(self, nbytes: float) -> float:
-        """Seconds in which GPUs tell each other so much. Where the rate was not measured: through
-        host memory, there and back, at half the link's.
+        """Return the seconds in which GPUs exchange `nbytes`. If the rate was not measured, the
+        exchange goes through host memory and back, at half the link's rate.
         """
         hardware = self.hardware
         if hardware.gpus == 1:
@@ -327,7 +337,7 @@ class Costs:
 
 
 def _between(measured: Sequence[tuple[int, float]], rows: int) -> float:
-    """Linear between what was measured, and in proportion beyond it."""
+    """Interpolate measurements linearly; beyond the last one, extrapolate in proportion to rows."""
     for (low, before), (high, after) in pairwise(measured):
         if rows <= high:
             return before + (after - before) * (max(rows, low) - low) / (high - low)

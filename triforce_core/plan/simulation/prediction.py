@@ -1,4 +1,4 @@
-"""What a plan is predicted to do, in figures and in a sentence. Everything here is simulated."""
+"""Predictions for a plan, in figures and in a sentence. Everything here is simulated."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from triforce_offload.machine.profiles import Hardware
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds unless named otherwise; of one GPU, all of which do the same at once.
+    """Predicted figures, in seconds unless their names say otherwise. They are those of one GPU;
+    all GPUs do the same at once.
 
-    seconds_per_round: refresh, draft and pass, which give tokens_per_pass tokens
-    seconds_per_pass: of a verifying pass; of it compute_seconds compute and wait_seconds wait for
-        the link
-    acceptance_assumed: whether nobody measured or gave the acceptance
-    floor_seconds_per_pass: bytes_per_pass over the link's rate, of which prefetched_bytes cross
-        while drafting; disk_bytes_per_pass of them are read from files first, which is counted
+    seconds_per_round: duration of refresh, draft and pass, which yield tokens_per_pass tokens
+    seconds_per_pass: duration of a verify pass
+    compute_seconds, wait_seconds: the parts of a pass that compute and that wait for the link
+    acceptance_assumed: whether the acceptance was neither measured nor given
+    floor_seconds_per_pass: bytes_per_pass divided by the link's rate, plus additional time to read
+        disk_bytes_per_pass of them from files
+    prefetched_bytes: those of bytes_per_pass that cross while drafting
     """
 
     method: str
@@ -48,7 +50,7 @@ class Prediction:
 
     @property
     def floor_share(self) -> float:
-        """The share of a pass that its bytes take over the link, without those before it."""
+        """Share of a pass in which its bytes cross the link, without the prefetched ones."""
         waited_for = 1 - self.prefetched_bytes / max(1, self.bytes_per_pass)
         return self.floor_seconds_per_pass * waited_for / self.seconds_per_pass
 
@@ -58,7 +60,7 @@ class Prediction:
 
     @property
     def seconds_to_first_token(self) -> float:
-        """Prefill draws the first token."""
+        """The duration of the prefill, which draws the first token."""
         return self.prefill_seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -71,7 +73,7 @@ class Prediction:
 
 
 def predict(chosen: Candidate) -> Prediction:
-    """The figures of a plan, by the simulation of a round in the middle of decoding."""
+    """Return the figures of a plan from the simulation of a round in the middle of decoding."""
     case, cost, plan = chosen.case, chosen.round, chosen.plan
     whole, passed = cost.seconds, cost.pass_seconds
     wait = max(0.0, passed - cost.compute_seconds)
@@ -116,7 +118,7 @@ def _placement(chosen: Candidate) -> dict[str, Any]:
 
 
 def _memory(chosen: Candidate) -> dict[str, Any]:
-    """What the parts take, in bytes; together device_bytes."""
+    """Return the bytes of each part of memory; those on the device add up to device_bytes."""
     memory, parts = chosen.memory, chosen.memory.device_parts
     return {
         "device_bytes": chosen.device_bytes,
@@ -136,7 +138,7 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
 
 
 def links(hardware: Hardware) -> str:
-    """The links in words, and what two of them mean."""
+    """Return a description of the links. If several links are unequal, the slowest one counts."""
     rate = hardware.stream_bytes_per_second / 1e9
     kind = "EMULATED link" if hardware.emulated else hardware.link
     if hardware.gpus == 1:
@@ -145,7 +147,7 @@ def links(hardware: Hardware) -> str:
     width = "full width" if hardware.link_full else "not full width (an x8/x8 board?)"
     rates = (hardware.link_bytes_per_second, *hardware.other_links[: hardware.gpus - 1])
     slowest = min(rates)
-    # Measured rates of equal links differ a little.
+    # Measured rates of equal links differ slightly.
     if slowest < 0.9 * max(rates):
         return f"{kind}, unequal: each waits for the slowest, {rate:.1f} GB/s"
     shared = " as host memory allows" if rate * 1e9 < slowest else ""
@@ -153,7 +155,7 @@ def links(hardware: Hardware) -> str:
 
 
 def case_dict(case: Case, model: str) -> dict[str, Any]:
-    """What was planned for."""
+    """Return a case as a dict."""
     hardware = case.hardware
     return {
         "model": model,

@@ -1,7 +1,7 @@
-"""What one round of decoding costs: refresh, draft, and the pass that verifies.
+"""Cost of one round of decoding: the refresh, the draft and the verify pass.
 
-The pass is the schedule that the runtime executes (`triforce_offload.schedule`), each of its pieces
-with seconds, on a virtual clock.
+The pass follows the schedule that the runtime executes (`triforce_offload.schedule`). Each of its
+pieces takes its seconds on a virtual clock.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ from triforce_offload.schedule import KV, WEIGHTS, Crossing, Kind, KVPlaces, Pla
 
 @dataclass(frozen=True)
 class RoundCost:
-    """length: tokens in the cache. tokens: that the pass verifies, the last one of the text too.
+    """The cost of one round.
 
-    scored: whether the pass scores chunks. draft_seconds, refresh_seconds: before the pass; its
-    copies start with the draft, after the refresh. early_head: the pass's copies start before the
-    head of the pass before it, as without drafts
+    length: number of tokens in the KV cache
+    tokens: number of rows of the pass: the draft tokens and the last token of the text
+    scored: whether the pass scores chunks
+    draft_seconds, refresh_seconds: duration of the draft and of the refresh before it; the copies
+        of the pass start with the draft
+    early_head: whether the copies of the pass start before the head of the previous pass, as in
+        decoding without drafts
     """
 
     costs: Costs
@@ -37,7 +41,7 @@ class RoundCost:
 
     @cached_property
     def places(self) -> Places:
-        """Between texts that are read: reclaimed memory holds KV."""
+        """The places of weights and KV after the prefill, when reclaimed memory has KV."""
         kv = self.memory.kv
         resident = min(kv.resident + kv.reclaimed, kv.blocks) // self.memory.requirements.sequences
         return Places(
@@ -50,21 +54,21 @@ class RoundCost:
 
     @cached_property
     def link_bytes(self) -> int:
-        """What a pass brings to the device."""
+        """Bytes that a pass copies to the device."""
         places = self.places
         blocks = sum(max(0, self._blocks - share) for share in places.texts[0].resident)
         return self.memory.weights_link_bytes + blocks * places.block_bytes
 
     @property
     def link_seconds(self) -> float:
-        """What a pass's bytes take over the link. Nobody waits for those that come while
-        drafting: a pass may be a little faster, a round is not.
+        """Time in which the bytes of a pass cross the link. Some of them cross while drafting, so a
+        pass may be a little faster than this, but a round is not.
         """
         return self.link_bytes / self._rate + self.disk_seconds
 
     @property
     def disk_bytes(self) -> int:
-        """What a pass reads from files."""
+        """Bytes that a pass reads from files."""
         return self.memory.weights_file_bytes
 
     @property
@@ -75,19 +79,19 @@ class RoundCost:
             return None
         layers = enumerate(self.memory.layers)
         in_files = frozenset(index for index, layer in layers if layer.where is Where.FILE)
-        # All GPUs read from it at once.
+        # All GPUs read from the disk at once.
         return ReadFromDisk(in_files, rate / hardware.gpus)
 
     @property
     def disk_seconds(self) -> float:
-        """What reading from files takes beyond crossing the link."""
+        """Time that reading from files takes beyond the time on the link."""
         if (disk := self._disk) is None:
             return 0.0
         return max(0.0, self.disk_bytes / disk.bytes_per_second - self.disk_bytes / self._rate)
 
     @cached_property
     def compute_seconds(self) -> float:
-        """What a pass computes, its head included, if it never waits."""
+        """Compute time of a pass, its head included, without waits."""
         seconds = self._seconds
         layer = seconds[Kind.BEFORE] + self._blocks * seconds[Kind.BLOCK] + seconds[Kind.AFTER]
         return len(self.memory.layers) * layer + self.head_seconds
@@ -98,13 +102,13 @@ class RoundCost:
 
     @property
     def least_seconds(self) -> float:
-        """What a round takes at the least: its compute; or what crosses after the draft, during
-        which no more crosses than the slots hold.
+        """Lower bound of a round: the refresh and the draft, then the longer of compute and the
+        copies after the draft. No more than the slots have room for can cross during the draft.
         """
         placement = self.memory.placement
         ahead = placement.weight_slots * self.memory.slot_bytes
         ahead += placement.kv_slots * self._shape.block_bytes
-        # Those ahead may be the slowest.
+        # The copies made ahead may be the slowest ones.
         crossing = max(0, self.link_bytes - ahead) / self._rate
         if disk := self._disk:
             crossing += max(0.0, self.disk_seconds - ahead / disk.bytes_per_second)
@@ -112,7 +116,7 @@ class RoundCost:
 
     @cached_property
     def executed(self) -> tuple[list[Crossing], list[Work], Timeline]:
-        """What crosses, what computes, and when."""
+        """The crossings, the compute work, and their timeline."""
         schedule, seconds = pass_schedule(self.places), self._seconds
         works = [Work("refresh", self.refresh_seconds), Work("draft", self.draft_seconds)]
         head = Work("head", self.head_seconds)
@@ -120,7 +124,7 @@ class RoundCost:
             works.append(head)
         attend = seconds[Kind.BLOCK]
         for kind, layer, blocks, needs, releases in schedule.pieces:
-            # Attention is all that a BLOCK computes.
+            # A BLOCK piece computes only attention.
             own = attend if kind is Kind.BLOCK else seconds[kind] + blocks * attend
             works.append(Work("layer", own, needs, releases, layer))
         if not self.early_head:
@@ -139,17 +143,17 @@ class RoundCost:
 
     @property
     def seconds(self) -> float:
-        """What the round takes on the virtual clock."""
+        """Duration of the round on the virtual clock."""
         return self.executed[2].seconds
 
     @property
     def pass_seconds(self) -> float:
-        """What the round takes after its draft."""
+        """Duration of the round after its draft."""
         return self.seconds - self.draft_seconds - self.refresh_seconds
 
     @property
     def prefetched_bytes(self) -> int:
-        """What of a pass crosses before it begins: while drafting, as far as the slots take it."""
+        """Bytes of a pass that cross before it begins: while drafting, limited by the slots."""
         crossings, _, timeline = self.executed
         begins = self.refresh_seconds + self.draft_seconds
         early = 0.0
@@ -166,7 +170,7 @@ class RoundCost:
 
     @property
     def _blocks(self) -> int:
-        """KV blocks of each layer."""
+        """Number of KV blocks of each layer."""
         return self.length // self._shape.block_tokens
 
     @property
@@ -175,7 +179,7 @@ class RoundCost:
 
     @cached_property
     def _seconds(self) -> dict[Kind, float]:
-        """Seconds of each kind of piece; of BEFORE without the blocks that it attends to."""
+        """Seconds of each kind of piece, without the attention to blocks in BEFORE."""
         costs, tokens, block = self.costs, self.tokens, self._shape.block_tokens
         tail = costs.attend(tokens, self.length % block + tokens, scored=self.scored)
         merge = costs.merge(tokens, self._blocks + 1)

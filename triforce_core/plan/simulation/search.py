@@ -1,4 +1,4 @@
-"""The planner: of all plans that fit, the one whose simulated seconds per token are least."""
+"""The planner: finds the plan with the least simulated seconds per token."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _FEW_INNER_DRAFTS = (1, 3, 6)
 
 
 def choose(case: Case) -> Candidate:
-    """Return the best plan of a case: where everything goes by a few draft lengths, then the best
-    of all lengths there.
+    """Return the fastest plan, over all permitted formats of weights and KV.
 
-    Raises UsageError, or DoesNotFitError that names the shortest way to fit.
+    A few draft lengths decide where everything goes; then the best of all lengths is taken.
+
+    Raises UsageError, or DoesNotFitError, which suggests the smallest changes that would fit.
     """
     plans, refused = [], None
     for each in _ways(case):
@@ -39,8 +40,10 @@ def choose(case: Case) -> Candidate:
 
 
 def _ways(case: Case) -> list[Case]:
-    """The case with what is auto kept in each way that may be the fastest: in 16 bits, split;
-    and dense if it is quantised, on the emulated device, where decoding takes longer than reading.
+    """Return the case in each combination of "auto" formats that may be the fastest.
+
+    Weights and KV in 16 bits may be split. Quantised weights may become dense on the emulated
+    device, where decoding takes longer than reading.
     """
     ways = [case]
     if "weights" in case.auto:
@@ -54,7 +57,7 @@ def _ways(case: Case) -> list[Case]:
 
 
 def _choose(case: Case) -> Candidate:
-    """Return the best plan of the grid, with one of a few lengths."""
+    """Return the fastest plan of a case with fixed formats, with one of a few lengths."""
     case.check()
     draft_kv = case.method.draft_kv
     if rounds := draft_kv == AUTO and case.hardware.asynchronous:
@@ -64,7 +67,7 @@ def _choose(case: Case) -> Candidate:
         raise shortest_change(case, refused) from refused
     best = _fastest(fitting)
     if rounds and best.plan.budget:
-        # Of an exact cache nothing is rejected for how it is kept, and it takes twice the bytes.
+        # Also try an exact cache: it causes no rejections, but takes twice the bytes.
         exact, _ = _grid(case, (best.plan.budget,), EXACT)
         best = _fastest([best, *exact])
     return best
@@ -113,7 +116,9 @@ def _of_lengths(
 
 
 def _fastest(candidates: list[Candidate]) -> Candidate:
-    """The best by simulation. Those whose bound is above the best one's seconds are spared it."""
+    """Return the fastest candidate by simulation. Candidates whose lower bound is above the best
+    time are not simulated.
+    """
     best, *others = sorted(candidates, key=lambda each: each.least)
     for other in others:
         if other.least >= best.seconds_per_token:
@@ -124,7 +129,7 @@ def _fastest(candidates: list[Candidate]) -> Candidate:
 
 
 def _budgets(case: Case) -> tuple[int, ...]:
-    """Retrieval budgets that are looked at, the smallest first; 0 for no such level."""
+    """Return the retrieval budgets to try, smallest first; 0 is no retrieval level."""
     method, budget = case.fixed.get("method"), case.fixed.get("budget")
     if method == "speculative" and case.draft == NO_DRAFTER:
         raise UsageError("--method speculative needs a drafter, and --draft is none")
@@ -142,7 +147,7 @@ def _budgets(case: Case) -> tuple[int, ...]:
         return (int(budget),)
     least, most = 2 * case.chunk_tokens, 2 * case.context
     budgets = tuple(budget for budget in BUDGETS if least <= budget < most) or (least,)
-    # Where weights must stream there is no retrieval model; without a drafter nothing drafts then.
+    # Also try no retrieval level, unless triforce is fixed or there is no drafter to draft alone.
     return budgets if method == "triforce" or case.draft == NO_DRAFTER else (0, *budgets)
 
 
@@ -166,7 +171,7 @@ def _lengths(
 
 
 def shortest_change(case: Case, refused: DoesNotFitError) -> DoesNotFitError:
-    """The refusal, with what would have to change the least for the case to fit."""
+    """Return the error extended by the smallest changes with which the case would fit."""
     remedies = []
     best = _largest_context(case)
     if best:
@@ -189,7 +194,7 @@ def shortest_change(case: Case, refused: DoesNotFitError) -> DoesNotFitError:
 
 
 def _largest_context(case: Case) -> int:
-    """The longest context that fits, in steps of 256 tokens; 0 if none does."""
+    """Return the longest context that fits, in steps of 256 tokens; 0 if none does."""
     low, high = 0, case.context // 256
     while low < high:
         middle = (low + high + 1) // 2
@@ -204,7 +209,7 @@ def _largest_context(case: Case) -> int:
 
 
 def _fits(case: Case) -> bool:
-    """Whether any plan of the case does: the smallest of each method asks for the least."""
+    """Whether any plan of the case fits. The smallest plans of each method suffice to know."""
     for budget in _budgets(case)[:2]:
         with suppress(TriforceError):
             candidates(case, budget, *next(_lengths(case, budget, DRAFTS, INNER_DRAFTS)))

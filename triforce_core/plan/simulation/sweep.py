@@ -1,4 +1,4 @@
-"""The same case over several contexts, links or numbers of GPUs."""
+"""Plans for one case with several contexts, links or numbers of GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEAST_CONTEXT = 4096
 
 
 def sweep(case: Case, kind: str) -> list[dict[str, Any]]:
-    """One row for each value; a case that does not fit has a `refused` instead of figures."""
+    """Return one row for each value. A case that does not fit has `refused` instead of figures."""
     return [_row(each) for each in _cases(case, kind)]
 
 
@@ -25,7 +25,7 @@ def _cases(case: Case, kind: str) -> list[Case]:
         return [replace(case, hardware=_gpus(case.hardware, gpus)) for gpus in (1, 2)]
     if kind == "link":
         slots = [with_link(case.hardware, link) for link in LINKS]
-        # Slots that are more than the card come to the same.
+        # Links faster than the card supports give the same result.
         distinct = {hardware.link: hardware for hardware in slots}
         return [replace(case, hardware=hardware) for hardware in distinct.values()]
     contexts = []

@@ -10,7 +10,7 @@ ROUNDS = 2
 
 
 def trace_of(chosen: Candidate) -> list[Span]:
-    """Two rounds, one after another. Every span says that it is simulated."""
+    """Return the spans of two consecutive rounds. Every span is marked as simulated."""
     cost, start = chosen.round, 0.0
     crossings, works, timeline = cost.executed
     drafted = cost.refresh_seconds + cost.draft_seconds
