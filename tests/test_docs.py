@@ -115,4 +115,6 @@ def test_the_site_is_built(tmp_path: Path) -> None:
 
     for name in triforce_core.__all__:
         assert f'id="triforce_core.{name}"' in reference, name
-    assert "<li><code>temperature</code>: 0 takes the arg-max</li>" in reference
+    assert (
+        "<li><code>temperature</code>: sampling temperature; 0 takes the arg-max</li>" in reference
+    )

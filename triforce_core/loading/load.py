@@ -26,6 +26,7 @@ from triforce_core.plan.resolve import resolve
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import CannotSplitError, UsageError
+from triforce_offload.link.link import Link
 from triforce_offload.link.staging import StagedLink
 from triforce_offload.link.trace import NoTrace, Trace, TracedLink, Tracer
 from triforce_offload.memory.available import available_host_bytes
@@ -122,14 +123,16 @@ def _load(
         if not room.emulated or resolved.memory.weights_file_bytes:
             reading = (READ_AHEAD, max(resolved.memory.requirements.layer_bytes))
             link = StagedLink(link, host, reading=reading)
-        tracer: Tracer = NoTrace()
-        if config.trace:
-            tracer = Trace(link)
-            link = TracedLink(link, tracer)
+        link, tracer = _traced(link) if config.trace else (link, NoTrace())
         execution = Execution(
             checkpoint, drafter, resolved, memory, host, ranks, share, progress, stack
         )
         return execution.models(link, tracer)
+
+
+def _traced(link: Link) -> tuple[Link, Tracer]:
+    trace = Trace(link)
+    return TracedLink(link, trace), trace
 
 
 def _share(checkpoint: Readable, ranks: Ranks) -> Share | None:

@@ -13,7 +13,7 @@ from triforce_core.model.tensors import stored_layouts
 from triforce_core.plan.simulation.acceptance_curve import AcceptanceCurve, expected_tokens
 from triforce_core.plan.simulation.candidates import Candidate, candidates
 from triforce_core.plan.simulation.case import Case
-from triforce_core.plan.simulation.search import BUDGETS, choose
+from triforce_core.plan.simulation.search import BUDGETS, choose, faster_by_copies
 from triforce_core.settings import MethodSettings
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.machine.profiles import gpu_names, named
@@ -223,16 +223,24 @@ def test_layers_that_stream_draft_in_4_bits() -> None:
     assert poor.seconds_per_token > 2 * chosen.seconds_per_token
 
 
-def test_resident_layers_draft_in_4_bits_where_that_is_faster() -> None:
+def test_resident_layers_draft_in_4_bits_where_that_was_asked_for() -> None:
+    """A plain run makes no copies of them; the plan says what they would bring."""
     sure = AcceptanceCurve(outer=0.99, int4_copies=0.999)
     case = Case(read_shape("llama3.1-8b"), named("rtx4090"), 65536, curve=sure)
-    chosen = choose(case)
+    plain = choose(case)
+    assert not plain.plan.placement.int4_layers
+    chosen = faster_by_copies(plain)
+    assert chosen is not None
+    assert chosen.seconds_per_token < plain.seconds_per_token
     assert not chosen.plan.placement.streamed_layers
     assert len(chosen.plan.placement.int4_layers) == 32
     assert chosen.plan.method.draft_weights == "int4"
     exact = choose(replace(case, method=MethodSettings(draft_weights="exact")))
     assert chosen.step_seconds < 0.6 * exact.step_seconds
     assert chosen.seconds_per_token < exact.seconds_per_token
+    poor = replace(case, curve=AcceptanceCurve(int4_copies=0.3))
+    assert faster_by_copies(choose(poor)) is None
+    assert faster_by_copies(exact) is None, "exact weights were asked for"
 
 
 @pytest.mark.parametrize(

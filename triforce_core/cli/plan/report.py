@@ -11,6 +11,7 @@ from triforce_core.cli.terminal.console import Printer
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.prediction import Prediction, links
+from triforce_core.plan.simulation.search import faster_by_copies
 from triforce_offload.units import format_bytes
 
 
@@ -51,6 +52,13 @@ def print_plan(
     console.print(f"Plan: {line}.", highlight=False, soft_wrap=True)
     command = run_command(chosen, model, saved)
     console.print(f"Run it: {command}", highlight=False, soft_wrap=True)
+    if faster := faster_by_copies(chosen):
+        console.print(
+            f"Faster: add --draft-weights int4 for {faster.seconds_per_token:.4f} s/token, with "
+            f"copies of all layers that take {_copies(faster)} of the device.",
+            highlight=False,
+            soft_wrap=True,
+        )
     if compared:
         ratio = compared.seconds_per_token / prediction.seconds_per_token
         console.print(
@@ -59,6 +67,10 @@ def print_plan(
             highlight=False,
             soft_wrap=True,
         )
+
+
+def _copies(chosen: Candidate) -> str:
+    return format_bytes(chosen.memory.device_parts["int4_copies"])
 
 
 def print_sweep(case: Case, model: str, kind: str, rows: list[dict[str, Any]]) -> None:

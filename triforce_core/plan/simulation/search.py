@@ -9,13 +9,15 @@ from dataclasses import replace
 from triforce_core.plan.fitting import needs_weights
 from triforce_core.plan.simulation.candidates import Candidate, candidates
 from triforce_core.plan.simulation.case import Case
-from triforce_core.settings import AUTO, EXACT, INT8, NO_DRAFTER
+from triforce_core.settings import AUTO, EXACT, INT4, INT8, NO_DRAFTER
 from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError
 from triforce_offload.units import format_bytes
 
 BUDGETS = tuple(256 << i for i in range(8))
 DRAFTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 128, 160, 192, 224, 256)
 INNER_DRAFTS = (1, 2, 3, 4, 6, 8)
+# What is advised takes this share of a token's seconds at most.
+_LEAST_GAIN = 0.9
 # Of these, those by which plans are compared before the lengths of the best are chosen.
 _FEW_DRAFTS = (1, 4, 12, 32, 80)
 _FEW_INNER_DRAFTS = (1, 3, 6)
@@ -37,6 +39,24 @@ def choose(case: Case) -> Candidate:
     if refused and not plans:
         raise refused
     return _with_best_lengths(min(plans, key=lambda plan: plan.seconds_per_token))
+
+
+def faster_by_copies(plain: Candidate) -> Candidate | None:
+    """Return the plan in which int4 copies of all layers draft, if it is a tenth faster at least.
+
+    A run makes such copies only if it is asked to: they take memory and time to load.
+    """
+    case = plain.case
+    if case.method.draft_weights != AUTO or case.pieces or not case.hardware.asynchronous:
+        return None
+    method = replace(case.method, draft_weights=INT4)
+    try:
+        best = _with_best_lengths(_choose(replace(case, method=method)))
+    except TriforceError:
+        return None
+    copies = len(best.plan.placement.int4_layers)
+    saves = best.seconds_per_token <= _LEAST_GAIN * plain.seconds_per_token
+    return best if copies and saves else None
 
 
 def _ways(case: Case) -> list[Case]:
