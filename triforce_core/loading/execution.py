@@ -15,8 +15,8 @@ from triforce_core.model.rope import Rope
 from triforce_core.model.share import Share
 from triforce_core.model.tensors import Layouts, dense_layouts
 from triforce_core.model.transformer import Ends, Model
+from triforce_core.plan.fitting import Resolved
 from triforce_core.plan.levels import small_model_shape, window_tokens
-from triforce_core.plan.resolve import Resolved
 from triforce_core.settings import INT8
 from triforce_offload.checkpoint.layer_cache import LayerCache
 from triforce_offload.files import cache_directory

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from triforce_core.plan.sizes import ModelSizes
-from triforce_core.settings import INT4
+from triforce_core.settings import DENSE, INT4, SPLIT, STORED
 from triforce_offload.errors import DoesNotFitError, UsageError, in_units
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placement import Placement
@@ -23,19 +23,31 @@ _SHORTEST_CONTEXT = 16
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """A placement, and the number of tokens of the retrieval cache, 0 for none."""
+class Resolved:
+    """A plan with nothing left to choose.
 
+    sizes: sizes of the model in its final formats
+    memory: where everything goes
+    budget: number of tokens of the retrieval cache, 0 for none
+    """
+
+    sizes: ModelSizes
     memory: MemoryPlan
     budget: int
 
+    @property
+    def weights(self) -> str:
+        """How the weights are kept, see `EngineConfig.weights`."""
+        layouts = self.sizes.weights
+        return STORED if layouts.block_types else SPLIT if layouts.split else DENSE
+
 
 def fit(
-    wanted: ModelSizes,
+    sizes: ModelSizes,
     available_bytes: int,
     placement: Placement | None = None,
     most_budget: int | None = None,
-) -> Fitted:
+) -> Resolved:
     """Return the best placement and retrieval budget within `available_bytes` of the device.
 
     The retrieval level computes with the target's layers, and for streamed layers with their high
@@ -49,76 +61,105 @@ def fit(
     most_budget: the largest budget that other ranks have room for
     Raises DoesNotFitError or UsageError.
     """
-    fitted = _fit(wanted, available_bytes, placement, most_budget)
-    asked = placement or fitted.budget or wanted.block_tokens
-    if asked or fitted.memory.streams:
-        return fitted
-    block = max(wanted.method.chunk_size, 1 << wanted.max_context.bit_length())
-    whole = replace(wanted, block_tokens=block).requirements(0)
-    try:
-        chosen = place(whole, available_bytes)
-    except DoesNotFitError:
-        return fitted
-    return fitted if chosen.streams else Fitted(chosen, 0)
+    method = sizes.method
+    drafts = method.method == "triforce" and most_budget != 0
+    if drafts and method.budget is not None:
+        _check_cache(sizes, method.budget, available_bytes)
+    if placement is not None:
+        return _under(sizes, placement, most_budget if drafts else 0)
+    if drafts and method.budget is not None:
+        return _with_cache(sizes, method.budget, available_bytes)
+    plain = Resolved(sizes, place(sizes.requirements(0), available_bytes), 0)
+    found = _with_largest_cache(plain, available_bytes, most_budget) if drafts else plain
+    if found.budget or found.memory.streams or sizes.block_tokens:
+        return found
+    return _in_one_block(sizes, available_bytes) or found
 
 
-def _fit(
-    wanted: ModelSizes, available_bytes: int, placement: Placement | None, most_budget: int | None
-) -> Fitted:
-    method = wanted.method
-    without = wanted.requirements(0)
+def _under(sizes: ModelSizes, placement: Placement, most_budget: int | None) -> Resolved:
+    """Return a user's placement, with the largest retrieval cache that it is made for.
 
-    def plan_of(needs: Requirements) -> MemoryPlan:
-        return MemoryPlan(needs, placement) if placement else place(needs, available_bytes)
-
-    if method.method != "triforce" or most_budget == 0:
-        return Fitted(plan_of(without), 0)
-    if placement and not _can_draft(wanted, placement):
+    most_budget: 0 for none, None for any. Raises UsageError.
+    """
+    method = sizes.method
+    drafts = most_budget != 0
+    if drafts and not _can_draft(sizes, placement):
         if method.budget is not None:
             raise needs_weights(method.budget, len(placement.streamed_layers))
-        return Fitted(MemoryPlan(without, placement), 0)
-    if placement and method.draft_weights == INT4:
-        placement = replace(placement, int4_layers=tuple(range(without.layers)))
-    if method.budget is None:
-        placed = plan_of(without)
-        streaming = placed.streams
-        if not may_save(placed, method.budgets[0]):
-            return Fitted(placed, 0)
-    else:
-        token_bytes = without.kv.token_bytes
-        if wanted.rounds_kv:
-            token_bytes //= wanted.dtype.itemsize
-        cache = method.budget * token_bytes * len(wanted.config.kv_layers) * wanted.sequences
-        if cache > available_bytes:
-            raise _refused("for", method.budget, cache, available_bytes)
-    streams_layers: Fitted | None = None
+        drafts = False
+    elif drafts and method.draft_weights == INT4:
+        placement = replace(placement, int4_layers=tuple(range(len(sizes.weights.layers))))
+    plain = Resolved(sizes, MemoryPlan(sizes.requirements(0), placement), 0)
+    if not drafts or (method.budget is None and not may_save(plain.memory, method.budgets[0])):
+        return plain
     for budget in method.budgets:
+        if most_budget is None or budget <= most_budget:
+            return Resolved(sizes, MemoryPlan(sizes.requirements(budget), placement), budget)
+    return plain
+
+
+def _with_cache(sizes: ModelSizes, budget: int, available_bytes: int) -> Resolved:
+    """Return a placement with the budget that the user set. Raises DoesNotFitError."""
+    needs = sizes.requirements(budget)
+    try:
+        memory = place(needs, available_bytes)
+    except DoesNotFitError as error:
+        raise _refused("with", budget, error.needed_bytes, available_bytes) from error
+    if not memory.can_draft:
+        least = least_bytes(needs, streamed_layers=0)
+        raise _refused("with", budget, least, available_bytes)
+    return Resolved(sizes, memory, budget)
+
+
+def _with_largest_cache(plain: Resolved, available_bytes: int, most_budget: int | None) -> Resolved:
+    """Return the placement with the largest cache with which no layer streams, or the largest that
+    fits, or none.
+
+    plain: the placement without a cache
+    """
+    sizes, streams = plain.sizes, plain.memory.streams
+    budgets = sizes.method.budgets
+    if not may_save(plain.memory, budgets[0]):
+        return plain
+    largest = None
+    for budget in budgets:
         if most_budget is not None and budget > most_budget:
             continue
-        demand = wanted.requirements(budget)
-        if placement:
-            return Fitted(MemoryPlan(demand, placement), budget)
         try:
-            chosen = place(demand, available_bytes)
-        except DoesNotFitError as error:
-            needed = error.needed_bytes
+            memory = place(sizes.requirements(budget), available_bytes)
+        except DoesNotFitError:
             continue
-        fitted = Fitted(chosen, budget)
-        if not chosen.can_draft:
-            needed = least_bytes(demand, streamed_layers=0)
-        elif method.budget is not None or (streaming and not chosen.weights_link_bytes):
-            return fitted
-        elif streaming:
-            # With a smaller cache all layers may fit, and only KV streams.
-            streams_layers = streams_layers or fitted
+        if not memory.can_draft:
+            continue
+        found = Resolved(sizes, memory, budget)
         # An unrequested cache must not make passes wait for the link.
-        elif _is_hidden(chosen):
-            return fitted
-    if streams_layers is not None:
-        return streams_layers
-    if method.budget is not None:
-        raise _refused("with", method.budget, needed, available_bytes)
-    return Fitted(placed, 0)
+        waits = memory.weights_link_bytes > 0 if streams else not _is_hidden(memory)
+        if not waits:
+            return found
+        if streams:
+            # With a smaller cache all layers may fit, and only KV streams.
+            largest = largest or found
+    return largest or plain
+
+
+def _in_one_block(sizes: ModelSizes, available_bytes: int) -> Resolved | None:
+    """Return the placement with all KV of a layer in one block, None if that would stream."""
+    block = max(sizes.method.chunk_size, 1 << sizes.max_context.bit_length())
+    try:
+        memory = place(replace(sizes, block_tokens=block).requirements(0), available_bytes)
+    except DoesNotFitError:
+        return None
+    return None if memory.streams else Resolved(sizes, memory, 0)
+
+
+def _check_cache(sizes: ModelSizes, budget: int, available_bytes: int) -> None:
+    """Raise DoesNotFitError for a cache that is larger than the device by itself."""
+    token_bytes = sizes.requirements(0).kv.token_bytes
+    if sizes.rounds_kv:
+        token_bytes //= sizes.dtype.itemsize
+    cache = budget * token_bytes * len(sizes.config.kv_layers) * sizes.sequences
+    if cache > available_bytes:
+        raise _refused("for", budget, cache, available_bytes)
 
 
 def with_what_fits(

@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from triforce_core.model.share import Pieces
 from triforce_core.plan import by_time
-from triforce_core.plan.fitting import Fitted, fit, with_what_fits
+from triforce_core.plan.fitting import Resolved, fit, with_what_fits
 from triforce_core.plan.formats import with_split_unasked
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
-from triforce_core.settings import DENSE, SPLIT, STORED, EngineConfig
+from triforce_core.settings import EngineConfig
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.machine.profiles import Hardware
-from triforce_offload.plan.memory_plan import MemoryPlan
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """A plan with nothing left to choose.
-
-    sizes: sizes of the model in its final formats
-    memory: where everything goes
-    budget: number of tokens of the retrieval cache, 0 for none
-    """
-
-    sizes: ModelSizes
-    memory: MemoryPlan
-    budget: int
-
-    @property
-    def weights(self) -> str:
-        """How the weights are kept, see `EngineConfig.weights`."""
-        layouts = self.sizes.weights
-        return STORED if layouts.block_types else SPLIT if layouts.split else DENSE
 
 
 def resolve(
@@ -93,7 +72,8 @@ def _by_time(
         if fitted.memory.weights_file_bytes and chosen.weights.split and not sizes.weights.split:
             # Layers that passes read from files would be split in each pass.
             return None
-        return Resolved(chosen, fitted.memory, fitted.budget)
+        # Nobody asked for this budget: the level may be dropped if it never pays.
+        return replace(fitted, sizes=chosen)
     return None
 
 
@@ -115,12 +95,12 @@ def _by_rule(
         fitted = _fitting(sizes, config, room)
     if (budget := agreed(fitted.budget)) != fitted.budget:
         fitted = _fitting(sizes, config, room, budget)
-    return Resolved(sizes, fitted.memory, fitted.budget)
+    return fitted
 
 
 def placed(
     sizes: ModelSizes, config: EngineConfig, room: Room, most_budget: int | None = None
-) -> Fitted:
+) -> Resolved:
     """Place a model within the room.
 
     most_budget: the most tokens that the retrieval cache may have
@@ -132,7 +112,7 @@ def placed(
 
 def _fitting(
     sizes: ModelSizes, config: EngineConfig, room: Room, most_budget: int | None = None
-) -> Fitted:
+) -> Resolved:
     """Return what `placed` does. If the model does not fit, the error says what would."""
     try:
         return placed(sizes, config, room, most_budget)

@@ -11,7 +11,7 @@ import pytest
 
 from triforce_core.engine import Engine
 from triforce_core.model.known.shapes import read_shape
-from triforce_core.plan.fitting import Fitted, fit
+from triforce_core.plan.fitting import Resolved, fit
 from triforce_core.plan.machine import Device
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.candidates import evaluate
@@ -37,7 +37,7 @@ def wanted(shape: str, context: int, **method: object) -> ModelSizes:
     return ModelSizes(read_shape(shape), DTYPES["float16"], context, settings, device=device)
 
 
-def crosses(fitted: Fitted) -> int:
+def crosses(fitted: Resolved) -> int:
     """Bytes of a pass over a full context."""
     return fitted.memory.link_bytes
 
@@ -48,7 +48,7 @@ def crosses(fitted: Fitted) -> int:
 )
 def test_what_fits_at_every_size_of_memory(shape: str, context: int) -> None:
     asks = wanted(shape, context)
-    seen: list[Fitted] = []
+    seen: list[Resolved] = []
     # Budgets where the target alone streams KV only, and where it streams nothing.
     between, fits = [], []
     for quarters in range(8, 4 * 90):

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from triforce_core.model.known.shapes import read_shape
+from triforce_core.plan.fitting import Resolved
 from triforce_core.plan.formats import as_asked
 from triforce_core.plan.machine import Device, Room
-from triforce_core.plan.resolve import Resolved, resolve
+from triforce_core.plan.resolve import resolve
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.search import choose
 from triforce_core.plan.sizes import ModelSizes

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from triforce_core.model.tensors import kv_shape
-from triforce_core.plan.fitting import Fitted, fit
+from triforce_core.plan.fitting import Resolved, fit
 from triforce_core.plan.levels import WINDOW, fitting_budget
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import NGRAM_PROPOSED, expected_tokens
@@ -152,7 +152,7 @@ def evaluate(case: Case, chosen: Plan, memory: MemoryPlan) -> Candidate:
     return Candidate(case, chosen, memory, tokens, step, drafter, cost)
 
 
-def _fit(case: Case, method: MethodSettings) -> Fitted:
+def _fit(case: Case, method: MethodSettings) -> Resolved:
     """Return the placement that the engine would choose, with the user's choices applied.
 
     Raises DoesNotFitError or UsageError.
