@@ -278,7 +278,8 @@ def _add_method(group: Options) -> None:
     )
     add(
         "budget",
-        f"tokens in the retrieval cache (default: {DEFAULT_BUDGET}, or less where memory is short)",
+        "tokens in the retrieval cache (default: on a known GPU what `triforce plan` finds fastest, "
+        f"else {DEFAULT_BUDGET}, or less where memory is short)",
         type=int,
         metavar="TOKENS",
     )
