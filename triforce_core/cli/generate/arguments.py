@@ -278,7 +278,7 @@ def _add_method(group: Options) -> None:
     )
     add(
         "budget",
-        "tokens in the retrieval cache (default: on a known GPU what `triforce plan` finds fastest, "
+        "tokens in the retrieval cache (default: on a known GPU as `triforce plan` finds fastest, "
         f"else {DEFAULT_BUDGET}, or less where memory is short)",
         type=int,
         metavar="TOKENS",
