@@ -45,7 +45,7 @@ class Drafter:
         self._last = text.tokens[-1]
         return torch.tensor(text.tokens[-1:])
 
-    def batch(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.forwards += 1
         self._last = int(tokens[-1])
         return self._logits[self._last : self._last + 1]
