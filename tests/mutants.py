@@ -137,18 +137,26 @@ def try_mutants(root: Path, target: str, first: int, last: int) -> None:
     for seed in range(first, last):
         (path / name).write_bytes(damage(sound_bytes, random.Random(f"{target} {seed}")))
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        began = time.process_time()
-        try:
-            load()
-            loaded += 1
-        except TriforceError:
-            refused += 1
-        except BaseException as error:
-            print(f"FAULT {target} {seed}: {type(error).__name__}: {error}"[:300])
-        seconds = time.process_time() - began
-        grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory)
-        if seconds > CPU_SECONDS:
+        # What takes long the first time may import what it needs; what does so twice is slow.
+        for _ in range(2):
+            began = time.process_time()
+            try:
+                load()
+                outcome = "loaded"
+            except TriforceError:
+                outcome = "refused"
+            except BaseException as error:
+                outcome = f"FAULT {target} {seed}: {type(error).__name__}: {error}"[:300]
+            seconds = time.process_time() - began
+            if seconds <= CPU_SECONDS:
+                break
+        else:
             print(f"FAULT {target} {seed}: took {seconds:.1f} s of processor time")
+        loaded += outcome == "loaded"
+        refused += outcome == "refused"
+        if outcome.startswith("FAULT"):
+            print(outcome)
+        grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory)
         if grown > EXTRA_BYTES + 3 * len(sound_bytes):
             print(f"FAULT {target} {seed}: took {grown >> 20} MiB")
     print(f"done {loaded} {refused}")
