@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from frame import ROOT, Benchmark, Figures
+from frame import ROOT, Benchmark, Figures, Option
 
 # The numbers of busy processes beside the demo.
 LOADS = (0, 1, 2)
@@ -98,4 +98,5 @@ main = Benchmark(
     __doc__,
     "demo_under_load",
     measure,
+    (Option("--runs", 5, "runs of the demo beside each number of busy processes"),),
 )

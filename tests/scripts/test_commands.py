@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from commands import names
+from frame import Benchmark
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FOLDERS = ("bench", "checks", "rivals")
@@ -23,6 +26,16 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_a_script_can_be_imported(name: str) -> None:
     assert importlib.import_module(name).__doc__, "its docstring says what it does"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_has_the_options_that_it_asks_for(name: str) -> None:
+    module = importlib.import_module(name)
+    if not isinstance(main := getattr(module, "main", None), Benchmark):
+        return
+    parsed = vars(main._parser().parse_args([]))
+    asked = set(re.findall(r"\bargs\.(\w+)", inspect.getsource(module)))
+    assert asked <= set(parsed), "what is asked of the arguments is an option"
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
