@@ -35,7 +35,10 @@ FLOORS = (
     ("scripts",),
 )
 # Rooms of one floor that know nothing of each other.
-APART = ({"triforce_core.bench", "triforce_core.server"},)
+APART = (
+    {"triforce_core.decoding", "triforce_core.plan.simulation"},
+    {"triforce_core.bench", "triforce_core.server"},
+)
 
 
 def modules() -> dict[str, Path]:

@@ -66,7 +66,7 @@ def _by_time(
     for budget in budgets:
         method = replace(chosen.method, budget=budget) if budget else chosen.method
         try:
-            fitted = placed(replace(chosen, method=method), config, room, budget or 0)
+            fitted = placed(replace(chosen, method=method), config, room, budget)
         except DoesNotFitError:
             continue
         if fitted.memory.weights_file_bytes and chosen.weights.split and not sizes.weights.split:
