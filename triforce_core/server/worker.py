@@ -100,6 +100,8 @@ class Worker:
         self.engine: Engine | None = None
         self.conversations: Conversations | None = None
         self.running: list[Job] = []
+        # Called in the worker's thread once it accepts jobs.
+        self.became_ready: Callable[[Engine], None] = lambda engine: None
         # Called when the worker has failed.
         self.failed: Callable[[], None] = lambda: None
         self._progress = (0, 1)
@@ -209,6 +211,7 @@ class Worker:
         kept = KeptContexts(engine, self._contexts)
         if self.state == "loading":
             self.state = "ready"
+            self.became_ready(engine)
         while self.state == "ready" or self.running:
             if not self.running:
                 self._wakes.get()

@@ -122,6 +122,19 @@ def test_a_key_is_asked_for_and_loading_says_so(speaking) -> None:
         running.stop()
 
 
+def test_it_says_ready_only_once_it_is(speaking) -> None:
+    """A client that waits for the line `ready: ...` is never told that the model is loading."""
+    running = Running(speaking, ServerSettings(name="tiny"))
+    seen = []
+    running.worker.became_ready = lambda engine: seen.append(running.ask("GET", "/health")[0])
+    running.start()
+    try:
+        until(lambda: seen)
+    finally:
+        running.stop()
+    assert seen == [200]
+
+
 def test_every_route_but_health_and_the_page_asks_for_the_key(speaking) -> None:
     with serving(speaking, ServerSettings(name="tiny", api_key="secret")) as running:
         routes = [

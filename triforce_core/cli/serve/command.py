@@ -24,6 +24,7 @@ from triforce_offload.errors import UsageError
 if TYPE_CHECKING:
     from uvicorn import Config
 
+    from triforce_core.engine import Engine
     from triforce_core.server.worker import Worker
 
 KEY_VARIABLE = "TRIFORCE_API_KEY"
@@ -54,20 +55,22 @@ def serve(args: argparse.Namespace) -> int:
     settings = ServerSettings(**{**given(args, ServerSettings), **named, "api_key": key})
     config = _config(args, model)
 
-    def load(progress: Callable[[str, int, int], None]) -> object:
+    def load(progress: Callable[[str, int, int], None]) -> Engine:
         from triforce_core.engine import Engine
 
         try:
-            engine = Engine.from_pretrained(model, config, progress=progress)
+            return Engine.from_pretrained(model, config, progress=progress)
         finally:
             model.close()
-        if not args.quiet and worker.state == "loading":
-            say(f"plan: {engine.plan_line}")
-            say(f"ready: http://{settings.host}:{settings.port}/ and /v1")
-        return engine
+
+    def announce(engine: Engine) -> None:
+        say(f"plan: {engine.plan_line}")
+        say(f"ready: http://{settings.host}:{settings.port}/ and /v1")
 
     metrics = Metrics()
     worker = Worker(load, settings.queue, settings.contexts, metrics.served)
+    if not args.quiet:
+        worker.became_ready = announce
     run(
         worker,
         uvicorn_config(
