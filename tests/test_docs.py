@@ -95,6 +95,7 @@ def pages(nav: object) -> Iterator[str]:
             yield from pages(each)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="the extra docs is not installed")
 def test_the_site_is_built(tmp_path: Path) -> None:
     """Strictly, and without a package that takes long to import."""

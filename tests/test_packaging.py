@@ -29,6 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("triforce_offload-*.whl"))
 
 
+@pytest.mark.slow
 def test_the_wheel_claims_our_names_and_not_kernels(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
@@ -42,6 +43,7 @@ def test_the_wheel_claims_our_names_and_not_kernels(wheel: Path) -> None:
     assert "triforce_offload/machine/data/gpus.toml" in names
 
 
+@pytest.mark.slow
 def test_another_package_called_kernels_imports_beside_ours(wheel: Path, tmp_path: Path) -> None:
     """A stand-in for Hugging Face's package, installed in the same place as ours."""
     site = tmp_path / "site"

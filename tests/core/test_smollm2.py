@@ -48,6 +48,7 @@ def theirs(prompt) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_the_chat_template_is_that_of_transformers(tokenizer) -> None:
     from transformers import AutoTokenizer
 

@@ -39,6 +39,7 @@ def test_a_trace_has_the_times_of_the_device(tiny, tmp_path) -> None:
     assert {"layer", "retrieval model", "drafter"} <= {e.name for e in tracks["compute"]}
 
 
+@pytest.mark.slow
 @pytest.mark.first
 @pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3", "yarn-rope", "dynamic-rope"])
 @pytest.mark.parametrize("draft", ["ngram", "none", "{model}"])
@@ -244,6 +245,7 @@ def test_a_context_that_grows_and_is_cut_gives_the_text_of_a_fresh_one(
             assert result.token_ids == engine.generate(prompt, GREEDY, reuse=False).token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.gpus(2)
 @pytest.mark.first
 @pytest.mark.parametrize("graphs", [False, True])
@@ -280,6 +282,7 @@ def test_chunks_are_read_in_host_memory_itself_where_it_is_registered(tiny, pin:
     assert (retrieval["bytes_read_in_place"] > 0) == (pin and reads_host_memory(DEVICE))
 
 
+@pytest.mark.slow
 def test_coupled_noise_is_that_of_the_cpu_and_text_depends_on_the_seed_alone(tiny) -> None:
     from triforce_core.decoding.acceptance import exponential_noise
 

@@ -57,6 +57,7 @@ def test_a_context_goes_on_with_another_number(
     assert (result.token_ids, result.stats["reused_tokens"]) == (expected, len(prompt))
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_gpu_need_a_budget(tiny) -> None:
     path, _ = tiny("llama")
     options = {name: value for name, value in OPTIONS.items() if name != "device_memory"}

@@ -93,6 +93,7 @@ def test_triton_is_tried_on_the_device_of_the_inputs_alone(monkeypatch) -> None:
         dispatch._backend.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.first
 @pytest.mark.parametrize(
     ("value", "sentence"),

@@ -279,6 +279,7 @@ NO_WAITS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("adversary", list(Adversary))
 @pytest.mark.parametrize("scenario", [copies, times, passes, staged, on_demand, graphs])
 def test_with_every_wait_nothing_is_noticed(

@@ -171,6 +171,7 @@ def test_help_and_exit(speaking, capsys, monkeypatch) -> None:
     assert "/regenerate" in err
 
 
+@pytest.mark.slow
 def test_in_a_terminal_an_interrupt_ends_an_answer_and_not_the_chat(speaking) -> None:
     """Answers go to standard output, lines are edited and figures shown on the terminal."""
     leader, follower = pty.openpty()

@@ -137,6 +137,7 @@ def wait_until_answering(terminal: Terminal) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_what_is_typed_while_an_answer_streams_is_the_next_turn(speaking) -> None:
     """It is not shown in the answer, and Ctrl-C, which ends the answer, does not drop it."""
     with chatting(speaking) as terminal:

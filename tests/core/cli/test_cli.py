@@ -39,6 +39,7 @@ def test_quiet_says_nothing_but_the_text(speaking, capsys) -> None:
     assert out
 
 
+@pytest.mark.slow
 def test_colours_say_where_tokens_come_from_and_change_nothing_else(
     speaking, capsys, monkeypatch
 ) -> None:
@@ -252,6 +253,7 @@ def test_a_typo_gets_one_line_with_what_may_have_been_meant(capsys, arguments, s
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a terminal")
 def test_a_terminal_shows_what_is_waited_for(speaking) -> None:
     terminal, theirs = os.openpty()

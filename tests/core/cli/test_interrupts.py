@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import interrupted_runs
+import pytest
 from command import heed_signals
 
 from triforce_offload.files import Output
@@ -27,6 +28,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_part_of_a_run_leaves_what_is_whole(speaking, tmp_path) -> None:
     done = subprocess.run(
         [sys.executable, interrupted_runs.__file__, str(speaking), str(tmp_path)],
@@ -51,6 +53,7 @@ def test_an_interrupt_at_any_part_of_a_run_leaves_what_is_whole(speaking, tmp_pa
     assert not (folders[3] / "context").exists()
 
 
+@pytest.mark.slow
 def test_a_run_after_one_that_was_killed_is_right_and_leaves_nothing_of_it(
     speaking, tmp_path
 ) -> None:

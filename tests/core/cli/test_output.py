@@ -88,6 +88,7 @@ def test_a_link_that_fails_keeps_text_and_stats(capsys, monkeypatch, speaking, t
     assert whole["text"].startswith(kept["text"])
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_exits_at_once(speaking) -> None:
     prompt = "Hello there, this is a text of some length. " * 8
     process = start(
@@ -133,6 +134,7 @@ def test_a_reader_that_leaves_ends_the_run_and_the_stats_are_kept(speaking, tmp_
     assert json.loads(stats.read_text())["finish_reason"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_the_stats_are_kept(speaking, tmp_path) -> None:
     stats = tmp_path / "stats.json"
     command = [sys.executable, "-P", "-m", "triforce_core.cli", "generate", speaking]
@@ -147,6 +149,7 @@ def test_a_full_disk_ends_the_run_and_the_stats_are_kept(speaking, tmp_path) -> 
     assert 0 < written["new_tokens"] < 400
 
 
+@pytest.mark.slow
 def test_a_closed_standard_output_wants_a_file_for_the_text(speaking, tmp_path) -> None:
     stats = tmp_path / "stats.json"
     command = f"{sys.executable} -P -m triforce_core.cli generate {speaking} --prompt Hello --quiet"

@@ -216,6 +216,7 @@ def test_stats_add_up(tiny) -> None:
     ] * 1e9 * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_generation_runs_past_any_budget(tiny) -> None:
     path, model = tiny("llama")
     prompt = random_ids(30, 2)
@@ -310,6 +311,7 @@ def test_a_budget_beyond_the_device_is_refused_with_numbers(tiny) -> None:
     assert stats["memory"]["device_peak_bytes"] <= 2_600_000
 
 
+@pytest.mark.slow
 def test_a_failed_copy_of_a_chunk_is_an_error_and_the_next_request_is_right(
     tiny, monkeypatch
 ) -> None:

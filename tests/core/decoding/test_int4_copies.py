@@ -262,6 +262,7 @@ for layer in range(10_000):
 """
 
 
+@pytest.mark.slow
 def test_killed_while_writing_it_leaves_nothing_that_is_wrong(tmp_path) -> None:
     """K2, in small."""
     root, source, generator = tmp_path / "kept", tmp_path / "weights", random.Random(1)

@@ -132,6 +132,7 @@ class _Shortage(Faults):
             self.fail(kind)
 
 
+@pytest.mark.slow
 def test_as_much_is_given_back_as_it_takes(tiny) -> None:
     """Lent memory first, then slots, KV that stays on the device, the retrieval model, the
     drafter.

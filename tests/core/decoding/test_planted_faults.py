@@ -195,6 +195,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_killed(fault: str) -> None:
     p, _, _ = run(**FAULTS[fault], until=LEAST_P)

@@ -30,6 +30,7 @@ def test_sizes_are_powers_of_two() -> None:
     assert [padded(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 32)] == [1, 2, 4, 4, 8, 8, 16, 32, 32]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("family", "kind"),
     [*((f, DenseKV) for f in FAMILIES if f != "dynamic-rope"), ("llama", RoundedKV)],

@@ -68,6 +68,7 @@ def test_texts_are_the_same_at_every_placement(tiny, placement: str) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_half_of_a_pass_streams_and_half_of_a_number_drafts(tmp_path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 24}
     make_model("llama", tmp_path, **sizes, initializer_range=0.05)

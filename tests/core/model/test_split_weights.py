@@ -173,6 +173,7 @@ def test_what_streams_by_its_lower_planes_gives_the_text(
         assert crossed == sum(demand.low_bytes) * result.stats["passes"]
 
 
+@pytest.mark.slow
 def test_a_pass_carries_the_lower_planes_alone_where_the_others_fit(tmp_path) -> None:
     """And level 1 drafts from those, which needs no copies."""
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 24}

@@ -90,6 +90,7 @@ def test_scores_of_heads_that_several_ranks_have_are_not_kept(tiny, tmp_path, le
         assert goes_on(ours, file, prompt) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.first
 @pytest.mark.parametrize("fails", [0, 1, 2])
 def test_a_damaged_file_leaves_all_ranks_as_they_can_be_used(
@@ -135,6 +136,7 @@ def test_a_rank_that_leads_and_fails_while_it_restores_can_go_on(
         assert goes_on(ours, file, prompt) == expected
 
 
+@pytest.mark.slow
 def test_conversations_of_a_server_wait_in_host_memory(tiny, leaders) -> None:
     path, one, two = tiny("llama")[0], random_ids(300, 1), random_ids(280, 2)
     with engine(path, 2, "kv", max_context=400, **DRAFTS) as ours:

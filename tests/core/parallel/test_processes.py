@@ -62,6 +62,7 @@ def transformers_text(model: torch.nn.Module, prompt: list[int], count: int) -> 
     return output[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_one_table_one_trace_with_rows_for_each_link(speaking, tmp_path) -> None:
     trace, stats = tmp_path / "trace.json", tmp_path / "stats.json"
     alone = generate(speaking, "--quiet", "--device", "cpu", "--max-new-tokens", 12, gpus=1)
@@ -84,6 +85,7 @@ def test_one_table_one_trace_with_rows_for_each_link(speaking, tmp_path) -> None
         assert carried >= told > 0
 
 
+@pytest.mark.slow
 @pytest.mark.first
 @pytest.mark.parametrize("who", ["the command", "its group"])
 def test_an_interrupt_keeps_the_text_and_ends_all(speaking, tmp_path, who: str) -> None:
@@ -110,6 +112,7 @@ def ended(process: subprocess.Popen) -> tuple[float, str]:
     return time.monotonic() - began, err
 
 
+@pytest.mark.slow
 @pytest.mark.first
 @pytest.mark.parametrize(
     ("ranks", "rank", "number", "said"),
@@ -205,6 +208,7 @@ def test_only_the_first_of_torchruns_ranks_leads(tiny, monkeypatch) -> None:
         Engine.from_pretrained(tiny("llama")[0], device="cpu", gpus=2)
 
 
+@pytest.mark.slow
 def test_what_is_refused_is_said_once(speaking) -> None:
     for arguments, code in ((("--gpus", 7), 2), (("--device-memory", "300KB"), 3)):
         process = generate(speaking, "--device", "cpu", *arguments)

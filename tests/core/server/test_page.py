@@ -52,6 +52,7 @@ def say(page: Any, text: str) -> None:
     answers.nth(before).locator("span").first.wait_for()
 
 
+@pytest.mark.slow
 def test_a_conversation_by_keyboard_on_a_phones_width(page: Any, server: Running) -> None:
     for text in ("Hello", "Next"):
         say(page, text)
@@ -70,6 +71,7 @@ def test_a_conversation_by_keyboard_on_a_phones_width(page: Any, server: Running
     assert page.locator("article").count() == 0
 
 
+@pytest.mark.slow
 def test_a_file_is_attached_and_an_error_is_shown(page: Any, tmp_path: Path) -> None:
     note = tmp_path / "note.txt"
     note.write_text("A note of a few words.")
@@ -85,6 +87,7 @@ def test_a_file_is_attached_and_an_error_is_shown(page: Any, tmp_path: Path) -> 
     assert f"has room for {CONTEXT}" in page.inner_text("article.error")
 
 
+@pytest.mark.slow
 def test_each_piece_has_the_level_that_it_came_from(page: Any) -> None:
     say(page, "aaaa bbbb aaaa bbbb aaaa bbbb")
     page.wait_for_selector(f"#status:has-text('of {CONTEXT}')")

@@ -273,6 +273,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(
     assert not loaded
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_server_that_loads_or_serves(speaking) -> None:
     for wait_for in (b"Waiting for application startup", b"ready:"):
         served = subprocess.Popen(
@@ -295,6 +296,7 @@ def test_a_signal_ends_a_server_that_loads_or_serves(speaking) -> None:
             served.wait()
 
 
+@pytest.mark.slow
 def test_requests_that_come_together_are_served_together(speaking) -> None:
     """Streamed and whole, of different lengths, one of them given up: each is what it is alone."""
     options = {"method": "autoregressive", "placement": PLACEMENTS["weights"], "sequences": 4}
@@ -334,6 +336,7 @@ def test_requests_that_come_together_are_served_together(speaking) -> None:
         assert any(most), "none was under way when another ended"
 
 
+@pytest.mark.slow
 def test_choices_of_one_request_stream_side_by_side(speaking) -> None:
     options = {"method": "autoregressive", "placement": PLACEMENTS["weights"], "sequences": 3}
     settings = ServerSettings(name="tiny", queue=8)
