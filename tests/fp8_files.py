@@ -28,7 +28,7 @@ def quantise(directory: Path, model: torch.nn.Module) -> None:
     """
     tensors, made = load_file(directory / "model.safetensors"), {}
     for name, tensor in tensors.items():
-        if "proj" not in name:
+        if "proj" not in name or tensor.dim() != 2:
             made[name] = tensor
             continue
         rows, columns = tensor.shape

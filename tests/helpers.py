@@ -69,6 +69,27 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "attention_bias": True}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "olmo2": ("Olmo2", {}),
+    "exaone4": (
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS, "head_dim": 16},
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 16, "attention_bias": True}),
+    "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True}),
+    "phi3": ("Phi3", {}),
+    "phi3-partial": ("Phi3", {"partial_rotary_factor": 0.75}),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
 }
 
 # Every mix of resident and streamed; more resident blocks than there are means all.

@@ -30,7 +30,8 @@ from frame import print_table
 from triforce_core.decoding.draft_length import LEAST_GAIN
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint, resolve
 from triforce_core.model.checkpoints.tokenizer import load_tokenizer
-from triforce_core.model.config import ARCHITECTURES, ModelConfig
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.families.hf import ARCHITECTURES
 from triforce_core.model.tensors import dense_layouts
 from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError
 from triforce_offload.memory.available import available_host_bytes
@@ -204,7 +205,7 @@ def read(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> torch.Ten
 
 def hf_config(config: ModelConfig, layers: int, dtype: torch.dtype) -> dict:
     """Return a config.json that `config.from_hf` reads as the same model with fewer layers."""
-    family = next(name for name, family in ARCHITECTURES.items() if family == config.family)
+    family = next(name for name, each in ARCHITECTURES.items() if each.name == config.family)
     return {
         "architectures": [family],
         "model_type": config.family,

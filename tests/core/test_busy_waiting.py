@@ -63,10 +63,7 @@ def busy() -> float:
 
 @pytest.mark.parametrize(
     "start",
-    [
-        pytest.param(name, marks=() if name in ("triforce", "demo") else pytest.mark.slow)
-        for name in STARTS
-    ],
+    [pytest.param(name, marks=() if name == "triforce" else pytest.mark.slow) for name in STARTS],
 )
 def test_idle_threads_sleep_whoever_starts_the_engine(speaking, busy, start: str) -> None:
     code = STARTS[start].format(model=str(speaking))

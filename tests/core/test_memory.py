@@ -23,8 +23,8 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.one_in(9)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.one_in(24)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "glm4"])
 @pytest.mark.parametrize("method", ["autoregressive", "ngram", "model", "mean"])
 @pytest.mark.parametrize("placement", ["resident", "kv", "weights", "both"])
 @pytest.mark.parametrize(("prompt_tokens", "new_tokens"), [(1500, 20), (60, 80)])

@@ -6,7 +6,8 @@ computation is in `mixers` or `mlps`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import Enum
 
 from triforce_offload.errors import CheckpointError
 
@@ -16,8 +17,26 @@ _MAX_HEAD_DIM = 1024
 Shapes = dict[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
-class Attention:
+class Described:
+    """A frozen dataclass whose repr leaves out what newer versions added, while it has its default.
+
+    The repr is a part of the identity of a checkpoint, and so of contexts that older versions
+    saved. Fields are newer if their name is in `_NEWER`.
+    """
+
+    _NEWER: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        told = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if field.name not in self._NEWER or getattr(self, field.name) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(told)})"
+
+
+@dataclass(frozen=True, repr=False)
+class Attention(Described):
     """Full attention: each token attends to itself and to every token before it.
 
     heads: number of query heads
@@ -25,8 +44,13 @@ class Attention:
     head_dim: size of a head
     qkv_bias: whether queries, keys and values have a bias
     output_bias: whether the output has a bias
-    qk_norm: whether queries and keys are normalised, each head separately
+    qk_norm: whether queries and keys are normalised
+    norm_over_heads: whether that norm is one over all heads, not one for each head
+    rotated: whether queries and keys are rotated by their positions
+    scale: factor of the scores; None for head_dim ** -0.5
     """
+
+    _NEWER = frozenset({"norm_over_heads", "rotated", "scale"})
 
     heads: int
     kv_heads: int
@@ -34,6 +58,9 @@ class Attention:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    norm_over_heads: bool = False
+    rotated: bool = True
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of heads or their size are impossible."""
@@ -63,7 +90,9 @@ class Attention:
         if self.qkv_bias:
             shapes["qkv_bias"] = (qkv,)
         if self.qk_norm:
-            shapes["q_norm"] = shapes["k_norm"] = (self.head_dim,)
+            whole = self.norm_over_heads
+            shapes["q_norm"] = (self.queries if whole else self.head_dim,)
+            shapes["k_norm"] = (self.keys if whole else self.head_dim,)
         shapes["o"] = (hidden, self.queries)
         if self.output_bias:
             shapes["o_bias"] = (hidden,)
@@ -84,21 +113,50 @@ class DenseMLP:
         return {"gate_up": (2 * self.width, hidden), "down": (hidden, self.width)}
 
 
-@dataclass(frozen=True)
-class LayerSpec:
-    """A layer: a mixer and an MLP, each with an RMS norm before it and a residual connection."""
+class Norms(Enum):
+    """Where a layer has RMS norms: before the mixer and before the MLP, after each, or both."""
+
+    BEFORE = "before"
+    AFTER = "after"
+    AROUND = "around"
+
+    @property
+    def before(self) -> bool:
+        return self is not Norms.AFTER
+
+    @property
+    def after(self) -> bool:
+        return self is not Norms.BEFORE
+
+
+@dataclass(frozen=True, repr=False)
+class LayerSpec(Described):
+    """A layer: a mixer and an MLP, each with norms and a residual connection.
+
+    norms: where the norms are
+    residual_scale: factor of what the mixer and the MLP add to the hidden states
+    """
+
+    _NEWER = frozenset({"norms", "residual_scale"})
 
     mixer: Attention
     mlp: DenseMLP
+    norms: Norms = Norms.BEFORE
+    residual_scale: float = 1.0
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's tensors, in the order in which they are used.
 
         hidden: width of the model
         """
-        return {
-            "input_norm": (hidden,),
+        before = (hidden,) if self.norms.before else None
+        after = (hidden,) if self.norms.after else None
+        shapes = {
+            "input_norm": before,
             **self.mixer.shapes(hidden),
-            "post_norm": (hidden,),
+            "mixer_norm": after,
+            "post_norm": before,
             **self.mlp.shapes(hidden),
+            "mlp_norm": after,
         }
+        return {name: shape for name, shape in shapes.items() if shape is not None}

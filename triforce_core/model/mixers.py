@@ -17,6 +17,8 @@ class AttentionMixer:
     def __init__(self, spec: Attention, norm_eps: float, kv_layer: int) -> None:
         """kv_layer: index among the full-attention layers, as KV stores number them"""
         self._spec = spec
+        # Caches scale scores by head_dim ** -0.5. Another scale is applied to the queries.
+        self._query_factor = None if spec.scale is None else spec.scale * spec.head_dim**0.5
         self._eps = norm_eps
         self._kv_layer = kv_layer
 
@@ -25,14 +27,19 @@ class AttentionMixer:
     ) -> torch.Tensor:
         """Return the mixer's output [rows, hidden]; if ranks share the model, this rank's summand.
 
-        hidden: hidden states before their norm, [rows, hidden]
+        hidden: hidden states before their norm, if the layer has one, [rows, hidden]
         """
         spec = self._spec
-        qkv = linear(rms_norm(hidden, w["input_norm"], self._eps), w["qkv"], w.get("qkv_bias"))
+        if "input_norm" in w:
+            hidden = rms_norm(hidden, w["input_norm"], self._eps)
+        qkv = linear(hidden, w["qkv"], w.get("qkv_bias"))
         heads = qkv.view(batch.rows, spec.heads + 2 * spec.kv_heads, spec.head_dim)
+        queries, keys, _ = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), 1)
         if spec.qk_norm:
-            queries, keys, _ = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), 1)
-            queries.copy_(rms_norm(queries, w["q_norm"], self._eps))
-            keys.copy_(rms_norm(keys, w["k_norm"], self._eps))
+            for each, weight in ((queries, w["q_norm"]), (keys, w["k_norm"])):
+                rows = each.flatten(1) if spec.norm_over_heads else each
+                each.copy_(rms_norm(rows, weight, self._eps).view(each.shape))
+        if self._query_factor is not None:
+            queries.mul_(self._query_factor)
         mixed = cache.attend(self._kv_layer, heads, batch).transpose(0, 1).reshape(batch.rows, -1)
         return linear(mixed, w["o"], w.get("o_bias"))

@@ -20,14 +20,19 @@ class Rope:
         self, config: ModelConfig, device: torch.device, factors: torch.Tensor | None
     ) -> None:
         """factors: divisors of the inverse frequencies, [head_dim / 2], or None"""
+        layers = (config.layers[layer].mixer for layer in config.kv_layers)
+        self._still_layers = [i for i, mixer in enumerate(layers) if not mixer.rotated]
         if config.rope.type == "default":
             # transformers has no function for this type outside its models.
-            head_dim = config.attention.head_dim
-            powers = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+            rotated = config.rope.rotated(config.attention.head_dim)
+            powers = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
             self._inverse, self._scaling = 1.0 / config.rope.theta**powers, 1.0
         else:
             self._config, self._inverse, self._scaling = _scaled(config)
-        self._inverse = self._inverse.to(device)
+        # A frequency of 0 leaves a pair as it is. If only a part of a head is rotated, the
+        # checkpoint's rows are read in an order in which those pairs come first.
+        still = config.attention.head_dim // 2 - len(self._inverse)
+        self._inverse = torch.nn.functional.pad(self._inverse, (0, still)).to(device)
         if factors is not None:
             self._inverse.div_(factors.to(device))
         dynamic = config.rope.type == "dynamic"
@@ -61,6 +66,13 @@ class Rope:
         cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
         return cos.to(like.dtype), sin.to(like.dtype)
 
+    def identity(
+        self, positions: torch.Tensor, like: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cosines and sines that rotate nothing, shaped as those of `rotation`."""
+        ones = like.new_ones(len(positions), 2 * len(self._inverse))
+        return ones, torch.zeros_like(ones)
+
     def _frequencies_at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return inverse frequencies, [head_dim / 2], or [rows, head_dim / 2] if rows differ."""
         if not self.depends_on_length:
@@ -79,13 +91,17 @@ class Rope:
         return ROPE_INIT_FUNCTIONS["dynamic"](self._config, device, seq_len=length)[0]
 
     def turned_back(self, keys: torch.Tensor, by: int) -> torch.Tensor:
-        """Move rotated keys [..., head_dim] to positions that are `by` tokens earlier.
+        """Move rotated keys [layers, ..., head_dim] to positions that are `by` tokens earlier.
 
         Rotations add up, so this is one more rotation. It does not change the scale of the keys.
+        Keys of layers that do not rotate stay as they are.
         """
         angles = self._inverse.float() * by
         angles = torch.cat((angles, angles))
-        return rotate(keys, angles.cos().to(keys.dtype), -angles.sin().to(keys.dtype))
+        turned = rotate(keys, angles.cos().to(keys.dtype), -angles.sin().to(keys.dtype))
+        for layer in self._still_layers:
+            turned[layer] = keys[layer]
+        return turned
 
 
 def _scaled(config: ModelConfig) -> tuple[Any, torch.Tensor, float]:

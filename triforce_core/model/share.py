@@ -56,6 +56,11 @@ class Share:
         Raises UsageError if a rank would get nothing.
         """
         attention, mlp_width = config.attention, config.layers[0].mlp.width
+        if ranks > 1 and any(spec.mixer.norm_over_heads for spec in config.layers):
+            raise UsageError(
+                f"a {config.family} model has a norm over all heads, and its heads cannot be "
+                "divided between GPUs"
+            )
         group = attention.heads // attention.kv_heads
         if ranks <= attention.kv_heads:
             kv_heads = spread(attention.kv_heads, ranks)
@@ -105,7 +110,7 @@ class Share:
             # Only one rank adds the bias, before the sum over ranks.
             output_bias=whole.mixer.output_bias and rank == 0,
         )
-        return LayerSpec(mixer, replace(whole.mlp, width=len(self.mlp[rank])))
+        return replace(whole, mixer=mixer, mlp=replace(whole.mlp, width=len(self.mlp[rank])))
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.layers import LayerSpec
 from triforce_core.model.mixers import AttentionMixer
 from triforce_core.model.mlps import dense_mlp
 from triforce_core.model.rope import Rope
@@ -88,12 +89,14 @@ class Model:
         each_layer: called after each layer with its index
         """
         hidden = self._embed(batch.tokens)
-        batch = replace(batch, rotation=self.rope.rotation(batch.positions, hidden))
-        parts = [(hidden[part.first : part.end], part) for part in batch.parts(chunk)]
-        for index in range(len(self.config.layers)):
+        parts = {
+            rotated: list(replace(batch, rotation=rotation).parts(chunk))
+            for rotated, rotation in self._rotations(batch.positions, hidden).items()
+        }
+        for index, spec in enumerate(self.config.layers):
             with weights.layer(index) as layer:
-                for rows, part in parts:
-                    self._layer(index, layer, rows, cache, part)
+                for part in parts[spec.mixer.rotated]:
+                    self._layer(index, layer, hidden[part.first : part.end], cache, part)
             if each_layer is not None:
                 each_layer(index)
         return hidden
@@ -104,10 +107,24 @@ class Model:
         """
         ends = self._ends
         part = linear(rms_norm(hidden, ends.norm, self.config.norm_eps), ends.head).float()
+        if self.config.logit_scale != 1:
+            part *= self.config.logit_scale
         return self._ranks.gather(part, ends.widths)
 
+    def _rotations(
+        self, positions: torch.Tensor, like: torch.Tensor
+    ) -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
+        """Return cosines and sines for layers that rotate and for those that do not."""
+        kinds = {spec.mixer.rotated for spec in self.config.distinct_layers}
+        by_kind = {True: self.rope.rotation, False: self.rope.identity}
+        return {kind: by_kind[kind](positions, like) for kind in kinds}
+
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [tokens, hidden]."""
+        """Return the embeddings [tokens, hidden], scaled."""
+        hidden = self._looked_up(tokens)
+        return hidden if self.config.embedding_scale == 1 else hidden * self.config.embedding_scale
+
+    def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:
         ends = self._ends
         rows, dtype = tokens, ends.norm.dtype
         if tokens.device != ends.embedding.device:
@@ -128,5 +145,19 @@ class Model:
 
         Each computes its own norm, so its temporaries are freed before the next one begins.
         """
+        spec = self.config.layers[index]
         mixed = self._ranks.sum(self._mixers[index](w, hidden, cache, batch))
-        hidden += self._ranks.sum(dense_mlp(w, hidden, self.config.norm_eps, mixed))
+        mixed = self._added(spec, w.get("mixer_norm"), mixed)
+        computed = self._ranks.sum(dense_mlp(w, hidden, self.config.norm_eps, mixed))
+        hidden += self._added(spec, w.get("mlp_norm"), computed)
+
+    def _added(
+        self, spec: LayerSpec, norm: torch.Tensor | None, computed: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what a mixer or an MLP adds to the hidden states: its output, normed and scaled.
+
+        norm: weights of the norm after it, or None
+        """
+        if norm is not None:
+            computed = rms_norm(computed, norm, self.config.norm_eps)
+        return computed if spec.residual_scale == 1 else computed.mul_(spec.residual_scale)

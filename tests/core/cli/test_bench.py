@@ -11,7 +11,7 @@ import torch
 from triforce_core.bench.settings import TESTS
 from triforce_core.cli.main import main
 from triforce_core.model.checkpoints.random_checkpoint import RandomCheckpoint
-from triforce_core.model.config import from_hf
+from triforce_core.model.families.hf import from_hf
 from triforce_core.model.known.shapes import for_timing, read_shape
 from triforce_core.plan.simulation.costs import prefill_flops
 from triforce_core.settings import EngineConfig, MachineSettings

@@ -19,7 +19,7 @@ from bench.plot_trace import read_trace
 from triforce_core import Engine, SamplingParams, UsageError
 from triforce_core.cli.main import _parser
 from triforce_core.cli.options import engine_config
-from triforce_core.model.config import from_hf
+from triforce_core.model.families.hf import from_hf
 from triforce_core.model.known.hub_ids import hub_id_of, unsupported_family
 from triforce_core.model.known.shapes import SHAPES
 from triforce_core.plan.plan import Plan

@@ -195,3 +195,12 @@ def test_keys_turned_back_are_keys_of_the_new_positions(tiny) -> None:
         near = 3 * (40 + 4) * torch.finfo(torch.float32).eps * 2**0.5 * float(raw.abs().max())
         assert_within(turned, expected, near)
         assert torch.equal(cache.kv.rows[0, 1, :, : cache.kv.end], kept)
+
+
+def test_keys_of_layers_that_do_not_rotate_stay_as_they_are(tiny) -> None:
+    path, _ = tiny("smollm3")
+    with Engine.from_pretrained(path, device="cpu", draft=path, max_context=200) as engine:
+        keys = torch.randn(3, 2, 10, 16, generator=torch.Generator().manual_seed(0))
+        turned = engine.models.small.model.rope.turned_back(keys, 7)
+    assert torch.equal(turned[1], keys[1])
+    assert not torch.isclose(turned[::2], keys[::2]).all(dim=(1, 2, 3)).any()

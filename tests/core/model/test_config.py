@@ -7,7 +7,7 @@ import json
 import pytest
 from helpers import FAMILIES
 
-from triforce_core.model.config import from_hf
+from triforce_core.model.families.hf import from_hf
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 LLAMA = {
@@ -30,7 +30,7 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
     assert config.attention.kv_heads == model.config.num_key_value_heads
     assert config.tied == model.config.tie_word_embeddings
     assert config.rope.type == model.config.rope_parameters["rope_type"]
-    assert config.attention.qk_norm == (family == "qwen3")
+    assert config.attention.qk_norm == (family in ("qwen3", "olmo2", "exaone4"))
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,9 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
             "with blocks of \\[64, 64\\] is not supported",
         ),
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 2, "partial_rotary_factor": 0.5}},
-            "partial",
-        ),
+        ({"use_bias": True}, "use_bias"),
+        ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta"),
+        ({"architectures": ["Exaone4ForCausalLM"], "max_position_embeddings": 8192}, "sliding"),
     ],
 )
 def test_unsupported_models_are_refused_by_name(change: dict, named: str) -> None:

@@ -18,10 +18,11 @@ PROMPT, NEW = random_ids(60), 24
 GREEDY = SamplingParams(NEW, temperature=0)
 
 
-@pytest.fixture(scope="module")
-def quantised(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+@pytest.fixture(scope="module", params=["qwen3", "glm4"])
+def quantised(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    """glm4 has its heads in another order, and gate and up as one tensor."""
     path = tmp_path_factory.mktemp("fp8")
-    model = make_model("qwen3", path, **FP8_SIZES)
+    model = make_model(request.param, path, **FP8_SIZES)
     quantise(path, model)
     return path, model
 

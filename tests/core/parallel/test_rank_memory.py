@@ -42,7 +42,7 @@ class Deaf(Silent):
         return number
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("placement", ["resident", "kv", "both"])
 @pytest.mark.parametrize("heads", [4, 9])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.gguf_config import gguf_config
-from triforce_core.model.checkpoints.names import Piece, gguf_names, hf_names
-from triforce_core.model.config import ModelConfig, from_hf
+from triforce_core.model.checkpoints.names import LANGUAGE_MODELS, Piece, gguf_names, hf_names
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.families.hf import from_hf, reads_images
 from triforce_core.model.share import Share
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.identity import sampled, state
@@ -160,9 +163,8 @@ class Checkpoint:
         for piece in pieces:
             part = rows_of(into, first, first + piece.rows)
             first += piece.rows
-            head_rows = piece.rows // piece.heads if piece.heads else 0
             try:
-                read_into(self._source, piece.name, part, piece.corner, head_rows)
+                read_into(self._source, piece.name, part, piece.corner, piece.order)
             except SplitError as error:
                 raise CannotSplitError(self.path, [name]) from error
 
@@ -220,8 +222,11 @@ class Checkpoint:
             parts = spec.shapes(config.hidden)
             shapes.update({f"layers.{layer}.{part}": shape for part, shape in parts.items()})
         for name, shape in shapes.items():
-            for piece in self._names(name):
-                yield piece.name, (piece.rows, *shape[1:])
+            pieces = self._names(name)
+            # Several pieces may be parts of one tensor.
+            for stored in dict.fromkeys(piece.name for piece in pieces):
+                rows = sum(piece.rows for piece in pieces if piece.name == stored)
+                yield stored, (rows, *shape[1:])
         if self._rope_factors is not None:
             yield self._rope_factors, (config.attention.head_dim // 2,)
 
@@ -269,11 +274,13 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
             raise CheckpointError(
                 f"{path} holds no model: it has no config.json (a .gguf file is given by its path)"
             )
-        config = from_hf(
-            read_json(path / "config.json"), _optional_json(path / "generation_config.json")
-        )
-        names = hf_names(config)
-        return Checkpoint(path, config, SafetensorsSource(path), names, checked=checked)
+        raw = read_json(path / "config.json")
+        config = from_hf(raw, _optional_json(path / "generation_config.json"))
+        source = SafetensorsSource(path)
+        if reads_images(raw):
+            config = _text_alone(path, config, source.names())
+        names = hf_names(config, source.names())
+        return Checkpoint(path, config, source, names, checked=checked)
     if path.suffix != ".gguf":
         raise UsageError(f"{path} is neither a directory nor a .gguf file")
     # Imported here, because only GGUF files need the package.
@@ -288,6 +295,22 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
     factors = "rope_freqs.weight" if "rope_freqs.weight" in source.names() else None
     names = gguf_names(config)
     return Checkpoint(path, config, source, names, factors, source.metadata, checked=checked)
+
+
+def _text_alone(path: Path, config: ModelConfig, held: Collection[str]) -> ModelConfig:
+    """Return the config of the language model in the files of a model that also reads images, and
+    warn that the rest is not loaded.
+
+    Whether the embedding is the output matrix is read from the files: configs of such models
+    contradict themselves.
+    """
+    others = sum(not name.startswith(LANGUAGE_MODELS) for name in held)
+    warnings.warn(
+        f"{path}: the part that reads images ({others} tensors) is not loaded",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return replace(config, tied=not any(name.endswith("lm_head.weight") for name in held))
 
 
 def _optional_json(path: Path) -> dict:

@@ -6,14 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from triforce_core.model.config import (
-    Fields,
-    ModelConfig,
-    RopeConfig,
-    check_rope,
-    layer_count,
-    token_ids,
-)
+from triforce_core.model.config import ModelConfig, RopeConfig
+from triforce_core.model.families.fields import Fields, layer_count, token_ids
+from triforce_core.model.families.ropes import check_rope
 from triforce_core.model.layers import Attention, DenseMLP, LayerSpec
 from triforce_offload.errors import UnsupportedModelError
 
@@ -70,13 +65,15 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
         vocab=fields.whole("vocab_size", getattr(vocab, "length", None)),
         norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
         trained_positions=positions,
-        rope=_gguf_rope(own, fields, positions, where),
+        rope=_gguf_rope(own, fields, positions, head_dim, where),
         tied="output.weight" not in names,
         eos_token_ids=_gguf_eos(source.metadata),
     )
 
 
-def _gguf_rope(own: Mapping[str, Any], fields: Fields, positions: int, where: str) -> RopeConfig:
+def _gguf_rope(
+    own: Mapping[str, Any], fields: Fields, positions: int, head_dim: int, where: str
+) -> RopeConfig:
     kind = own.get("rope.scaling.type", "none")
     parameters: dict[str, Any] = {}
     if kind in ("linear", "yarn"):
@@ -90,7 +87,7 @@ def _gguf_rope(own: Mapping[str, Any], fields: Fields, positions: int, where: st
         fields.real("rope.freq_base", 10000.0),
         MappingProxyType(parameters),
     )
-    return check_rope(rope, where)
+    return check_rope(rope, where, head_dim)
 
 
 def _gguf_eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:

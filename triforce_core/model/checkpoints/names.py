@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import LayerSpec
@@ -16,13 +17,13 @@ class Piece:
     """A tensor of the checkpoint that makes up some rows of a tensor of the model.
 
     rows: number of rows
-    heads: if not 0, the rows are stored with the halves of each head interleaved, as in llama.cpp
+    order: which stored row of a head each row is (see `head_order`); None for rows as stored
     corner: first row and column of the part that is read; it is as wide as the model's tensor
     """
 
     name: str
     rows: int
-    heads: int = 0
+    order: tuple[int, ...] | None = None
     corner: Corner = WHOLE
 
     def within(self, window: Window) -> Piece:
@@ -30,101 +31,170 @@ class Piece:
         rows = self.rows if window.rows is None else len(window.rows)
         first = 0 if window.rows is None else window.rows.start
         column = 0 if window.columns is None else window.columns.start
-        heads = self.heads * rows // self.rows
-        return Piece(self.name, rows, heads, Corner(first, column))
+        corner = Corner(self.corner.row + first, self.corner.column + column)
+        return replace(self, rows=rows, corner=corner)
 
 
-def hf_names(config: ModelConfig) -> Callable[[str], list[Piece]]:
-    names = {
-        "embedding": "model.embed_tokens.weight",
-        "head": "model.embed_tokens.weight" if config.tied else "lm_head.weight",
-        "norm": "model.norm.weight",
-        "input_norm": "input_layernorm.weight",
-        "q": "self_attn.q_proj",
-        "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj",
-        "o": "self_attn.o_proj",
-        "q_norm": "self_attn.q_norm.weight",
-        "k_norm": "self_attn.k_norm.weight",
-        "post_norm": "post_attention_layernorm.weight",
-        "gate": "mlp.gate_proj",
-        "up": "mlp.up_proj",
-        "down": "mlp.down_proj",
+@dataclass(frozen=True)
+class Naming:
+    """How a family names the tensors of its layers in a kind of file.
+
+    norms: name of each norm, by this runtime's name
+    qkv, gate_up: names of projections, apart or as one tensor
+    interleaved: whether the rotated numbers of a head are stored in pairs: those with the same
+        frequency side by side, not half a head apart
+    """
+
+    norms: Mapping[str, str]
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    o: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    interleaved: bool = False
+
+
+_HF_HEADS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+_HF_BEFORE = {
+    "input_norm": "input_layernorm",
+    "post_norm": "post_attention_layernorm",
+    **_HF_HEADS,
+}
+_HF_AFTER = {
+    "mixer_norm": "post_attention_layernorm",
+    "mlp_norm": "post_feedforward_layernorm",
+    **_HF_HEADS,
+}
+_GLM4 = _HF_BEFORE | {"mixer_norm": "post_self_attn_layernorm", "mlp_norm": "post_mlp_layernorm"}
+_ONE_GATE_UP = ("mlp.gate_up_proj",)
+_HF = {
+    "olmo2": Naming(_HF_AFTER),
+    "exaone4": Naming(_HF_AFTER),
+    "glm": Naming(_HF_BEFORE, gate_up=_ONE_GATE_UP, interleaved=True),
+    "glm4": Naming(_GLM4, gate_up=_ONE_GATE_UP, interleaved=True),
+    "phi3": Naming(_HF_BEFORE, qkv=("self_attn.qkv_proj",), gate_up=_ONE_GATE_UP),
+    "ernie4_5": Naming(_HF_BEFORE, interleaved=True),
+}
+# Where the language model is, and its output matrix: alone, or in a model that also reads images.
+_HF_PREFIXES = (
+    ("model.", "lm_head.weight"),
+    ("language_model.model.", "language_model.lm_head.weight"),
+    ("model.language_model.", "lm_head.weight"),
+)
+# Beginnings of the names of tensors of a language model.
+LANGUAGE_MODELS = ("language_model.", "model.language_model.", "lm_head.")
+_GGUF = Naming(
+    {
+        "input_norm": "attn_norm",
+        "q_norm": "attn_q_norm",
+        "k_norm": "attn_k_norm",
+        "post_norm": "ffn_norm",
+    },
+    qkv=("attn_q", "attn_k", "attn_v"),
+    o="attn_output",
+    gate_up=("ffn_gate", "ffn_up"),
+    down="ffn_down",
+)
+
+
+def hf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str], list[Piece]]:
+    """Return the pieces of each tensor in safetensors files.
+
+    held: names of the tensors in the files; a language model beside others has a prefix
+    """
+    first = {name.split("layers.")[0] for name in held}
+    prefix, head = next((each for each in _HF_PREFIXES if each[0] in first), _HF_PREFIXES[0])
+    embedding = f"{prefix}embed_tokens.weight"
+    ends = {
+        "embedding": embedding,
+        "head": embedding if config.tied else head,
+        "norm": f"{prefix}norm.weight",
     }
-    return _named(config, names, "model.layers.{}.", interleaved=False)
+    naming = _HF.get(config.family, Naming(_HF_BEFORE))
+    return _named(config, ends, naming, prefix + "layers.{}.")
 
 
 def gguf_names(config: ModelConfig) -> Callable[[str], list[Piece]]:
-    names = {
+    """Return the pieces of each tensor in a GGUF file."""
+    ends = {
         "embedding": "token_embd.weight",
         "head": "token_embd.weight" if config.tied else "output.weight",
         "norm": "output_norm.weight",
-        "input_norm": "attn_norm.weight",
-        "q": "attn_q",
-        "k": "attn_k",
-        "v": "attn_v",
-        "o": "attn_output",
-        "q_norm": "attn_q_norm.weight",
-        "k_norm": "attn_k_norm.weight",
-        "post_norm": "ffn_norm.weight",
-        "gate": "ffn_gate",
-        "up": "ffn_up",
-        "down": "ffn_down",
     }
     # For this architecture, llama.cpp rotates neighbouring pairs, and stores q and k accordingly.
-    return _named(config, names, "blk.{}.", interleaved=config.family == "llama")
+    naming = replace(_GGUF, interleaved=config.family == "llama")
+    return _named(config, ends, naming, "blk.{}.")
+
+
+def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> tuple[int, ...] | None:
+    """Return which number of a stored head each number of ours is; None if they are the same.
+
+    Ours are rotated in pairs half a head apart. Of heads that are rotated in part, pairs that stay
+    as they are come after those that are rotated, in each half.
+
+    rotated: how many numbers of a head are rotated; in files they come first
+    """
+    pairs, still = rotated // 2, head_dim // 2 - rotated // 2
+    step, second = (2, 1) if interleaved else (1, pairs)
+    rest = list(range(rotated, head_dim))
+    order = [step * i for i in range(pairs)] + rest[:still]
+    order += [step * i + second for i in range(pairs)] + rest[still:]
+    return None if order == list(range(head_dim)) else tuple(order)
 
 
 def _named(
-    config: ModelConfig, names: Mapping[str, str], prefix: str, *, interleaved: bool
+    config: ModelConfig, ends: Mapping[str, str], naming: Naming, prefix: str
 ) -> Callable[[str], list[Piece]]:
     """Return a function from `embedding`, `layers.3.qkv`, ... to the pieces of the checkpoint."""
     whole = {
-        "embedding": [Piece(names["embedding"], config.vocab)],
-        "head": [Piece(names["head"], config.vocab)],
-        "norm": [Piece(names["norm"], config.hidden)],
+        "embedding": [Piece(ends["embedding"], config.vocab)],
+        "head": [Piece(ends["head"], config.vocab)],
+        "norm": [Piece(ends["norm"], config.hidden)],
     }
-    parts = {
-        spec: _layer_pieces(spec, config.hidden, names, interleaved=interleaved)
-        for spec in config.distinct_layers
-    }
+    parts = {spec: _layer_pieces(spec, config, naming) for spec in config.distinct_layers}
 
     def lookup(name: str) -> list[Piece]:
         if name in whole:
             return whole[name]
         _, layer, part = name.split(".")
         return [
-            Piece(prefix.format(layer) + piece.name, piece.rows, piece.heads)
+            replace(piece, name=prefix.format(layer) + piece.name)
             for piece in parts[config.layers[int(layer)]][part]
         ]
 
     return lookup
 
 
-def _layer_pieces(
-    spec: LayerSpec, hidden: int, names: Mapping[str, str], *, interleaved: bool
-) -> dict[str, list[Piece]]:
+def _layer_pieces(spec: LayerSpec, config: ModelConfig, naming: Naming) -> dict[str, list[Piece]]:
     """Return the pieces of the checkpoint that make up each tensor of a layer."""
-    mixer, width = spec.mixer, spec.mlp.width
-    q_heads, k_heads = (mixer.heads, mixer.kv_heads) if interleaved else (0, 0)
-
-    def projections(suffix: str) -> dict[str, list[Piece]]:
-        return {
-            "qkv": [
-                Piece(f"{names['q']}.{suffix}", mixer.queries, q_heads),
-                Piece(f"{names['k']}.{suffix}", mixer.keys, k_heads),
-                Piece(f"{names['v']}.{suffix}", mixer.keys),
-            ],
-            "o": [Piece(f"{names['o']}.{suffix}", hidden)],
-            "gate_up": [
-                Piece(f"{names['gate']}.{suffix}", width),
-                Piece(f"{names['up']}.{suffix}", width),
-            ],
-            "down": [Piece(f"{names['down']}.{suffix}", hidden)],
-        }
-
-    parts = projections("weight")
-    parts |= {f"{part}_bias": pieces for part, pieces in projections("bias").items()}
-    parts |= {part: [Piece(names[part], hidden)] for part in ("input_norm", "post_norm")}
-    parts |= {part: [Piece(names[part], mixer.head_dim)] for part in ("q_norm", "k_norm")}
+    mixer, width, hidden = spec.mixer, spec.mlp.width, config.hidden
+    order = head_order(
+        mixer.head_dim, config.rope.rotated(mixer.head_dim), interleaved=naming.interleaved
+    )
+    sizes = {"qkv": (mixer.queries, mixer.keys, mixer.keys), "gate_up": (width, width)}
+    orders = {"qkv": (order, order, None), "gate_up": (None, None)}
+    parts = {}
+    for suffix, ending in (("", "weight"), ("_bias", "bias")):
+        for part, names in (("qkv", naming.qkv), ("gate_up", naming.gate_up)):
+            named = [f"{name}.{ending}" for name in names]
+            parts[part + suffix] = _pieces(named, sizes[part], orders[part])
+        parts["o" + suffix] = [Piece(f"{naming.o}.{ending}", hidden)]
+        parts["down" + suffix] = [Piece(f"{naming.down}.{ending}", hidden)]
+    for part, name in naming.norms.items():
+        rows, each = spec.shapes(hidden).get(part, (0,))[0], None
+        if part in ("q_norm", "k_norm"):
+            each = order
+        parts[part] = [Piece(f"{name}.weight", rows, each)]
     return parts
+
+
+def _pieces(
+    names: Sequence[str], sizes: Sequence[int], orders: Sequence[tuple[int, ...] | None]
+) -> list[Piece]:
+    """Return pieces of tensors of their own, or of one tensor that has all of them."""
+    if len(names) == len(sizes):
+        return [Piece(*each) for each in zip(names, sizes, orders, strict=True)]
+    firsts = accumulate(sizes, initial=0)
+    return [
+        Piece(names[0], rows, order, Corner(first, 0))
+        for rows, order, first in zip(sizes, orders, firsts, strict=False)
+    ]

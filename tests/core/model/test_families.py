@@ -1,0 +1,170 @@
+"""What families describe beside the usual: rotations of a part, layers that do not rotate, norms
+elsewhere, tensors that are one in the files. That their texts are transformers' own is held by the
+table of families, FAMILIES, in `test_greedy` and others.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import VOCAB, make_model, random_ids
+from oracle import assert_equal_but_for_ties, greedy
+
+from triforce_core import Engine
+from triforce_core.model.checkpoints.names import head_order
+from triforce_core.model.families.dense import FAMILIES
+from triforce_core.model.families.hf import from_hf
+from triforce_core.model.layers import Norms
+from triforce_kernels.layer import rotate
+from triforce_offload.errors import CheckpointError, UsageError
+
+CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 4096,
+    "sliding_window": None,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotated", [2, 4, 10, 16])
+def test_rows_in_our_order_are_rotated_by_our_kernel(rotated: int, interleaved: bool) -> None:
+    """Scores of heads as files store them, rotated as their family does, are those of ours."""
+    torch.manual_seed(rotated)
+    head_dim, tokens = 16, 5
+    stored = torch.randn(2, tokens, head_dim, dtype=torch.float64)
+    angles = torch.outer(torch.arange(tokens), torch.rand(rotated // 2)).double()
+    pairs = stored[..., :rotated]
+    pairs = pairs.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    turned = first * angles.cos() - second * angles.sin()
+    other = second * angles.cos() + first * angles.sin()
+    theirs = torch.cat((turned, other, stored[..., rotated:]), -1)
+    order = head_order(head_dim, rotated, interleaved=interleaved)
+    ours = stored if order is None else stored[..., list(order)]
+    still = torch.zeros(tokens, head_dim // 2 - rotated // 2)
+    every = torch.cat((angles, still), -1).repeat(1, 2)
+    ours = rotate(ours, every.cos(), every.sin())
+    scores = [heads[0] @ heads[1].T for heads in (theirs, ours)]
+    torch.testing.assert_close(*scores, rtol=1e-12, atol=1e-12)
+    assert (order is None) == (rotated == head_dim and not interleaved)
+    assert order is None or sorted(order) == list(range(head_dim))
+
+
+def test_layers_are_as_each_family_says() -> None:
+    def layers(family: str, **more: object) -> list:
+        return list(from_hf(CONFIG | {"model_type": family} | more, {}).layers)
+
+    assert [spec.mixer.rotated for spec in layers("smollm3")] == [True, True, True, False]
+    chosen = layers("smollm3", no_rope_layers=[0, 1, 1, 0])
+    assert [spec.mixer.rotated for spec in chosen] == [False, True, True, False]
+    assert {spec.norms for spec in layers("glm4")} == {Norms.AROUND}
+    assert {spec.norms for spec in layers("olmo2")} == {Norms.AFTER}
+    assert layers("olmo2")[0].mixer.norm_over_heads
+    assert layers("seed_oss")[0].mixer.qkv_bias
+    granite = layers("granite", attention_multiplier=0.1, residual_multiplier=0.3)[0]
+    assert (granite.mixer.scale, granite.residual_scale) == (0.1, 0.3)
+    config = from_hf(
+        CONFIG | {"model_type": "granite", "embedding_multiplier": 12, "logits_scaling": 8}, {}
+    )
+    assert (config.embedding_scale, config.logit_scale) == (12, 1 / 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers must be a list of 4"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers"),
+        ({"model_type": "glm4", "partial_rotary_factor": 2.0}, "partial_rotary_factor 2"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.07}, "partial_rotary_factor"),
+        ({"model_type": "phi3", "partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        ({"model_type": "granite", "attention_multiplier": -1}, "attention_multiplier"),
+        ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling"),
+        ({"model_type": "ernie4_5", "attention_bias": "no", "rms_norm_eps": "no"}, "rms_norm_eps"),
+        (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": [1]},
+            "text_config",
+        ),
+    ],
+)
+def test_what_a_description_cannot_hold_is_named(change: dict, named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        from_hf(CONFIG | change, {})
+
+
+def test_a_repr_has_no_field_of_a_newer_version_that_is_as_usual() -> None:
+    """The repr is a part of a checkpoint's identity, which saved contexts name."""
+    told = repr(from_hf(CONFIG | {"model_type": "llama"}, {}))
+    assert "qk_norm=False)" in told
+    assert not any(name in told for name in ("scale", "norms", "rotated", "norm_over"))
+    assert "rotated=False" in repr(from_hf(CONFIG | {"model_type": "smollm3"}, {}))
+
+
+def test_a_norm_over_all_heads_is_on_one_gpu(tiny) -> None:
+    with pytest.raises(UsageError, match="a norm over all heads"):
+        Engine.from_pretrained(tiny("olmo2")[0], device="cpu", gpus=2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_a_model_that_reads_images_the_text_part_runs(tmp_path: Path, tied: bool) -> None:
+    import transformers
+
+    torch.manual_seed(3)
+    text = CONFIG | {"model_type": "mistral", "tie_word_embeddings": tied, "initializer_range": 0.3}
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = transformers.Mistral3Config(
+        text_config=text | ends, vision_config=vision, tie_word_embeddings=tied
+    )
+    model = transformers.Mistral3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = random_ids(40, 1)
+    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
+    with pytest.warns(RuntimeWarning, match=r"the part that reads images \(\d+ tensors\) is not"):
+        engine = Engine.from_pretrained(tmp_path, device="cpu", max_context=80)
+    with engine:
+        assert engine.config.tied == tied
+        result = engine.generate(prompt, greedy(20))
+    assert_equal_but_for_ties(model, prompt, result.token_ids, theirs[0, len(prompt) :].tolist())
+
+
+def test_every_family_is_in_the_table_of_tests_and_in_the_readme() -> None:
+    import helpers
+
+    root = Path(__file__).parents[3]
+    tested = {kind for kind, _ in helpers.FAMILIES.values()}
+    assert {family.hf_class for family in FAMILIES.values()} == tested
+    page = (root / "docs" / "models.md").read_text()
+    for family in FAMILIES.values():
+        assert f"`{family.name}`" in page
+
+
+def test_a_missing_norm_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    make_model("glm4", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.post_mlp_layernorm.weight"
+    save_file({key: tensors[key] for key in tensors if key != name}, file)
+    with pytest.raises(CheckpointError, match=name):
+        Engine.from_pretrained(tmp_path, device="cpu")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["vocab_size"] == VOCAB

@@ -1,0 +1,61 @@
+"""Typed access to the fields of a checkpoint's header."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from triforce_offload.errors import CheckpointError
+
+_MAX_LAYERS = 10_000
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Typed access to the fields of a parsed header. Every error names the field."""
+
+    raw: Mapping[str, Any]
+    source: str
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        value = self._get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 40:
+            raise CheckpointError(f"{self.source}: {name} must be a positive number, got {value!r}")
+        return value
+
+    def real(self, name: str, default: float | None = None) -> float:
+        value = self._get(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e30:
+            raise CheckpointError(f"{self.source}: {name} must be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.source}: {name} must be true or false, got {value!r}")
+        return value
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"{self.source}: {name} is missing")
+        return value
+
+
+def layer_count(fields: Fields, name: str) -> int:
+    """Return the number of layers in a header. Raises CheckpointError."""
+    count = fields.whole(name)
+    if count > _MAX_LAYERS:
+        raise CheckpointError(f"{count} layers are more than {_MAX_LAYERS}")
+    return count
+
+
+def token_ids(value: Any, name: str) -> tuple[int, ...]:
+    """Convert None, an id or a list of ids to a tuple. Raises CheckpointError."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 31 for i in ids):
+        raise CheckpointError(f"{name} must be a token id or a list of them, got {value!r}")
+    return tuple(ids)

@@ -1,0 +1,114 @@
+"""Model configs from config.json files, as Hugging Face's transformers writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.families.dense import FAMILIES, Family
+from triforce_core.model.families.fields import Fields, layer_count, token_ids
+from triforce_core.model.families.ropes import hf_rope
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
+
+SOURCE = "config.json"
+ARCHITECTURES = {f"{family.hf_class}ForCausalLM": family for family in FAMILIES.values()}
+# Models that also read images: their language model is described in `text_config`.
+_AROUND_TEXT = ("Mistral3ForConditionalGeneration",)
+
+
+def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """Return the config from a parsed config.json and generation_config.json (may be empty).
+
+    Raises UnsupportedModelError, which names the unsupported feature, or CheckpointError, which
+    names the field.
+    """
+    raw, family = _text_of(raw)
+    _refuse_unsupported(raw, family)
+    fields = Fields(raw, SOURCE)
+    hidden = fields.whole("hidden_size")
+    positions = fields.whole("max_position_embeddings")
+    layers = family.layers(fields, layer_count(fields, "num_hidden_layers"))
+    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+    return ModelConfig(
+        family=family.name,
+        layers=layers,
+        hidden=hidden,
+        vocab=fields.whole("vocab_size"),
+        norm_eps=fields.real("rms_norm_eps", 1e-6),
+        trained_positions=positions,
+        rope=hf_rope(raw, positions, layers[0].mixer.head_dim, family.rotated_share),
+        tied=fields.flag("tie_word_embeddings", family.tied),
+        eos_token_ids=token_ids(eos, "eos_token_id"),
+        **family.scales(fields),
+    )
+
+
+def reads_images(raw: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a model around a language model."""
+    names = raw.get("architectures")
+    return isinstance(names, list) and bool(names) and names[0] in _AROUND_TEXT
+
+
+def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:
+    """Return the config of the language model, and its family."""
+    if reads_images(raw):
+        text = raw.get("text_config")
+        if not isinstance(text, Mapping):
+            raise CheckpointError(f"{SOURCE}: text_config must be an object, got {text!r}")
+        outer = {"quantization_config": raw.get("quantization_config")}
+        return _text_of({**outer, **text, "architectures": None})
+    architectures = raw.get("architectures")
+    names = architectures if isinstance(architectures, list) and architectures else [None]
+    name, kind = names[0], raw.get("model_type")
+    if isinstance(name, str) and name in ARCHITECTURES:
+        return raw, ARCHITECTURES[name]
+    if not isinstance(name, str) and isinstance(kind, str) and kind in FAMILIES:
+        return raw, FAMILIES[kind]
+    named = name or kind
+    what = f"architecture {named!r} is" if named else "a config that names no architecture is"
+    known = ", ".join((*ARCHITECTURES, *_AROUND_TEXT))
+    raise UnsupportedModelError(f"{what} not supported (only {known})")
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
+    if raw.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModelError(
+            f"hidden_act {raw['hidden_act']!r} is not supported (only silu)"
+        )
+    for name in ("mlp_bias", "use_bias"):
+        if raw.get(name):
+            raise UnsupportedModelError(f"{name} is not supported")
+    _refuse_quantised(raw.get("quantization_config"))
+    experts = [
+        name for name in ("num_local_experts", "num_experts", "n_routed_experts") if raw.get(name)
+    ]
+    if experts:
+        raise UnsupportedModelError(f"mixture of experts ({experts[0]}) is not supported")
+    kinds = raw.get("layer_types")
+    if isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds):
+        raise UnsupportedModelError("layer_types other than full_attention are not supported")
+    window = raw.get("sliding_window", family.usual_window)
+    active = raw.get("use_sliding_window", not family.window_is_asked_for)
+    positions = raw.get("max_position_embeddings")
+    if (
+        active
+        and window
+        and not (isinstance(window, int) and isinstance(positions, int) and window >= positions)
+    ):
+        raise UnsupportedModelError(f"an active sliding_window ({window!r}) is not supported")
+
+
+def _refuse_quantised(quantised: Any) -> None:
+    """Raise UnsupportedModelError for quantised weights, except FP8 with one scale for each 128 by
+    128 numbers, the format in which Qwen3 and others are published.
+    """
+    if not quantised:
+        return
+    asked = quantised if isinstance(quantised, Mapping) else {}
+    method, blocks = asked.get("quant_method"), asked.get("weight_block_size")
+    if method != "fp8" or asked.get("fmt", "e4m3") != "e4m3" or blocks != [128, 128]:
+        raise UnsupportedModelError(
+            f"quantization_config of method {method!r} with blocks of {blocks} is not supported "
+            "(only fp8, e4m3, with blocks of 128 by 128); use a GGUF file instead"
+        )

@@ -1,0 +1,81 @@
+"""Rope parameters of a checkpoint's header, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from triforce_core.model.config import ROPE_TYPES, RopeConfig
+from triforce_core.model.families.fields import Fields
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
+
+
+def check_rope(rope: RopeConfig, source: str, head_dim: int) -> RopeConfig:
+    """Return `rope` after checking its type and parameters.
+
+    Raises UnsupportedModelError or CheckpointError.
+    """
+    if rope.type not in ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"{source}: rope type {rope.type!r} is not supported (only {', '.join(ROPE_TYPES)})"
+        )
+    required = {
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "yarn": ("factor", "original_max_position_embeddings"),
+        "llama3": (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
+    }.get(rope.type, ())
+    fields = Fields(rope.parameters, f"{source}: rope of type {rope.type}")
+    for name in required:
+        fields.real(name)
+    optional = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    for name in optional:
+        if rope.parameters.get(name) is not None:
+            fields.real(name)
+    for name in ("llama_4_scaling_beta",):
+        if rope.parameters.get(name):
+            raise UnsupportedModelError(f"{source}: {name} is not supported")
+    share = fields.real("partial_rotary_factor", 1.0)
+    rotated = rope.rotated(head_dim)
+    if share > 1 or rotated % 2 or rotated < 2:
+        raise CheckpointError(
+            f"{source}: partial_rotary_factor {share:g} leaves {rotated} of {head_dim} numbers of "
+            "a head to rotate, which is not an even number from 2 on"
+        )
+    return rope
+
+
+def hf_rope(
+    raw: Mapping[str, Any], positions: int, head_dim: int, rotated_share: float = 1.0
+) -> RopeConfig:
+    """Parse rope_parameters (transformers 5), or rope_scaling and rope_theta (earlier versions).
+
+    rotated_share: share of each head that is rotated, if the config does not say
+    Raises UnsupportedModelError or CheckpointError.
+    """
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise CheckpointError(f"config.json: rope scaling must be an object, got {scaling!r}")
+    parameters = {
+        name: value
+        for name, value in scaling.items()
+        if name not in ("rope_type", "type", "rope_theta")
+    }
+    share = raw.get("partial_rotary_factor") or rotated_share
+    if share != 1:
+        parameters.setdefault("partial_rotary_factor", share)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind in ("yarn", "llama3"):
+        parameters.setdefault(
+            "original_max_position_embeddings",
+            raw.get("original_max_position_embeddings", positions),
+        )
+    theta = Fields({"rope_theta": scaling.get("rope_theta", raw.get("rope_theta"))}, "config.json")
+    rope = RopeConfig(str(kind), theta.real("rope_theta", 10000.0), MappingProxyType(parameters))
+    return check_rope(rope, "config.json", head_dim)
