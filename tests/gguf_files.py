@@ -10,26 +10,6 @@ import gguf
 import numpy as np
 import torch
 
-_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_ENDS = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-
-
 # Where the half-precision numbers of a block lie, in types that the gguf package does not write.
 _SCALES = {
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
@@ -58,6 +38,9 @@ def in_blocks(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     return data
 
 
+_ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+# Those whose q and k llama.cpp's converter permutes.
+_PERMUTED = ("llama", "smollm3", "granite")
 _LARGER = re.compile(r"blk\.\d*[02468]\.(ffn_down|attn_v)\.weight")
 
 
@@ -95,19 +78,21 @@ def write_gguf(
         writer.add_uint32(name.replace("__", "."), value)
     if describe:
         describe(writer)
+    _describe_family(writer, config, head_dim)
     tensors = dict(extra or {})
+    names = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = tensor.float().numpy()
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+        if architecture in _PERMUTED and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             array = (
                 array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
                 .swapaxes(1, 2)
                 .reshape(array.shape)
             )
-        tensors[_gguf_name(name)] = array
+        tensors[names.get_name(name, (".weight", ".bias"))] = array
     for name, array in tensors.items():
         stored = gguf.GGMLQuantizationType.Q8_0 if mixed and _LARGER.match(name) else kind
         block = gguf.GGML_QUANT_SIZES[stored][0]
@@ -121,8 +106,15 @@ def write_gguf(
     writer.close()
 
 
-def _gguf_name(name: str) -> str:
-    if name in _ENDS:
-        return _ENDS[name]
-    _, _, layer, *part, kind = name.split(".")
-    return f"blk.{layer}.{_NAMES['.'.join(part)]}.{kind}"
+def _describe_family(writer: gguf.GGUFWriter, config: object, head_dim: int) -> None:
+    """Adds what the converter adds for some families alone."""
+    share = config.rope_parameters.get("partial_rotary_factor") or 1.0
+    writer.add_rope_dimension_count(int(head_dim * share))
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "phi3":
+        # What it writes where there is no window, as in Phi-4.
+        writer.add_sliding_window(config.sliding_window or 0)

@@ -41,9 +41,23 @@ def test_shards_with_an_index(tmp_path) -> None:
     assert generate(tmp_path / "sharded") == reference(model)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-bias", "llama-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("llama", "llama-bias", "llama-tied", "qwen2", "qwen3", "seed-oss", "olmo2", "exaone4"),
+        *("granite", "glm4", "phi3", "phi3-partial", "ernie4_5"),
+    ],
+)
 def test_gguf_of_every_architecture(tiny, tmp_path, family: str) -> None:
     _, model = tiny(family)
+    write_gguf(model, tmp_path / "m.gguf")
+    assert generate(tmp_path / "m.gguf") == reference(model)
+
+
+def test_gguf_of_layers_that_do_not_rotate(tmp_path) -> None:
+    """Such files do not say which layers: in llama.cpp it is every fourth."""
+    layers = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}
+    model = make_model("smollm3", tmp_path, **layers)
     write_gguf(model, tmp_path / "m.gguf")
     assert generate(tmp_path / "m.gguf") == reference(model)
 

@@ -41,7 +41,9 @@ def quantised(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", WRITTEN)
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama-tied", "qwen2", "qwen3", "glm4", "phi3-partial", "granite"]
+)
 def test_greedy_text_is_that_of_the_dequantised_model(quantised, family: str, kind: str) -> None:
     path = quantised(family, kind)
     with engine(path, method="autoregressive") as dense:

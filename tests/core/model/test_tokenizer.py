@@ -13,7 +13,7 @@ import pytest
 from byte_level_files import CONTROL, MANUAL, tokenizer_metadata, write_byte_level
 from gguf_files import write_gguf
 
-from triforce_core.model.checkpoints.byte_level import _SPLITS
+from triforce_core.model.checkpoints.byte_level import _SPLITS, _split
 from triforce_core.model.checkpoints.tokenizer import load_tokenizer
 from triforce_offload.errors import CheckpointError, UsageError
 
@@ -24,8 +24,12 @@ TEXT = (
 )
 
 
+# Splits that transformers does not take from GGUF files.
+UNKNOWN_TO_OTHERS = ("refact", "glm4", "chatglm-bpe", "seed-coder")
+
+
 @pytest.mark.parametrize("adds", [False, True])
-@pytest.mark.parametrize("pre", _SPLITS)
+@pytest.mark.parametrize("pre", [name for name in _SPLITS if name not in UNKNOWN_TO_OTHERS])
 def test_a_byte_level_tokenizer_is_that_of_transformers(
     tiny, tmp_path, pre: str, adds: bool
 ) -> None:
@@ -169,3 +173,17 @@ def test_a_models_own_code_is_never_run_nor_asked_about(
             load_tokenizer(folder)
     assert typed.read() == "y\n"
     assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("refact", ["in", " ", "1", "9", "8", "4", "!?", "\n", "we"]),
+        ("glm4", ["in", " ", "198", "4", "!?\n", "we"]),
+        ("chatglm-bpe", ["in", " ", "198", "4", "!?\n", "we"]),
+        ("seed-coder", ["in", " ", "1", "9", "8", "4", "!?", "\n", "we"]),
+    ],
+)
+def test_texts_are_split_as_llama_cpp_does(pre: str, pieces: list[str]) -> None:
+    found = [piece for piece, _ in _split(pre).pre_tokenize_str("in 1984!?\nwe")]
+    assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece in found] == pieces

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models
-from tokenizers.pre_tokenizers import ByteLevel, Split
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Split
 from tokenizers.pre_tokenizers import Sequence as Steps
 
 # Patterns that split a text before merging, as published with each family.
@@ -23,9 +23,11 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SEED_CODER = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 # Patterns by llama.cpp's names; None is GPT-2's pattern, which is built into the library.
 _SPLITS: Mapping[str, str | None] = {
     "gpt-2": None,
+    "refact": None,
     "smollm": None,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
@@ -33,7 +35,11 @@ _SPLITS: Mapping[str, str | None] = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "tekken": _TEKKEN,
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _LLAMA3),
+    "seed-coder": _SEED_CODER,
 }
+# For these, each digit is a piece of its own, before GPT-2's pattern.
+_DIGITS = ("refact",)
 # For these, as in llama.cpp, a piece that is a token as a whole is not merged, and a text begins
 # with BOS unless the file says otherwise.
 _WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
@@ -133,7 +139,8 @@ def _spelled(token: str, alphabet: set[str]) -> str:
 def _split(name: str) -> ByteLevel | Steps:
     pattern = _SPLITS[name]
     if pattern is None:
-        return ByteLevel(add_prefix_space=False)
+        split = ByteLevel(add_prefix_space=False)
+        return Steps([Digits(individual_digits=True), split]) if name in _DIGITS else split
     return Steps(
         [
             Split(Regex(pattern), behavior="isolated"),

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.config import ModelConfig, RopeConfig
+from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.ropes import check_rope
-from triforce_core.model.layers import Attention, DenseMLP, LayerSpec
+from triforce_core.model.layers import LayerSpec
 from triforce_offload.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from triforce_offload.checkpoint.gguf import GGUFSource
 
-_GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+# Families by llama.cpp's names, which are mostly transformers' own. Mistral is `llama` there.
+_FAMILIES = {
+    name: FAMILIES[name]
+    for name in (
+        *("llama", "qwen2", "qwen3", "seed_oss", "smollm3", "olmo2", "exaone4", "granite"),
+        *("glm4", "phi3", "ernie4_5"),
+    )
+}
+# Names of numbers in the file, by their names in config.json.
+_NUMBERS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
 
 
 def gguf_config(source: GGUFSource) -> ModelConfig:
@@ -25,57 +41,80 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     """
     where = str(source.path)
     architecture = source.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in _GGUF_FAMILIES:
+    if not isinstance(architecture, str) or architecture not in _FAMILIES:
         raise UnsupportedModelError(
-            f"{where}: architecture {architecture!r} is not supported "
-            f"(only {', '.join(_GGUF_FAMILIES)})"
+            f"{where}: architecture {architecture!r} is not supported (only {', '.join(_FAMILIES)})"
         )
+    family = _FAMILIES[architecture]
     prefix = architecture + "."
     own = {k.removeprefix(prefix): v for k, v in source.metadata.items() if k.startswith(prefix)}
-    if own.get("expert_count"):
-        raise UnsupportedModelError(f"{where}: mixture of experts (expert_count) is not supported")
     fields = Fields(own, where)
-    hidden = fields.whole("embedding_length")
-    heads = fields.whole("attention.head_count")
-    head_dim = fields.whole("attention.key_length", hidden // heads or 1)
-    positions = fields.whole("context_length")
-    window = own.get("attention.sliding_window")
-    if window and not (isinstance(window, int) and window >= positions):
-        raise UnsupportedModelError(f"{where}: an active sliding_window is not supported")
-    if fields.whole("rope.dimension_count", head_dim) != head_dim:
-        raise UnsupportedModelError(f"{where}: rotating a part of each head is not supported")
-    if fields.whole("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModelError(f"{where}: values of another size than keys are not supported")
-    family = _GGUF_FAMILIES[architecture]
     names = source.names()
+    positions = fields.whole("context_length")
+    _refuse_unsupported(fields, positions)
+    raw = _as_in_hf(fields)
+    described = Fields(raw, where)
+    layers = family.layers(described, layer_count(fields, "block_count"))
+    layers = tuple(_with_tensors(spec, names) for spec in layers)
     vocab = source.metadata.get("tokenizer.ggml.tokens")
-    attention = Attention(
-        heads=heads,
-        kv_heads=fields.whole("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        qkv_bias="blk.0.attn_q.bias" in names,
-        output_bias="blk.0.attn_output.bias" in names,
-        qk_norm="blk.0.attn_q_norm.weight" in names,
-    )
-    layer = LayerSpec(attention, DenseMLP(fields.whole("feed_forward_length")))
     return ModelConfig(
-        family=family,
-        layers=(layer,) * layer_count(fields, "block_count"),
-        hidden=hidden,
+        family=family.name,
+        layers=layers,
+        hidden=raw["hidden_size"],
         vocab=fields.whole("vocab_size", getattr(vocab, "length", None)),
         norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
         trained_positions=positions,
-        rope=_gguf_rope(own, fields, positions, head_dim, where),
+        rope=_gguf_rope(fields, positions, raw["head_dim"]),
         tied="output.weight" not in names,
         eos_token_ids=_gguf_eos(source.metadata),
+        **family.scales(described),
     )
 
 
-def _gguf_rope(
-    own: Mapping[str, Any], fields: Fields, positions: int, head_dim: int, where: str
-) -> RopeConfig:
-    kind = own.get("rope.scaling.type", "none")
+def _refuse_unsupported(fields: Fields, positions: int) -> None:
+    where, own = fields.source, fields.raw
+    if own.get("expert_count"):
+        raise UnsupportedModelError(f"{where}: mixture of experts (expert_count) is not supported")
+    window = own.get("attention.sliding_window")
+    if window and not (isinstance(window, int) and window >= positions):
+        raise UnsupportedModelError(f"{where}: an active sliding_window is not supported")
+
+
+def _as_in_hf(fields: Fields) -> dict[str, Any]:
+    """Return the fields under their names in config.json, from which families read them."""
+    hidden = fields.whole("embedding_length")
+    heads = fields.whole("attention.head_count")
+    head_dim = fields.whole("attention.key_length", hidden // heads or 1)
+    if fields.whole("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModelError(
+            f"{fields.source}: values of another size than keys are not supported"
+        )
+    return {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.whole("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": fields.whole("feed_forward_length"),
+        **{ours: fields.real(name) for ours, name in _NUMBERS.items() if name in fields.raw},
+    }
+
+
+def _with_tensors(spec: LayerSpec, names: Set[str]) -> LayerSpec:
+    """Return a layer with the biases and norms that the file has tensors of."""
+    mixer = replace(
+        spec.mixer,
+        qkv_bias=not names.isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")),
+        output_bias="blk.0.attn_output.bias" in names,
+        qk_norm="blk.0.attn_q_norm.weight" in names,
+    )
+    return replace(spec, mixer=mixer)
+
+
+def _gguf_rope(fields: Fields, positions: int, head_dim: int) -> RopeConfig:
+    kind = fields.raw.get("rope.scaling.type", "none")
     parameters: dict[str, Any] = {}
+    if (rotated := fields.whole("rope.dimension_count", head_dim)) != head_dim:
+        parameters["partial_rotary_factor"] = rotated / head_dim
     if kind in ("linear", "yarn"):
         parameters["factor"] = fields.real("rope.scaling.factor")
     if kind == "yarn":
@@ -87,7 +126,7 @@ def _gguf_rope(
         fields.real("rope.freq_base", 10000.0),
         MappingProxyType(parameters),
     )
-    return check_rope(rope, where, head_dim)
+    return check_rope(rope, fields.source, head_dim)
 
 
 def _gguf_eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:

@@ -82,18 +82,26 @@ _HF_PREFIXES = (
 )
 # Beginnings of the names of tensors of a language model.
 LANGUAGE_MODELS = ("language_model.", "model.language_model.", "lm_head.")
+_GGUF_HEADS = {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
+_GGUF_BEFORE = {"input_norm": "attn_norm", "post_norm": "ffn_norm", **_GGUF_HEADS}
+_GGUF_AFTER = {"mixer_norm": "post_attention_norm", "mlp_norm": "post_ffw_norm", **_GGUF_HEADS}
 _GGUF = Naming(
-    {
-        "input_norm": "attn_norm",
-        "q_norm": "attn_q_norm",
-        "k_norm": "attn_k_norm",
-        "post_norm": "ffn_norm",
-    },
+    _GGUF_BEFORE,
     qkv=("attn_q", "attn_k", "attn_v"),
     o="attn_output",
     gate_up=("ffn_gate", "ffn_up"),
     down="ffn_down",
 )
+# llama.cpp rotates neighbouring pairs in some families. For these its converter stores q and k
+# accordingly, unless transformers stores them so itself.
+_GGUF_PAIRS = replace(_GGUF, interleaved=True)
+_GGUF_FAMILIES = {
+    **dict.fromkeys(("llama", "smollm3", "granite", "ernie4_5"), _GGUF_PAIRS),
+    **dict.fromkeys(("olmo2", "exaone4"), replace(_GGUF, norms=_GGUF_AFTER)),
+    "seed_oss": replace(_GGUF, norms=_GGUF_BEFORE | {"post_norm": "post_attention_norm"}),
+    "glm4": replace(_GGUF_PAIRS, norms=_GGUF_BEFORE | _GGUF_AFTER, gate_up=("ffn_up",)),
+    "phi3": replace(_GGUF, qkv=("attn_qkv",), gate_up=("ffn_up",)),
+}
 
 
 def hf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str], list[Piece]]:
@@ -120,9 +128,7 @@ def gguf_names(config: ModelConfig) -> Callable[[str], list[Piece]]:
         "head": "token_embd.weight" if config.tied else "output.weight",
         "norm": "output_norm.weight",
     }
-    # For this architecture, llama.cpp rotates neighbouring pairs, and stores q and k accordingly.
-    naming = replace(_GGUF, interleaved=config.family == "llama")
-    return _named(config, ends, naming, "blk.{}.")
+    return _named(config, ends, _GGUF_FAMILIES.get(config.family, _GGUF), "blk.{}.")
 
 
 def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> tuple[int, ...] | None:
