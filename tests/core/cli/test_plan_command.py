@@ -364,3 +364,18 @@ def test_a_plan_of_a_file_keeps_what_no_flag_changes(capsys, tmp_path) -> None:
     # Layers of the plan's own blocks.
     third = figures(capsys, *options[:3], "--plan", first, "--resident-kv", "2layers")
     assert third["placement"]["resident_kv_blocks"] == 2 * (32768 // raw["block_tokens"])
+
+
+def test_the_dtype_is_that_of_a_plain_run(capsys, tmp_path) -> None:
+    """The checkpoint's, or bfloat16 if it is quantised."""
+    raw = SHAPES["smollm3-3b"] | {"torch_dtype": "float16"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    options = ("--gpu", "rtx4090", "--context", 2048)
+    expected = {
+        "llama3.1-8b": "bfloat16",
+        "llama3.1-8b:Q4_K_M": "bfloat16",
+        "llama2-7b": "float16",
+        tmp_path: "float16",
+    }
+    assert {name: figures(capsys, name, *options)["dtype"] for name in expected} == expected
+    assert figures(capsys, "llama2-7b", *options, "--dtype", "bfloat16")["dtype"] == "bfloat16"

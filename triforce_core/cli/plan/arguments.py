@@ -135,9 +135,10 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("placement").add_argument
     add(
         "--dtype",
-        default="float16",
-        choices=list(DTYPES),
-        help="number type of weights and KV; float32 on the emulated device",
+        default=AUTO,
+        choices=[AUTO, *DTYPES],
+        help="number type of weights and KV; auto: the checkpoint's, or bfloat16 if it is "
+        "quantised; float32 on the emulated device",
     )
     add(
         "--weights",

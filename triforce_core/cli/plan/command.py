@@ -15,6 +15,7 @@ from triforce_core.cli.terminal.output import say
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.known.shapes import read_model, read_shape
 from triforce_core.model.tensors import kv_shape, matrices
+from triforce_core.plan.formats import element_type
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import MODEL_ACCEPTANCE, AcceptanceCurve
 from triforce_core.plan.simulation.candidates import Candidate
@@ -85,7 +86,7 @@ def _case(args: argparse.Namespace) -> Case:
     config = shape.config
     if args.weights == STORED and shape.pieces is None:
         raise UsageError(f"weights are kept as stored if they are quantised; {args.model} is not")
-    dtype = DTYPES[args.dtype]
+    dtype = DTYPES[element_type(args.dtype, shape.dtype, gpu=True)]
     planned = Plan.read(args.plan) if args.plan else None
     if planned:
         # A plan for another device is accepted here: planning needs no device.

@@ -37,6 +37,7 @@ _LLAMA2_7B = {
     "num_attention_heads": 32,
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
+    "dtype": "float16",
 }
 # Yarn-Llama-2, as NousResearch published it.
 _128K = {
@@ -55,7 +56,7 @@ _QWEN2_5 = {
     "max_position_embeddings": 131072,
     "rope_theta": 1e6,
 }
-# With the rope scaling that Qwen3's authors publish for 128K tokens.
+# With the rope scaling that its authors publish for 128K tokens.
 _QWEN3 = {
     "model_type": "qwen3",
     "num_key_value_heads": 8,
@@ -324,10 +325,12 @@ class Shape:
     """The properties of a model that a plan depends on.
 
     pieces: pieces of its matrices if it is quantised, else None
+    dtype: number type in which it is published, None if it is quantised or not known
     """
 
     config: ModelConfig
     pieces: Pieces | None = None
+    dtype: str | None = None
 
 
 def read_shape(name: str) -> ModelConfig:
@@ -348,29 +351,35 @@ def read_model(name: str) -> Shape:
     if not Path(name).expanduser().exists():
         known = shape_of(known) or known
     if known in SHAPES:
-        config = from_hf(SHAPES[known], {})
-        return Shape(config, pieces_of(config, mix) if mix else None)
+        shape = _of_config(SHAPES[known])
+        return replace(shape, pieces=pieces_of(shape.config, mix), dtype=None) if mix else shape
     path = Path(name).expanduser()
     if path.is_dir():
-        return Shape(from_hf(read_json(path / "config.json"), {}))
+        return _of_config(read_json(path / "config.json"))
     if path.suffix == ".gguf" and path.exists():
         checkpoint = open_checkpoint(path)
         try:
             quantised = checkpoint.stored_dtype is None
-            return Shape(checkpoint.config, _pieces_read(checkpoint) if quantised else None)
+            pieces = _pieces_read(checkpoint) if quantised else None
+            return Shape(checkpoint.config, pieces, checkpoint.stored_dtype)
         finally:
             checkpoint.close()
     if not path.exists() and (family := unsupported_family(name)):
         raise UnsupportedModelError(
-            f"{name} is of a family that is not supported: {family} (supported: dense models of "
-            f"{', '.join(FAMILIES)})"
+            f"{name} is of a family that is not supported: {family} (only {', '.join(FAMILIES)})"
         )
     if not path.exists():
         raise UsageError(
             f"{name!r} is no file, no directory and none of the known models; "
             f"{nearest(known, SHAPES)} (known: {', '.join(SHAPES)})"
         )
-    return Shape(from_hf(read_json(path), {}))
+    return _of_config(read_json(path))
+
+
+def _of_config(raw: Mapping[str, Any]) -> Shape:
+    """Return the shape that a config.json describes. Raises as `from_hf` does."""
+    stored = raw.get("dtype", raw.get("torch_dtype"))
+    return Shape(from_hf(raw, {}), dtype=stored if isinstance(stored, str) else None)
 
 
 def _pieces_read(checkpoint: Checkpoint) -> Pieces:
