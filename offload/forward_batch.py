@@ -21,6 +21,7 @@ class ForwardBatch:
     sequences: number of rows of each sequence, side by side; empty for one sequence
     first: in a slice of a forward batch, the index of its first row in the whole batch
     rotation: cosines and sines of the positions, [rows, head_dim] each, which the model adds
+    query_scale: factors of the queries, [rows], or None; the model adds them too
     """
 
     tokens: torch.Tensor
@@ -29,6 +30,7 @@ class ForwardBatch:
     sequences: tuple[int, ...] = ()
     first: int = 0
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    query_scale: torch.Tensor | None = None
 
     @classmethod
     def text(
@@ -129,6 +131,7 @@ class ForwardBatch:
             positions=self.positions[part],
             first=first,
             rotation=rotation,
+            query_scale=None if self.query_scale is None else self.query_scale[part],
         )
 
     def check_path(self, rows: Sequence[int]) -> None:

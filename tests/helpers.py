@@ -89,6 +89,35 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True}),
     "phi3": ("Phi3", {}),
     "phi3-partial": ("Phi3", {"partial_rotary_factor": 0.75}),
+    # Few enough positions that prompts are longer: long factors, and queries that grow.
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "max_position_embeddings": 512,
+            "original_max_position_embeddings": 20,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0 + 0.1 * i for i in range(6)],
+                "long_factor": [2.0 + 0.7 * i for i in range(6)],
+                "original_max_position_embeddings": 20,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 20,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
 }
 

@@ -66,7 +66,8 @@ class Execution:
         sizes, plan, config = resolved.sizes, resolved.memory, self.checkpoint.config
         layouts, graphs = sizes.weights, self._records_graphs()
         with memory.typed_errors(), memory.current():
-            rope = Rope(config, memory.device, self.checkpoint.rope_factors())
+            factors = self.checkpoint.rope_factors()
+            rope = Rope(config, memory.device, factors, sizes.max_context)
             recorder: Recorder | None = CudaRecorder(memory.device) if graphs else None
             small = self._small_model()
             ends = self._target_ends()
@@ -155,7 +156,8 @@ class Execution:
             return None
         config, memory = checkpoint.config, self.memory
         like = self.resolved.memory.requirements.kv
-        rope = Rope(config, memory.device, checkpoint.rope_factors())
+        window = window_tokens(config, self.resolved.sizes.method.max_draft_tokens)
+        rope = Rope(config, memory.device, checkpoint.rope_factors(), window)
         layouts = dense_layouts(config, like.dtype)
         with ExitStack() as stack:
             ends = self._ends(checkpoint, layouts, stack, embedding_resident=True)
@@ -167,7 +169,7 @@ class Execution:
                 Model(config, ends, rope, memory.device),
                 store,
                 small_model_shape(config, like),
-                window_tokens(config, self.resolved.sizes.method.max_draft_tokens),
+                window,
                 stack.pop_all(),
             )
         # Not `small.close`, which would keep a dropped model alive.

@@ -144,6 +144,6 @@ def start(
             model.name,
             time.perf_counter() - began,
             checkpoint.config,
-            digest(checkpoint.fingerprint),
+            digest(checkpoint.fingerprint + checkpoint.config.rope.variant(context)),
             config.trace,
         )

@@ -10,7 +10,7 @@ from typing import Any
 from triforce_core.model.layers import Attention, Described, LayerSpec
 from triforce_offload.errors import UnsupportedModelError
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,22 @@ class RopeConfig:
     type: str = "default"
     theta: float = 10000.0
     parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def query_growth(self) -> tuple[float, float] | None:
+        """How queries grow with their position: by what factor of the logarithm, and in steps of
+        how many positions; None if they do not.
+        """
+        beta = self.parameters.get("llama_4_scaling_beta")
+        return (beta, self.parameters["original_max_position_embeddings"]) if beta else None
+
+    def variant(self, context: int) -> str:
+        """Return what tells contexts apart whose keys are rotated otherwise, though the model is
+        the same: longrope has other frequencies in engines for long contexts. "" for other types.
+        """
+        if self.type != "longrope":
+            return ""
+        return f" long={context > self.parameters['original_max_position_embeddings']}"
 
     def rotated(self, head_dim: int) -> int:
         """Return how many numbers of a head are rotated."""

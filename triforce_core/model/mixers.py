@@ -41,5 +41,7 @@ class AttentionMixer:
                 each.copy_(rms_norm(rows, weight, self._eps).view(each.shape))
         if self._query_factor is not None:
             queries.mul_(self._query_factor)
+        if batch.query_scale is not None:
+            queries.mul_(batch.query_scale[:, None, None])
         mixed = cache.attend(self._kv_layer, heads, batch).transpose(0, 1).reshape(batch.rows, -1)
         return linear(mixed, w["o"], w.get("o_bias"))

@@ -17,31 +17,46 @@ class Rope:
     """Cosines and sines of positions, for every rope type in config.ROPE_TYPES."""
 
     def __init__(
-        self, config: ModelConfig, device: torch.device, factors: torch.Tensor | None
+        self,
+        config: ModelConfig,
+        device: torch.device,
+        factors: torch.Tensor | None,
+        context: int,
     ) -> None:
-        """factors: divisors of the inverse frequencies, [head_dim / 2], or None"""
+        """factors: divisors of the inverse frequencies, [head_dim / 2], or None
+        context: maximum number of tokens of a sequence; longrope has other frequencies if it is
+            longer than the model was first trained on, as in vLLM and llama.cpp
+        """
         layers = (config.layers[layer].mixer for layer in config.kv_layers)
         self._still_layers = [i for i, mixer in enumerate(layers) if not mixer.rotated]
-        if config.rope.type == "default":
-            # transformers has no function for this type outside its models.
-            rotated = config.rope.rotated(config.attention.head_dim)
-            powers = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
-            self._inverse, self._scaling = 1.0 / config.rope.theta**powers, 1.0
-        else:
-            self._config, self._inverse, self._scaling = _scaled(config)
-        # A frequency of 0 leaves a pair as it is. If only a part of a head is rotated, the
-        # checkpoint's rows are read in an order in which those pairs come first.
-        still = config.attention.head_dim // 2 - len(self._inverse)
-        self._inverse = torch.nn.functional.pad(self._inverse, (0, still)).to(device)
+        self._config, inverse, scaling = _frequencies(config, context)
+        self._inverse = self._padded(inverse, config).to(device)
+        # Pairs that stay as they are are not scaled either.
+        self._scaling: float | torch.Tensor = scaling
+        if len(inverse) < len(self._inverse) and scaling != 1:
+            each = torch.ones_like(self._inverse)
+            each[: len(inverse)] = scaling
+            self._scaling = torch.cat((each, each))
         if factors is not None:
             self._inverse.div_(factors.to(device))
-        dynamic = config.rope.type == "dynamic"
-        self._unscaled = config.trained_positions if dynamic else math.inf
+        self._dynamic = config.rope.type == "dynamic"
+        self._unscaled = config.trained_positions if self._dynamic else math.inf
+        self._query_growth = config.rope.query_growth
+
+    @staticmethod
+    def _padded(inverse: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+        """Return inverse frequencies for whole heads, [head_dim / 2].
+
+        A frequency of 0 leaves a pair as it is. If only a part of a head is rotated, the
+        checkpoint's rows are read in an order in which those pairs come first in each half.
+        """
+        still = config.attention.head_dim // 2 - len(inverse)
+        return torch.nn.functional.pad(inverse, (0, still))
 
     @property
-    def depends_on_length(self) -> bool:
-        """Whether frequencies depend on the length of the sequence."""
-        return self._unscaled != math.inf
+    def needs_host(self) -> bool:
+        """Whether the host computes frequencies, from the length of the sequence."""
+        return self._dynamic
 
     def reads_alike(self, tokens: int) -> bool:
         """Whether a prompt of `tokens` tokens is rotated like any shorter one. Only then can a
@@ -75,20 +90,29 @@ class Rope:
 
     def _frequencies_at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return inverse frequencies, [head_dim / 2], or [rows, head_dim / 2] if rows differ."""
-        if not self.depends_on_length:
+        if not self._dynamic:
             return self._inverse
         known = come(positions).tolist()
         if max(known) < self._unscaled:
             return self._inverse
         lengths = [max(known) + 1] if known[0] == 0 else [place + 1 for place in known]
-        return torch.stack([self._frequencies(length) for length in lengths])
+        return torch.stack([self._dynamic_at(length) for length in lengths])
 
-    def _frequencies(self, length: int) -> torch.Tensor:
+    def query_scale(self, positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
+        """Return factors of the queries at positions [rows], in the dtype of `like`, or None.
+
+        They grow with the position (Llama 4, Ministral 3), so that attention over many tokens stays
+        as sharp.
+        """
+        if self._query_growth is None:
+            return None
+        beta, original = self._query_growth
+        return (1 + beta * torch.log(1 + (positions / original).floor())).to(like.dtype)
+
+    def _dynamic_at(self, length: int) -> torch.Tensor:
         """Return dynamic inverse frequencies [head_dim / 2] for a sequence of `length` tokens."""
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        device = self._inverse.device
-        return ROPE_INIT_FUNCTIONS["dynamic"](self._config, device, seq_len=length)[0]
+        inverse, _ = _of_transformers(self._config, "dynamic", length)
+        return inverse.to(self._inverse.device)
 
     def turned_back(self, keys: torch.Tensor, by: int) -> torch.Tensor:
         """Move rotated keys [layers, ..., head_dim] to positions that are `by` tokens earlier.
@@ -104,13 +128,17 @@ class Rope:
         return turned
 
 
-def _scaled(config: ModelConfig) -> tuple[Any, torch.Tensor, float]:
-    """Return transformers' config, the inverse frequencies that it computes, and its scale of
-    cosines and sines. Raises CheckpointError.
+def _frequencies(config: ModelConfig, context: int) -> tuple[Any, torch.Tensor, float]:
+    """Return transformers' config or None, the inverse frequencies of what is rotated, and the
+    scale of cosines and sines. Raises CheckpointError.
     """
+    if config.rope.type == "default":
+        # transformers has no function for this type outside its models.
+        rotated = config.rope.rotated(config.attention.head_dim)
+        powers = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
+        return None, 1.0 / config.rope.theta**powers, 1.0
     # Do not import a model's module of transformers: that takes seconds.
     from transformers import PreTrainedConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     theirs = PreTrainedConfig()
     # Rope only divides the hidden size by the number of heads, so set it to match head_dim.
@@ -120,10 +148,18 @@ def _scaled(config: ModelConfig) -> tuple[Any, torch.Tensor, float]:
     theirs.max_position_embeddings = config.trained_positions
     named = {"rope_type": config.rope.type, "rope_theta": config.rope.theta}
     theirs.rope_parameters = named | dict(config.rope.parameters)
+    theirs.rope_parameters.pop("llama_4_scaling_beta", None)
     try:
         theirs.standardize_rope_params()
         theirs.validate_rope()
-        inverse, scaling = ROPE_INIT_FUNCTIONS[config.rope.type](theirs, None)
+        length = context if config.rope.type == "longrope" else None
+        return theirs, *_of_transformers(theirs, config.rope.type, length)
     except Exception as error:
         raise CheckpointError(f"rope of type {config.rope.type}: {error}") from error
-    return theirs, inverse, scaling
+
+
+def _of_transformers(config: Any, kind: str, length: int | None) -> tuple[torch.Tensor, float]:
+    """Return transformers' inverse frequencies for a sequence of so many tokens, and its scale."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=length)

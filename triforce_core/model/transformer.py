@@ -71,7 +71,7 @@ class Model:
     @property
     def recordable(self) -> bool:
         """Whether a forward can be recorded as a graph: the host computes no part of it."""
-        return not self.rope.depends_on_length and self._ends.embedding.device == self.device
+        return not self.rope.needs_host and self._ends.embedding.device == self.device
 
     def forward(
         self,
@@ -89,6 +89,7 @@ class Model:
         each_layer: called after each layer with its index
         """
         hidden = self._embed(batch.tokens)
+        batch = replace(batch, query_scale=self.rope.query_scale(batch.positions, hidden))
         parts = {
             rotated: list(replace(batch, rotation=rotation).parts(chunk))
             for rotated, rotation in self._rotations(batch.positions, hidden).items()

@@ -86,6 +86,15 @@ def test_layers_are_as_each_family_says() -> None:
         ({"model_type": "glm4", "partial_rotary_factor": 2.0}, "partial_rotary_factor 2"),
         ({"model_type": "phi3", "partial_rotary_factor": 0.07}, "partial_rotary_factor"),
         ({"model_type": "phi3", "partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}},
+            "long_factor must be a list of 8 positive numbers",
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            "short_factor must be a list of 8",
+        ),
+        ({"model_type": "ministral3", "rope_scaling": {"llama_4_scaling_beta": "x"}}, "llama_4"),
         ({"model_type": "granite", "attention_multiplier": -1}, "attention_multiplier"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling"),
         ({"model_type": "ernie4_5", "attention_bias": "no", "rms_norm_eps": "no"}, "rms_norm_eps"),
@@ -113,36 +122,102 @@ def test_a_norm_over_all_heads_is_on_one_gpu(tiny) -> None:
         Engine.from_pretrained(tiny("olmo2")[0], device="cpu", gpus=2)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_of_a_model_that_reads_images_the_text_part_runs(tmp_path: Path, tied: bool) -> None:
+_IMAGES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+_IMAGES["out_hidden_size"] = 64
+# Models that also read images: what their text part and the other part say.
+AROUND = {
+    "Mistral3": (
+        {"model_type": "mistral"},
+        {
+            "model_type": "pixtral",
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "head_dim": 16,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+    ),
+    "Qwen2_5_VL": (
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [2, 3, 3],
+            }
+        },
+        _IMAGES | {"fullatt_block_indexes": [0]},
+    ),
+    "Qwen3VL": (
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [4, 2, 2],
+            }
+        },
+        _IMAGES | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "tied"),
+    [("Mistral3", False), ("Mistral3", True), ("Qwen2_5_VL", False), ("Qwen3VL", False)],
+)
+def test_of_a_model_that_reads_images_the_text_part_runs(
+    tmp_path: Path, model: str, tied: bool
+) -> None:
     import transformers
 
     torch.manual_seed(3)
-    text = CONFIG | {"model_type": "mistral", "tie_word_embeddings": tied, "initializer_range": 0.3}
-    ends = {"bos_token_id": None, "eos_token_id": None}
-    vision = {
-        "model_type": "pixtral",
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    config = transformers.Mistral3Config(
-        text_config=text | ends, vision_config=vision, tie_word_embeddings=tied
+    more, images = AROUND[model]
+    text = CONFIG | more | {"tie_word_embeddings": tied, "initializer_range": 0.3}
+    text |= {"bos_token_id": None, "eos_token_id": None}
+    config = getattr(transformers, f"{model}Config")(
+        text_config=text, vision_config=images, tie_word_embeddings=tied
     )
-    model = transformers.Mistral3ForConditionalGeneration(config).eval()
-    model.save_pretrained(tmp_path)
+    theirs = getattr(transformers, f"{model}ForConditionalGeneration")(config).eval()
+    theirs.save_pretrained(tmp_path)
     prompt = random_ids(40, 1)
-    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
+    told = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
     with pytest.warns(RuntimeWarning, match=r"the part that reads images \(\d+ tensors\) is not"):
         engine = Engine.from_pretrained(tmp_path, device="cpu", max_context=80)
     with engine:
         assert engine.config.tied == tied
         result = engine.generate(prompt, greedy(20))
-    assert_equal_but_for_ties(model, prompt, result.token_ids, theirs[0, len(prompt) :].tolist())
+    assert_equal_but_for_ties(theirs, prompt, result.token_ids, told[0, len(prompt) :].tolist())
+
+
+def test_the_first_configs_of_a_model_that_reads_images_have_no_text_config() -> None:
+    raw = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    }
+    config = from_hf(CONFIG | raw, {})
+    assert (config.family, config.rope.type, dict(config.rope.parameters)) == (
+        "qwen2",
+        "default",
+        {},
+    )
+
+
+def test_longrope_has_the_frequencies_of_short_texts_in_engines_for_such(tmp_path: Path) -> None:
+    model = make_model("phi3-longrope", tmp_path)
+    prompt = random_ids(12, 1)
+    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 12:]
+    prints = []
+    for context in (20, 21):
+        with Engine.from_pretrained(tmp_path, device="cpu", max_context=context) as engine:
+            prints.append(engine.config.rope.variant(context))
+            tokens = engine.generate(prompt, greedy(8)).token_ids
+        if context == 20:
+            assert_equal_but_for_ties(model, prompt, tokens, theirs.tolist())
+        else:
+            assert tokens != theirs.tolist()
+    assert prints[0] != prints[1], "a context that one saved must not go on in the other"
 
 
 def test_every_family_is_in_the_table_of_tests_and_in_the_readme() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.gguf_config import gguf_config
-from triforce_core.model.checkpoints.names import LANGUAGE_MODELS, Piece, gguf_names, hf_names
+from triforce_core.model.checkpoints.names import Piece, gguf_names, hf_names
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, reads_images
 from triforce_core.model.share import Share
@@ -38,6 +38,7 @@ _HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
 _HUB_IGNORED = ["consolidated*", "*/*"]
 # Old checkpoints contain buffers that are computed here; scales are read with the tensor they
 # belong to.
+_OF_IMAGES = ("vision", "visual", "multi_modal")
 _UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX)
 
 
@@ -304,7 +305,7 @@ def _text_alone(path: Path, config: ModelConfig, held: Collection[str]) -> Model
     Whether the embedding is the output matrix is read from the files: configs of such models
     contradict themselves.
     """
-    others = sum(not name.startswith(LANGUAGE_MODELS) for name in held)
+    others = sum(any(part in name for part in _OF_IMAGES) for name in held)
     warnings.warn(
         f"{path}: the part that reads images ({others} tensors) is not loaded",
         RuntimeWarning,

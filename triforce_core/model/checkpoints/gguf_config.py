@@ -52,6 +52,8 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     names = source.names()
     positions = fields.whole("context_length")
     _refuse_unsupported(fields, positions)
+    if any(name.startswith("rope_factors_") for name in names):
+        raise UnsupportedModelError(f"{where}: rope factors of longrope are not supported")
     raw = _as_in_hf(fields)
     described = Fields(raw, where)
     layers = family.layers(described, layer_count(fields, "block_count"))

@@ -80,8 +80,6 @@ _HF_PREFIXES = (
     ("language_model.model.", "language_model.lm_head.weight"),
     ("model.language_model.", "lm_head.weight"),
 )
-# Beginnings of the names of tensors of a language model.
-LANGUAGE_MODELS = ("language_model.", "model.language_model.", "lm_head.")
 _GGUF_HEADS = {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
 _GGUF_BEFORE = {"input_norm": "attn_norm", "post_norm": "ffn_norm", **_GGUF_HEADS}
 _GGUF_AFTER = {"mixer_norm": "post_attention_norm", "mlp_norm": "post_ffw_norm", **_GGUF_HEADS}

@@ -154,6 +154,7 @@ FAMILIES = {
         Family("llama", "Llama", _llama),
         # transformers uses a window of 4096 if a Mistral config does not mention one.
         Family("mistral", "Mistral", _llama, usual_window=4096),
+        Family("ministral3", "Ministral3", _plain),
         Family("qwen2", "Qwen2", _qwen2, window_is_asked_for=True),
         Family("qwen3", "Qwen3", _qwen3, window_is_asked_for=True),
         Family("seed_oss", "SeedOss", _seed_oss),

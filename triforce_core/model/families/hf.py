@@ -13,8 +13,14 @@ from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 SOURCE = "config.json"
 ARCHITECTURES = {f"{family.hf_class}ForCausalLM": family for family in FAMILIES.values()}
-# Models that also read images: their language model is described in `text_config`.
-_AROUND_TEXT = ("Mistral3ForConditionalGeneration",)
+# Models that also read images, and the family of their language model, which `text_config`
+# describes; None if it names its family itself. Text alone has the same position in each of the
+# dimensions in which Qwen's models rotate, and is rotated as in Qwen2 and Qwen3.
+_AROUND_TEXT = {
+    "Mistral3ForConditionalGeneration": None,
+    "Qwen2_5_VLForConditionalGeneration": "qwen2",
+    "Qwen3VLForConditionalGeneration": "qwen3",
+}
 
 
 def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -53,11 +59,14 @@ def reads_images(raw: Mapping[str, Any]) -> bool:
 def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:
     """Return the config of the language model, and its family."""
     if reads_images(raw):
-        text = raw.get("text_config")
+        # The first configs of Qwen2.5-VL have the fields of the language model beside the others.
+        text = raw.get("text_config", raw)
         if not isinstance(text, Mapping):
             raise CheckpointError(f"{SOURCE}: text_config must be an object, got {text!r}")
         outer = {"quantization_config": raw.get("quantization_config")}
-        return _text_of({**outer, **text, "architectures": None})
+        inner = {"architectures": None, "text_config": None}
+        inner["model_type"] = _AROUND_TEXT[raw["architectures"][0]] or text.get("model_type")
+        return _text_of({**outer, **text, **inner})
     architectures = raw.get("architectures")
     names = architectures if isinstance(architectures, list) and architectures else [None]
     name, kind = names[0], raw.get("model_type")

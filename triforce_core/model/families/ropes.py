@@ -24,6 +24,7 @@ def check_rope(rope: RopeConfig, source: str, head_dim: int) -> RopeConfig:
         "linear": ("factor",),
         "dynamic": ("factor",),
         "yarn": ("factor", "original_max_position_embeddings"),
+        "longrope": ("original_max_position_embeddings",),
         "llama3": (
             "factor",
             "low_freq_factor",
@@ -38,9 +39,9 @@ def check_rope(rope: RopeConfig, source: str, head_dim: int) -> RopeConfig:
     for name in optional:
         if rope.parameters.get(name) is not None:
             fields.real(name)
-    for name in ("llama_4_scaling_beta",):
-        if rope.parameters.get(name):
-            raise UnsupportedModelError(f"{source}: {name} is not supported")
+    if rope.parameters.get("llama_4_scaling_beta"):
+        fields.real("llama_4_scaling_beta")
+        fields.real("original_max_position_embeddings")
     share = fields.real("partial_rotary_factor", 1.0)
     rotated = rope.rotated(head_dim)
     if share > 1 or rotated % 2 or rotated < 2:
@@ -48,7 +49,18 @@ def check_rope(rope: RopeConfig, source: str, head_dim: int) -> RopeConfig:
             f"{source}: partial_rotary_factor {share:g} leaves {rotated} of {head_dim} numbers of "
             "a head to rotate, which is not an even number from 2 on"
         )
+    for name in ("short_factor", "long_factor") if rope.type == "longrope" else ():
+        _check_factors(rope.parameters.get(name), rotated // 2, f"{fields.source}: {name}")
     return rope
+
+
+def _check_factors(factors: Any, count: int, name: str) -> None:
+    if (
+        not isinstance(factors, list)
+        or len(factors) != count
+        or not all(isinstance(each, (int, float)) and each > 0 for each in factors)
+    ):
+        raise CheckpointError(f"{name} must be a list of {count} positive numbers")
 
 
 def hf_rope(
@@ -65,13 +77,15 @@ def hf_rope(
     parameters = {
         name: value
         for name, value in scaling.items()
-        if name not in ("rope_type", "type", "rope_theta")
+        if name not in ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved")
     }
     share = raw.get("partial_rotary_factor") or rotated_share
     if share != 1:
         parameters.setdefault("partial_rotary_factor", share)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind in ("yarn", "llama3"):
+    if kind == "mrope":
+        kind = "default"
+    if kind in ("yarn", "llama3", "longrope"):
         parameters.setdefault(
             "original_max_position_embeddings",
             raw.get("original_max_position_embeddings", positions),

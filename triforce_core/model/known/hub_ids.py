@@ -43,7 +43,7 @@ _UNSUPPORTED = (
     (r"\d+b-a\d|mixtral|moe", "mixture of experts"),
     (r"glm-4[.]|glm-5|glm4_moe", "GLM-4.5 and later"),
     (r"deepseek", "DeepSeek"),
-    (r"phi-(4-mini|3[.]5|3-)", "Phi with longrope or windows"),
+    (r"phi-3-.*4k", "Phi-3 with windows"),
     (r"olmo-?3", "OLMo 3"),
     (r"granite-4.*-h", "hybrid Granite"),
     (r"exaone-?4.*32b", "EXAONE 4 with windows"),
@@ -51,7 +51,6 @@ _UNSUPPORTED = (
     (r"nemotron", "Nemotron"),
     (r"lfm2", "LFM2"),
     (r"minimax", "MiniMax"),
-    (r"ministral", "Ministral"),
 )
 
 
