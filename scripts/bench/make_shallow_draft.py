@@ -41,6 +41,10 @@ TEXT_TOKENS = 512
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+# Families whose config `hf_config` can write.
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL")
@@ -102,6 +106,10 @@ def check(model: str | Path, directory: Path, layers: int) -> Path:
             raise UsageError(f"{layers} layers of a model that has {most}")
         if checkpoint.rope_factors() is not None:
             raise UsageError(f"{path} stores its rope frequencies; use its safetensors instead")
+        if (family := checkpoint.config.family) not in FAMILIES:
+            raise UsageError(
+                f"a draft of a {family} model cannot be made, only of {', '.join(FAMILIES)}"
+            )
     return path
 
 

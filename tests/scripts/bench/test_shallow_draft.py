@@ -139,3 +139,9 @@ def with_tokenizer(tiny, tmp_path: Path) -> Path:
     add_tokenizer(path)
     assert twin.config.vocab_size == VOCAB
     return path
+
+
+def test_other_families_are_refused_by_name(tiny, tmp_path) -> None:
+    with pytest.raises(UsageError, match="a draft of a glm4 model cannot be made"):
+        make_shallow_draft(tiny("glm4")[0], tmp_path / "new", 2)
+    assert not (tmp_path / "new").exists()
