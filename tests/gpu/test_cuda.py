@@ -93,7 +93,11 @@ def test_a_graph_computes_what_eager_forwards_do(tiny, size: int, rounded: bool)
 
 @pytest.mark.first
 @pytest.mark.parametrize(
-    "family", ["llama", "llama-mqa", "llama-tied", "qwen2", "qwen3", "yarn-rope"]
+    "family",
+    [
+        *("llama", "llama-mqa", "llama-tied", "qwen2", "qwen3", "yarn-rope"),
+        *("olmo2", "granite", "glm4", "smollm3", "ministral3", "phi3-longrope"),
+    ],
 )
 def test_greedy_equals_the_cpu_at_every_placement(tiny, family: str) -> None:
     path, _ = tiny(family)

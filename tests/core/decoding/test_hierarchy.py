@@ -57,7 +57,6 @@ def filled(options: dict, own: Path, other: Path) -> dict:
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers_whatever_drafts(tiny, family: str) -> None:
     path, model = tiny(family)
