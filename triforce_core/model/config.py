@@ -39,7 +39,8 @@ class RopeConfig:
 
     def rotated(self, head_dim: int) -> int:
         """Return how many numbers of a head are rotated."""
-        return int(head_dim * (self.parameters.get("partial_rotary_factor") or 1.0))
+        # As transformers rounds it, but for the rounding of a quotient of whole numbers.
+        return int(head_dim * (self.parameters.get("partial_rotary_factor") or 1.0) + 1e-6)
 
 
 @dataclass(frozen=True, repr=False)

@@ -54,6 +54,26 @@ def test_gguf_of_every_architecture(tiny, tmp_path, family: str) -> None:
     assert generate(tmp_path / "m.gguf") == reference(model)
 
 
+@pytest.mark.parametrize(
+    ("family", "more", "named"),
+    [
+        ("glm4", {"glm4.rope.dimension_sections": [2, 3, 3, 0]}, "rope.dimension_sections"),
+        ("phi3", {}, "rope factors of longrope"),
+    ],
+)
+def test_gguf_files_that_would_be_computed_wrongly_are_refused(
+    tiny, tmp_path, family: str, more: dict, named: str
+) -> None:
+    def describe(writer: gguf.GGUFWriter) -> None:
+        for name, value in more.items():
+            writer.add_array(name, value)
+
+    extra = {} if more else {"rope_factors_long.weight": np.ones(8, np.float32)}
+    write_gguf(tiny(family)[1], tmp_path / "m.gguf", describe=describe, extra=extra)
+    with pytest.raises(UnsupportedModelError, match=named):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
 def test_gguf_of_layers_that_do_not_rotate(tmp_path) -> None:
     """Such files do not say which layers: in llama.cpp it is every fourth."""
     layers = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}

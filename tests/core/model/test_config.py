@@ -57,7 +57,7 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
             "with blocks of \\[64, 64\\] is not supported",
         ),
-        ({"rope_scaling": {"rope_type": "su"}}, "su"),
+        ({"rope_scaling": {"rope_type": "ntk"}}, "ntk"),
         ({"use_bias": True}, "use_bias"),
         ({"architectures": ["Exaone4ForCausalLM"], "max_position_embeddings": 8192}, "sliding"),
     ],

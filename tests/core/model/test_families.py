@@ -19,7 +19,7 @@ from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.layers import Norms
 from triforce_kernels.layer import rotate
-from triforce_offload.errors import CheckpointError, UsageError
+from triforce_offload.errors import CheckpointError, UnsupportedModelError, UsageError
 
 CONFIG = {
     "hidden_size": 64,
@@ -94,7 +94,7 @@ def test_layers_are_as_each_family_says() -> None:
             {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
             "short_factor must be a list of 8",
         ),
-        ({"model_type": "ministral3", "rope_scaling": {"llama_4_scaling_beta": "x"}}, "llama_4"),
+        ({"model_type": "ministral3", "rope_parameters": {"llama_4_scaling_beta": "x"}}, "llama_4"),
         ({"model_type": "granite", "attention_multiplier": -1}, "attention_multiplier"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling"),
         ({"model_type": "ernie4_5", "attention_bias": "no", "rms_norm_eps": "no"}, "rms_norm_eps"),
@@ -107,6 +107,47 @@ def test_layers_are_as_each_family_says() -> None:
 def test_what_a_description_cannot_hold_is_named(change: dict, named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         from_hf(CONFIG | change, {})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> None:
+    import transformers
+
+    named = {"model_type": family, "num_hidden_layers": 2, "hidden_size": 256}
+    named |= {"intermediate_size": 128, "num_attention_heads": 16, "vocab_size": 97}
+    named |= {"max_position_embeddings": 4096, "sliding_window": None}
+    if family == "exaone4":
+        named["layer_types"] = ["full_attention"] * 2
+    if family not in ("ministral3", "smollm3", "glm", "glm4", "ernie4_5"):
+        # Published configs always say so.
+        named["num_key_value_heads"] = 4
+    theirs = getattr(transformers, f"{FAMILIES[family].hf_class}Config")(
+        **{name: value for name, value in named.items() if name != "model_type"}
+    )
+    ours = from_hf(named, {})
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tied == bool(theirs.tie_word_embeddings)
+    assert ours.attention.kv_heads == theirs.num_key_value_heads
+    assert ours.attention.head_dim == (getattr(theirs, "head_dim", None) or 256 // 16)
+    rope = theirs.rope_parameters
+    assert (ours.rope.theta, ours.rope.type) == (rope["rope_theta"], rope["rope_type"])
+    assert ours.rope.rotated(100) == int(100 * (rope.get("partial_rotary_factor") or 1))
+    assert ours.rope.query_growth is None or rope["llama_4_scaling_beta"] == 0.1
+    assert ours.attention.qkv_bias == (
+        family == "qwen2" or bool(getattr(theirs, "attention_bias", False))
+    )
+
+
+def test_configs_of_other_versions() -> None:
+    ernie = from_hf(CONFIG | {"architectures": ["Ernie4_5_ForCausalLM"]}, {})
+    assert ernie.family == "ernie4_5"
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    named = {"model_type": "phi3", "original_max_position_embeddings": None}
+    phi = from_hf(CONFIG | named | {"rope_scaling": {"type": "su", **factors}}, {})
+    assert phi.rope.type == "longrope"
+    assert phi.rope.parameters["original_max_position_embeddings"] == 4096
+    exaone = from_hf(CONFIG | {"model_type": "exaone4", "sliding_window": 4096}, {})
+    assert not exaone.attention.rotated, "full layers of a model with windows do not rotate"
 
 
 def test_a_repr_has_no_field_of_a_newer_version_that_is_as_usual() -> None:
@@ -202,6 +243,21 @@ def test_the_first_configs_of_a_model_that_reads_images_have_no_text_config() ->
         "default",
         {},
     )
+
+
+def test_tensors_that_the_text_part_does_not_use_are_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    make_model("qwen3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(file).items()
+    }
+    name = "model.language_model.layers.0.self_attn.q_proj.bias"
+    save_file(tensors | {name: torch.zeros(128)}, file)
+    with pytest.raises(UnsupportedModelError, match=name):
+        Engine.from_pretrained(tmp_path, device="cpu")
 
 
 def test_longrope_has_the_frequencies_of_short_texts_in_engines_for_such(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.gguf_config import gguf_config
-from triforce_core.model.checkpoints.names import Piece, gguf_names, hf_names
+from triforce_core.model.checkpoints.names import HF_PREFIXES, Piece, gguf_names, hf_names
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, reads_images
 from triforce_core.model.share import Share
@@ -38,6 +38,7 @@ _HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
 _HUB_IGNORED = ["consolidated*", "*/*"]
 # Old checkpoints contain buffers that are computed here; scales are read with the tensor they
 # belong to.
+_OF_LAYERS = ("blk.", *(f"{prefix}layers." for prefix, _ in HF_PREFIXES))
 _OF_IMAGES = ("vision", "visual", "multi_modal")
 _UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX)
 
@@ -186,7 +187,7 @@ class Checkpoint:
         unused = sorted(
             name
             for name in held - expected.keys()
-            if name.startswith(("model.layers.", "blk.")) and not name.endswith(_UNUSED)
+            if name.startswith(_OF_LAYERS) and not name.endswith(_UNUSED)
         )
         if unused:
             yield UnsupportedModelError(

@@ -80,6 +80,11 @@ def _refuse_unsupported(fields: Fields, positions: int) -> None:
     window = own.get("attention.sliding_window")
     if window and not (isinstance(window, int) and window >= positions):
         raise UnsupportedModelError(f"{where}: an active sliding_window is not supported")
+    if own.get("rope.dimension_sections") is not None:
+        # Such files have the rows of their heads in another order.
+        raise UnsupportedModelError(
+            f"{where}: a model that reads images (rope.dimension_sections) is not supported as GGUF"
+        )
 
 
 def _as_in_hf(fields: Fields) -> dict[str, Any]:

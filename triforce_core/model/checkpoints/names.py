@@ -75,7 +75,7 @@ _HF = {
     "ernie4_5": Naming(_HF_BEFORE, interleaved=True),
 }
 # Where the language model is, and its output matrix: alone, or in a model that also reads images.
-_HF_PREFIXES = (
+HF_PREFIXES = (
     ("model.", "lm_head.weight"),
     ("language_model.model.", "language_model.lm_head.weight"),
     ("model.language_model.", "lm_head.weight"),
@@ -108,7 +108,7 @@ def hf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str],
     held: names of the tensors in the files; a language model beside others has a prefix
     """
     first = {name.split("layers.")[0] for name in held}
-    prefix, head = next((each for each in _HF_PREFIXES if each[0] in first), _HF_PREFIXES[0])
+    prefix, head = next((each for each in HF_PREFIXES if each[0] in first), HF_PREFIXES[0])
     embedding = f"{prefix}embed_tokens.weight"
     ends = {
         "embedding": embedding,

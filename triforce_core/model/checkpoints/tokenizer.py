@@ -207,7 +207,17 @@ def load_tokenizer(path: Path, metadata: Mapping[str, Any] | None = None) -> Tok
 def _from_folder(path: Path) -> Backend | None:
     if not any((path / name).exists() for name in _FILES):
         return None
-    return _from_transformers(path)
+    # The files of these models have a pattern that splits texts wrongly, which transformers mends
+    # if it is told to.
+    mended = {"fix_mistral_regex": True} if _model_type(path) == "mistral3" else {}
+    return _from_transformers(path, **mended)
+
+
+def _model_type(path: Path) -> str | None:
+    try:
+        return json.loads((path / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _from_gguf(path: Path, metadata: Mapping[str, Any] | None) -> Backend | None:
@@ -226,7 +236,7 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any] | None) -> Backend | None
     return _from_transformers(path.parent, gguf_file=path.name)
 
 
-def _from_transformers(directory: Path, **options: str) -> TransformersTokenizer:
+def _from_transformers(directory: Path, **options: str | bool) -> TransformersTokenizer:
     from transformers import AutoTokenizer
     from transformers.utils import logging
 

@@ -6,7 +6,8 @@ A family is a description. It has no forward code of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.layers import Attention, DenseMLP, LayerSpec, Norms
@@ -27,9 +28,7 @@ class Family:
     hf_class: transformers' name of the model, before `ForCausalLM`
     layers: returns the layers of a model of so many layers
     scales: returns the scales of a ModelConfig
-    rotated_share: share of each head that is rotated, if the config does not say
-    tied: whether the embedding is the output matrix, if the config does not say
-    usual_window: the window if the config does not say
+    defaults: values of fields that a config does not mention, where they are not the usual ones
     window_is_asked_for: whether a window is active only if `use_sliding_window` is set
     """
 
@@ -37,16 +36,24 @@ class Family:
     hf_class: str
     layers: Callable[[Fields, int], Layers]
     scales: Callable[[Fields], Mapping[str, float]] = _no_scales
-    rotated_share: float = 1.0
-    tied: bool = False
-    usual_window: int | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     window_is_asked_for: bool = False
+
+    def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config with the family's defaults. null is a default too, except that it says
+        that there is no window.
+        """
+        absent = {
+            name: value
+            for name, value in self.defaults.items()
+            if name not in raw or (raw[name] is None and name != "sliding_window")
+        }
+        return {**raw, **absent}
 
 
 def _layer(
     fields: Fields,
     *,
-    head_dim: int | None = None,
     norms: Norms = Norms.BEFORE,
     residual_scale: float = 1.0,
     qkv_bias: bool = False,
@@ -58,7 +65,7 @@ def _layer(
     mixer = Attention(
         heads=heads,
         kv_heads=fields.whole("num_key_value_heads", heads),
-        head_dim=fields.whole("head_dim", head_dim or fields.whole("hidden_size") // heads or 1),
+        head_dim=fields.whole("head_dim", fields.whole("hidden_size") // heads or 1),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         **attention,
@@ -78,12 +85,12 @@ def _qwen2(fields: Fields, count: int) -> Layers:
 
 def _qwen3(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", False)
-    return (_layer(fields, head_dim=128, qkv_bias=bias, output_bias=bias, qk_norm=True),) * count
+    return (_layer(fields, qkv_bias=bias, output_bias=bias, qk_norm=True),) * count
 
 
 def _seed_oss(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", True), fields.flag("attention_out_bias", False)
-    return (_layer(fields, head_dim=128, qkv_bias=bias[0], output_bias=bias[1]),) * count
+    return (_layer(fields, qkv_bias=bias[0], output_bias=bias[1]),) * count
 
 
 def _smollm3(fields: Fields, count: int) -> Layers:
@@ -116,7 +123,9 @@ def _olmo2(fields: Fields, count: int) -> Layers:
 
 
 def _exaone4(fields: Fields, count: int) -> Layers:
-    return (_layer(fields, norms=Norms.AFTER, qk_norm=True),) * count
+    """In models that have windows elsewhere, full-attention layers do not rotate."""
+    rotated = fields.raw.get("sliding_window") is None
+    return (_layer(fields, norms=Norms.AFTER, qk_norm=True, rotated=rotated),) * count
 
 
 def _granite(fields: Fields, count: int) -> Layers:
@@ -135,12 +144,12 @@ def _granite_scales(fields: Fields) -> dict[str, float]:
 
 def _glm(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", False)
-    return (_layer(fields, head_dim=128, qkv_bias=bias),) * count
+    return (_layer(fields, qkv_bias=bias),) * count
 
 
 def _glm4(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", False)
-    return (_layer(fields, head_dim=128, qkv_bias=bias, norms=Norms.AROUND),) * count
+    return (_layer(fields, qkv_bias=bias, norms=Norms.AROUND),) * count
 
 
 def _plain(fields: Fields, count: int) -> Layers:
@@ -148,23 +157,59 @@ def _plain(fields: Fields, count: int) -> Layers:
     return (_layer(fields),) * count
 
 
+# What transformers' configs take for fields that are not there.
+_GLM = {
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1.5625e-07,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+_MINISTRAL3 = {
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+_SMOLLM3 = {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}
+_ERNIE = {
+    "head_dim": 128,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+}
 FAMILIES = {
     family.name: family
     for family in (
         Family("llama", "Llama", _llama),
-        # transformers uses a window of 4096 if a Mistral config does not mention one.
-        Family("mistral", "Mistral", _llama, usual_window=4096),
-        Family("ministral3", "Ministral3", _plain),
+        Family("mistral", "Mistral", _llama, defaults={"sliding_window": 4096}),
+        Family("ministral3", "Ministral3", _plain, defaults=_MINISTRAL3),
         Family("qwen2", "Qwen2", _qwen2, window_is_asked_for=True),
-        Family("qwen3", "Qwen3", _qwen3, window_is_asked_for=True),
-        Family("seed_oss", "SeedOss", _seed_oss),
-        Family("smollm3", "SmolLM3", _smollm3, tied=True, window_is_asked_for=True),
-        Family("olmo2", "Olmo2", _olmo2),
-        Family("exaone4", "Exaone4", _exaone4, usual_window=4096),
+        Family("qwen3", "Qwen3", _qwen3, defaults={"head_dim": 128}, window_is_asked_for=True),
+        Family("seed_oss", "SeedOss", _seed_oss, defaults={"head_dim": 128}),
+        Family("smollm3", "SmolLM3", _smollm3, defaults=_SMOLLM3, window_is_asked_for=True),
+        Family("olmo2", "Olmo2", _olmo2, defaults={"rms_norm_eps": 1e-5}),
+        Family(
+            "exaone4",
+            "Exaone4",
+            _exaone4,
+            defaults={"sliding_window": 4096, "rms_norm_eps": 1e-5},
+        ),
         Family("granite", "Granite", _granite, _granite_scales),
-        Family("glm", "Glm", _glm, rotated_share=0.5),
-        Family("glm4", "Glm4", _glm4, rotated_share=0.5),
-        Family("phi3", "Phi3", _plain),
-        Family("ernie4_5", "Ernie4_5", _plain, tied=True),
+        Family("glm", "Glm", _glm, defaults=_GLM),
+        Family("glm4", "Glm4", _glm4, defaults=_GLM),
+        Family("phi3", "Phi3", _plain, defaults={"rms_norm_eps": 1e-5}),
+        Family("ernie4_5", "Ernie4_5", _plain, defaults=_ERNIE),
     )
 }

@@ -13,6 +13,8 @@ from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 SOURCE = "config.json"
 ARCHITECTURES = {f"{family.hf_class}ForCausalLM": family for family in FAMILIES.values()}
+# As its first configs were written.
+ARCHITECTURES["Ernie4_5_ForCausalLM"] = FAMILIES["ernie4_5"]
 # Models that also read images, and the family of their language model, which `text_config`
 # describes; None if it names its family itself. Text alone has the same position in each of the
 # dimensions in which Qwen's models rotate, and is rotated as in Qwen2 and Qwen3.
@@ -30,6 +32,7 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
     names the field.
     """
     raw, family = _text_of(raw)
+    raw = family.completed(raw)
     _refuse_unsupported(raw, family)
     fields = Fields(raw, SOURCE)
     hidden = fields.whole("hidden_size")
@@ -43,8 +46,8 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
         vocab=fields.whole("vocab_size"),
         norm_eps=fields.real("rms_norm_eps", 1e-6),
         trained_positions=positions,
-        rope=hf_rope(raw, positions, layers[0].mixer.head_dim, family.rotated_share),
-        tied=fields.flag("tie_word_embeddings", family.tied),
+        rope=hf_rope(raw, positions, layers[0].mixer.head_dim),
+        tied=fields.flag("tie_word_embeddings", False),
         eos_token_ids=token_ids(eos, "eos_token_id"),
         **family.scales(fields),
     )
@@ -63,10 +66,14 @@ def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:
         text = raw.get("text_config", raw)
         if not isinstance(text, Mapping):
             raise CheckpointError(f"{SOURCE}: text_config must be an object, got {text!r}")
-        outer = {"quantization_config": raw.get("quantization_config")}
+        outer = {
+            name: raw.get(name)
+            for name in ("quantization_config", "tie_word_embeddings")
+            if text.get(name) is None
+        }
         inner = {"architectures": None, "text_config": None}
         inner["model_type"] = _AROUND_TEXT[raw["architectures"][0]] or text.get("model_type")
-        return _text_of({**outer, **text, **inner})
+        return _text_of({**text, **outer, **inner})
     architectures = raw.get("architectures")
     names = architectures if isinstance(architectures, list) and architectures else [None]
     name, kind = names[0], raw.get("model_type")
@@ -97,7 +104,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     kinds = raw.get("layer_types")
     if isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds):
         raise UnsupportedModelError("layer_types other than full_attention are not supported")
-    window = raw.get("sliding_window", family.usual_window)
+    window = raw.get("sliding_window")
     active = raw.get("use_sliding_window", not family.window_is_asked_for)
     positions = raw.get("max_position_embeddings")
     if (
@@ -119,5 +126,6 @@ def _refuse_quantised(quantised: Any) -> None:
     if method != "fp8" or asked.get("fmt", "e4m3") != "e4m3" or blocks != [128, 128]:
         raise UnsupportedModelError(
             f"quantization_config of method {method!r} with blocks of {blocks} is not supported "
-            "(only fp8, e4m3, with blocks of 128 by 128); use a GGUF file instead"
+            "(only fp8, e4m3, with blocks of 128 by 128); use a bfloat16 checkpoint or "
+            "a GGUF file instead"
         )

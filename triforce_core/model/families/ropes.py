@@ -63,12 +63,9 @@ def _check_factors(factors: Any, count: int, name: str) -> None:
         raise CheckpointError(f"{name} must be a list of {count} positive numbers")
 
 
-def hf_rope(
-    raw: Mapping[str, Any], positions: int, head_dim: int, rotated_share: float = 1.0
-) -> RopeConfig:
+def hf_rope(raw: Mapping[str, Any], positions: int, head_dim: int) -> RopeConfig:
     """Parse rope_parameters (transformers 5), or rope_scaling and rope_theta (earlier versions).
 
-    rotated_share: share of each head that is rotated, if the config does not say
     Raises UnsupportedModelError or CheckpointError.
     """
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
@@ -79,16 +76,15 @@ def hf_rope(
         for name, value in scaling.items()
         if name not in ("rope_type", "type", "rope_theta", "mrope_section", "mrope_interleaved")
     }
-    share = raw.get("partial_rotary_factor") or rotated_share
+    share = raw.get("partial_rotary_factor") or 1.0
     if share != 1:
         parameters.setdefault("partial_rotary_factor", share)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "mrope":
-        kind = "default"
+    kind = {"mrope": "default", "su": "longrope"}.get(kind, kind)
     if kind in ("yarn", "llama3", "longrope"):
         parameters.setdefault(
             "original_max_position_embeddings",
-            raw.get("original_max_position_embeddings", positions),
+            raw.get("original_max_position_embeddings") or positions,
         )
     theta = Fields({"rope_theta": scaling.get("rope_theta", raw.get("rope_theta"))}, "config.json")
     rope = RopeConfig(str(kind), theta.real("rope_theta", 10000.0), MappingProxyType(parameters))
