@@ -102,7 +102,10 @@ class ForwardBatch:
             yield self
             return
         if self.parents is not None or len(self.sequences) > 1:
-            raise ValueError(f"a feed of {self.rows} rows that is no single text cannot be cut")
+            raise ValueError(
+                f"a forward batch of {self.rows} rows cannot be cut if it is a tree or has several "
+                "sequences"
+            )
         for first in range(0, self.rows, rows):
             yield self.slice(first, min(first + rows, self.rows))
 
@@ -139,7 +142,9 @@ class ForwardBatch:
         before = -1
         for row in rows:
             if not 0 <= row < self.end or self.parent(row) != before:
-                raise RuntimeError(f"rows {list(rows)} are no path of a feed of {self.end}")
+                raise RuntimeError(
+                    f"rows {list(rows)} are no path of a forward batch of {self.end}"
+                )
             before = row
 
     def parent(self, row: int) -> int:

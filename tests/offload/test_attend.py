@@ -119,7 +119,7 @@ def test_rows_of_a_tree_see_their_ancestors_and_a_path_of_them_is_kept() -> None
     for layer in range(SHAPE.layers):
         out = cache.attend(layer, text.qkv[10:], text.batch(10, 16, parents))
         assert_within(out, text.attention(seen), text.bound())
-    with pytest.raises(RuntimeError, match=r"rows \[0, 1, 4\] are no path of a feed of 6"):
+    with pytest.raises(RuntimeError, match=r"rows \[0, 1, 4\] are no path of a forward batch of 6"):
         cache.keep([0, 1, 4])
     assert store.length == 10
     cache.keep([0, 2, 4, 5])

@@ -51,7 +51,7 @@ def test_rows_of_a_tree_stand_behind_their_ancestors_and_see_them(seed: int) -> 
         batch.check_path(path[:-1])
         with pytest.raises(RuntimeError, match="no path"):
             batch.check_path([*path, row])
-    with pytest.raises(ValueError, match="no single text cannot be cut"):
+    with pytest.raises(ValueError, match="cannot be cut if it is a tree"):
         list(batch.parts(len(parents) - 1 or 1)) if len(parents) > 1 else list(
             ForwardBatch.side_by_side([batch, batch]).parts(1)
         )
@@ -100,7 +100,7 @@ def test_sequences_in_one_forward_compute_what_each_does_alone(tiny) -> None:
                 cache.keep(kept)
                 rows += [first + row for row in kept]
                 first += batch.rows
-            with pytest.raises(RuntimeError, match="not all of a feed"):
+            with pytest.raises(RuntimeError, match="not all of a forward batch"):
                 shared.keep([*rows, first])
             shared.keep(rows)
             assert [cache.end for cache in together] == [cache.end for cache in alone]

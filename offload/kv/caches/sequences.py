@@ -37,6 +37,6 @@ class SequenceCaches:
             batch.check_path(paths[-1])
             first += batch.rows
         if sum(map(len, paths)) != len(rows):
-            raise RuntimeError(f"rows {list(rows)} are not all of a feed of {first}")
+            raise RuntimeError(f"rows {list(rows)} are not all of a forward batch of {first}")
         for cache, path in zip(self._caches, paths, strict=True):
             cache.keep(path)
