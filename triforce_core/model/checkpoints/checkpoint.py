@@ -36,10 +36,11 @@ if TYPE_CHECKING:
 _HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
 # Some repositories hold copies of the same weights in other layouts.
 _HUB_IGNORED = ["consolidated*", "*/*"]
-# Old checkpoints contain buffers that are computed here; scales are read with the tensor they
-# belong to.
+# Names of tensors of layers begin so; names of tensors that read images contain one of these.
 _OF_LAYERS = ("blk.", *(f"{prefix}layers." for prefix, _ in HF_PREFIXES))
 _OF_IMAGES = ("vision", "visual", "multi_modal")
+# Old checkpoints contain buffers that are computed here; scales are read with the tensor they
+# belong to.
 _UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX)
 
 
