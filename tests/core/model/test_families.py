@@ -6,6 +6,7 @@ table of families, FAMILIES, in `test_greedy` and others.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,24 @@ def test_configs_of_other_versions() -> None:
     assert phi.rope.parameters["original_max_position_embeddings"] == 4096
     exaone = from_hf(CONFIG | {"model_type": "exaone4", "sliding_window": 4096}, {})
     assert not exaone.attention.rotated, "full layers of a model with windows do not rotate"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_of_any_type_are_read_or_refused(family: str) -> None:
+    names = {*CONFIG, *FAMILIES[family].defaults, "rope_scaling", "rope_parameters"}
+    names |= {"no_rope_layers", "architectures", "layer_types", "quantization_config", "dtype"}
+    names |= {"partial_rotary_factor", "original_max_position_embeddings", "text_config"}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "llama_4_scaling_beta": 0.1}
+    for value in ([], ["x"], [[]], {}, {"x": [1]}, "x", True, -1, 0.3, 1 << 70, None):
+        for raw in (
+            *(CONFIG | {"model_type": family, name: value} for name in names),
+            *(
+                CONFIG | {"model_type": family, "rope_parameters": rope | {name: value}}
+                for name in (*rope, "type", "partial_rotary_factor", "short_factor", "mscale")
+            ),
+        ):
+            with suppress(CheckpointError, UnsupportedModelError):
+                from_hf(raw, {})
 
 
 def test_a_repr_has_no_field_of_a_newer_version_that_is_as_usual() -> None:

@@ -56,7 +56,8 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
 def reads_images(raw: Mapping[str, Any]) -> bool:
     """Return whether a config.json is that of a model around a language model."""
     names = raw.get("architectures")
-    return isinstance(names, list) and bool(names) and names[0] in _AROUND_TEXT
+    first = names[0] if isinstance(names, list) and names else None
+    return isinstance(first, str) and first in _AROUND_TEXT
 
 
 def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:

@@ -80,7 +80,7 @@ def hf_rope(raw: Mapping[str, Any], positions: int, head_dim: int) -> RopeConfig
     if share != 1:
         parameters.setdefault("partial_rotary_factor", share)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    kind = {"mrope": "default", "su": "longrope"}.get(kind, kind)
+    kind = {"mrope": "default", "su": "longrope"}.get(str(kind), kind)
     if kind in ("yarn", "llama3", "longrope"):
         parameters.setdefault(
             "original_max_position_embeddings",

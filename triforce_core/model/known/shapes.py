@@ -243,7 +243,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128,
         "vocab_size": 151552,
         "max_position_embeddings": 32768,
-        "partial_rotary_factor": 0.5,
+        "attention_bias": False,
         "rope_theta": 1e4,
     },
     "phi4-14b": {
