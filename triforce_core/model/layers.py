@@ -27,12 +27,12 @@ class Described:
     _NEWER: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
-        told = [
+        shown = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
             if field.name not in self._NEWER or getattr(self, field.name) != field.default
         ]
-        return f"{type(self).__name__}({', '.join(told)})"
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True, repr=False)

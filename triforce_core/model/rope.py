@@ -30,7 +30,7 @@ class Rope:
         layers = (config.layers[layer].mixer for layer in config.kv_layers)
         self._still_layers = [i for i, mixer in enumerate(layers) if not mixer.rotated]
         self._config, inverse, scaling = _frequencies(config, context)
-        self._inverse = self._padded(inverse, config).to(device)
+        self._inverse = _for_whole_heads(inverse, config.attention.head_dim).to(device)
         # Pairs that stay as they are are not scaled either.
         self._scaling: float | torch.Tensor = scaling
         if len(inverse) < len(self._inverse) and scaling != 1:
@@ -42,16 +42,6 @@ class Rope:
         self._dynamic = config.rope.type == "dynamic"
         self._unscaled = config.trained_positions if self._dynamic else math.inf
         self._query_growth = config.rope.query_growth
-
-    @staticmethod
-    def _padded(inverse: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-        """Return inverse frequencies for whole heads, [head_dim / 2].
-
-        A frequency of 0 leaves a pair as it is. If only a part of a head is rotated, the
-        checkpoint's rows are read in an order in which those pairs come first in each half.
-        """
-        still = config.attention.head_dim // 2 - len(inverse)
-        return torch.nn.functional.pad(inverse, (0, still))
 
     @property
     def needs_host(self) -> bool:
@@ -112,7 +102,7 @@ class Rope:
     def _dynamic_at(self, length: int) -> torch.Tensor:
         """Return dynamic inverse frequencies [head_dim / 2] for a sequence of `length` tokens."""
         inverse, _ = _of_transformers(self._config, "dynamic", length)
-        return inverse.to(self._inverse.device)
+        return _for_whole_heads(inverse, 2 * len(self._inverse)).to(self._inverse.device)
 
     def turned_back(self, keys: torch.Tensor, by: int) -> torch.Tensor:
         """Move rotated keys [layers, ..., head_dim] to positions that are `by` tokens earlier.
@@ -126,6 +116,16 @@ class Rope:
         for layer in self._still_layers:
             turned[layer] = keys[layer]
         return turned
+
+
+def _for_whole_heads(inverse: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return inverse frequencies of all pairs of a head, [head_dim / 2], from those of its rotated
+    part.
+
+    A frequency of 0 leaves a pair as it is. Of heads that are rotated in part, the checkpoint's
+    rows are read in an order in which the rotated pairs come first in each half.
+    """
+    return torch.nn.functional.pad(inverse, (0, head_dim // 2 - len(inverse)))
 
 
 def _frequencies(config: ModelConfig, context: int) -> tuple[Any, torch.Tensor, float]:
@@ -159,7 +159,7 @@ def _frequencies(config: ModelConfig, context: int) -> tuple[Any, torch.Tensor, 
 
 
 def _of_transformers(config: Any, kind: str, length: int | None) -> tuple[torch.Tensor, float]:
-    """Return transformers' inverse frequencies for a sequence of so many tokens, and its scale."""
+    """Return transformers' inverse frequencies for a sequence of `length` tokens, and its scale."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     return ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=length)

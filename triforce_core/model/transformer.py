@@ -126,6 +126,7 @@ class Model:
         return hidden if self.config.embedding_scale == 1 else hidden * self.config.embedding_scale
 
     def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the embedding [tokens, hidden]."""
         ends = self._ends
         rows, dtype = tokens, ends.norm.dtype
         if tokens.device != ends.embedding.device:

@@ -6,7 +6,6 @@ table of families, FAMILIES, in `test_greedy` and others.
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -157,6 +156,7 @@ def test_fields_of_any_type_are_read_or_refused(family: str) -> None:
     names |= {"no_rope_layers", "architectures", "layer_types", "quantization_config", "dtype"}
     names |= {"partial_rotary_factor", "original_max_position_embeddings", "text_config"}
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "llama_4_scaling_beta": 0.1}
+    read = refused = 0
     for value in ([], ["x"], [[]], {}, {"x": [1]}, "x", True, -1, 0.3, 1 << 70, None):
         for raw in (
             *(CONFIG | {"model_type": family, name: value} for name in names),
@@ -165,15 +165,22 @@ def test_fields_of_any_type_are_read_or_refused(family: str) -> None:
                 for name in (*rope, "type", "partial_rotary_factor", "short_factor", "mscale")
             ),
         ):
-            with suppress(CheckpointError, UnsupportedModelError):
-                from_hf(raw, {})
+            try:
+                config = from_hf(raw, {})
+            except (CheckpointError, UnsupportedModelError) as error:
+                assert str(error)
+                refused += 1
+            else:
+                assert len(config.layers) == CONFIG["num_hidden_layers"]
+                read += 1
+    assert min(read, refused) > 30, "many of these values are as good as none, and many are not"
 
 
 def test_a_repr_has_no_field_of_a_newer_version_that_is_as_usual() -> None:
     """The repr is a part of a checkpoint's identity, which saved contexts name."""
-    told = repr(from_hf(CONFIG | {"model_type": "llama"}, {}))
-    assert "qk_norm=False)" in told
-    assert not any(name in told for name in ("scale", "norms", "rotated", "norm_over"))
+    shown = repr(from_hf(CONFIG | {"model_type": "llama"}, {}))
+    assert "qk_norm=False)" in shown
+    assert not any(name in shown for name in ("scale", "norms", "rotated", "norm_over"))
     assert "rotated=False" in repr(from_hf(CONFIG | {"model_type": "smollm3"}, {}))
 
 
@@ -241,13 +248,13 @@ def test_of_a_model_that_reads_images_the_text_part_runs(
     theirs = getattr(transformers, f"{model}ForConditionalGeneration")(config).eval()
     theirs.save_pretrained(tmp_path)
     prompt = random_ids(40, 1)
-    told = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)
     with pytest.warns(RuntimeWarning, match=r"the part that reads images \(\d+ tensors\) is not"):
         engine = Engine.from_pretrained(tmp_path, device="cpu", max_context=80)
     with engine:
         assert engine.config.tied == tied
         result = engine.generate(prompt, greedy(20))
-    assert_equal_but_for_ties(theirs, prompt, result.token_ids, told[0, len(prompt) :].tolist())
+    assert_equal_but_for_ties(theirs, prompt, result.token_ids, expected[0, len(prompt) :].tolist())
 
 
 def test_the_first_configs_of_a_model_that_reads_images_have_no_text_config() -> None:
@@ -262,6 +269,17 @@ def test_the_first_configs_of_a_model_that_reads_images_have_no_text_config() ->
         "default",
         {},
     )
+
+
+def test_frequencies_of_a_part_of_a_head_may_depend_on_the_length(tmp_path: Path) -> None:
+    """The text runs past the trained positions, from where dynamic rope changes."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.5}
+    model = make_model("glm4", tmp_path, max_position_embeddings=64, rope_parameters=rope)
+    prompt = random_ids(50, 1)
+    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False)[0, 50:]
+    with Engine.from_pretrained(tmp_path, device="cpu", max_context=100) as engine:
+        tokens = engine.generate(prompt, greedy(30)).token_ids
+    assert_equal_but_for_ties(model, prompt, tokens, theirs.tolist())
 
 
 def test_tensors_that_the_text_part_does_not_use_are_named(tmp_path: Path) -> None:

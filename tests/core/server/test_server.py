@@ -123,7 +123,7 @@ def test_a_key_is_asked_for_and_loading_says_so(speaking) -> None:
 
 
 def test_it_says_ready_only_once_it_is(speaking) -> None:
-    """A client that waits for the line `ready: ...` is never told that the model is loading."""
+    """A client that waits for the line `ready: ...` is never answered that the model loads."""
     running = Running(speaking, ServerSettings(name="tiny"))
     seen = []
     running.worker.became_ready = lambda engine: seen.append(running.ask("GET", "/health")[0])

@@ -208,7 +208,7 @@ def _from_folder(path: Path) -> Backend | None:
     if not any((path / name).exists() for name in _FILES):
         return None
     # The files of these models have a pattern that splits texts wrongly, which transformers mends
-    # if it is told to.
+    # if this option is set.
     mended = {"fix_mistral_regex": True} if _model_type(path) == "mistral3" else {}
     return _from_transformers(path, **mended)
 

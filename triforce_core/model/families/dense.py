@@ -26,7 +26,7 @@ class Family:
 
     name: `model_type` in config.json
     hf_class: transformers' name of the model, before `ForCausalLM`
-    layers: returns the layers of a model of so many layers
+    layers: returns the layers of a model, from its config and their number
     scales: returns the scales of a ModelConfig
     defaults: values of fields that a config does not mention, where they are not the usual ones
     window_is_asked_for: whether a window is active only if `use_sliding_window` is set
