@@ -56,9 +56,10 @@ class ModelConfig(Described):
     shared_vocab: rows of embedding and output matrix in a rank's share (see `share`); None for a
         whole model
     embedding_scale, logit_scale: factors of the embeddings and of the logits
+    window_rope: rotary embedding of the layers with a window; None if it is that of the others
     """
 
-    _NEWER = frozenset({"embedding_scale", "logit_scale"})
+    _NEWER = frozenset({"embedding_scale", "logit_scale", "window_rope"})
 
     family: str
     layers: tuple[LayerSpec, ...]
@@ -72,6 +73,7 @@ class ModelConfig(Described):
     shared_vocab: int | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    window_rope: RopeConfig | None = None
 
     def __post_init__(self) -> None:
         """Raise UnsupportedModelError if the KV of the layers differs in shape."""

@@ -37,7 +37,7 @@ class Described:
 
 @dataclass(frozen=True, repr=False)
 class Attention(Described):
-    """Full attention: each token attends to itself and to every token before it.
+    """Attention: each token attends to itself and to the tokens before it, all or the last ones.
 
     heads: number of query heads
     kv_heads: number of key-value heads; a group of query heads shares each
@@ -48,9 +48,10 @@ class Attention(Described):
     norm_over_heads: whether that norm is one over all heads, not one for each head
     rotated: whether queries and keys are rotated by their positions
     scale: factor of the scores; None for head_dim ** -0.5
+    window: number of tokens that a token attends to, itself included; None for all
     """
 
-    _NEWER = frozenset({"norm_over_heads", "rotated", "scale"})
+    _NEWER = frozenset({"norm_over_heads", "rotated", "scale", "window"})
 
     heads: int
     kv_heads: int
@@ -61,6 +62,7 @@ class Attention(Described):
     norm_over_heads: bool = False
     rotated: bool = True
     scale: float | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of heads or their size are impossible."""

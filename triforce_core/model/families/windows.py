@@ -1,0 +1,61 @@
+"""Sliding windows: which layers of a model have one, and how many tokens it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from triforce_core.model.families.fields import Fields
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def every(layer: int) -> bool:
+    """Every layer has a window."""
+    return True
+
+
+def windows(
+    fields: Fields, count: int, slides: Callable[[int], bool] = every
+) -> tuple[int | None, ...]:
+    """Return the window of each layer, None for full attention.
+
+    A window of W lets a token attend to itself and to the W - 1 tokens before it.
+
+    slides: whether a layer has a window, for a config without layer_types
+    Raises CheckpointError or UnsupportedModelError, which names the field.
+    """
+    kinds = layer_types(fields, count)
+    if kinds is None:
+        sliding = [slides(layer) for layer in range(count)]
+        if fields.raw.get("sliding_window") is None:
+            return (None,) * count
+    else:
+        sliding = [kind == SLIDING for kind in kinds]
+    if not any(sliding):
+        return (None,) * count
+    window = fields.whole("sliding_window")
+    return tuple(window if each else None for each in sliding)
+
+
+def layer_types(fields: Fields, count: int) -> list[str] | None:
+    """Return the kind of attention of each layer, FULL or SLIDING; None if the config is silent.
+
+    Raises CheckpointError or UnsupportedModelError.
+    """
+    kinds = fields.raw.get("layer_types")
+    if kinds is None:
+        return None
+    if not isinstance(kinds, list) or len(kinds) != count:
+        given = f"a list of {len(kinds)}" if isinstance(kinds, list) else repr(kinds)
+        raise CheckpointError(
+            f"{fields.source}: layer_types must be a list of {count} names, one for each layer, "
+            f"got {given}"
+        )
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise UnsupportedModelError(
+                f"{fields.source}: layer_types names {kind!r}, which is not supported (only {FULL} "
+                f"and {SLIDING})"
+            )
+    return kinds
