@@ -17,9 +17,13 @@ class PassCopies:
     At most one pass has its copies started at a time; `cancel` drops them.
     """
 
-    def __init__(self, conveyor: Conveyor, weights: WeightStore) -> None:
+    def __init__(
+        self, conveyor: Conveyor, weights: WeightStore, kv_index: Sequence[int | None]
+    ) -> None:
+        """kv_index: index of each layer among those that store KV in blocks, or None"""
         self.conveyor = conveyor
         self._weights = weights
+        self._kv_index = kv_index
         # Bytes that cross the link for each sequence in the pass whose copies were started.
         self._shares: dict[KVStore, int] = {}
 
@@ -68,6 +72,7 @@ class PassCopies:
                     for kv in sequences
                 ],
                 block_bytes=shape.block_bytes,
+                kv_index=self._kv_index,
             )
         ).crossings
 

@@ -94,6 +94,30 @@ class ForwardBatch:
                 seen[row] |= seen[parent]
         return seen.to(self.positions.device)
 
+    @cached_property
+    def depths(self) -> torch.Tensor:
+        """How many rows of the batch each row follows, itself not counted: [rows] int64 on the
+        device.
+        """
+        depths: list[int] = []
+        for row in range(self.first, self.end):
+            parent = self.parent(row) - self.first
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return torch.tensor(depths, device=self.positions.device)
+
+    def within(self, window: int, before: int) -> torch.Tensor:
+        """Return which keys each row of a tree sees through a window, [rows, before + rows] bool on
+        the device.
+
+        window: number of tokens that a row attends to, itself included
+        before: number of keys before those of the rows
+        """
+        depths = self.depths.unsqueeze(1)
+        columns = torch.arange(before, device=depths.device)
+        past = columns > before + depths - window
+        own = self.visible & (depths - depths.T < window)
+        return torch.cat((past, own), 1)
+
     def parts(self, rows: int | None) -> Iterator[ForwardBatch]:
         """Yield the forward batch in parts of `rows` rows; None yields it whole. Raises ValueError
         if a tree, or a batch of several sequences, would have to be cut.
@@ -164,6 +188,12 @@ class Cache(Protocol):
 
         Returns [heads, rows, head_dim]: each row attends to the whole context, to the rows it
         follows and to itself. Raises RuntimeError, before any write, if there is no room.
+        """
+
+    def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Attend as `attend` does in a layer with a window, to the last tokens only.
+
+        layer: index among the layers with a window
         """
 
     def keep(self, rows: Sequence[int]) -> None:

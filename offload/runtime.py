@@ -14,6 +14,7 @@ from triforce_offload.errors import LinkError
 from triforce_offload.kv.leaving import StagingSlots
 from triforce_offload.kv.sequence import SequenceKV
 from triforce_offload.kv.store import KVStore
+from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.link.link import Link
 from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import Allocation, DeviceMemory
@@ -78,7 +79,7 @@ class Runtime:
             staging = self._ring(placement.staging_slots, shape.slot_bytes, "staging slots")
             self._staged = self._rings.pop()
             self._staging = StagingSlots(staging, link)
-            self._copies = PassCopies(self.conveyor, self.weights)
+            self._copies = PassCopies(self.conveyor, self.weights, plan.requirements.kv_index)
             self.passes = Passes(self._copies, StreamedWeights(self.weights, self.conveyor, trace))
             undo.pop_all()
 
@@ -88,8 +89,8 @@ class Runtime:
         return self.plan.streams
 
     def sequence(self) -> SequenceKV:
-        """Allocate memory for one sequence: its tail, its share of the KV blocks on the device, and
-        the temporaries of its forwards.
+        """Allocate memory for one sequence: its tail, its share of the KV blocks on the device, its
+        windows, and the temporaries of its forwards.
 
         Raises DoesNotFitError.
         """
@@ -105,11 +106,15 @@ class Runtime:
             self._staging,
             self.dense_blocks,
         )
-        try:
-            return SequenceKV(kv, self._copies, self.memory, plan)
-        except BaseException:
-            kv.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(kv.close)
+            windows = None
+            if needs.windows:
+                windows = WindowStore(needs.windows, needs.max_pass_tokens, self.memory)
+                undo.callback(windows.close)
+            sequence = SequenceKV(kv, self._copies, self.memory, plan, windows)
+            undo.pop_all()
+        return sequence
 
     def give_up_slots(self) -> bool:
         """Free all slots for good, except the two of each kind that copies and compute alternate

@@ -18,6 +18,7 @@ class Crossing(NamedTuple):
     """Bytes that cross the link once in a pass.
 
     ring: the kind of slots that they go through
+    layer: index of the layer; for KV, among the layers that store KV in blocks
     block: index of the layer's KV block; None for the layer's weights
     text: index of the sequence whose KV it is, in a pass over several sequences
     """
@@ -77,7 +78,7 @@ class Schedule(NamedTuple):
 class KVPlaces(NamedTuple):
     """Where the KV of one sequence is.
 
-    blocks: number of blocks of each layer
+    blocks: number of blocks of each layer that stores KV in blocks
     resident: number of these, counted from the first, that are on the device
     """
 
@@ -91,11 +92,13 @@ class Places:
 
     layer_bytes: bytes of each layer's weights that cross the link; 0 for none
     texts: the sequences of the pass
+    kv_index: index of each layer among those that store KV in blocks, None for any other layer
     """
 
     layer_bytes: Sequence[int]
     texts: Sequence[KVPlaces]
     block_bytes: int
+    kv_index: Sequence[int | None]
 
 
 def pass_schedule(places: Places) -> Schedule:
@@ -109,12 +112,14 @@ def pass_schedule(places: Places) -> Schedule:
         if nbytes:
             held = (len(crossings),)
             crossings.append(Crossing(WEIGHTS, layer, None, nbytes))
-        kept = [min(text.blocks[layer], text.resident[layer]) for text in places.texts]
+        kv = places.kv_index[layer]
+        texts = [] if kv is None else places.texts
+        kept = [min(text.blocks[kv], text.resident[kv]) for text in texts]
         pieces.append(Piece(Kind.BEFORE, layer, sum(kept), len(crossings)))
         for text, resident in enumerate(kept):
-            for block in range(resident, places.texts[text].blocks[layer]):
+            for block in range(resident, texts[text].blocks[kv]):
                 index = len(crossings)
-                crossings.append(Crossing(KV, layer, block, places.block_bytes, text))
+                crossings.append(Crossing(KV, kv, block, places.block_bytes, text))
                 pieces.append(Piece(Kind.BLOCK, layer, 1, index + 1, (index,)))
         pieces.append(Piece(Kind.AFTER, layer, 0, 0, held))
     return Schedule(crossings, pieces)

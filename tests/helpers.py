@@ -35,6 +35,8 @@ _LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+SLIDING = ("sliding_attention",) * (LAYERS - 1)
+
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -119,6 +121,19 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
+    # Windows shorter than prompts, and than what is drafted.
+    "qwen3-windows": (
+        "Qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "exaone4-windows": (
+        "Exaone4",
+        {"head_dim": 16, "sliding_window": 24, "layer_types": [*SLIDING, "full_attention"]},
+    ),
+    "smollm3-windows": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 8},
+    ),
 }
 
 # Every mix of resident and streamed; more resident blocks than there are means all.

@@ -157,6 +157,7 @@ def attend_cache(
     value: torch.Tensor,
     tokens: int,
     end: int | torch.Tensor,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of a few tokens over a cache that already has their keys.
 
@@ -165,6 +166,7 @@ def attend_cache(
         the queries' tokens are at `end`
     end: a number, or [1] int64 on the device: then no address, shape or launch depends on it, and
         the call can be recorded as part of a CUDA graph
+    window: number of keys that each token attends to, its own included; None for all
 
     Returns [kv_heads, rows, head_dim]. Raises ValueError.
     """
@@ -183,14 +185,22 @@ def attend_cache(
             (end.shape, end.dtype, end.device) == ((1,), torch.int64, query.device)
             if on_device
             else 0 <= end <= capacity - tokens
-        ),
+        )
+        and (window is None or window > 0),
         query=query,
         key=key,
         value=value,
         tokens=tokens,
         end=end,
+        window=window,
     )
-    return implementation("attend_cache", query.device)(query, key, value, tokens, end)
+    if window is not None and not on_device:
+        # No query sees the keys before the window of the first one.
+        hidden = max(0, end + 1 - window)
+        key, value, end = key[:, hidden:], value[:, hidden:], end - hidden
+        if end + tokens <= window:
+            window = None
+    return implementation("attend_cache", query.device)(query, key, value, tokens, end, window)
 
 
 def reference_splits(query: torch.Tensor) -> int:
@@ -237,10 +247,14 @@ def reference_cache(
     value: torch.Tensor,
     tokens: int,
     end: int | torch.Tensor,
+    window: int | None,
 ) -> torch.Tensor:
     if isinstance(end, int):
         seen = end + tokens
         key, value = key[:, :seen].to(query.dtype), value[:, :seen].to(query.dtype)
+        if window is not None:
+            mask = _additive(window_mask(tokens, end, window, query.device), query)
+            return partial_attention(query, key, value, mask=mask).out
         if tokens == 1:
             return partial_attention(query, key, value).out
         # Two calls, since an operator without a mask is faster.
@@ -251,10 +265,28 @@ def reference_cache(
             parts.insert(0, partial_attention(query, key[:, :end], value[:, :end]))
         return merge(parts)
     columns = torch.arange(key.shape[1], device=query.device)
-    hidden = columns > (end + torch.arange(tokens, device=query.device)).unsqueeze(1)
-    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-    mask = mask.masked_fill_(hidden, float("-inf")).repeat(query.shape[1] // tokens, 1)
+    last = (end + torch.arange(tokens, device=query.device)).unsqueeze(1)
+    seen = columns <= last
+    if window is not None:
+        seen &= columns > last - window
+    mask = _additive(seen, query)
     return partial_attention(query, key.to(query.dtype), value.to(query.dtype), mask=mask).out
+
+
+def window_mask(tokens: int, before: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return which keys each of consecutive tokens sees, [tokens, before + tokens] bool: the last
+    `window` up to its own.
+
+    before: number of keys before the first token's own
+    """
+    seen = torch.ones(tokens, before + tokens, dtype=torch.bool, device=device)
+    return seen.tril_(before).triu_(before + 1 - window)
+
+
+def _additive(seen: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return a mask [tokens, keys] bool as additive [rows, keys] of the query's dtype."""
+    mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
+    return mask.masked_fill_(~seen, float("-inf")).repeat(query.shape[1] // len(seen), 1)
 
 
 def _piece(

@@ -15,6 +15,8 @@ from triforce_kernels.attention.streaming import Running
 from triforce_kernels.limits import MOST_SPLITS
 
 _PROGRAMS_PER_PROCESSOR = 2
+# More keys than any cache has.
+_ALL_KEYS = 1 << 30
 
 
 class Tile(NamedTuple):
@@ -225,14 +227,17 @@ def _tail_kernel(
     tl.store(lse + head * rows + row, tl.where(nothing, float("-inf"), m + tl.log(s)), mask=real)
 
 
-@triton.jit(do_not_specialize=["rows", "tokens"])
+@triton.jit(do_not_specialize=["rows", "tokens", "window"])
 def _cache_kernel(
     query, key, value, acc, peak, total, end,
     q_head, q_row, k_head, k_key, v_head, v_key,
-    rows, tokens, scale,
+    rows, tokens, window, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a part of the keys up to `end` and of the queries' own keys after it."""
+    """Attend to a part of the keys up to `end` and of the queries' own keys after it.
+
+    window: number of keys that a query sees, its own included
+    """
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_heads, parts = tl.num_programs(0), tl.num_programs(1)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -243,18 +248,21 @@ def _cache_kernel(
     before = tl.load(end).to(tl.int32)
     keys = before + tokens
     last = before + row % tokens
-    # Each part has the same number of whole tiles, whatever the end is.
-    tiles = ((keys + KEYS - 1) // KEYS + parts - 1) // parts
+    # No query sees the tiles before the window of the first one. Each part has the same number of
+    # whole tiles, whatever the end is.
+    hidden = tl.maximum(before + 1 - window, 0) // KEYS
+    tiles = ((keys + KEYS - 1) // KEYS - hidden + parts - 1) // parts
+    first = (hidden + split * tiles) * KEYS
     m = tl.full([ROWS], float("-inf"), tl.float32)
     s = tl.zeros([ROWS], tl.float32)
     a = tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(split * tiles * KEYS, tl.minimum((split + 1) * tiles * KEYS, keys), KEYS):
+    for start in range(first, tl.minimum(first + tiles * KEYS, keys), KEYS):
         column = start + tl.arange(0, KEYS)
         there = (column < keys)[:, None] & wide[None, :]
         # Integers of 8 bits are exact in every dtype of queries.
         k = _tile(key + head * k_head, k_key, column, dim, there).to(q.dtype)
         v = _tile(value + head * v_head, v_key, column, dim, there).to(q.dtype)
-        seen = column[None, :] <= last[:, None]
+        seen = (column[None, :] <= last[:, None]) & (column[None, :] > last[:, None] - window)
         a, m, s = _step(q, k, v, seen, scale, a, m, s, peak, real, 0, False)
     state = (split * kv_heads + head) * rows + row
     tl.store(peak + state, m, mask=real)
@@ -315,6 +323,7 @@ def cache(
     value: torch.Tensor,
     tokens: int,
     end: int | torch.Tensor,
+    window: int | None,
 ) -> torch.Tensor:
     kv_heads, rows, head_dim = query.shape
     if isinstance(end, int):
@@ -328,7 +337,7 @@ def cache(
     _cache_kernel[(kv_heads, running.acc.shape[0], triton.cdiv(rows, t.rows))](
         query, key, value, running.acc, running.peak, running.total, end,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-        rows, tokens, head_dim**-0.5, **_options(t, head_dim),
+        rows, tokens, window or _ALL_KEYS, head_dim**-0.5, **_options(t, head_dim),
     )  # fmt: skip
     # No keys, but in the query's dtype, whatever the dtype of the cache is.
     return tail(running, query, query[:, :0], query[:, :0], tokens, None, None).out

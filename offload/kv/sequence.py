@@ -15,6 +15,8 @@ from triforce_offload.kv.caches.attend import PassCache
 from triforce_offload.kv.caches.prefill import PrefillCache
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.store import KVStore
+from triforce_offload.kv.windows.marks import Mark
+from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placing import share_blocks
@@ -49,10 +51,12 @@ class SequenceKV:
         copies: PassCopies,
         memory: DeviceMemory,
         plan: MemoryPlan,
+        windows: WindowStore | None = None,
     ) -> None:
-        """Raises DoesNotFitError."""
+        """windows: the KV of layers with a window, if the model has any. Raises DoesNotFitError."""
         self.kv = kv
-        self.cache = PassCache(kv, copies.conveyor)
+        self.windows = windows
+        self.cache = PassCache(kv, copies.conveyor, windows=windows)
         self._copies = copies
         self._memory = memory
         self._plan = plan
@@ -77,7 +81,7 @@ class SequenceKV:
     def collect(self, scores: ChunkScores | None) -> None:
         """Collect the scores of chunks in later forwards; None stops collecting."""
         self._scores = scores
-        self.cache = PassCache(self.kv, self._copies.conveyor, scores)
+        self.cache = PassCache(self.kv, self._copies.conveyor, scores, self.windows)
 
     def reclaim(self, nbytes: int) -> None:
         """Use `nbytes` bytes of device memory, in total, that another owner gave back for good. The
@@ -163,7 +167,8 @@ class SequenceKV:
         )
         if streams:
             self._copies.start([kv])
-        cache = PrefillCache(kv, self._copies.conveyor, rows, gathered, self._scores)
+        conveyor = self._copies.conveyor
+        cache = PrefillCache(kv, conveyor, rows, gathered, self._scores, self.windows)
         del gathered
         try:
             yield cache
@@ -172,10 +177,13 @@ class SequenceKV:
             cache.close()
         self._set_workspace(self._needs.pass_bytes)
 
-    def restore(self, tokens: int, layer_kv: Callable[[int], torch.Tensor]) -> None:
+    def restore(
+        self, tokens: int, layer_kv: Callable[[int], torch.Tensor], marks: Sequence[Mark] = ()
+    ) -> None:
         """Fill an empty sequence with KV that was saved elsewhere.
 
         layer_kv: returns the KV of a layer, [2, kv_heads, tokens, head_dim] on the host
+        marks: saved windows, if the model has any; the last are those at `tokens`
 
         Raises DoesNotFitError or LinkError; call `roll_back` then.
         """
@@ -190,14 +198,30 @@ class SequenceKV:
             gathered.copy_(layer_kv(layer))
             kv.fill(layer, gathered, tokens, last=True)
         kv.commit_fill(tokens)
+        if self.windows:
+            self.windows.restore(marks)
         self._set_workspace(self._needs.pass_bytes)
+
+    def reachable(self, tokens: int) -> int:
+        """Return the greatest length up to `tokens` to which `roll_back` can go."""
+        return self.windows.reachable(tokens) if self.windows else tokens
+
+    def leave_mark(self) -> None:
+        """Make sure that `roll_back` can go back to the current length, however long the text
+        becomes, until there are too many such lengths.
+        """
+        if self.windows:
+            self.windows.want(self.length)
 
     def roll_back(self, tokens: int) -> None:
         """Drop all but the first `tokens` tokens, and any pass or prefill under way.
 
+        tokens: a length that is `reachable`
         Raises LinkError.
         """
         self._copies.cancel()
+        if self.windows:
+            self.windows.roll_back(tokens)
         self.kv.roll_back(tokens)
         if self._scores:
             self._scores.roll_back(tokens)
@@ -207,6 +231,8 @@ class SequenceKV:
         """Free all memory."""
         self._copies.cancel()
         self.kv.close()
+        if self.windows:
+            self.windows.close()
         self._memory.free(self._workspace)
 
     def _take_workspace(self) -> None:

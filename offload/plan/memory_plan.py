@@ -211,7 +211,7 @@ class MemoryPlan:
         passes = needs.sequences * needs.pass_bytes
         return {
             "weights": sum(layer.device_bytes for layer in self.layers) + ends,
-            "kv": kv.device_bytes + needs.tail_bytes,
+            "kv": kv.device_bytes + needs.tail_bytes + needs.window_bytes,
             "int4_copies": copies,
             "drafting": needs.drafting_bytes
             + (needs.gather_bytes if kv.resident < kv.blocks else 0),
@@ -236,6 +236,7 @@ class MemoryPlan:
             sum(layer.host_bytes for layer in self.layers)
             + ahead
             + self.kv.host_bytes
+            + needs.marks_bytes
             + (0 if self.placement.embedding_resident else needs.embedding_bytes)
             + (needs.gather_bytes if self.kv.resident < self.kv.blocks else 0)
         )

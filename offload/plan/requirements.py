@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.windows.shape import WindowShape
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Requirements:
     decoding_bytes: temporaries of products with int4 draft copies
     gather_bytes: size of the device buffers through which chunks of streamed KV are retrieved; the
         host has buffers of the same size
+    kv_layers: layers that store KV in blocks; empty if all do
+    windows: geometry of the KV of layers with a window; None if there are none
     sequences: number of sequences in a pass, each of up to context_tokens. drafting_bytes and
         gather_bytes are for all sequences, temporaries for one
     """
@@ -44,11 +47,19 @@ class Requirements:
     int4_all: bool = False
     decoding_bytes: int = 0
     low_bytes: tuple[int, ...] = ()
+    kv_layers: tuple[int, ...] = ()
+    windows: WindowShape | None = None
     sequences: int = 1
 
     @property
     def layers(self) -> int:
         return len(self.layer_bytes)
+
+    @cached_property
+    def kv_index(self) -> tuple[int | None, ...]:
+        """Index of each layer among those that store KV in blocks, None for any other layer."""
+        places = {layer: i for i, layer in enumerate(self.kv_layers or range(self.layers))}
+        return tuple(places.get(layer) for layer in range(self.layers))
 
     @cached_property
     def weights_bytes(self) -> int:
@@ -70,3 +81,15 @@ class Requirements:
     def tail_bytes(self) -> int:
         """Size of the tails of all sequences."""
         return self.sequences * self.kv.tail_bytes(self.max_pass_tokens)
+
+    @property
+    def window_bytes(self) -> int:
+        """Device bytes of the windows of all sequences."""
+        if self.windows is None:
+            return 0
+        return self.sequences * self.windows.device_bytes(self.max_pass_tokens)
+
+    @property
+    def marks_bytes(self) -> int:
+        """Host bytes of copies of the windows, to which contexts can be cut."""
+        return self.sequences * self.windows.marks_bytes if self.windows else 0

@@ -76,24 +76,49 @@ class ModelConfig(Described):
     window_rope: RopeConfig | None = None
 
     def __post_init__(self) -> None:
-        """Raise UnsupportedModelError if the KV of the layers differs in shape."""
-        attentions = {layer.mixer for layer in self.layers}
-        if len({(each.kv_heads, each.head_dim) for each in attentions}) != 1:
-            raise UnsupportedModelError(
-                "full-attention layers with different key-value heads are not supported"
-            )
+        """Raise UnsupportedModelError if the KV of the layers differs in shape, or if all layers
+        have a window.
+        """
+        full = [self.layers[layer].mixer for layer in self.kv_layers]
+        windows = [self.layers[layer].mixer for layer in self.window_layers]
+        if not full:
+            raise UnsupportedModelError("a model whose layers all have a window is not supported")
+        for kind, mixers in (("full-attention layers", full), ("layers with a window", windows)):
+            if len({(each.kv_heads, each.head_dim, each.window) for each in mixers}) > 1:
+                raise UnsupportedModelError(
+                    f"{kind} with different key-value heads or windows are not supported"
+                )
 
     @property
     def attention(self) -> Attention:
         """The mixer of the first full-attention layer; KV has one shape in all of them."""
         return self.layers[self.kv_layers[0]].mixer
 
+    @property
+    def windowed(self) -> Attention | None:
+        """The mixer of the first layer with a window, None if there is none; KV has one shape in
+        all of them.
+        """
+        return self.layers[self.window_layers[0]].mixer if self.window_layers else None
+
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
         """Indices of the full-attention layers. KV stores, chunk scores and retrieval caches number
         only these: their layer i is layer kv_layers[i] of the model.
         """
-        return tuple(i for i, each in enumerate(self.layers) if isinstance(each.mixer, Attention))
+        return tuple(i for i, each in enumerate(self.layers) if each.mixer.window is None)
+
+    @cached_property
+    def window_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a window, which stores of windows number likewise."""
+        return tuple(i for i, each in enumerate(self.layers) if each.mixer.window is not None)
+
+    @cached_property
+    def kv_places(self) -> tuple[int, ...]:
+        """Index of each layer among the full-attention layers, or among those with a window."""
+        kinds = self.kv_layers, self.window_layers
+        places = {layer: i for kind in kinds for i, layer in enumerate(kind)}
+        return tuple(places[layer] for layer in range(len(self.layers)))
 
     @cached_property
     def distinct_layers(self) -> tuple[LayerSpec, ...]:

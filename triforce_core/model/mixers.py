@@ -12,10 +12,12 @@ from triforce_offload.weights.layouts import Views
 
 
 class AttentionMixer:
-    """Full attention through a cache, which rotates, stores and attends."""
+    """Attention through a cache, which rotates, stores and attends."""
 
     def __init__(self, spec: Attention, norm_eps: float, kv_layer: int) -> None:
-        """kv_layer: index among the full-attention layers, as KV stores number them"""
+        """kv_layer: index among the full-attention layers, as KV stores number them, or among the
+        layers with a window
+        """
         self._spec = spec
         # Caches scale scores by head_dim ** -0.5. Another scale is applied to the queries.
         self._query_factor = None if spec.scale is None else spec.scale * spec.head_dim**0.5
@@ -43,5 +45,6 @@ class AttentionMixer:
             queries.mul_(self._query_factor)
         if batch.query_scale is not None:
             queries.mul_(batch.query_scale[:, None, None])
-        mixed = cache.attend(self._kv_layer, heads, batch).transpose(0, 1).reshape(batch.rows, -1)
+        attend = cache.attend if spec.window is None else cache.attend_window
+        mixed = attend(self._kv_layer, heads, batch).transpose(0, 1).reshape(batch.rows, -1)
         return linear(mixed, w["o"], w.get("o_bias"))

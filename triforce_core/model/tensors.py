@@ -11,6 +11,7 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.share import Pieces
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.windows.shape import WindowShape
 from triforce_offload.weights.formats import (
     Dense,
     ElementType,
@@ -198,3 +199,14 @@ def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVSh
     """Return the KV shape of the full-attention layers."""
     heads = config.attention
     return KVShape(len(config.kv_layers), heads.kv_heads, heads.head_dim, block_tokens, dtype)
+
+
+def window_shape(config: ModelConfig, tokens: int, dtype: ElementType) -> WindowShape | None:
+    """Return the KV shape of the layers with a window, None if there are none.
+
+    tokens: number of tokens of the longest sequence
+    """
+    if (mixer := config.windowed) is None:
+        return None
+    layers = len(config.window_layers)
+    return WindowShape(layers, mixer.kv_heads, mixer.head_dim, mixer.window, dtype, tokens)

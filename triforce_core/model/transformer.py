@@ -63,9 +63,10 @@ class Model:
         self.device = device
         self._ends = ends
         self._ranks = ranks or Alone()
+        places = config.kv_places
         self._mixers = [
-            AttentionMixer(config.layers[layer].mixer, config.norm_eps, kv_layer)
-            for kv_layer, layer in enumerate(config.kv_layers)
+            AttentionMixer(spec.mixer, config.norm_eps, place)
+            for spec, place in zip(config.layers, places, strict=True)
         ]
 
     @property

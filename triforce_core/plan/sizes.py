@@ -12,6 +12,7 @@ from triforce_core.model.tensors import (
     int4_layout,
     kv_shape,
     matrices,
+    window_shape,
 )
 from triforce_core.plan.levels import (
     LONGEST_RECORDED,
@@ -149,6 +150,8 @@ class ModelSizes:
             + self._product_bytes(verified)
             + coding_bytes(shape),
             kv=shape,
+            kv_layers=config.kv_layers,
+            windows=window_shape(config, self.max_context, self.dtype),
             context_tokens=self.max_context,
             max_pass_tokens=verified,
             drafting_bytes=self._drafting_bytes(shape, budget),

@@ -16,6 +16,7 @@ from triforce_offload.conveyor import Conveyor
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.store import KVStore
+from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.schedule import kv_key
 
 
@@ -26,10 +27,17 @@ class PassCache:
     """
 
     def __init__(
-        self, store: KVStore, conveyor: Conveyor, scores: ChunkScores | None = None
+        self,
+        store: KVStore,
+        conveyor: Conveyor,
+        scores: ChunkScores | None = None,
+        windows: WindowStore | None = None,
     ) -> None:
-        """scores: collects the score of each chunk of keys, if given."""
+        """scores: collects the score of each chunk of keys, if given
+        windows: the KV of layers with a window, if the model has any
+        """
         self._store = store
+        self._windows = windows
         self._conveyor = conveyor
         self._scores = scores
         self._batch: ForwardBatch | None = None
@@ -59,12 +67,18 @@ class PassCache:
                 store.settle(layer, index, block)
         return attention.end(layer, keys[:, :end], values[:, :end], batch.visible)
 
+    def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Cache.attend_window."""
+        return self._windows.attend(layer, qkv, batch, self._windows.end)
+
     def keep(self, rows: Sequence[int]) -> None:
         """Cache.keep."""
         if self._batch is None:
             raise RuntimeError("keep before a pass")
         self._batch.check_path(rows)
         self._store.keep(rows)
+        if self._windows:
+            self._windows.keep(rows)
         self._batch = None
 
 

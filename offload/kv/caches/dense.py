@@ -12,6 +12,8 @@ from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.gather import Reader
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import dense_bytes, dense_capacity
+from triforce_offload.kv.windows.drafted import DraftWindows
+from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.memory.device import DeviceMemory, put
 
 
@@ -25,9 +27,17 @@ class DenseKV:
     rows: [layers, 2, kv_heads, capacity, head_dim]
     """
 
-    def __init__(self, shape: KVShape, tokens: int, memory: DeviceMemory, purpose: str) -> None:
-        """Raises DoesNotFitError."""
+    def __init__(
+        self,
+        shape: KVShape,
+        tokens: int,
+        memory: DeviceMemory,
+        purpose: str,
+        windows: WindowStore | None = None,
+    ) -> None:
+        """windows: the KV of layers with a window, if the model has any. Raises DoesNotFitError."""
         self.end = 0
+        self.windows = DraftWindows(windows) if windows else None
         self.capacity = dense_capacity(tokens)
         self._memory = memory
         self._allocation = memory.allocate(dense_bytes(shape, tokens), purpose)
@@ -40,6 +50,15 @@ class DenseKV:
         if self.end + batch.end > self.capacity:
             raise RuntimeError(f"{self.end + batch.end} tokens in a cache of {self.capacity}")
         return self.attend_at(layer, qkv, self.end + batch.first, batch)
+
+    def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Cache.attend_window."""
+        return self.windows.attend(layer, qkv, batch, self.windows.end)
+
+    def has_room(self, rows: int) -> bool:
+        """Whether a forward may write `rows` rows after the end."""
+        fits = self.windows is None or self.windows.has_room(rows)
+        return fits and self.end + rows <= self.capacity
 
     def attend_at(
         self, layer: int, qkv: torch.Tensor, start: int | torch.Tensor, batch: ForwardBatch
@@ -86,10 +105,14 @@ class DenseKV:
             kept = self.rows[:, :, :, self.end + put(list(rows), self.rows.device)]
             self.rows[:, :, :, self.end : self.end + count] = kept
         self.end += count
+        if self.windows:
+            self.windows.keep(rows)
 
-    def fixed(self, end: torch.Tensor) -> FixedDense:
-        """Return a cache for one forward with `end`, [1] int64 on the device."""
-        return FixedDense(self, end)
+    def fixed(self, end: torch.Tensor, window_end: torch.Tensor) -> FixedDense:
+        """Return a cache for one forward with `end`, [1] int64 on the device, and likewise the end
+        of the windows.
+        """
+        return FixedDense(self, end, window_end)
 
     def close(self) -> None:
         self._memory.free(self._allocation)
@@ -101,10 +124,15 @@ class FixedDense:
     depends on it. The caller makes sure that there is room.
     """
 
-    def __init__(self, kv: DenseKV, end: torch.Tensor) -> None:
+    def __init__(self, kv: DenseKV, end: torch.Tensor, window_end: torch.Tensor) -> None:
         self._kv = kv
         self._end = end
+        self._window_end = window_end
 
     def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Cache.attend."""
         return self._kv.attend_at(layer, qkv, self._end, batch)
+
+    def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Cache.attend_window."""
+        return self._kv.windows.attend(layer, qkv, batch, self._window_end)

@@ -14,6 +14,8 @@ from triforce_offload.kv.caches.attend import PassAttention
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.sizes import SCORED_TOKENS
 from triforce_offload.kv.store import KVStore
+from triforce_offload.kv.windows.prefill import WindowPrefill
+from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.schedule import KV
 
 
@@ -36,16 +38,19 @@ class PrefillCache:
         rows: int,
         gathered: torch.Tensor,
         scores: ChunkScores | None = None,
+        windows: WindowStore | None = None,
     ) -> None:
         """rows: number of rows of the whole forward batch
         gathered: flat uint8 device buffer for one layer's KV of the context and the forward batch
         scores: receives the score of each chunk by the last tokens, if given
+        windows: the KV of layers with a window, if the model has any
         """
         shape = store.shape
         self._store = store
         self._conveyor = conveyor
         self._rows = rows
         self._scores = scores
+        self._windows = WindowPrefill(windows, rows) if windows else None
         size = (2, shape.kv_heads, store.length + rows, shape.head_dim)
         self.gathered = gathered.view(shape.dtype).view(size)
 
@@ -63,11 +68,17 @@ class PrefillCache:
         self._store.fill(layer, self.gathered, end, last=last)
         return _attend(query, keys[:, :end], values[:, :end])
 
+    def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Cache.attend_window."""
+        return self._windows.attend(layer, qkv, batch)
+
     def keep(self, rows: Sequence[int]) -> None:
         """Cache.keep. A prefill keeps all rows."""
         if list(rows) != list(range(self._rows)):
             raise RuntimeError(f"all {self._rows} rows of text that is read are kept")
         self._store.commit_fill(self._store.length + self._rows)
+        if self._windows:
+            self._windows.commit()
 
     def close(self) -> None:
         """Drop the gathered layer."""

@@ -14,6 +14,7 @@ from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.gather import Reader
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import layers_rounded_at_once, scale_bytes
+from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.memory.device import DeviceMemory
 
 # Largest number that the scales represent before any was measured.
@@ -36,12 +37,20 @@ class RoundedKV(DenseKV):
     scale: [layers, 2, kv_heads, head_dim] float32
     """
 
-    def __init__(self, shape: KVShape, tokens: int, memory: DeviceMemory, purpose: str) -> None:
+    def __init__(
+        self,
+        shape: KVShape,
+        tokens: int,
+        memory: DeviceMemory,
+        purpose: str,
+        windows: WindowStore | None = None,
+    ) -> None:
         """shape: shape of the exact KV. Raises DoesNotFitError."""
         self._dtype = shape.dtype
         self._scales = memory.allocate(scale_bytes(shape), purpose)
         try:
-            super().__init__(replace(shape, dtype=torch.int8, split=False), tokens, memory, purpose)
+            rounded_shape = replace(shape, dtype=torch.int8, split=False)
+            super().__init__(rounded_shape, tokens, memory, purpose, windows)
         except BaseException:
             memory.free(self._scales)
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -20,13 +20,13 @@ class SequenceCaches:
 
     def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Cache.attend."""
-        self._batches = batch.alone
-        rows = qkv.split([own.rows for own in self._batches])
-        attended = [
-            cache.attend(layer, part, own)
-            for cache, part, own in zip(self._caches, rows, self._batches, strict=True)
-        ]
-        return torch.cat(attended, 1)
+        parts = self._parts(qkv, batch)
+        return torch.cat([cache.attend(layer, *part) for cache, *part in parts], 1)
+
+    def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Cache.attend_window."""
+        parts = self._parts(qkv, batch)
+        return torch.cat([cache.attend_window(layer, *part) for cache, *part in parts], 1)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Cache.keep with a path of each sequence, given as rows of the whole forward batch."""
@@ -40,3 +40,11 @@ class SequenceCaches:
             raise RuntimeError(f"rows {list(rows)} are not all of a forward batch of {first}")
         for cache, path in zip(self._caches, paths, strict=True):
             cache.keep(path)
+
+    def _parts(
+        self, qkv: torch.Tensor, batch: ForwardBatch
+    ) -> Iterator[tuple[Cache, torch.Tensor, ForwardBatch]]:
+        """Yield each sequence's cache, with its rows and its forward batch."""
+        self._batches = batch.alone
+        rows = qkv.split([own.rows for own in self._batches])
+        yield from zip(self._caches, rows, self._batches, strict=True)

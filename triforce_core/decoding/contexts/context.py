@@ -77,7 +77,8 @@ class Context:
             return 0
         most = min(self.length, len(tokens) - 1)
         known = self.text.tokens
-        return next((i for i in range(most) if known[i] != tokens[i]), most)
+        shared = next((i for i in range(most) if known[i] != tokens[i]), most)
+        return self.sequence.reachable(shared)
 
     @torch.inference_mode()
     def prefill(
@@ -121,6 +122,7 @@ class Context:
         except Interrupted:
             self.roll_back(kept)
             raise
+        self.sequence.leave_mark()
         self.text = Text(list(tokens))
         self.link_when_prefilled = self.models.runtime.link.counters()
         self.passes_when_prefilled = self.sequence.counters

@@ -21,7 +21,6 @@ from triforce_offload.kv.gather import ChunkReader
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.sequence import SequenceKV
 from triforce_offload.kv.sizes import GATHER_BUFFERS, reader_bytes
-from triforce_offload.kv.store import KVStore
 from triforce_offload.weights.store import ResidentWeights
 
 
@@ -144,7 +143,7 @@ class DraftLevels:
         resources.callback(scores.close)
         sequence.collect(scores)
         resources.callback(sequence.collect, None)
-        cache = retrieval_cache(models, sequence.kv, scores)
+        cache = retrieval_cache(models, sequence, scores)
         resources.callback(cache.close)
         model = ResidentModel(
             models.target,
@@ -158,9 +157,9 @@ class DraftLevels:
         self.scores, self.retrieval, self.model = scores, cache, model
 
 
-def retrieval_cache(models: Models, kv: KVStore, scores: ChunkScores) -> RetrievalCache:
+def retrieval_cache(models: Models, sequence: SequenceKV, scores: ChunkScores) -> RetrievalCache:
     """Return a retrieval cache over a sequence's KV. Raises DoesNotFitError."""
-    runtime, method = models.runtime, models.method
+    runtime, method, kv = models.runtime, models.method, sequence.kv
     budget = fitting_budget(
         models.budget, method.chunk_size, runtime.plan.requirements.context_tokens
     )
@@ -181,6 +180,7 @@ def retrieval_cache(models: Models, kv: KVStore, scores: ChunkScores) -> Retriev
         budget,
         method.chunk_size,
         method.max_draft_tokens,
+        windows=sequence.windows,
         rounded=models.rounds_kv,
     )
 

@@ -90,7 +90,7 @@ class ResidentModel:
     def _logits(self, tokens: torch.Tensor, position: int, last: bool) -> torch.Tensor:
         count = tokens.shape[0]
         size = padded(count)
-        if self._recorder and size <= LONGEST_RECORDED and self.kv.end + size <= self.kv.capacity:
+        if self._recorder and size <= LONGEST_RECORDED and self.kv.has_room(size):
             forward = self._forwards.get(size)
             if forward is None:
                 forward = self._forwards[size] = _FixedForward(
@@ -142,6 +142,7 @@ class _FixedForward:
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self._end = torch.zeros(1, dtype=torch.int64, device=device)
+        self._window_end = torch.zeros(1, dtype=torch.int64, device=device)
         self._replay: Run | None = None
 
     @property
@@ -153,6 +154,8 @@ class _FixedForward:
         self._tokens[: tokens.shape[0]] = tokens
         self._position.fill_(position)
         self._end.fill_(self._kv.end)
+        if self._kv.windows:
+            self._window_end.fill_(self._kv.windows.end)
 
     def run(self) -> torch.Tensor:
         """Return logits [size, vocab]; a recorded forward returns the same tensor each time."""
@@ -164,5 +167,5 @@ class _FixedForward:
 
     def _compute(self) -> torch.Tensor:
         batch = ForwardBatch.text(self._tokens, self._position, self._tokens.device)
-        cache = self._kv.fixed(self._end)
+        cache = self._kv.fixed(self._end, self._window_end)
         return self._model.logits(self._model.forward(batch, self._weights, cache))

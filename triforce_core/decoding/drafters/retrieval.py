@@ -11,6 +11,7 @@ from triforce_offload.kv.caches.rounded import RoundedKV
 from triforce_offload.kv.gather import Reader
 from triforce_offload.kv.scores import ChunkScores, Score
 from triforce_offload.kv.store import KVStore
+from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.link.waiting import number
 from triforce_offload.memory.device import DeviceMemory
 
@@ -46,10 +47,12 @@ class RetrievalCache:
         chunk_tokens: int,
         max_draft_tokens: int,
         *,
+        windows: WindowStore | None = None,
         rounded: bool = False,
     ) -> None:
         """reader: copies the chosen chunks to the device
         budget: number of tokens in chunks, a multiple of chunk_tokens
+        windows: the KV of layers with a window, if the model has any
         rounded: whether the cache keeps its tokens in 8 bits
         Raises DoesNotFitError.
         """
@@ -66,7 +69,8 @@ class RetrievalCache:
         self._memory = memory
         self._allocation = memory.allocate(chosen_bytes(shape, self._slots), "chosen chunks")
         try:
-            self.kv = (RoundedKV if rounded else DenseKV)(shape, tokens, memory, "retrieval cache")
+            kind = RoundedKV if rounded else DenseKV
+            self.kv = kind(shape, tokens, memory, "retrieval cache", windows)
         except BaseException:
             memory.free(self._allocation)
             raise
@@ -138,7 +142,7 @@ class RetrievalCache:
         rest = self._store.length % self._chunk
         start = self._filled * self._chunk
         self.kv.write(start, self._store.newest(rest))
-        self.kv.end = start + rest
+        self._forget_drafted(start + rest)
 
     def roll_back(self, tokens: int) -> None:
         """Forget chunks that are not among the first `tokens` tokens of the text."""
@@ -148,13 +152,19 @@ class RetrievalCache:
         # If a text has fewer chunks than there are slots, the other slots are unused.
         self._filled = min(self._slots, chunks)
         self._chunk_of[..., self._filled :] = -1
-        self.kv.end = self._filled * self._chunk
+        self._forget_drafted(self._filled * self._chunk)
 
     def close(self) -> None:
         self._reader.close()
         self.kv.close()
         self._memory.free(self._allocation)
         del self._chunk_of
+
+    def _forget_drafted(self, end: int) -> None:
+        """Set the end of the cache, which has no drafted tokens."""
+        self.kv.end = end
+        if self.kv.windows:
+            self.kv.windows.forget()
 
     def _is_due(self, tokens: int) -> bool:
         grown = self._store.length + tokens - self._chosen_at

@@ -5,11 +5,12 @@ A family is a description. It has no forward code of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.windows import windows, windows_if_shorter
 from triforce_core.model.layers import Attention, DenseMLP, LayerSpec, Norms
 from triforce_offload.errors import CheckpointError
 
@@ -29,7 +30,6 @@ class Family:
     layers: returns the layers of a model, from its config and their number
     scales: returns the scales of a ModelConfig
     defaults: values of fields that a config does not mention, where they are not the usual ones
-    window_is_asked_for: whether a window is active only if `use_sliding_window` is set
     """
 
     name: str
@@ -37,7 +37,6 @@ class Family:
     layers: Callable[[Fields, int], Layers]
     scales: Callable[[Fields], Mapping[str, float]] = _no_scales
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    window_is_asked_for: bool = False
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the family's defaults. null is a default too, except that it says
@@ -73,19 +72,39 @@ def _layer(
     return LayerSpec(mixer, DenseMLP(fields.whole("intermediate_size")), norms, residual_scale)
 
 
+def _with_windows(
+    fields: Fields, windows: Sequence[int | None], **same: bool | float | Norms
+) -> Layers:
+    """Return layers that differ in their windows alone. same: fields of all, see `_layer`"""
+    kinds = {window: _layer(fields, window=window, **same) for window in set(windows)}
+    return tuple(kinds[window] for window in windows)
+
+
 def _llama(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", False)
     return (_layer(fields, qkv_bias=bias, output_bias=bias),) * count
 
 
+def _mistral(fields: Fields, count: int) -> Layers:
+    """Every layer has a window, if there is one."""
+    return _with_windows(fields, windows_if_shorter(fields, count))
+
+
+def _late(fields: Fields) -> Callable[[int], bool]:
+    """Layers from max_window_layers on have a window."""
+    first = fields.whole("max_window_layers", 28)
+    return lambda layer: layer >= first
+
+
 def _qwen2(fields: Fields, count: int) -> Layers:
     """Queries, keys and values always have a bias."""
-    return (_layer(fields, qkv_bias=True),) * count
+    return _with_windows(fields, windows(fields, count, _late(fields)), qkv_bias=True)
 
 
 def _qwen3(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", False)
-    return (_layer(fields, qkv_bias=bias, output_bias=bias, qk_norm=True),) * count
+    same = {"qkv_bias": bias, "output_bias": bias, "qk_norm": True}
+    return _with_windows(fields, windows(fields, count, _late(fields)), **same)
 
 
 def _seed_oss(fields: Fields, count: int) -> Layers:
@@ -109,11 +128,11 @@ def _smollm3(fields: Fields, count: int) -> Layers:
             f"{fields.source}: no_rope_layers must be a list of {count} zeros and ones, "
             f"got {rotates!r}"
         )
-    kinds = {
-        rotated: _layer(fields, qkv_bias=bias, output_bias=bias, rotated=rotated)
-        for rotated in (False, True)
-    }
-    return tuple(kinds[bool(each)] for each in rotates)
+    seen = windows(fields, count, lambda layer: not rotates[layer])
+    return tuple(
+        _layer(fields, qkv_bias=bias, output_bias=bias, rotated=bool(each), window=window)
+        for each, window in zip(rotates, seen, strict=True)
+    )
 
 
 def _olmo2(fields: Fields, count: int) -> Layers:
@@ -122,10 +141,31 @@ def _olmo2(fields: Fields, count: int) -> Layers:
     return (_layer(fields, qkv_bias=bias, output_bias=bias, **norms),) * count
 
 
+def _olmo3(fields: Fields, count: int) -> Layers:
+    """Three of four layers have a window. Only the others rotate as rope_scaling says."""
+    bias = fields.flag("attention_bias", False)
+    norms = {"norms": Norms.AFTER, "qk_norm": True, "norm_over_heads": True}
+    seen = windows(fields, count, lambda layer: (layer + 1) % 4 != 0)
+    return _with_windows(fields, seen, qkv_bias=bias, output_bias=bias, **norms)
+
+
 def _exaone4(fields: Fields, count: int) -> Layers:
     """In models that have windows elsewhere, full-attention layers do not rotate."""
-    rotated = fields.raw.get("sliding_window") is None
-    return (_layer(fields, norms=Norms.AFTER, qk_norm=True, rotated=rotated),) * count
+    rotates_all = fields.raw.get("sliding_window") is None
+    pattern = fields.raw.get("sliding_window_pattern")
+    # "LLLG" says the same as 4.
+    every = len(pattern) if isinstance(pattern, str) else fields.whole("sliding_window_pattern", 4)
+    seen = windows(fields, count, lambda layer: (layer + 1) % max(1, every) != 0)
+    return tuple(
+        _layer(
+            fields,
+            norms=Norms.AFTER,
+            qk_norm=True,
+            rotated=rotates_all or window is not None,
+            window=window,
+        )
+        for window in seen
+    )
 
 
 def _granite(fields: Fields, count: int) -> Layers:
@@ -157,6 +197,8 @@ def _plain(fields: Fields, count: int) -> Layers:
     return (_layer(fields),) * count
 
 
+
+
 # What transformers' configs take for fields that are not there.
 _GLM = {
     "head_dim": 128,
@@ -181,7 +223,13 @@ _MINISTRAL3 = {
         "llama_4_scaling_beta": 0.1,
     },
 }
-_SMOLLM3 = {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}
+_NO_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
+_SMOLLM3 = {
+    "use_sliding_window": False,
+    "num_key_value_heads": 4,
+    "rope_theta": 2e6,
+    "tie_word_embeddings": True,
+}
 _ERNIE = {
     "head_dim": 128,
     "num_key_value_heads": 2,
@@ -193,12 +241,12 @@ FAMILIES = {
     family.name: family
     for family in (
         Family("llama", "Llama", _llama),
-        Family("mistral", "Mistral", _llama, defaults={"sliding_window": 4096}),
+        Family("mistral", "Mistral", _mistral, defaults={"sliding_window": 4096}),
         Family("ministral3", "Ministral3", _plain, defaults=_MINISTRAL3),
-        Family("qwen2", "Qwen2", _qwen2, window_is_asked_for=True),
-        Family("qwen3", "Qwen3", _qwen3, defaults={"head_dim": 128}, window_is_asked_for=True),
+        Family("qwen2", "Qwen2", _qwen2, defaults=_NO_WINDOW),
+        Family("qwen3", "Qwen3", _qwen3, defaults={"head_dim": 128, **_NO_WINDOW}),
         Family("seed_oss", "SeedOss", _seed_oss, defaults={"head_dim": 128}),
-        Family("smollm3", "SmolLM3", _smollm3, defaults=_SMOLLM3, window_is_asked_for=True),
+        Family("smollm3", "SmolLM3", _smollm3, defaults=_SMOLLM3),
         Family("olmo2", "Olmo2", _olmo2, defaults={"rms_norm_eps": 1e-5}),
         Family(
             "exaone4",
@@ -209,7 +257,7 @@ FAMILIES = {
         Family("granite", "Granite", _granite, _granite_scales),
         Family("glm", "Glm", _glm, defaults=_GLM),
         Family("glm4", "Glm4", _glm4, defaults=_GLM),
-        Family("phi3", "Phi3", _plain, defaults={"rms_norm_eps": 1e-5}),
+        Family("phi3", "Phi3", _mistral, defaults={"rms_norm_eps": 1e-5}),
         Family("ernie4_5", "Ernie4_5", _plain, defaults=_ERNIE),
     )
 }

@@ -33,7 +33,7 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
     """
     raw, family = _text_of(raw)
     raw = family.completed(raw)
-    _refuse_unsupported(raw, family)
+    _refuse_unsupported(raw)
     fields = Fields(raw, SOURCE)
     hidden = fields.whole("hidden_size")
     positions = fields.whole("max_position_embeddings")
@@ -88,7 +88,7 @@ def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:
     raise UnsupportedModelError(f"{what} not supported (only {known})")
 
 
-def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(
             f"hidden_act {raw['hidden_act']!r} is not supported (only silu)"
@@ -102,18 +102,6 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     ]
     if experts:
         raise UnsupportedModelError(f"mixture of experts ({experts[0]}) is not supported")
-    kinds = raw.get("layer_types")
-    if isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds):
-        raise UnsupportedModelError("layer_types other than full_attention are not supported")
-    window = raw.get("sliding_window")
-    active = raw.get("use_sliding_window", not family.window_is_asked_for)
-    positions = raw.get("max_position_embeddings")
-    if (
-        active
-        and window
-        and not (isinstance(window, int) and isinstance(positions, int) and window >= positions)
-    ):
-        raise UnsupportedModelError(f"an active sliding_window ({window!r}) is not supported")
 
 
 def _refuse_quantised(quantised: Any) -> None:

@@ -26,16 +26,27 @@ def windows(
     Raises CheckpointError or UnsupportedModelError, which names the field.
     """
     kinds = layer_types(fields, count)
-    if kinds is None:
-        sliding = [slides(layer) for layer in range(count)]
-        if fields.raw.get("sliding_window") is None:
-            return (None,) * count
-    else:
+    window = fields.raw.get("sliding_window")
+    if not fields.flag("use_sliding_window", True):
+        window = None
+    if kinds is not None:
         sliding = [kind == SLIDING for kind in kinds]
+    else:
+        sliding = [window is not None and slides(layer) for layer in range(count)]
     if not any(sliding):
         return (None,) * count
-    window = fields.whole("sliding_window")
+    window = Fields({"sliding_window": window}, fields.source).whole("sliding_window")
     return tuple(window if each else None for each in sliding)
+
+
+def windows_if_shorter(fields: Fields, count: int) -> tuple[int | None, ...]:
+    """Return the windows of a family in which every layer has one, None if all positions fit in it.
+
+    Raises CheckpointError or UnsupportedModelError, which names the field.
+    """
+    positions = fields.whole("max_position_embeddings")
+    found = windows(fields, count)
+    return tuple(None if each is None or each >= positions else each for each in found)
 
 
 def layer_types(fields: Fields, count: int) -> list[str] | None:

@@ -94,13 +94,14 @@ NORM_PARTS = ("input_norm", "qkv")
 
 def prefill_flops(config: ModelConfig, tokens: int) -> float:
     """Return the flops of the layers' matrix products and of causal attention, which covers half of
-    the keys on average.
+    the keys on average, or a window.
     """
     numbers = 0.0
     for spec in config.layers:
         shapes = spec.shapes(config.hidden).values()
         numbers += sum(prod(shape) for shape in shapes if len(shape) == 2)
-        numbers += 2 * spec.mixer.queries * (tokens / 2)
+        window = spec.mixer.window
+        numbers += 2 * spec.mixer.queries * min(tokens / 2, window or tokens)
     return 2.0 * tokens * numbers
 
 
@@ -195,6 +196,14 @@ class Costs:
         scores = (nbytes - keys * shape.token_bytes) / hardware.memory_bytes_per_second
         return self._launched(products + scores, launches, recorded)
 
+    def attend_window(self, tokens: int, keys: int, *, recorded: bool = False) -> float:
+        """Return the seconds of attention of `tokens` queries in a layer with a window.
+
+        keys: number of keys of the context
+        """
+        seen = min(keys, self.config.windowed.window - 1 + tokens)
+        return self.attend(tokens, seen, recorded=recorded)
+
     def decode_block(self, shape: KVShape) -> float:
         """Return the seconds of decoding a block of KV."""
         if not shape.split:
@@ -242,12 +251,19 @@ class Costs:
     def resident_layer(
         self, tokens: int, keys: int, *, recorded: bool = True, rounded: bool = False
     ) -> float:
-        """Return the seconds of a layer whose weights and KV are all on the device."""
+        """Return the seconds of a layer whose weights and KV are all on the device, the average of
+        all layers if some have a window.
+        """
         # A separate kernel merges the parts into which attention divides the keys.
         merged = self.small(1, recorded=recorded) if self.hardware.asynchronous else 0.0
+        share = len(self.config.window_layers) / len(self.config.layers)
+        attended = self.attend(tokens, keys, recorded=recorded, rounded=rounded)
+        if share:
+            attended *= 1 - share
+            attended += share * self.attend_window(tokens, keys, recorded=recorded)
         return (
             self.before(tokens, recorded=recorded)
-            + self.attend(tokens, keys, recorded=recorded, rounded=rounded)
+            + attended
             + merged
             + self.after(tokens, recorded=recorded)
         )

@@ -50,6 +50,7 @@ class RoundCost:
                 KVPlaces([self._blocks] * kv.shape.layers, share_blocks(resident, kv.shape.layers))
             ],
             block_bytes=kv.shape.block_bytes,
+            kv_index=self.memory.requirements.kv_index,
         )
 
     @cached_property
@@ -92,9 +93,10 @@ class RoundCost:
     @cached_property
     def compute_seconds(self) -> float:
         """Compute time of a pass, its head included, without waits."""
-        seconds = self._seconds
+        seconds, full = self._seconds, self._shape.layers
         layer = seconds[Kind.BEFORE] + self._blocks * seconds[Kind.BLOCK] + seconds[Kind.AFTER]
-        return len(self.memory.layers) * layer + self.head_seconds
+        others = len(self.memory.layers) - full
+        return full * layer + others * self._window_seconds + self.head_seconds
 
     @property
     def head_seconds(self) -> float:
@@ -126,6 +128,8 @@ class RoundCost:
         for kind, layer, blocks, needs, releases in schedule.pieces:
             # A BLOCK piece computes only attention.
             own = attend if kind is Kind.BLOCK else seconds[kind] + blocks * attend
+            if kind is Kind.AFTER and self.places.kv_index[layer] is None:
+                own = self._window_seconds - seconds[Kind.BEFORE]
             works.append(Work("layer", own, needs, releases, layer))
         if not self.early_head:
             works.append(head)
@@ -176,6 +180,15 @@ class RoundCost:
     @property
     def _shape(self) -> KVShape:
         return self.memory.kv.shape
+
+    @cached_property
+    def _window_seconds(self) -> float:
+        """Seconds of a layer with a window; 0 if there are none."""
+        costs, tokens = self.costs, self.tokens
+        if costs.config.windowed is None:
+            return 0.0
+        attended = costs.attend_window(tokens, self.length + tokens)
+        return costs.before(tokens) + attended + costs.after(tokens)
 
     @cached_property
     def _seconds(self) -> dict[Kind, float]:

@@ -1,0 +1,96 @@
+"""Prefill of layers with a window, layer by layer and part by part."""
+
+from __future__ import annotations
+
+import torch
+
+from triforce_kernels.attention.attention import partial_attention
+from triforce_kernels.attention.streaming import window_mask
+from triforce_kernels.layer import rope_into
+from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.kv.windows.marks import Mark
+from triforce_offload.kv.windows.shape import MOST_MARKS
+from triforce_offload.kv.windows.store import WindowStore
+
+# A prefill leaves a mark after this many tokens, or fewer marks if there would be too many.
+MARK_TOKENS = 4096
+# Least number of rows that attend at once; more see the keys of more windows than their own.
+_LEAST_ROWS = 256
+
+
+class WindowPrefill:
+    """The part of a prefill that is in the layers with a window.
+
+    The store keeps its length until `commit`. If the prefill ends before that, the store can be cut
+    to that length again, by a mark.
+    """
+
+    def __init__(self, store: WindowStore, rows: int) -> None:
+        """rows: number of rows of the whole forward batch"""
+        self._store = store
+        self._rows = rows
+        self._recent = store.rows[0, :, :, :0]
+        room = MOST_MARKS - 1 - len(store.marks)
+        self._every = max(MARK_TOKENS, -(-rows // (room + 1))) if room > 0 else rows
+        self._marks: dict[int, torch.Tensor] = {}
+        store.begin_fill()
+
+    def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Cache.attend_window."""
+        store, shape = self._store, self._store.shape
+        if not batch.first:
+            self._recent = store.rows[layer, :, :, max(0, store.end - shape.held) : store.end]
+        before = self._recent.shape[2]
+        size = (2, shape.kv_heads, before + batch.rows, shape.head_dim)
+        keys, values = whole = qkv.new_empty(size)
+        whole[:, :, :before] = self._recent
+        query = rope_into(qkv, *batch.rotation, keys, values, before)
+        self._recent = whole[:, :, -shape.held :]
+        if batch.end == self._rows:
+            store.fill(layer, self._recent)
+        elif self._is_due(batch):
+            self._mark(layer, store.length + batch.end)
+        return _attend(query, keys, values, shape.window)
+
+    def commit(self) -> None:
+        """Make the rows tokens of the text."""
+        store = self._store
+        store.commit_fill(store.length + self._rows, self._recent.shape[2])
+        for length, rows in self._marks.items():
+            store.marks.add(Mark(length, rows))
+
+    def _is_due(self, batch: ForwardBatch) -> bool:
+        """Whether a mark belongs at the end of this part."""
+        return batch.first // self._every != batch.end // self._every
+
+    def _mark(self, layer: int, length: int) -> None:
+        if length not in self._marks:
+            size = (self._store.shape.layers, *self._recent.shape)
+            self._marks[length] = torch.empty(size, dtype=self._recent.dtype)
+        self._marks[length][layer] = self._recent
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int
+) -> torch.Tensor:
+    """Return the attention of the last rows of a sequence to the last `window` keys of each.
+
+    query: [heads, rows, head_dim]; keys, values: [kv_heads, tokens, head_dim]
+    """
+    heads, rows, _ = query.shape
+    kv_heads, tokens, _ = keys.shape
+    before, at_once = tokens - rows, max(window, _LEAST_ROWS)
+    outs = []
+    for start in range(0, rows, at_once):
+        end = min(start + at_once, rows)
+        first = max(0, before + start + 1 - window)
+        span = slice(first, before + end)
+        own = [each[:, span].repeat_interleave(heads // kv_heads, 0) for each in (keys, values)]
+        if before + end <= window and not before + start:
+            outs.append(partial_attention(query[:, start:end], *own, causal=True).out)
+            continue
+        seen = window_mask(end - start, before + start - first, window, query.device)
+        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
+        mask.masked_fill_(~seen, float("-inf"))
+        outs.append(partial_attention(query[:, start:end], *own, mask=mask).out)
+    return torch.cat(outs, 1)

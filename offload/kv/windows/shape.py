@@ -1,0 +1,71 @@
+"""The geometry of the KV of layers with a window. Sizes need no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triforce_offload.weights.formats import ElementType, aligned
+
+# Tokens that are held before the window of the next one, so that a text can be cut by a few tokens
+# without a mark.
+SPARE_TOKENS = 32
+# Marks of a sequence, at most.
+MOST_MARKS = 6
+# Rows behind those of a pass: recorded forwards of the retrieval level are padded.
+_PADDING = 32
+
+
+@dataclass(frozen=True)
+class WindowShape:
+    """The geometry of the KV of a sequence in the layers that have a window.
+
+    window: number of tokens that a token attends to, itself included
+    dtype: a torch.dtype where there are tensors; sizes only need its `itemsize`
+    text_tokens: number of tokens of the longest sequence
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    dtype: ElementType
+    text_tokens: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def past(self) -> int:
+        """Number of tokens before a row that the row sees."""
+        return self.window - 1
+
+    @property
+    def held(self) -> int:
+        """Number of tokens that are always held, or all if the text has fewer."""
+        return min(self.past + SPARE_TOKENS, self.text_tokens)
+
+    @property
+    def kept_tokens(self) -> int:
+        """Most tokens that are held: when there would be more, all but the last `held` are dropped,
+        so that rows move once in many passes.
+        """
+        return min(self.held + max(64, self.window // 4), self.text_tokens)
+
+    def capacity(self, max_pass_tokens: int) -> int:
+        """Tokens that a layer has room for: those held, and the rows of a forward."""
+        return self.kept_tokens + max_pass_tokens + _PADDING
+
+    def device_bytes(self, max_pass_tokens: int) -> int:
+        return aligned(self.layers * self.token_bytes * self.capacity(max_pass_tokens))
+
+    @property
+    def mark_bytes(self) -> int:
+        """Most bytes of a mark."""
+        return self.layers * self.token_bytes * self.kept_tokens
+
+    @property
+    def marks_bytes(self) -> int:
+        """Most bytes of all marks, in host memory."""
+        return MOST_MARKS * self.mark_bytes
