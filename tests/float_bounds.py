@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 # A forward's errors are drawn this often. The bound is the largest deviation among them.
 _TRIALS = 4
@@ -155,7 +156,8 @@ def _computed(model: nn.Module, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What a forward computes, in the order of ForwardBound's fields."""
     hidden: list[torch.Tensor] = []
     hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
-    result = model(text, output_attentions=True, use_cache=True)
+    # A cache of its own keeps all tokens of layers with a window too.
+    result = model(text, output_attentions=True, past_key_values=DynamicCache())
     hook.remove()
     # A model whose last layers were cut off still has caches for these.
     layers = result.past_key_values.layers[: len(model.model.layers)]

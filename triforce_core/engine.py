@@ -283,7 +283,8 @@ class Engine:
         """
         self._check_free()
         most, digest = self.memory_plan.requirements.context_tokens, self._loaded.digest
-        own = (self.models.whole_kv, digest, self.config.vocab, most)
+        shapes = self.models.whole_kv, self.models.whole_windows
+        own = (*shapes, digest, self.config.vocab, most)
         with self.runtime.memory.typed_errors(), reading(path, *own) as saved:
             self.restore(saved)
             return LoadedContext(len(saved.tokens), saved.about)

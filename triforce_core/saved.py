@@ -1,5 +1,6 @@
-"""Contexts in files: safetensors with the tokens, each layer's KV, the scores of its chunks, and
-checksums. Without checksums, damaged numbers would silently change the output.
+"""Contexts in files: safetensors with the tokens, each layer's KV, the scores of its chunks,
+windows at some lengths, and checksums. Without checksums, damaged numbers would silently change
+the output.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from triforce_offload.checkpoint.opened import TensorsFile
 from triforce_offload.errors import CheckpointError, UsageError
 from triforce_offload.files import Output
 from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.windows.marks import Mark
+from triforce_offload.kv.windows.shape import WindowShape
 
 _VERSION = "triforce-offload context 2"
 _OWN = ("format", "model", "scored_by")
@@ -64,6 +67,12 @@ def write(
         parts["scores"] = (torch.float32, tuple(saved.scores.shape))
     size = (2, shape.kv_heads, count, shape.head_dim)
     parts |= {f"kv.{layer}": (shape.dtype, size) for layer in range(saved.layers)}
+    if saved.marks:
+        parts["marks"] = (torch.int64, (len(saved.marks),))
+    parts |= {
+        f"window.{i}": (mark.rows.dtype, tuple(mark.rows.shape))
+        for i, mark in enumerate(saved.marks)
+    }
     parts[_SUMS] = (torch.int64, (1 + len(parts),))
     header: dict[str, object] = {
         "__metadata__": {
@@ -96,14 +105,24 @@ def _data(header: bytes, tokens: torch.Tensor, saved: Snapshot) -> Iterator[byte
         yield _bytes(saved.scores.float())
     for layer in range(saved.layers):
         yield _bytes(saved.layer_kv(layer))
+    if saved.marks:
+        yield _bytes(torch.tensor([mark.length for mark in saved.marks]))
+    for mark in saved.marks:
+        yield _bytes(mark.rows)
 
 
 @contextmanager
 def reading(
-    path: str | Path, shape: KVShape, model: str, vocab: int, most: int
+    path: str | Path,
+    shape: KVShape,
+    windows: WindowShape | None,
+    model: str,
+    vocab: int,
+    most: int,
 ) -> Iterator[Snapshot]:
     """Open a context in a file. Its layers are read on demand, inside the `with` block.
 
+    shape, windows: shapes of the KV of full-attention layers, and of layers with a window
     model: digest of the model that it must belong to
     vocab: number of tokens of the model's vocabulary
     most: the most tokens that the context may have
@@ -128,16 +147,40 @@ def reading(
                 raise UsageError(
                     f"the context in {path} has {len(tokens)} tokens, and the engine takes {most}"
                 )
+            marks = _marks(file, windows, len(tokens)) if windows else []
             yield Snapshot(
                 tokens.tolist(),
                 shape.layers,
                 lambda layer: _read(file, f"kv.{layer}", shape.dtype),
                 _read(file, "scores", torch.float32) if "scores" in file.stored else None,
                 about.get("scored_by", ""),
+                marks,
                 {name: text for name, text in about.items() if name not in _OWN},
             )
     except CheckpointError as error:
         raise UsageError(f"cannot read a context from {path}: {error}") from error
+
+
+def _marks(file: TensorsFile, windows: WindowShape, count: int) -> list[Mark]:
+    """Read the windows of a context of `count` tokens. Raises UsageError or CheckpointError."""
+    path = file.path
+    if "marks" not in file.stored:
+        raise UsageError(f"the context in {path} lacks marks")
+    lengths = _read(file, "marks", torch.int64).tolist()
+    if lengths != sorted({*lengths, count}) or lengths[0] < 1:
+        raise UsageError(f"the context in {path} has windows at {lengths} of {count} tokens")
+    marks = []
+    for index, length in enumerate(lengths):
+        name = f"window.{index}"
+        found = file.stored.get(name)
+        if found is None:
+            raise UsageError(f"the context in {path} lacks {name}")
+        tokens = found.shape[3] if len(found.shape) == 5 else 0
+        _check_alike(file, name, windows.rows_shape(tokens), _NAMES[windows.dtype])
+        if not min(length, windows.past) <= tokens <= min(length, windows.kept_tokens):
+            raise UsageError(f"{name} of the context in {path} has {tokens} of {length} tokens")
+        marks.append(Mark(length, _read(file, name, windows.dtype)))
+    return marks
 
 
 def _read(file: TensorsFile, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -171,16 +214,21 @@ def _check(file: TensorsFile, shape: KVShape) -> None:
     for name, (sizes, dtype) in wanted.items():
         if name not in stored:
             raise UsageError(f"the context in {path} lacks {name}")
-        found = stored[name]
-        if found.shape != sizes or found.dtype != dtype:
-            raise UsageError(
-                f"{name} of the context in {path} is {found.dtype} {list(found.shape)}, and the "
-                f"engine's is {dtype} {list(sizes)}"
-            )
+        _check_alike(file, name, sizes, dtype)
     if "scores" in stored:
         sizes, dtype = stored["scores"].shape, stored["scores"].dtype
         if len(sizes) != 3 or sizes[:2] != (shape.layers, shape.kv_heads) or dtype != "F32":
             raise UsageError(f"scores of the context in {path} are {dtype} {list(sizes)}")
+
+
+def _check_alike(file: TensorsFile, name: str, sizes: tuple[int, ...], dtype: str) -> None:
+    """Raise UsageError unless a tensor has these sizes and this dtype."""
+    found = file.stored[name]
+    if found.shape != sizes or found.dtype != dtype:
+        raise UsageError(
+            f"{name} of the context in {file.path} is {found.dtype} {list(found.shape)}, and the "
+            f"engine's is {dtype} {list(sizes)}"
+        )
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -15,7 +15,6 @@ from triforce_offload.kv.caches.attend import PassCache
 from triforce_offload.kv.caches.prefill import PrefillCache
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.store import KVStore
-from triforce_offload.kv.windows.marks import Mark
 from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.plan.memory_plan import MemoryPlan
@@ -177,13 +176,10 @@ class SequenceKV:
             cache.close()
         self._set_workspace(self._needs.pass_bytes)
 
-    def restore(
-        self, tokens: int, layer_kv: Callable[[int], torch.Tensor], marks: Sequence[Mark] = ()
-    ) -> None:
-        """Fill an empty sequence with KV that was saved elsewhere.
+    def restore(self, tokens: int, layer_kv: Callable[[int], torch.Tensor]) -> None:
+        """Fill an empty sequence with KV that was saved elsewhere. Windows are restored apart.
 
         layer_kv: returns the KV of a layer, [2, kv_heads, tokens, head_dim] on the host
-        marks: saved windows, if the model has any; the last are those at `tokens`
 
         Raises DoesNotFitError or LinkError; call `roll_back` then.
         """
@@ -198,8 +194,6 @@ class SequenceKV:
             gathered.copy_(layer_kv(layer))
             kv.fill(layer, gathered, tokens, last=True)
         kv.commit_fill(tokens)
-        if self.windows:
-            self.windows.restore(marks)
         self._set_workspace(self._needs.pass_bytes)
 
     def reachable(self, tokens: int) -> int:

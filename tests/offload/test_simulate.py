@@ -125,6 +125,7 @@ def test_a_schedule_brings_each_streamed_byte_once_before_it_is_computed_with(se
             [size if layer in streamed else 0 for layer, size in enumerate(sizes)],
             [KVPlaces(blocks, resident)],
             7,
+            range(layers),
         )
     )
     expected = []

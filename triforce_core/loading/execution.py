@@ -154,7 +154,7 @@ class Execution:
         """Load the draft model, all of it onto the device."""
         if (checkpoint := self.drafter) is None:
             return None
-        config, memory = checkpoint.config, self.memory
+        config, memory = checkpoint.config.as_drafter, self.memory
         like = self.resolved.memory.requirements.kv
         window = window_tokens(config, self.resolved.sizes.method.max_draft_tokens)
         rope = Rope(config, memory.device, checkpoint.rope_factors(), window)

@@ -98,7 +98,7 @@ def _load(
             max_context,
             config.method,
             config.block_tokens,
-            drafter and drafter.config,
+            drafter and drafter.config.as_drafter,
             describe(device, machine, dtype, link.copy_bytes, own_device=own_device),
             sequences=config.sequences,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -119,6 +119,14 @@ class ModelConfig(Described):
         kinds = self.kv_layers, self.window_layers
         places = {layer: i for kind in kinds for i, layer in enumerate(kind)}
         return tuple(places[layer] for layer in range(len(self.layers)))
+
+    @property
+    def as_drafter(self) -> ModelConfig:
+        """The model as it drafts: over so few tokens that its windows hide none or hardly any, all
+        layers attend to all of them.
+        """
+        layers = [replace(layer, mixer=replace(layer.mixer, window=None)) for layer in self.layers]
+        return replace(self, layers=tuple(layers))
 
     @cached_property
     def distinct_layers(self) -> tuple[LayerSpec, ...]:

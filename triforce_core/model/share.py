@@ -61,6 +61,13 @@ class Share:
                 f"a {config.family} model has a norm over all heads, and its heads cannot be "
                 "divided between GPUs"
             )
+        for mixer in (spec.mixer for spec in config.layers):
+            found = mixer.heads, mixer.kv_heads, mixer.head_dim
+            if ranks > 1 and found != (attention.heads, attention.kv_heads, attention.head_dim):
+                raise UsageError(
+                    f"the layers of a {config.family} model have different heads, which cannot be "
+                    "divided between GPUs yet"
+                )
         group = attention.heads // attention.kv_heads
         if ranks <= attention.kv_heads:
             kv_heads = spread(attention.kv_heads, ranks)

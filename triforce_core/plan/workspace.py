@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.layers import LayerSpec
+from triforce_core.model.layers import Attention, LayerSpec
 from triforce_core.model.tensors import matrices
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.limits import (
@@ -17,6 +17,7 @@ from triforce_kernels.limits import (
     WIDENED_BYTES,
 )
 from triforce_offload.kv.sizes import SCORED_TOKENS
+from triforce_offload.kv.windows.shape import SPARE_TOKENS, WINDOW_ROWS
 
 # Temporaries of a distribution: scores, sorted values and order, softmax, cumulative sum and masks.
 # See `sampling.distribution`.
@@ -49,8 +50,24 @@ def forward_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
 def _layer_bytes(spec: LayerSpec, hidden: int, tokens: int, itemsize: int) -> int:
     queries, keys = spec.mixer.queries, spec.mixer.keys
     attention = tokens * ((hidden + queries + 2 * keys + queries * 7) * itemsize + queries * 4 * 2)
+    if spec.mixer.window:
+        attention += _window_bytes(spec.mixer, tokens, itemsize)
     mlp = tokens * (hidden * 2 + spec.mlp.width * 3) * itemsize
     return max(attention, mlp)
+
+
+def _window_bytes(mixer: Attention, tokens: int, itemsize: int) -> int:
+    """Return the additional bytes for the attention of `tokens` rows through a window.
+
+    Keys and values of the window and of the rows, of this part and the one before; those that some
+    rows see at once, for each query head; and the mask of these, as bool and in the dtype.
+    """
+    past = mixer.window - 1 + SPARE_TOKENS
+    at_once = min(tokens, max(mixer.window, WINDOW_ROWS))
+    seen = past + at_once
+    own = 2 * 2 * mixer.keys * (past + tokens) * itemsize
+    mask = at_once * mixer.heads // mixer.kv_heads * seen * (1 + 3 * itemsize)
+    return own + 2 * mixer.queries * seen * itemsize + mask
 
 
 def decode_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:

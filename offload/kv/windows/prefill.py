@@ -9,13 +9,11 @@ from triforce_kernels.attention.streaming import window_mask
 from triforce_kernels.layer import rope_into
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.windows.marks import Mark
-from triforce_offload.kv.windows.shape import MOST_MARKS
+from triforce_offload.kv.windows.shape import MOST_MARKS, WINDOW_ROWS
 from triforce_offload.kv.windows.store import WindowStore
 
 # A prefill leaves a mark after this many tokens, or fewer marks if there would be too many.
 MARK_TOKENS = 4096
-# Least number of rows that attend at once; more see the keys of more windows than their own.
-_LEAST_ROWS = 256
 
 
 class WindowPrefill:
@@ -79,7 +77,7 @@ def _attend(
     """
     heads, rows, _ = query.shape
     kv_heads, tokens, _ = keys.shape
-    before, at_once = tokens - rows, max(window, _LEAST_ROWS)
+    before, at_once = tokens - rows, max(window, WINDOW_ROWS)
     outs = []
     for start in range(0, rows, at_once):
         end = min(start + at_once, rows)

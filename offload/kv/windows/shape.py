@@ -9,8 +9,14 @@ from triforce_offload.weights.formats import ElementType, aligned
 # Tokens that are held before the window of the next one, so that a text can be cut by a few tokens
 # without a mark.
 SPARE_TOKENS = 32
+# Least number of tokens that may be held beyond these, and the same as a share of the window, as a
+# divisor: so rows move once in many passes.
+ROOM_TOKENS, _ROOM_SHARE = 64, 4
 # Marks of a sequence, at most.
 MOST_MARKS = 6
+# Least number of rows of a prefill that attend at once through a window; rows that attend at once
+# see the keys of each other's windows too.
+WINDOW_ROWS = 256
 # Rows behind those of a pass: recorded forwards of the retrieval level are padded.
 _PADDING = 32
 
@@ -48,10 +54,15 @@ class WindowShape:
 
     @property
     def kept_tokens(self) -> int:
-        """Most tokens that are held: when there would be more, all but the last `held` are dropped,
-        so that rows move once in many passes.
+        """Most tokens that are held: when there would be more, all but the last `held` are
+        dropped.
         """
-        return min(self.held + max(64, self.window // 4), self.text_tokens)
+        room = max(ROOM_TOKENS, self.window // _ROOM_SHARE)
+        return min(self.held + room, self.text_tokens)
+
+    def rows_shape(self, tokens: int) -> tuple[int, ...]:
+        """Shape of the KV of `tokens` tokens in all layers."""
+        return (self.layers, 2, self.kv_heads, tokens, self.head_dim)
 
     def capacity(self, max_pass_tokens: int) -> int:
         """Tokens that a layer has room for: those held, and the rows of a forward."""

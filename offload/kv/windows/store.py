@@ -41,7 +41,7 @@ class WindowStore:
         self._allocation = memory.allocate(shape.device_bytes(max_pass_tokens), "windows")
         # Zeros, since a forward with a fixed shape also reads past the end, with a weight of zero.
         numbers = self._allocation.bytes.zero_().view(shape.dtype)
-        size = torch.Size((shape.layers, 2, shape.kv_heads, capacity, shape.head_dim))
+        size = torch.Size(shape.rows_shape(capacity))
         self.rows = numbers[: size.numel()].view(size)
         self._wanted: list[int] = []
 
@@ -149,12 +149,20 @@ class WindowStore:
         self.rows[:, :, :, :held] = mark.rows.to(self.rows.device)
         self.commit_fill(mark.length, held)
 
-    def saved(self) -> list[Mark]:
-        """Return all marks, and last the windows as they are now."""
-        return [*(mark for mark in self.marks if mark.length != self.length), self.mark()]
+    @property
+    def saved_lengths(self) -> list[int]:
+        """Lengths of all marks, and last the current one."""
+        return [*(mark.length for mark in self.marks if mark.length != self.length), self.length]
+
+    def saved(self, index: int) -> Mark:
+        """Return the windows at one of `saved_lengths`."""
+        length = self.saved_lengths[index]
+        if length == self.length:
+            return self.mark()
+        return next(mark for mark in self.marks if mark.length == length)
 
     def restore(self, marks: Sequence[Mark]) -> None:
-        """Take what `saved` returned."""
+        """Take windows that were `saved`, the last of which are those of the text's length."""
         self.take(marks[-1])
         self.marks.replace(marks[:-1])
 

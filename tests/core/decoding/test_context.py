@@ -56,7 +56,7 @@ def another(choose: random.Random, known: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("placement", ["resident", "kv", "kv-in-part", "kv-lent", "both-one-slot"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-windows"])
 def test_logits_equal_those_of_a_fresh_model_whatever_the_context_held(
     tiny, family: str, placement: str
 ) -> None:

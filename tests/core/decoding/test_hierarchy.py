@@ -33,9 +33,9 @@ RUNS = (
     {"draft": "{self}", "method": "speculative", "tree": 30, "draft_tokens": 6},
     {"draft": "{other}", "method": "speculative", "tree": 17, "accept": "coupled"},
 )
-# All of them run on these: plain, with one KV head for all, and with angles that follow the length.
-# Any other family meets four of them, trees among the families' turns.
-ALL_RUNS = ("llama", "llama-mqa", "dynamic-rope")
+# All of them run on these: plain, with one KV head for all, with angles that follow the length, and
+# with windows. Any other family meets four of them, trees among the families' turns.
+ALL_RUNS = ("llama", "llama-mqa", "dynamic-rope", "qwen3-windows")
 
 
 def engine(path: Path, placement: str = "kv", **options: object) -> Engine:

@@ -133,10 +133,15 @@ class End(ContextCall):
 
 @dataclass(frozen=True)
 class Restore(ContextCall):
-    """Restore KV that the first rank sends. scored: whether the scores of chunks follow"""
+    """Restore KV that the first rank sends.
+
+    scored: whether the scores of chunks follow
+    marks: lengths of the saved windows, which follow too
+    """
 
     tokens: list[int]
     scored: bool
+    marks: list[int]
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,13 @@ class LayerKV(ContextCall):
     """Send the KV of this rank's heads in a layer."""
 
     layer: int
+
+
+@dataclass(frozen=True)
+class WindowMark(ContextCall):
+    """Send this rank's heads of a saved window. index: index among the saved ones"""
+
+    index: int
 
 
 @dataclass(frozen=True)
@@ -169,7 +181,7 @@ class Close(ContextCall):
 CALLS: tuple[type[Call], ...] = (
     *(Load, Finish, Open, GoOn, Stop, RankStats, Spans, ClearTrace),
     *(Prefill, RunPass, Keep, Refresh, Draft, KeepDrafted, End, Restore),
-    *(LayerKV, ChunkScores, DropRetrieval, Lend, Close),
+    *(LayerKV, WindowMark, ChunkScores, DropRetrieval, Lend, Close),
 )
 
 

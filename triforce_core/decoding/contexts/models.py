@@ -10,6 +10,7 @@ from triforce_core.model.transformer import Model
 from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, SPLIT, STORED, MethodSettings
 from triforce_offload.graphs import Recorder
 from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.windows.shape import WindowShape
 from triforce_offload.ranks import Ranks
 from triforce_offload.runtime import Runtime
 from triforce_offload.weights.int4_copies import Int4Copies
@@ -100,6 +101,12 @@ class Models:
     def whole_kv(self) -> KVShape:
         """Shape of the KV of all heads, over all ranks."""
         return replace(self.runtime.plan.kv.shape, kv_heads=self.kv_parts.count)
+
+    @property
+    def whole_windows(self) -> WindowShape | None:
+        """Likewise, of the layers with a window; None if there are none."""
+        windows = self.runtime.plan.requirements.windows
+        return windows and replace(windows, kv_heads=self.kv_parts.count)
 
     @property
     def reads_high_bits(self) -> bool:

@@ -1,0 +1,239 @@
+"""W1: layers with a window compute what transformers' do, whatever is drafted across its edge, and
+a context is cut only where its windows are known.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from float_bounds import assert_within, forward_bound
+from helpers import BLOCK, PLACEMENTS, random_ids
+from oracle import assert_equal_but_for_ties, greedy
+
+from triforce_core import Engine
+from triforce_core.decoding.contexts import context
+from triforce_core.decoding.contexts.context import Context, Interrupted
+from triforce_core.decoding.decoder import Ask
+from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.kv.windows import prefill, shape, store
+from triforce_offload.kv.windows.marks import Mark, Marks
+from triforce_offload.kv.windows.store import WindowStore
+
+WINDOW, NEW = 24, 40
+FAMILY = "exaone4-windows"
+RUNS = {
+    "plain": {"method": "autoregressive"},
+    "retrieval": {"draft": "none", "budget": 16, "draft_tokens": 30},
+    "two-levels": {"draft": "{self}", "budget": 16, "draft_tokens": 17, "inner_draft_tokens": 5},
+    "tree": {"draft": "{self}", "method": "speculative", "tree": 40, "draft_tokens": 30},
+}
+
+
+@pytest.fixture
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows leave the windows every few tokens, and a text can hardly be cut without a mark."""
+    monkeypatch.setattr(shape, "SPARE_TOKENS", 1)
+    monkeypatch.setattr(shape, "ROOM_TOKENS", 2)
+    monkeypatch.setattr(prefill, "MARK_TOKENS", 16)
+    monkeypatch.setattr(context, "PREFILL_CHUNK", 8)
+
+
+def engine(path: Path, placement: str = "kv-in-part", **options: object) -> Engine:
+    options = {name: path if each == "{self}" else each for name, each in options.items()}
+    fixed = {"device": "cpu", "max_context": 200, "block_tokens": BLOCK, "dtype": "float32"}
+    return Engine.from_pretrained(path, **fixed, placement=PLACEMENTS[placement], **options)
+
+
+def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+    return theirs[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("tokens", [1, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW, 130])
+def test_prompts_about_the_window_equal_transformers(
+    tiny, little_room, run: str, tokens: int
+) -> None:
+    """Drafts are longer than the window, so rows hide the first of the draft from the last."""
+    path, model = tiny(FAMILY)
+    prompt = random_ids(tokens, tokens)
+    with engine(path, **RUNS[run]) as ours:
+        assert ours.config.windowed.window == WINDOW
+        result = ours.generate(prompt, greedy(NEW))
+    theirs = transformers_text(model, prompt)
+    assert_equal_but_for_ties(model, prompt, result.token_ids, theirs)
+
+
+def test_logits_of_trees_equal_those_of_their_paths(tiny, little_room) -> None:
+    """Branches deeper than the window, each against a fresh model over its path alone."""
+    path, model = tiny(FAMILY)
+    exact, bound = copy.deepcopy(model).double(), forward_bound(model, 120).logits
+    choose = random.Random(5)
+    with engine(path, "kv", method="speculative", draft_tokens=64) as ours:
+        own = Context(ours.models)
+        prompt = random_ids(50)
+        own.prefill(prompt, 60, lambda _: None)
+        for rows in (2, 30, 64):
+            parents = [-1, *(max(-1, row - choose.choice((1, 1, 1, 2))) for row in range(1, rows))]
+            tokens = torch.tensor(random_ids(rows, rows))
+            logits = own.run(Ask(tokens, tuple(parents), False, False))
+            for row in {0, rows // 2, rows - 1}:
+                branch, at = [], row
+                while at >= 0:
+                    branch.insert(0, int(tokens[at]))
+                    at = parents[at]
+                with torch.no_grad():
+                    expected = exact(torch.tensor([prompt + branch])).logits[0, -1:]
+                assert_within(logits[row : row + 1], expected, bound)
+            own.keep([])
+            own.end()
+        own.close()
+
+
+@pytest.mark.parametrize("placement", ["kv", "both-one-slot"])
+def test_logits_equal_those_of_a_fresh_model_wherever_a_text_is_cut(
+    tiny, little_room, placement: str
+) -> None:
+    """C1 with marks: prompts that share any beginning, passes, prefills that are interrupted."""
+    path, model = tiny(FAMILY)
+    exact, bound = copy.deepcopy(model).double(), forward_bound(model, 160).logits
+    choose, known = random.Random(placement), []
+    by_mark = between = 0
+    with engine(path, placement, method="speculative", draft_tokens=6) as ours:
+        before = ours.runtime.memory.available_bytes, ours.runtime.host_blocks.taken_bytes
+        own = Context(ours.models)
+        for _ in range(40):
+            kept = choose.choice((0, choose.randint(0, len(known)), len(known)))
+            new = choose.choice((1, choose.randint(1, 6), choose.randint(1, 60)))
+            prompt = [*known[: min(kept, 160 - new)], *random_ids(new, choose.randrange(999))]
+            shared = next(
+                (i for i, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b),
+                min(len(known), len(prompt)),
+            )
+            if choose.random() < 0.3:
+
+                def interrupt(layer: int, stop: int = choose.randrange(3)) -> None:
+                    if layer == stop:
+                        raise Interrupted
+
+                with pytest.raises(Interrupted):
+                    own.prefill(prompt, 20, interrupt)
+            marks = [mark.length for mark in own.sequence.windows.marks]
+            read = own.prefill(prompt, 20, lambda _: None)
+            by_mark += read.reused in marks and read.reused > 0
+            between += 0 < read.reused < min(shared, len(prompt) - 1)
+            with torch.no_grad():
+                expected = exact(torch.tensor([prompt])).logits[0, -1:]
+            assert_within(read.logits, expected, bound)
+            own.text.commit([read.logits.argmax().item()])
+            for _ in range(choose.randint(0, 20)):
+                token = torch.tensor(own.text.tokens[-1:])
+                logits = own.run(Ask(token, None, True, False))
+                own.text.commit([logits.argmax().item()])
+            known = own.text.tokens[: own.length]
+            own.end()
+        own.close()
+        assert (ours.runtime.memory.available_bytes, ours.runtime.host_blocks.taken_bytes) == before
+    assert by_mark > 3, "texts were cut to marks"
+    assert between > 2, "texts were cut further than what they share, where no mark was nearer"
+
+
+def _wider(own: Callable) -> Callable:
+    def attend(*args: object) -> torch.Tensor:
+        return own(*args[:-1], args[-1] and args[-1] + 1)
+
+    return attend
+
+
+def _stale(marks: Marks, tokens: int) -> None:
+    """Keep marks of a text that has changed."""
+
+
+def _one_late(windows: WindowStore, mark: object) -> None:
+    taken(windows, mark)
+    windows.start += 1
+
+
+taken = WindowStore.take
+PLANTED = {
+    "a pass sees one more": (store, "attend_cache", _wider(store.attend_cache)),
+    "a prefill sees one more": (
+        prefill,
+        "window_mask",
+        lambda tokens, before, window, device: _mask(tokens, before, window + 1, device),
+    ),
+    "a prefill sees one less": (
+        prefill,
+        "window_mask",
+        lambda tokens, before, window, device: _mask(tokens, before, window - 1, device),
+    ),
+    "a tree sees one less": (
+        ForwardBatch,
+        "within",
+        lambda batch, window, before: _within(batch, window - 1, before),
+    ),
+    "a stale mark": (Marks, "cut", _stale),
+    "a mark one place late": (WindowStore, "take", _one_late),
+}
+_mask, _within = prefill.window_mask, ForwardBatch.within
+
+
+@pytest.mark.parametrize("fault", ["none", *PLANTED])
+def test_a_planted_fault_shows(tiny, little_room, monkeypatch, fault: str) -> None:
+    """Texts after a cut, as trees and plainly: some text differs from transformers'."""
+    path, model = tiny(FAMILY)
+    if fault != "none":
+        monkeypatch.setattr(*PLANTED[fault])
+    first, alike = random_ids(70, 1), []
+    for run in ("plain", "tree"):
+        with engine(path, **RUNS[run]) as ours:
+            told = ours.generate(first, greedy(NEW)).token_ids
+            # Cut to a mark inside of the prompt and go on otherwise, twice.
+            prompts = [first, [*first[:40], *random_ids(40, 2)], [*first[:40], *random_ids(40, 3)]]
+            texts = [told, *(ours.generate(each, greedy(NEW)).token_ids for each in prompts[1:])]
+            # Cut where only the last text has a mark, and texts before it had others.
+            prompts.append([*prompts[2][:75], *random_ids(20, 4)])
+            texts.append(ours.generate(prompts[-1], greedy(NEW)).token_ids)
+        alike += [
+            text == transformers_text(model, prompt)
+            for text, prompt in zip(texts, prompts, strict=True)
+        ]
+    assert all(alike) == (fault == "none")
+
+
+def test_the_plan_counts_the_windows_that_are_taken(tiny) -> None:
+    path, _ = tiny(FAMILY)
+    with engine(path, "kv", draft="none", budget=32) as ours:
+        needs = ours.runtime.plan.requirements
+        ours.generate(random_ids(60), greedy(4))
+        assert ours.runtime.memory.by_purpose()["windows"] == needs.window_bytes
+        windows = needs.windows
+        assert (windows.layers, windows.window) == (2, WINDOW)
+        assert needs.kv.layers == 1
+        one = 2 * windows.kv_heads * windows.head_dim * 4
+        least = windows.layers * one * (WINDOW - 1 + needs.max_pass_tokens)
+        assert least < needs.window_bytes < 10 * least
+        without = replace(needs, windows=None)
+        assert needs.marks_bytes > without.marks_bytes == without.window_bytes == 0
+
+
+def test_marks_are_few_and_the_longest_stays() -> None:
+    marks = Marks()
+    for length in (10, 20, 30, 40, 41, 50, 60, 70, 5):
+        marks.add(Mark(length, torch.zeros(1, 2, 1, 3, 1)))
+        assert len(marks) <= shape.MOST_MARKS
+    lengths = [mark.length for mark in marks]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == 70
+    # Of 3 tokens held, 2 must be before a cut.
+    assert marks.best(100, 2)[0] == 70
+    assert marks.best(69, 2)[0] == 69
+    assert marks.best(68, 2)[0] == lengths[-2]
+    marks.cut(45)
+    assert [mark.length for mark in marks] == [each for each in lengths if each <= 45]
