@@ -41,7 +41,9 @@ def test_a_trace_has_the_times_of_the_device(tiny, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.first
-@pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3", "yarn-rope", "dynamic-rope"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama-mqa", "qwen3", "yarn-rope", "dynamic-rope", "exaone4-windows"]
+)
 @pytest.mark.parametrize("draft", ["ngram", "none", "{model}"])
 def test_graphs_change_no_text(tiny, family: str, draft: str) -> None:
     """Greedy in float32; and the recorded forwards were there, where they can be."""
@@ -97,6 +99,7 @@ def test_a_graph_computes_what_eager_forwards_do(tiny, size: int, rounded: bool)
     [
         *("llama", "llama-mqa", "llama-tied", "qwen2", "qwen3", "yarn-rope"),
         *("olmo2", "granite", "glm4", "smollm3", "ministral3", "phi3-longrope"),
+        "smollm3-windows",
     ],
 )
 def test_greedy_equals_the_cpu_at_every_placement(tiny, family: str) -> None:
@@ -226,13 +229,14 @@ def test_drafts_change_no_greedy_text(tiny, draft: str, retrieval: str, method: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "exaone4-windows"])
 @pytest.mark.parametrize("placement", ["resident", "kv", "kv-lent", "both"])
 @pytest.mark.parametrize("draft", ["ngram", "{model}"])
 def test_a_context_that_grows_and_is_cut_gives_the_text_of_a_fresh_one(
-    tiny, placement: str, draft: str
+    tiny, family: str, placement: str, draft: str
 ) -> None:
     """What was recorded, read, lent and retrieved for one request serves the next."""
-    path, _ = tiny("llama")
+    path, _ = tiny(family)
     options = {"max_context": 300, "block_tokens": BLOCK, "dtype": "float32", "draft_tokens": 6}
     long = random_ids(38, 5) * 3
     with Engine.from_pretrained(
@@ -245,7 +249,8 @@ def test_a_context_that_grows_and_is_cut_gives_the_text_of_a_fresh_one(
             for params in (GREEDY, SamplingParams(20, temperature=0.8, seed=2)):
                 engine.generate(prompt, params)
             result = engine.generate(prompt, GREEDY)
-            assert result.stats["reused_tokens"] == len(prompt) - 1
+            # Texts of models with windows are cut where their windows are known.
+            assert result.stats["reused_tokens"] == len(prompt) - 1 or "windows" in family
             assert result.token_ids == engine.generate(prompt, GREEDY, reuse=False).token_ids
 
 

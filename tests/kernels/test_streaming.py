@@ -291,6 +291,34 @@ def test_attention_over_a_cache(backend, draw, case, capacity, end, on_device, d
     assert_near(out, expected, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 5, 33, 64, 200])
+@pytest.mark.parametrize(
+    ("case", "capacity", "end"),
+    [
+        (CASES[0], 48, 0),
+        (CASES[1], 160, 100),
+        (CASES[3], 64, 62),
+        (Case(2, 8, 32, 64, 0, 0, 0), 128, 77),
+    ],
+)
+def test_attention_through_a_window(backend, draw, case, capacity, end, on_device, window) -> None:
+    """Each row sees the last keys up to its own, in float64; other keys do not matter."""
+    query = draw(case.kv_heads, case.rows, case.head_dim)
+    keys, values = draw(2, case.kv_heads, capacity, case.head_dim)
+    where = torch.tensor([end], device=DEVICE) if on_device else end
+    out = attend_cache(query, keys, values, case.tokens, where, window)
+    last = end + torch.arange(case.rows, device=DEVICE).unsqueeze(1) % case.tokens
+    columns = torch.arange(capacity, device=DEVICE)
+    scores = query.double() @ keys.double().transpose(1, 2) * case.head_dim**-0.5
+    scores.masked_fill_((columns > last) | (columns <= last - window), float("-inf"))
+    assert_near(out, scores.softmax(-1) @ values.double(), TOLERANCE[torch.float32])
+    hidden = max(0, end + 1 - window)
+    keys[:, :hidden], values[:, :hidden] = 100.0, float("nan") if not on_device else 100.0
+    again = attend_cache(query, keys, values, case.tokens, where, window)
+    assert_near(again, out.double(), TOLERANCE[torch.float32])
+
+
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_attention_over_whole_numbers_is_that_over_the_same_in_any_dtype(

@@ -134,7 +134,7 @@ def test_attention_is_that_over_what_the_numbers_stand_for(kv, on_device, count)
         step = kv.scale[layer].unsqueeze(2)
         keys_values.copy_((keys_values / step).add(0.5).floor().clamp(-127, 127) * step)
         end = torch.tensor([kv.end])
-        cache = kv.fixed(end) if on_device else kv
+        cache = kv.fixed(end, end) if on_device else kv
         out = cache.attend(layer, qkv, batch)
         expected = dense.attend(layer, both, batch)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)

@@ -82,7 +82,9 @@ class ModelConfig(Described):
         full = [self.layers[layer].mixer for layer in self.kv_layers]
         windows = [self.layers[layer].mixer for layer in self.window_layers]
         if not full:
-            raise UnsupportedModelError("a model whose layers all have a window is not supported")
+            raise UnsupportedModelError(
+                "a sliding_window in every layer is not supported (only in some layers)"
+            )
         for kind, mixers in (("full-attention layers", full), ("layers with a window", windows)):
             if len({(each.kv_heads, each.head_dim, each.window) for each in mixers}) > 1:
                 raise UnsupportedModelError(

@@ -30,7 +30,8 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
     assert config.attention.kv_heads == model.config.num_key_value_heads
     assert config.tied == model.config.tie_word_embeddings
     assert config.rope.type == model.config.rope_parameters["rope_type"]
-    assert config.attention.qk_norm == (family in ("qwen3", "olmo2", "exaone4"))
+    normed = ("qwen3", "olmo2", "exaone4")
+    assert config.attention.qk_norm == (family.removesuffix("-windows") in normed)
 
 
 @pytest.mark.parametrize(
@@ -45,9 +46,12 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
                 "architectures": ["Qwen2ForCausalLM"],
                 "use_sliding_window": True,
                 "sliding_window": 1024,
+                "max_window_layers": 0,
             },
             "sliding_window",
         ),
+        ({"sliding_window": 1024}, "sliding_window"),
+        ({"query_pre_attn_scalar": 256}, "query_pre_attn_scalar"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"num_local_experts": 8}, "mixture of experts"),
         ({"hidden_act": "gelu"}, "gelu"),

@@ -51,12 +51,18 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     fields = Fields(own, where)
     names = source.names()
     positions = fields.whole("context_length")
-    _refuse_unsupported(fields, positions)
+    _refuse_unsupported(fields)
     if any(name.startswith("rope_factors_") for name in names):
         raise UnsupportedModelError(f"{where}: rope factors of longrope are not supported")
-    raw = _as_in_hf(fields)
+    raw = _as_in_hf(fields, positions)
     described = Fields(raw, where)
     layers = family.layers(described, layer_count(fields, "block_count"))
+    window = raw["sliding_window"]
+    if window and window < positions and "sliding_window" not in described.read:
+        raise UnsupportedModelError(
+            f"{where}: attention.sliding_window ({window}) is not supported in a {architecture} "
+            "model"
+        )
     layers = tuple(_with_tensors(spec, names) for spec in layers)
     vocab = source.metadata.get("tokenizer.ggml.tokens")
     return ModelConfig(
@@ -73,13 +79,10 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     )
 
 
-def _refuse_unsupported(fields: Fields, positions: int) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     where, own = fields.source, fields.raw
     if own.get("expert_count"):
         raise UnsupportedModelError(f"{where}: mixture of experts (expert_count) is not supported")
-    window = own.get("attention.sliding_window")
-    if window and not (isinstance(window, int) and window >= positions):
-        raise UnsupportedModelError(f"{where}: an active sliding_window is not supported")
     if own.get("rope.dimension_sections") is not None:
         # Such files have the rows of their heads in another order.
         raise UnsupportedModelError(
@@ -87,7 +90,7 @@ def _refuse_unsupported(fields: Fields, positions: int) -> None:
         )
 
 
-def _as_in_hf(fields: Fields) -> dict[str, Any]:
+def _as_in_hf(fields: Fields, positions: int) -> dict[str, Any]:
     """Return the fields under their names in config.json, from which families read them."""
     hidden = fields.whole("embedding_length")
     heads = fields.whole("attention.head_count")
@@ -96,7 +99,11 @@ def _as_in_hf(fields: Fields) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"{fields.source}: values of another size than keys are not supported"
         )
+    # 0 stands for no window.
+    window = fields.get("attention.sliding_window") or None
     return {
+        "max_position_embeddings": positions,
+        "sliding_window": window and fields.whole("attention.sliding_window"),
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": fields.whole("attention.head_count_kv", heads),

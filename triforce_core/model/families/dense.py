@@ -92,7 +92,7 @@ def _mistral(fields: Fields, count: int) -> Layers:
 
 def _late(fields: Fields) -> Callable[[int], bool]:
     """Layers from max_window_layers on have a window."""
-    first = fields.whole("max_window_layers", 28)
+    first = fields.whole("max_window_layers", 28, least=0)
     return lambda layer: layer >= first
 
 
@@ -116,7 +116,7 @@ def _smollm3(fields: Fields, count: int) -> Layers:
     """Layers whose entry of no_rope_layers is 0 do not rotate; without a list, every fourth."""
     bias = fields.flag("attention_bias", False)
     every = fields.whole("no_rope_layer_interval", 4)
-    rotates = fields.raw.get("no_rope_layers")
+    rotates = fields.get("no_rope_layers")
     if rotates is None:
         rotates = [int((layer + 1) % every != 0) for layer in range(count)]
     if (
@@ -149,13 +149,18 @@ def _olmo3(fields: Fields, count: int) -> Layers:
     return _with_windows(fields, seen, qkv_bias=bias, output_bias=bias, **norms)
 
 
+def _pattern(fields: Fields) -> int:
+    """Return of how many layers the last one has no window. "LLLG" says the same as 4."""
+    pattern = fields.get("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern:
+        return len(pattern)
+    return fields.whole("sliding_window_pattern", 4)
+
+
 def _exaone4(fields: Fields, count: int) -> Layers:
     """In models that have windows elsewhere, full-attention layers do not rotate."""
-    rotates_all = fields.raw.get("sliding_window") is None
-    pattern = fields.raw.get("sliding_window_pattern")
-    # "LLLG" says the same as 4.
-    every = len(pattern) if isinstance(pattern, str) else fields.whole("sliding_window_pattern", 4)
-    seen = windows(fields, count, lambda layer: (layer + 1) % max(1, every) != 0)
+    rotates_all = fields.get("sliding_window") is None
+    seen = windows(fields, count, lambda layer: (layer + 1) % _pattern(fields) != 0)
     return tuple(
         _layer(
             fields,
@@ -195,8 +200,6 @@ def _glm4(fields: Fields, count: int) -> Layers:
 def _plain(fields: Fields, count: int) -> Layers:
     """No biases and no norms of queries and keys."""
     return (_layer(fields),) * count
-
-
 
 
 # What transformers' configs take for fields that are not there.

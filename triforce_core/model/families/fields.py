@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from triforce_offload.errors import CheckpointError
@@ -13,15 +13,25 @@ _MAX_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class Fields:
-    """Typed access to the fields of a parsed header. Every error names the field."""
+    """Typed access to the fields of a parsed header. Every error names the field.
+
+    read: names of the fields that were read
+    """
 
     raw: Mapping[str, Any]
     source: str
+    read: set[str] = field(default_factory=set, compare=False)
 
-    def whole(self, name: str, default: int | None = None) -> int:
+    def get(self, name: str) -> Any:
+        """Return a field as it is, None if it is not there."""
+        self.read.add(name)
+        return self.raw.get(name)
+
+    def whole(self, name: str, default: int | None = None, least: int = 1) -> int:
         value = self._get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 1 << 40:
-            raise CheckpointError(f"{self.source}: {name} must be a positive number, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 40:
+            wanted = "a positive number" if least else "a number from 0 on"
+            raise CheckpointError(f"{self.source}: {name} must be {wanted}, got {value!r}")
         return value
 
     def real(self, name: str, default: float | None = None) -> float:
@@ -37,7 +47,7 @@ class Fields:
         return value
 
     def _get(self, name: str, default: Any) -> Any:
-        value = self.raw.get(name)
+        value = self.get(name)
         if value is None:
             value = default
         if value is None:

@@ -9,6 +9,7 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.dense import FAMILIES, Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.ropes import hf_rope
+from triforce_core.model.families.windows import FULL
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 SOURCE = "config.json"
@@ -23,6 +24,8 @@ _AROUND_TEXT = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
 }
+# Further fields that no family may have without reading them.
+_MEANINGFUL = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
 
 
 def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -37,7 +40,10 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
     fields = Fields(raw, SOURCE)
     hidden = fields.whole("hidden_size")
     positions = fields.whole("max_position_embeddings")
-    layers = family.layers(fields, layer_count(fields, "num_hidden_layers"))
+    count = layer_count(fields, "num_hidden_layers")
+    layers = family.layers(fields, count)
+    scales = family.scales(fields)
+    _refuse_unread(fields, family, positions, count)
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
     return ModelConfig(
         family=family.name,
@@ -49,7 +55,7 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
         rope=hf_rope(raw, positions, layers[0].mixer.head_dim),
         tied=fields.flag("tie_word_embeddings", False),
         eos_token_ids=token_ids(eos, "eos_token_id"),
-        **family.scales(fields),
+        **scales,
     )
 
 
@@ -102,6 +108,25 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     ]
     if experts:
         raise UnsupportedModelError(f"mixture of experts ({experts[0]}) is not supported")
+
+
+def _refuse_unread(fields: Fields, family: Family, positions: int, count: int) -> None:
+    """Raise UnsupportedModelError for a field that changes what a model computes, and that its
+    family does not have.
+    """
+    window = fields.raw.get("sliding_window")
+    longest = isinstance(window, int) and window >= positions
+    kinds = fields.raw.get("layer_types")
+    said = {
+        "sliding_window": window and not longest and fields.raw.get("use_sliding_window", True),
+        "layer_types": kinds is not None and kinds != [FULL] * count,
+        **{name: fields.raw.get(name) for name in _MEANINGFUL},
+    }
+    for name, active in said.items():
+        if active and name not in fields.read:
+            raise UnsupportedModelError(
+                f"{SOURCE}: {name} ({fields.raw[name]!r}) is not supported in a {family.name} model"
+            )
 
 
 def _refuse_quantised(quantised: Any) -> None:

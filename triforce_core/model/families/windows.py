@@ -26,7 +26,7 @@ def windows(
     Raises CheckpointError or UnsupportedModelError, which names the field.
     """
     kinds = layer_types(fields, count)
-    window = fields.raw.get("sliding_window")
+    window = fields.get("sliding_window")
     if not fields.flag("use_sliding_window", True):
         window = None
     if kinds is not None:
@@ -54,7 +54,7 @@ def layer_types(fields: Fields, count: int) -> list[str] | None:
 
     Raises CheckpointError or UnsupportedModelError.
     """
-    kinds = fields.raw.get("layer_types")
+    kinds = fields.get("layer_types")
     if kinds is None:
         return None
     if not isinstance(kinds, list) or len(kinds) != count:
