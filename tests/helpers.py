@@ -119,6 +119,22 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
+    # A scale of scores that is not that of the heads' size, and two rotary embeddings.
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            # Scaled embeddings that are also the output matrix would repeat each token.
+            "tie_word_embeddings": False,
+            "sliding_window": 512,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+            },
+        },
+    ),
 }
 
 # Every mix of resident and streamed; more resident blocks than there are means all.
@@ -153,11 +169,12 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
 
     kind, options = FAMILIES[family]
     torch.manual_seed(sum(map(ord, family)))
-    config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **options, **overrides})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    made = getattr(transformers, f"{kind}ForCausalLM")
+    model = made(made.config_class(**{**_SIZES, **options, **overrides})).eval()
+    one = 0.0 if kind == "Gemma3" else 1.0
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
+            torch.nn.init.normal_(parameter, one if "norm" in name else 0.0, 0.2)
     model.save_pretrained(directory)
     return model
 

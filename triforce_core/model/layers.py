@@ -101,14 +101,25 @@ class Attention(Described):
         return shapes
 
 
-@dataclass(frozen=True)
-class DenseMLP:
-    """SwiGLU (Shazeer, 2020) over every token.
+class Activation(Enum):
+    """Activations of an MLP's gate, by their names in config.json files."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, repr=False)
+class DenseMLP(Described):
+    """A gated MLP (Shazeer, 2020) over every token.
 
     width: number of columns of the gate, and of the up projection
+    activation: what the gate goes through before it multiplies the up projection
     """
 
+    _NEWER = frozenset({"activation"})
+
     width: int
+    activation: Activation = Activation.SILU
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the MLP's tensors. hidden: width of the model"""
@@ -129,6 +140,13 @@ class Norms(Enum):
     @property
     def after(self) -> bool:
         return self is not Norms.BEFORE
+
+
+class NormKind(Enum):
+    """How norms are computed: RMS norms whose factors are the weights, or 1 + the weights."""
+
+    RMS = "rms"
+    RMS_PLUS_ONE = "rms_plus_one"
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,9 +8,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.config import ModelConfig, RopeConfig
-from triforce_core.model.families.dense import FAMILIES
+from triforce_core.model.families.dense import FAMILIES, Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.ropes import check_rope
+from triforce_core.model.families.windows import FULL, SLIDING
 from triforce_core.model.layers import LayerSpec
 from triforce_offload.errors import UnsupportedModelError
 
@@ -24,7 +25,9 @@ _FAMILIES = {
         *("llama", "qwen2", "qwen3", "seed_oss", "smollm3", "olmo2", "exaone4", "granite"),
         *("glm4", "phi3", "ernie4_5"),
     )
-}
+} | {"gemma3": FAMILIES["gemma3_text"]}
+# Number of layers of Gemma 3 27B. llama.cpp knows by it how that model scales scores.
+_GEMMA3_27B = 62
 # Names of numbers in the file, by their names in config.json.
 _NUMBERS = {
     "attention_multiplier": "attention.scale",
@@ -51,10 +54,14 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     fields = Fields(own, where)
     names = source.names()
     positions = fields.whole("context_length")
-    _refuse_unsupported(fields, positions)
+    _refuse_unsupported(fields, positions, family)
     if any(name.startswith("rope_factors_") for name in names):
         raise UnsupportedModelError(f"{where}: rope factors of longrope are not supported")
     raw = _as_in_hf(fields)
+    if family.windows:
+        raw |= _windows(fields)
+    if architecture == "gemma3":
+        raw |= _gemma3(fields, raw)
     described = Fields(raw, where)
     layers = family.layers(described, layer_count(fields, "block_count"))
     layers = tuple(_with_tensors(spec, names) for spec in layers)
@@ -67,18 +74,23 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
         norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
         trained_positions=positions,
         rope=_gguf_rope(fields, positions, raw["head_dim"]),
+        window_rope=_window_rope(fields, family),
+        norm_kind=family.norm_kind,
         tied="output.weight" not in names,
         eos_token_ids=_gguf_eos(source.metadata),
         **family.scales(described),
     )
 
 
-def _refuse_unsupported(fields: Fields, positions: int) -> None:
+def _refuse_unsupported(fields: Fields, positions: int, family: Family) -> None:
     where, own = fields.source, fields.raw
     if own.get("expert_count"):
         raise UnsupportedModelError(f"{where}: mixture of experts (expert_count) is not supported")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if own.get(name):
+            raise UnsupportedModelError(f"{where}: {name} is not supported")
     window = own.get("attention.sliding_window")
-    if window and not (isinstance(window, int) and window >= positions):
+    if window and not family.windows and not (isinstance(window, int) and window >= positions):
         raise UnsupportedModelError(f"{where}: an active sliding_window is not supported")
     if own.get("rope.dimension_sections") is not None:
         # Such files have the rows of their heads in another order.
@@ -104,6 +116,31 @@ def _as_in_hf(fields: Fields) -> dict[str, Any]:
         "intermediate_size": fields.whole("feed_forward_length"),
         **{ours: fields.real(name) for ours, name in _NUMBERS.items() if name in fields.raw},
     }
+
+
+def _windows(fields: Fields) -> dict[str, Any]:
+    """Return the fields of windows under their names in config.json."""
+    pattern = fields.raw.get("attention.sliding_window_pattern")
+    found: dict[str, Any] = {"sliding_window": fields.raw.get("attention.sliding_window") or None}
+    each_layer = getattr(pattern, "values", None)
+    if each_layer is not None:
+        found["layer_types"] = [SLIDING if slides else FULL for slides in each_layer]
+    elif pattern is not None:
+        found["sliding_window_pattern"] = pattern
+    return found
+
+
+def _gemma3(fields: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what files of Gemma 3 do not say."""
+    scalar = raw["head_dim"]
+    if fields.raw.get("block_count") == _GEMMA3_27B:
+        scalar = raw["hidden_size"] / raw["num_attention_heads"]
+    return {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _window_rope(fields: Fields, family: Family) -> RopeConfig | None:
+    theta = family.defaults.get("rope_local_base_freq")
+    return theta and RopeConfig(theta=fields.real("rope.freq_base_swa", theta))
 
 
 def _with_tensors(spec: LayerSpec, names: Set[str]) -> LayerSpec:

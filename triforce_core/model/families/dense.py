@@ -10,8 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from triforce_core.model.families.fields import Fields
-from triforce_core.model.layers import Attention, DenseMLP, LayerSpec, Norms
-from triforce_offload.errors import CheckpointError
+from triforce_core.model.families.windows import windows
+from triforce_core.model.layers import (
+    Activation,
+    Attention,
+    DenseMLP,
+    LayerSpec,
+    NormKind,
+    Norms,
+)
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 Layers = tuple[LayerSpec, ...]
 
@@ -30,6 +38,8 @@ class Family:
     scales: returns the scales of a ModelConfig
     defaults: values of fields that a config does not mention, where they are not the usual ones
     window_is_asked_for: whether a window is active only if `use_sliding_window` is set
+    windows: whether layers may have windows
+    norm_kind: how norms are computed
     """
 
     name: str
@@ -38,6 +48,8 @@ class Family:
     scales: Callable[[Fields], Mapping[str, float]] = _no_scales
     defaults: Mapping[str, Any] = field(default_factory=dict)
     window_is_asked_for: bool = False
+    windows: bool = False
+    norm_kind: NormKind = NormKind.RMS
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the family's defaults. null is a default too, except that it says
@@ -58,9 +70,14 @@ def _layer(
     residual_scale: float = 1.0,
     qkv_bias: bool = False,
     output_bias: bool = False,
-    **attention: bool | float,
+    activation: str = "hidden_act",
+    **attention: bool | float | None,
 ) -> LayerSpec:
-    """Return a layer. attention: further fields of Attention"""
+    """Return a layer.
+
+    activation: the field that names the MLP's activation
+    attention: further fields of Attention
+    """
     heads = fields.whole("num_attention_heads")
     mixer = Attention(
         heads=heads,
@@ -70,7 +87,15 @@ def _layer(
         output_bias=output_bias,
         **attention,
     )
-    return LayerSpec(mixer, DenseMLP(fields.whole("intermediate_size")), norms, residual_scale)
+    mlp = DenseMLP(fields.whole("intermediate_size"), _activation(fields, activation))
+    return LayerSpec(mixer, mlp, norms, residual_scale)
+
+
+def _activation(fields: Fields, name: str) -> Activation:
+    value, known = fields.raw.get(name, "silu"), [each.value for each in Activation]
+    if value not in known:
+        raise UnsupportedModelError(f"{name} {value!r} is not supported (only {', '.join(known)})")
+    return Activation(value)
 
 
 def _llama(fields: Fields, count: int) -> Layers:
@@ -152,6 +177,33 @@ def _glm4(fields: Fields, count: int) -> Layers:
     return (_layer(fields, qkv_bias=bias, norms=Norms.AROUND),) * count
 
 
+def _gemma3(fields: Fields, count: int) -> Layers:
+    """Without layer_types, every sixth layer is without a window."""
+    bias = fields.flag("attention_bias", False)
+    every = fields.whole("sliding_window_pattern", 6)
+    head_dim = fields.whole("head_dim")
+    scalar = fields.real("query_pre_attn_scalar", head_dim)
+    found = windows(fields, count, lambda layer: (layer + 1) % every != 0)
+    kinds = {
+        window: _layer(
+            fields,
+            norms=Norms.AROUND,
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+            scale=None if scalar == head_dim else scalar**-0.5,
+            window=window,
+            activation="hidden_activation",
+        )
+        for window in dict.fromkeys(found)
+    }
+    return tuple(kinds[window] for window in found)
+
+
+def _gemma3_scales(fields: Fields) -> dict[str, float]:
+    return {"embedding_scale": fields.whole("hidden_size") ** 0.5}
+
+
 def _plain(fields: Fields, count: int) -> Layers:
     """No biases and no norms of queries and keys."""
     return (_layer(fields),) * count
@@ -189,6 +241,19 @@ _ERNIE = {
     "rope_theta": 5e5,
     "tie_word_embeddings": True,
 }
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "tie_word_embeddings": True,
+}
 FAMILIES = {
     family.name: family
     for family in (
@@ -211,5 +276,14 @@ FAMILIES = {
         Family("glm4", "Glm4", _glm4, defaults=_GLM),
         Family("phi3", "Phi3", _plain, defaults={"rms_norm_eps": 1e-5}),
         Family("ernie4_5", "Ernie4_5", _plain, defaults=_ERNIE),
+        Family(
+            "gemma3_text",
+            "Gemma3",
+            _gemma3,
+            _gemma3_scales,
+            defaults=_GEMMA3,
+            windows=True,
+            norm_kind=NormKind.RMS_PLUS_ONE,
+        ),
     )
 }

@@ -8,7 +8,7 @@ from typing import Any
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.dense import FAMILIES, Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
-from triforce_core.model.families.ropes import hf_rope
+from triforce_core.model.families.ropes import hf_ropes
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 SOURCE = "config.json"
@@ -22,7 +22,13 @@ _AROUND_TEXT = {
     "Mistral3ForConditionalGeneration": None,
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
+    "Gemma3ForConditionalGeneration": "gemma3_text",
 }
+# Fields of what is not computed here, if they are set.
+_UNSUPPORTED = (
+    *("mlp_bias", "use_bias", "use_bidirectional_attention"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
+)
 
 
 def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -38,6 +44,7 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
     hidden = fields.whole("hidden_size")
     positions = fields.whole("max_position_embeddings")
     layers = family.layers(fields, layer_count(fields, "num_hidden_layers"))
+    rope, window_rope = hf_ropes(raw, positions, layers[0].mixer.head_dim)
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
     return ModelConfig(
         family=family.name,
@@ -46,7 +53,9 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
         vocab=fields.whole("vocab_size"),
         norm_eps=fields.real("rms_norm_eps", 1e-6),
         trained_positions=positions,
-        rope=hf_rope(raw, positions, layers[0].mixer.head_dim),
+        rope=rope,
+        window_rope=window_rope,
+        norm_kind=family.norm_kind,
         tied=fields.flag("tie_word_embeddings", False),
         eos_token_ids=token_ids(eos, "eos_token_id"),
         **family.scales(fields),
@@ -69,7 +78,7 @@ def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:
             raise CheckpointError(f"{SOURCE}: text_config must be an object, got {text!r}")
         outer = {
             name: raw.get(name)
-            for name in ("quantization_config", "tie_word_embeddings")
+            for name in ("quantization_config", "tie_word_embeddings", "eos_token_id")
             if text.get(name) is None
         }
         inner = {"architectures": None, "text_config": None}
@@ -89,11 +98,7 @@ def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(
-            f"hidden_act {raw['hidden_act']!r} is not supported (only silu)"
-        )
-    for name in ("mlp_bias", "use_bias"):
+    for name in _UNSUPPORTED:
         if raw.get(name):
             raise UnsupportedModelError(f"{name} is not supported")
     _refuse_quantised(raw.get("quantization_config"))
@@ -102,6 +107,8 @@ def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     ]
     if experts:
         raise UnsupportedModelError(f"mixture of experts ({experts[0]}) is not supported")
+    if family.windows:
+        return
     kinds = raw.get("layer_types")
     if isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds):
         raise UnsupportedModelError("layer_types other than full_attention are not supported")
