@@ -69,9 +69,6 @@ class Model:
             for kv_layer, layer in enumerate(config.kv_layers)
         ]
         self._mlps = [GatedMLP(spec.mlp, self._norm) for spec in config.layers]
-        # As transformers' Gemma does, rounded to the dtype of the embeddings.
-        scale = torch.tensor(config.embedding_scale, dtype=ends.norm.dtype)
-        self._embedding_scale = float(scale)
 
     @property
     def recordable(self) -> bool:
@@ -120,7 +117,10 @@ class Model:
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [tokens, hidden], scaled."""
         hidden = self._looked_up(tokens)
-        return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
+        if self.config.embedding_scale == 1:
+            return hidden
+        # As in transformers' Gemma, the factor is rounded to the dtype of the embeddings.
+        return hidden * float(torch.tensor(self.config.embedding_scale, dtype=hidden.dtype))
 
     def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the rows of the embedding [tokens, hidden]."""

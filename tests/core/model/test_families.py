@@ -227,12 +227,24 @@ AROUND = {
         },
         _IMAGES | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
+    "Gemma3": (
+        {"sliding_window": 512, "query_pre_attn_scalar": 16},
+        {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("model", "tied"),
-    [("Mistral3", False), ("Mistral3", True), ("Qwen2_5_VL", False), ("Qwen3VL", False)],
+    [
+        *(("Mistral3", False), ("Mistral3", True), ("Qwen2_5_VL", False), ("Qwen3VL", False)),
+        *(("Gemma3", False), ("Gemma3", True)),
+    ],
 )
 def test_of_a_model_that_reads_images_the_text_part_runs(
     tmp_path: Path, model: str, tied: bool
