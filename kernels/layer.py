@@ -42,6 +42,27 @@ def rms_norm(
     return implementation("rms_norm", x.device)(x, weight, eps, delta, plus_one)
 
 
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute the layer norm without a bias over the last dimension (Ba et al., 2016), after adding
+    `delta` to x in place, if given. Shapes are those of `rms_norm`.
+
+    Rounds only after the product with the weight, as transformers' Cohere does. Raises ValueError.
+    """
+    require(
+        "layer_norm",
+        x.dim() in (2, 3)
+        and weight.shape == x.shape[-1:]
+        and alike(x, weight, delta)
+        and (delta is None or delta.shape == x.shape),
+        x=x,
+        weight=weight,
+        delta=delta,
+    )
+    return implementation("layer_norm", x.device)(x, weight, eps, delta)
+
+
 def rope_into(
     heads: torch.Tensor,
     cos: torch.Tensor,
@@ -146,6 +167,14 @@ def reference_rms_norm(
     if plus_one:
         return exact.mul_(scale).mul_(weight.float() + 1).to(x.dtype)
     return (exact * scale).to(x.dtype) * weight
+
+
+def reference_layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None
+) -> torch.Tensor:
+    if delta is not None:
+        x += delta
+    return F.layer_norm(x.float(), weight.shape, weight.float(), None, eps).to(x.dtype)
 
 
 def reference_rope_into(

@@ -15,6 +15,7 @@ _COLUMNS = 1024
 def _norm_kernel(
     x, delta, weight, out, eps, heads, x_row, x_head, d_row, d_head,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr, PLUS_ONE: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, COLUMNS)
@@ -27,10 +28,14 @@ def _norm_kernel(
         value = (value.to(tl.float32) + change.to(tl.float32)).to(item)
         tl.store(place, value, mask=inside)
     exact = value.to(tl.float32)
+    if CENTRED:
+        exact = tl.where(inside, exact - tl.sum(exact, 0) / WIDTH, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(exact * exact, 0) / WIDTH + eps)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if PLUS_ONE:
         scaled = exact * scale * (1.0 + factor)
+    elif CENTRED:
+        scaled = exact * scale * factor
     else:
         scaled = (exact * scale).to(item).to(tl.float32) * factor
     tl.store(out + (row * heads + head) * WIDTH + column, scaled.to(item), mask=inside)
@@ -118,6 +123,24 @@ def rms_norm(
     delta: torch.Tensor | None,
     plus_one: bool,
 ) -> torch.Tensor:
+    return _norm(x, weight, eps, delta, plus_one=plus_one, centred=False)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None
+) -> torch.Tensor:
+    return _norm(x, weight, eps, delta, plus_one=False, centred=True)
+
+
+def _norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    delta: torch.Tensor | None,
+    *,
+    plus_one: bool,
+    centred: bool,
+) -> torch.Tensor:
     rows, width = x.shape[0], x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -127,6 +150,7 @@ def rms_norm(
         x, other, weight, out, eps, heads,
         x.stride(0), x.stride(-2), other.stride(0), other.stride(-2),
         WIDTH=width, COLUMNS=columns, ADD=delta is not None, PLUS_ONE=plus_one,
+        CENTRED=centred,
         num_warps=min(16, max(1, columns // 256)), enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -119,6 +119,14 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
+    "cohere2": (
+        "Cohere2",
+        {
+            "sliding_window": 512,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "logit_scale": 0.5,
+        },
+    ),
     # A scale of scores that is not that of the heads' size, and two rotary embeddings.
     "gemma3": (
         "Gemma3",

@@ -33,7 +33,7 @@ from triforce_kernels.kv.gather_split import SplitChunkSource, gather_split_chun
 from triforce_kernels.kv.rounding import round_chunks
 from triforce_kernels.kv.selection import choose_chunks
 from triforce_kernels.kv.split_kv import SplitKV, decode_blocks, encode_block
-from triforce_kernels.layer import geglu, rms_norm, rope_into, swiglu
+from triforce_kernels.layer import geglu, layer_norm, rms_norm, rope_into, swiglu
 from triforce_kernels.sampling.sampling import accept, distribution, pick
 from triforce_kernels.weights import blocks
 from triforce_kernels.weights.block_types import ALL_TYPES
@@ -178,6 +178,7 @@ def launch_others(dtype: torch.dtype) -> None:
     rms_norm(hidden, hidden[0], 1e-5)
     rms_norm(hidden, hidden[0], 1e-5, hidden)
     rms_norm(hidden, hidden[0], 1e-5, hidden, plus_one=True)
+    layer_norm(hidden, hidden[0], 1e-5, hidden)
     for start in (5, number):
         rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), cache, cache, start)
         whole, scale = cache.to(torch.int8), empty(2, 32, 128, dtype=torch.float32)

@@ -8,23 +8,27 @@ import torch.nn.functional as F
 from exactness import DEVICE, INTERPRETED, TOLERANCE, assert_near
 
 from triforce_kernels.kv.rounding import rounded
-from triforce_kernels.layer import geglu, rms_norm, rope_into, swiglu
+from triforce_kernels.layer import geglu, layer_norm, rms_norm, rope_into, swiglu
 
 
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("shape", [(1, 64), (5, 200), (3, 1025), (4, 7, 24)])
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("plus_one", [False, True])
-def test_norm_with_residual(backend, draw, shape, dtype, add, plus_one) -> None:
+@pytest.mark.parametrize("kind", ["rms", "plus_one", "layer"])
+def test_norm_with_residual(backend, draw, shape, dtype, add, kind) -> None:
     weight = draw(shape[-1], dtype=dtype)
     whole = draw(*shape[:-1], shape[-1] + 3, dtype=dtype) * 3
     x = whole[..., : shape[-1]]  # rows of a larger buffer
     delta = draw(*shape, dtype=dtype) if add else None
     total = (x + delta if add else x).clone()
     before = whole[..., shape[-1] :].clone()
-    ours = rms_norm(x, weight, 1e-5, delta, plus_one=plus_one)
-    factors = weight.double() + plus_one
-    exact = F.rms_norm(total.double(), shape[-1:], factors, 1e-5)
+    if kind == "layer":
+        ours = layer_norm(x, weight, 1e-5, delta)
+        exact = F.layer_norm(total.double(), shape[-1:], weight.double(), None, 1e-5)
+    else:
+        ours = rms_norm(x, weight, 1e-5, delta, plus_one=kind == "plus_one")
+        factors = weight.double() + (kind == "plus_one")
+        exact = F.rms_norm(total.double(), shape[-1:], factors, 1e-5)
     assert_near(ours, exact, TOLERANCE[dtype])
     assert torch.equal(x, total), "x is the sum, rounded once"
     assert torch.equal(whole[..., shape[-1] :], before)
@@ -120,6 +124,8 @@ def test_gated(backend, draw, shape, dtype, gelu) -> None:
 def test_what_does_not_fit_is_reported(backend, draw) -> None:
     with pytest.raises(ValueError, match=r"rms_norm cannot take x .*weight \(5,\)"):
         rms_norm(draw(2, 4), draw(5), 1e-5)
+    with pytest.raises(ValueError, match=r"layer_norm cannot take x .*weight \(5,\)"):
+        layer_norm(draw(2, 4), draw(5), 1e-5)
     with pytest.raises(ValueError, match=r"swiglu cannot take gate_up \(2, 5\)"):
         swiglu(draw(2, 5))
     with pytest.raises(ValueError, match=r"geglu cannot take gate_up \(2, 5\)"):

@@ -127,7 +127,7 @@ class DenseMLP(Described):
 
 
 class Norms(Enum):
-    """Where a layer has RMS norms: before the mixer and before the MLP, after each, or both."""
+    """Where a layer has norms: before the mixer and before the MLP, after each, or both."""
 
     BEFORE = "before"
     AFTER = "after"
@@ -143,10 +143,13 @@ class Norms(Enum):
 
 
 class NormKind(Enum):
-    """How norms are computed: RMS norms whose factors are the weights, or 1 + the weights."""
+    """How norms are computed: RMS norms whose factors are the weights, or 1 + the weights, or layer
+    norms without a bias.
+    """
 
     RMS = "rms"
     RMS_PLUS_ONE = "rms_plus_one"
+    LAYER = "layer"
 
 
 @dataclass(frozen=True, repr=False)
@@ -155,14 +158,16 @@ class LayerSpec(Described):
 
     norms: where the norms are
     residual_scale: factor of what the mixer and the MLP add to the hidden states
+    parallel: whether the MLP has the same input and norm as the mixer, and does not follow it
     """
 
-    _NEWER = frozenset({"norms", "residual_scale"})
+    _NEWER = frozenset({"norms", "residual_scale", "parallel"})
 
     mixer: Attention
     mlp: DenseMLP
     norms: Norms = Norms.BEFORE
     residual_scale: float = 1.0
+    parallel: bool = False
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's tensors, in the order in which they are used.
@@ -175,7 +180,7 @@ class LayerSpec(Described):
             "input_norm": before,
             **self.mixer.shapes(hidden),
             "mixer_norm": after,
-            "post_norm": before,
+            "post_norm": None if self.parallel else before,
             **self.mlp.shapes(hidden),
             "mlp_norm": after,
         }

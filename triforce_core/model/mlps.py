@@ -16,8 +16,10 @@ _GATED = {Activation.SILU: swiglu, Activation.GELU_TANH: geglu}
 class GatedMLP:
     """A gated MLP over every token."""
 
-    def __init__(self, spec: DenseMLP, norm: Norm) -> None:
+    def __init__(self, spec: DenseMLP, norm: Norm, *, parallel: bool) -> None:
+        """parallel: as in LayerSpec"""
         self._gated = _GATED[spec.activation]
+        self._parallel = parallel
         self._norm = norm
 
     def __call__(self, w: Views, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
@@ -26,7 +28,10 @@ class GatedMLP:
         hidden: hidden states before their norm, if the layer has one, [rows, hidden]
         mixed: what the mixer adds, [rows, hidden], which is first added to `hidden` in place
         """
-        if "post_norm" in w:
+        if self._parallel:
+            normed = self._norm(hidden, w["input_norm"])
+            hidden += mixed
+        elif "post_norm" in w:
             normed = self._norm(hidden, w["post_norm"], mixed)
         else:
             normed = hidden.add_(mixed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from triforce_core.model.layers import NormKind
-from triforce_kernels.layer import rms_norm
+from triforce_kernels.layer import layer_norm, rms_norm
 
 
 @dataclass(frozen=True)
@@ -23,5 +23,7 @@ class Norm:
         """Return the norm over the last dimension of x, after adding `delta` to x in place, if
         given. See `rms_norm` for shapes.
         """
+        if self.kind is NormKind.LAYER:
+            return layer_norm(x, weight, self.eps, delta)
         plus_one = self.kind is NormKind.RMS_PLUS_ONE
         return rms_norm(x, weight, self.eps, delta, plus_one=plus_one)

@@ -68,7 +68,9 @@ class Model:
             AttentionMixer(config.layers[layer].mixer, self._norm, kv_layer)
             for kv_layer, layer in enumerate(config.kv_layers)
         ]
-        self._mlps = [GatedMLP(spec.mlp, self._norm) for spec in config.layers]
+        self._mlps = [
+            GatedMLP(spec.mlp, self._norm, parallel=spec.parallel) for spec in config.layers
+        ]
 
     @property
     def recordable(self) -> bool:

@@ -125,7 +125,7 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
         **{name: value for name, value in named.items() if name != "model_type"}
     )
     ours = from_hf(named, {})
-    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.norm_eps == getattr(theirs, FAMILIES[family].norm_eps)
     assert ours.tied == bool(theirs.tie_word_embeddings)
     assert ours.attention.kv_heads == theirs.num_key_value_heads
     assert ours.attention.head_dim == (getattr(theirs, "head_dim", None) or 256 // 16)

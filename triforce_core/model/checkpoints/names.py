@@ -75,6 +75,7 @@ _HF = {
     "exaone4": Naming(_HF_AFTER),
     "glm": Naming(_HF_BEFORE, gate_up=_ONE_GATE_UP, interleaved=True),
     "glm4": Naming(_GLM4, gate_up=_ONE_GATE_UP, interleaved=True),
+    "cohere2": Naming(_HF_BEFORE, interleaved=True),
     "gemma3_text": Naming(_HF_BEFORE | _HF_AFTER | {"post_norm": "pre_feedforward_layernorm"}),
     "phi3": Naming(_HF_BEFORE, qkv=("self_attn.qkv_proj",), gate_up=_ONE_GATE_UP),
     "ernie4_5": Naming(_HF_BEFORE, interleaved=True),

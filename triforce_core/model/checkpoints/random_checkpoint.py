@@ -45,7 +45,7 @@ class RandomCheckpoint:
         if is_split(into):
             self._read_coded(name, into)
         elif "norm" in name:
-            into.fill_(float(self.config.norm_kind is NormKind.RMS))
+            into.fill_(float(self.config.norm_kind is not NormKind.RMS_PLUS_ONE))
         else:
             self._fill(into)
 

@@ -6,7 +6,7 @@ A family is a description. It has no forward code of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from triforce_core.model.families.fields import Fields
@@ -50,6 +50,11 @@ class Family:
     window_is_asked_for: bool = False
     windows: bool = False
     norm_kind: NormKind = NormKind.RMS
+
+    @property
+    def norm_eps(self) -> str:
+        """The field of what norms add to the mean of squares."""
+        return "layer_norm_eps" if self.norm_kind is NormKind.LAYER else "rms_norm_eps"
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the family's defaults. null is a default too, except that it says
@@ -204,6 +209,31 @@ def _gemma3_scales(fields: Fields) -> dict[str, float]:
     return {"embedding_scale": fields.whole("hidden_size") ** 0.5}
 
 
+def _cohere2(fields: Fields, count: int) -> Layers:
+    """Only layers with a window rotate. Without layer_types, every fourth is without one."""
+    bias = fields.flag("attention_bias", False)
+    every = fields.whole("sliding_window_pattern", 4)
+    found = windows(fields, count, lambda layer: (layer + 1) % every != 0)
+    kinds = {
+        window: replace(
+            _layer(
+                fields,
+                qkv_bias=bias,
+                output_bias=bias,
+                rotated=window is not None,
+                window=window,
+            ),
+            parallel=True,
+        )
+        for window in dict.fromkeys(found)
+    }
+    return tuple(kinds[window] for window in found)
+
+
+def _cohere2_scales(fields: Fields) -> dict[str, float]:
+    return {"logit_scale": fields.real("logit_scale")}
+
+
 def _plain(fields: Fields, count: int) -> Layers:
     """No biases and no norms of queries and keys."""
     return (_layer(fields),) * count
@@ -241,6 +271,12 @@ _ERNIE = {
     "rope_theta": 5e5,
     "tie_word_embeddings": True,
 }
+_COHERE2 = {
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
 _GEMMA3 = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -276,6 +312,15 @@ FAMILIES = {
         Family("glm4", "Glm4", _glm4, defaults=_GLM),
         Family("phi3", "Phi3", _plain, defaults={"rms_norm_eps": 1e-5}),
         Family("ernie4_5", "Ernie4_5", _plain, defaults=_ERNIE),
+        Family(
+            "cohere2",
+            "Cohere2",
+            _cohere2,
+            _cohere2_scales,
+            defaults=_COHERE2,
+            windows=True,
+            norm_kind=NormKind.LAYER,
+        ),
         Family(
             "gemma3_text",
             "Gemma3",

@@ -51,7 +51,7 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
         layers=layers,
         hidden=hidden,
         vocab=fields.whole("vocab_size"),
-        norm_eps=fields.real("rms_norm_eps", 1e-6),
+        norm_eps=fields.real(family.norm_eps, 1e-6),
         trained_positions=positions,
         rope=rope,
         window_rope=window_rope,
