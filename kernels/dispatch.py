@@ -37,9 +37,11 @@ KERNELS = {
     ),
     "choose_chunks": ("kv.selection.reference_choose", "kv.selection_triton.choose"),
     "gather_chunks": ("kv.gather.reference_gather", "kv.gather_triton.gather"),
+    "layer_norm": ("layer.reference_layer_norm", "layer_triton.layer_norm"),
     "rms_norm": ("layer.reference_rms_norm", "layer_triton.rms_norm"),
     "rope_into": ("layer.reference_rope_into", "layer_triton.rope_into"),
     "round_chunks": ("kv.rounding.reference_round_chunks", "kv.rounding_triton.round_chunks"),
+    "geglu": ("layer.reference_geglu", "layer_triton.geglu"),
     "swiglu": ("layer.reference_swiglu", "layer_triton.swiglu"),
     "distribution": (
         "sampling.sampling.reference_distribution",

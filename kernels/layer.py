@@ -11,7 +11,12 @@ from triforce_kernels.kv.rounding import rounded
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    delta: torch.Tensor | None = None,
+    *,
+    plus_one: bool = False,
 ) -> torch.Tensor:
     """Compute the root mean square norm over the last dimension, after adding `delta` to x in
     place, if given.
@@ -19,9 +24,10 @@ def rms_norm(
     x: [rows, width] or [rows, heads, width], with a contiguous last dimension
     weight: [width]
     delta: shape of x
+    plus_one: whether the factors are 1 + weight, and the product with them is in float32 (Gemma)
 
-    Returns x's shape. Rounds once before the product with the weight, as transformers does (Zhang
-    and Sennrich, 2019). Raises ValueError.
+    Returns x's shape (Zhang and Sennrich, 2019). Rounds where transformers does: before the product
+    with the weight and after it, or with `plus_one` only after it. Raises ValueError.
     """
     require(
         "rms_norm",
@@ -33,7 +39,28 @@ def rms_norm(
         weight=weight,
         delta=delta,
     )
-    return implementation("rms_norm", x.device)(x, weight, eps, delta)
+    return implementation("rms_norm", x.device)(x, weight, eps, delta, plus_one)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute the layer norm without a bias over the last dimension (Ba et al., 2016), after adding
+    `delta` to x in place, if given. Shapes are those of `rms_norm`.
+
+    Rounds only after the product with the weight, as transformers' Cohere does. Raises ValueError.
+    """
+    require(
+        "layer_norm",
+        x.dim() in (2, 3)
+        and weight.shape == x.shape[-1:]
+        and alike(x, weight, delta)
+        and (delta is None or delta.shape == x.shape),
+        x=x,
+        weight=weight,
+        delta=delta,
+    )
+    return implementation("layer_norm", x.device)(x, weight, eps, delta)
 
 
 def rope_into(
@@ -104,6 +131,19 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return implementation("swiglu", gate_up.device)(gate_up)
 
 
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return gelu(gate) * up of [rows, 2 width], gate first: [rows, width] (Shazeer, 2020).
+
+    gelu is approximated with tanh, and rounded before the product. Raises ValueError.
+    """
+    require(
+        "geglu",
+        gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0 and alike(gate_up),
+        gate_up=gate_up,
+    )
+    return implementation("geglu", gate_up.device)(gate_up)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate x: [heads, tokens, head_dim], with its first half paired with its second half."""
     half = x.shape[-1] // 2
@@ -112,15 +152,29 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def reference_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    delta: torch.Tensor | None,
+    plus_one: bool,
 ) -> torch.Tensor:
     if delta is not None:
         x += delta
     if x.dtype.itemsize > 2:
-        return torch.rms_norm(x, weight.shape, weight, eps)
+        return torch.rms_norm(x, weight.shape, weight + 1 if plus_one else weight, eps)
     exact = x.float()
     scale = torch.rsqrt(exact.square().mean(-1, keepdim=True).add_(eps))
+    if plus_one:
+        return exact.mul_(scale).mul_(weight.float() + 1).to(x.dtype)
     return (exact * scale).to(x.dtype) * weight
+
+
+def reference_layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None
+) -> torch.Tensor:
+    if delta is not None:
+        x += delta
+    return F.layer_norm(x.float(), weight.shape, weight.float(), None, eps).to(x.dtype)
 
 
 def reference_rope_into(
@@ -154,3 +208,8 @@ def reference_rope_into(
 def reference_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
+
+
+def reference_geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

@@ -14,7 +14,8 @@ _COLUMNS = 1024
 @triton.jit(do_not_specialize=["heads"])
 def _norm_kernel(
     x, delta, weight, out, eps, heads, x_row, x_head, d_row, d_head,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr, PLUS_ONE: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, COLUMNS)
@@ -27,9 +28,16 @@ def _norm_kernel(
         value = (value.to(tl.float32) + change.to(tl.float32)).to(item)
         tl.store(place, value, mask=inside)
     exact = value.to(tl.float32)
+    if CENTRED:
+        exact = tl.where(inside, exact - tl.sum(exact, 0) / WIDTH, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(exact * exact, 0) / WIDTH + eps)
-    scaled = (exact * scale).to(item).to(tl.float32)
-    scaled *= tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if PLUS_ONE:
+        scaled = exact * scale * (1.0 + factor)
+    elif CENTRED:
+        scaled = exact * scale * factor
+    else:
+        scaled = (exact * scale).to(item).to(tl.float32) * factor
     tl.store(out + (row * heads + head) * WIDTH + column, scaled.to(item), mask=inside)
 
 
@@ -91,19 +99,47 @@ def _rope_kernel(
 
 
 @triton.jit
-def _swiglu_kernel(gate_up, out, row_stride, width, COLUMNS: tl.constexpr):
+def _gated_kernel(gate_up, out, row_stride, width, COLUMNS: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     source = gate_up + row * row_stride + column
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
+    item = out.dtype.element_ty
+    if GELU:
+        # (1 + tanh(z)) / 2 is the logistic function of 2 z; here z = .798 (gate + .0447 gate ** 3).
+        twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        result = (gate / (1.0 + tl.exp(-twice))).to(item).to(tl.float32) * up
+    else:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out + row * width + column, result.to(item), mask=inside)
 
 
 def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    delta: torch.Tensor | None,
+    plus_one: bool,
+) -> torch.Tensor:
+    return _norm(x, weight, eps, delta, plus_one=plus_one, centred=False)
+
+
+def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None
+) -> torch.Tensor:
+    return _norm(x, weight, eps, delta, plus_one=False, centred=True)
+
+
+def _norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    delta: torch.Tensor | None,
+    *,
+    plus_one: bool,
+    centred: bool,
 ) -> torch.Tensor:
     rows, width = x.shape[0], x.shape[-1]
     heads = x.shape[1] if x.dim() == 3 else 1
@@ -113,7 +149,8 @@ def rms_norm(
     _norm_kernel[(rows, heads)](
         x, other, weight, out, eps, heads,
         x.stride(0), x.stride(-2), other.stride(0), other.stride(-2),
-        WIDTH=width, COLUMNS=columns, ADD=delta is not None,
+        WIDTH=width, COLUMNS=columns, ADD=delta is not None, PLUS_ONE=plus_one,
+        CENTRED=centred,
         num_warps=min(16, max(1, columns // 256)), enable_fp_fusion=True,
     )  # fmt: skip
     return out
@@ -144,10 +181,18 @@ def rope_into(
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    return _gated(gate_up, gelu=False)
+
+
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    return _gated(gate_up, gelu=True)
+
+
+def _gated(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    _swiglu_kernel[(rows, triton.cdiv(width, _COLUMNS))](
-        gate_up, out, gate_up.stride(0), width, COLUMNS=_COLUMNS,
+    _gated_kernel[(rows, triton.cdiv(width, _COLUMNS))](
+        gate_up, out, gate_up.stride(0), width, COLUMNS=_COLUMNS, GELU=gelu,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out

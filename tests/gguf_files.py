@@ -39,6 +39,7 @@ def in_blocks(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
 
 
 _ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+_RENAMED = {"mistral": "llama", "gemma3_text": "gemma3"}
 # Those whose q and k llama.cpp's converter permutes.
 _PERMUTED = ("llama", "smollm3", "granite")
 _LARGER = re.compile(r"blk\.\d*[02468]\.(ffn_down|attn_v)\.weight")
@@ -60,7 +61,7 @@ def write_gguf(
     describe: adds more metadata. mixed: `down` and `v` of even layers are in Q8_0 instead
     """
     config = model.config
-    architecture = "llama" if config.model_type == "mistral" else config.model_type
+    architecture = _RENAMED.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -69,7 +70,6 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
@@ -92,6 +92,8 @@ def write_gguf(
                 .swapaxes(1, 2)
                 .reshape(array.shape)
             )
+        if architecture == "gemma3" and "norm" in name:
+            array = array + 1
         tensors[names.get_name(name, (".weight", ".bias"))] = array
     for name, array in tensors.items():
         stored = gguf.GGMLQuantizationType.Q8_0 if mixed and _LARGER.match(name) else kind
@@ -108,8 +110,18 @@ def write_gguf(
 
 def _describe_family(writer: gguf.GGUFWriter, config: object, head_dim: int) -> None:
     """Adds what the converter adds for some families alone."""
-    share = config.rope_parameters.get("partial_rotary_factor") or 1.0
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    share = rope.get("partial_rotary_factor") or 1.0
     writer.add_rope_dimension_count(int(head_dim * share))
+    if config.model_type == "gemma3_text":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_float32(
+            "gemma3.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"]
+        )
+        if rope["rope_type"] == "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope["factor"])
     if config.model_type == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)

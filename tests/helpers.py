@@ -134,6 +134,46 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         "SmolLM3",
         {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 8},
     ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 12,
+            "layer_types": [*SLIDING, "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+        },
+    ),
+    "cohere2": (
+        "Cohere2",
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "logit_scale": 0.5,
+        },
+    ),
+    # A scale of scores that is not that of the heads' size, and two rotary embeddings.
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            # Scaled embeddings that are also the output matrix would repeat each token.
+            "tie_word_embeddings": False,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+            },
+        },
+    ),
 }
 
 # Every mix of resident and streamed; more resident blocks than there are means all.
@@ -168,11 +208,12 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
 
     kind, options = FAMILIES[family]
     torch.manual_seed(sum(map(ord, family)))
-    config = getattr(transformers, f"{kind}Config")(**{**_SIZES, **options, **overrides})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    made = getattr(transformers, f"{kind}ForCausalLM")
+    model = made(made.config_class(**{**_SIZES, **options, **overrides})).eval()
+    one = 0.0 if kind == "Gemma3" else 1.0
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.2)
+            torch.nn.init.normal_(parameter, one if "norm" in name else 0.0, 0.2)
     model.save_pretrained(directory)
     return model
 

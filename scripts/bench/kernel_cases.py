@@ -306,7 +306,7 @@ class KernelCases:
         for name, inputs, moved, ours, theirs in (
             (
                 "rms_norm with residual", f"{tokens} x {config.hidden}", 4 * hidden.numel(),
-                partial(layer.rms_norm, *norm), partial(layer.reference_rms_norm, *norm),
+                partial(layer.rms_norm, *norm), partial(layer.reference_rms_norm, *norm, False),
             ),
             (
                 "rope_into", f"{tokens} x {heads.shape[1]} x {head_dim}", 2 * heads.numel(),

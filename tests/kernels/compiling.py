@@ -33,7 +33,7 @@ from triforce_kernels.kv.gather_split import SplitChunkSource, gather_split_chun
 from triforce_kernels.kv.rounding import round_chunks
 from triforce_kernels.kv.selection import choose_chunks
 from triforce_kernels.kv.split_kv import SplitKV, decode_blocks, encode_block
-from triforce_kernels.layer import rms_norm, rope_into, swiglu
+from triforce_kernels.layer import geglu, layer_norm, rms_norm, rope_into, swiglu
 from triforce_kernels.sampling.sampling import accept, distribution, pick
 from triforce_kernels.weights import blocks
 from triforce_kernels.weights.block_types import ALL_TYPES
@@ -177,11 +177,14 @@ def launch_others(dtype: torch.dtype) -> None:
     hidden, cache = empty(17, 4096), empty(32, 4224, 128)
     rms_norm(hidden, hidden[0], 1e-5)
     rms_norm(hidden, hidden[0], 1e-5, hidden)
+    rms_norm(hidden, hidden[0], 1e-5, hidden, plus_one=True)
+    layer_norm(hidden, hidden[0], 1e-5, hidden)
     for start in (5, number):
         rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), cache, cache, start)
         whole, scale = cache.to(torch.int8), empty(2, 32, 128, dtype=torch.float32)
         rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), whole, whole, start, scale)
     swiglu(empty(17, 22016))
+    geglu(empty(17, 22016))
     scores, lse = empty(32, 17, 16384, dtype=torch.float32), empty(32, 17, dtype=torch.float32)
     for mass in (lse, None):
         group_scores(

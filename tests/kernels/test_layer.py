@@ -8,24 +8,39 @@ import torch.nn.functional as F
 from exactness import DEVICE, INTERPRETED, TOLERANCE, assert_near
 
 from triforce_kernels.kv.rounding import rounded
-from triforce_kernels.layer import rms_norm, rope_into, swiglu
+from triforce_kernels.layer import geglu, layer_norm, rms_norm, rope_into, swiglu
 
 
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("shape", [(1, 64), (5, 200), (3, 1025), (4, 7, 24)])
 @pytest.mark.parametrize("add", [False, True])
-def test_norm_with_residual(backend, draw, shape, dtype, add) -> None:
+@pytest.mark.parametrize("kind", ["rms", "plus_one", "layer"])
+def test_norm_with_residual(backend, draw, shape, dtype, add, kind) -> None:
     weight = draw(shape[-1], dtype=dtype)
     whole = draw(*shape[:-1], shape[-1] + 3, dtype=dtype) * 3
     x = whole[..., : shape[-1]]  # rows of a larger buffer
     delta = draw(*shape, dtype=dtype) if add else None
     total = (x + delta if add else x).clone()
     before = whole[..., shape[-1] :].clone()
-    ours = rms_norm(x, weight, 1e-5, delta)
-    exact = F.rms_norm(total.double(), shape[-1:], weight.double(), 1e-5)
+    if kind == "layer":
+        ours = layer_norm(x, weight, 1e-5, delta)
+        exact = F.layer_norm(total.double(), shape[-1:], weight.double(), None, 1e-5)
+    else:
+        ours = rms_norm(x, weight, 1e-5, delta, plus_one=kind == "plus_one")
+        factors = weight.double() + (kind == "plus_one")
+        exact = F.rms_norm(total.double(), shape[-1:], factors, 1e-5)
     assert_near(ours, exact, TOLERANCE[dtype])
     assert torch.equal(x, total), "x is the sum, rounded once"
     assert torch.equal(whole[..., shape[-1] :], before)
+
+
+def test_a_norm_with_one_more_than_its_weights_rounds_once(backend) -> None:
+    """The sum of 1 and a small weight would round to 1 in half precision."""
+    x = torch.arange(1.0, 65, device=DEVICE).half().unsqueeze(0)
+    weight = torch.full((64,), 4e-4, device=DEVICE).half()
+    exact = F.rms_norm(x.double(), (64,), weight.double() + 1).half()
+    assert torch.equal(rms_norm(x, weight, 0.0, plus_one=True), exact)
+    assert not torch.equal(rms_norm(x, weight + 1, 0.0), exact)
 
 
 def test_a_norm_near_the_greatest_half_does_not_overflow(backend) -> None:
@@ -93,19 +108,28 @@ def test_rope_puts_whole_numbers_in_place(
 
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("shape", [(1, 96), (5, 1500)])
-def test_swiglu(backend, draw, shape, dtype) -> None:
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gated(backend, draw, shape, dtype, gelu) -> None:
     gate_up = draw(shape[0], 2 * shape[1], dtype=dtype) * 4
     gate_up[0, :3] = torch.tensor([60000.0, -60000.0, 0.0])
     gate_up[0, shape[1] : shape[1] + 3] = 1
     gate, up = gate_up.double().chunk(2, -1)
-    assert_near(swiglu(gate_up), F.silu(gate) * up, TOLERANCE[dtype])
+    if gelu:
+        exact = F.gelu(gate, approximate="tanh") * up
+        assert_near(geglu(gate_up), exact, TOLERANCE[dtype])
+    else:
+        assert_near(swiglu(gate_up), F.silu(gate) * up, TOLERANCE[dtype])
 
 
 def test_what_does_not_fit_is_reported(backend, draw) -> None:
     with pytest.raises(ValueError, match=r"rms_norm cannot take x .*weight \(5,\)"):
         rms_norm(draw(2, 4), draw(5), 1e-5)
+    with pytest.raises(ValueError, match=r"layer_norm cannot take x .*weight \(5,\)"):
+        layer_norm(draw(2, 4), draw(5), 1e-5)
     with pytest.raises(ValueError, match=r"swiglu cannot take gate_up \(2, 5\)"):
         swiglu(draw(2, 5))
+    with pytest.raises(ValueError, match=r"geglu cannot take gate_up \(2, 5\)"):
+        geglu(draw(2, 5))
     cache, angles = draw(2, 8, 16), draw(3, 16)
     with pytest.raises(ValueError, match=r"rope_into cannot take heads .*start 6"):
         rope_into(draw(3, 8, 16), angles, angles, cache, cache, 6)

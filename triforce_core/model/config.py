@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from triforce_core.model.layers import Attention, Described, LayerSpec
+from triforce_core.model.layers import Attention, Described, LayerSpec, NormKind
 from triforce_offload.errors import UnsupportedModelError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
@@ -20,6 +20,10 @@ class RopeConfig:
     type: str = "default"
     theta: float = 10000.0
     parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        """Parameters may be lists, which have no hash."""
+        return hash((self.type, self.theta))
 
     @property
     def query_growth(self) -> tuple[float, float] | None:
@@ -57,9 +61,10 @@ class ModelConfig(Described):
         whole model
     embedding_scale, logit_scale: factors of the embeddings and of the logits
     window_rope: rotary embedding of the layers with a window; None if it is that of the others
+    norm_kind: how every norm of the model is computed
     """
 
-    _NEWER = frozenset({"embedding_scale", "logit_scale", "window_rope"})
+    _NEWER = frozenset({"embedding_scale", "logit_scale", "window_rope", "norm_kind"})
 
     family: str
     layers: tuple[LayerSpec, ...]
@@ -74,6 +79,7 @@ class ModelConfig(Described):
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     window_rope: RopeConfig | None = None
+    norm_kind: NormKind = NormKind.RMS
 
     def __post_init__(self) -> None:
         """Raise UnsupportedModelError if the KV of the layers differs in shape, or if all layers
@@ -135,6 +141,17 @@ class ModelConfig(Described):
         """One of each kind of layer, in the order in which they first occur."""
         return tuple(dict.fromkeys(self.layers))
 
+    def rope_of(self, mixer: Attention) -> RopeConfig | None:
+        """Return the rotary embedding of a mixer, None if it does not rotate."""
+        if not mixer.rotated:
+            return None
+        return self.window_rope if mixer.window_rope else self.rope
+
+    @cached_property
+    def ropes(self) -> tuple[RopeConfig | None, ...]:
+        """The different rotary embeddings of the layers, None for layers that do not rotate."""
+        return tuple(dict.fromkeys(self.rope_of(spec.mixer) for spec in self.distinct_layers))
+
     @property
     def vocab_rows(self) -> int:
         """Rows of embedding and output matrix."""
@@ -151,7 +168,12 @@ class ModelConfig(Described):
 
     @property
     def positions(self) -> int:
-        """Longest context, derived as in vLLM: rope scaling multiplies the trained positions."""
+        """Longest context, derived as in vLLM: rope scaling multiplies the trained positions.
+
+        Models with another rotary embedding for windows (Gemma 3) declare the product.
+        """
+        if self.window_rope is not None:
+            return self.trained_positions
         factor = self.rope.parameters.get("factor", 1.0)
         if self.rope.type in ("linear", "dynamic"):
             return int(self.trained_positions * factor)

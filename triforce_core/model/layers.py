@@ -49,9 +49,10 @@ class Attention(Described):
     rotated: whether queries and keys are rotated by their positions
     scale: factor of the scores; None for head_dim ** -0.5
     window: number of tokens that a token attends to, itself included; None for all
+    window_rope: whether it rotates as `ModelConfig.window_rope` says
     """
 
-    _NEWER = frozenset({"norm_over_heads", "rotated", "scale", "window"})
+    _NEWER = frozenset({"norm_over_heads", "rotated", "scale", "window", "window_rope"})
 
     heads: int
     kv_heads: int
@@ -63,6 +64,7 @@ class Attention(Described):
     rotated: bool = True
     scale: float | None = None
     window: int | None = None
+    window_rope: bool = False
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of heads or their size are impossible."""
@@ -101,14 +103,25 @@ class Attention(Described):
         return shapes
 
 
-@dataclass(frozen=True)
-class DenseMLP:
-    """SwiGLU (Shazeer, 2020) over every token.
+class Activation(Enum):
+    """Activations of an MLP's gate, by their names in config.json files."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, repr=False)
+class DenseMLP(Described):
+    """A gated MLP (Shazeer, 2020) over every token.
 
     width: number of columns of the gate, and of the up projection
+    activation: what the gate goes through before it multiplies the up projection
     """
 
+    _NEWER = frozenset({"activation"})
+
     width: int
+    activation: Activation = Activation.SILU
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the MLP's tensors. hidden: width of the model"""
@@ -116,7 +129,7 @@ class DenseMLP:
 
 
 class Norms(Enum):
-    """Where a layer has RMS norms: before the mixer and before the MLP, after each, or both."""
+    """Where a layer has norms: before the mixer and before the MLP, after each, or both."""
 
     BEFORE = "before"
     AFTER = "after"
@@ -131,20 +144,32 @@ class Norms(Enum):
         return self is not Norms.BEFORE
 
 
+class NormKind(Enum):
+    """How norms are computed: RMS norms whose factors are the weights, or 1 + the weights, or layer
+    norms without a bias.
+    """
+
+    RMS = "rms"
+    RMS_PLUS_ONE = "rms_plus_one"
+    LAYER = "layer"
+
+
 @dataclass(frozen=True, repr=False)
 class LayerSpec(Described):
     """A layer: a mixer and an MLP, each with norms and a residual connection.
 
     norms: where the norms are
     residual_scale: factor of what the mixer and the MLP add to the hidden states
+    parallel: whether the MLP has the same input and norm as the mixer, and does not follow it
     """
 
-    _NEWER = frozenset({"norms", "residual_scale"})
+    _NEWER = frozenset({"norms", "residual_scale", "parallel"})
 
     mixer: Attention
     mlp: DenseMLP
     norms: Norms = Norms.BEFORE
     residual_scale: float = 1.0
+    parallel: bool = False
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's tensors, in the order in which they are used.
@@ -157,7 +182,7 @@ class LayerSpec(Described):
             "input_norm": before,
             **self.mixer.shapes(hidden),
             "mixer_norm": after,
-            "post_norm": before,
+            "post_norm": None if self.parallel else before,
             **self.mlp.shapes(hidden),
             "mlp_norm": after,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from triforce_core.model.layers import Attention
-from triforce_kernels.layer import rms_norm
+from triforce_core.model.norms import Norm
 from triforce_kernels.weights.linear import linear
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.weights.layouts import Views
@@ -14,14 +14,14 @@ from triforce_offload.weights.layouts import Views
 class AttentionMixer:
     """Attention through a cache, which rotates, stores and attends."""
 
-    def __init__(self, spec: Attention, norm_eps: float, kv_layer: int) -> None:
+    def __init__(self, spec: Attention, norm: Norm, kv_layer: int) -> None:
         """kv_layer: index among the full-attention layers, as KV stores number them, or among the
         layers with a window
         """
         self._spec = spec
         # Caches scale scores by head_dim ** -0.5. Another scale is applied to the queries.
         self._query_factor = None if spec.scale is None else spec.scale * spec.head_dim**0.5
-        self._eps = norm_eps
+        self._norm = norm
         self._kv_layer = kv_layer
 
     def __call__(
@@ -33,14 +33,14 @@ class AttentionMixer:
         """
         spec = self._spec
         if "input_norm" in w:
-            hidden = rms_norm(hidden, w["input_norm"], self._eps)
+            hidden = self._norm(hidden, w["input_norm"])
         qkv = linear(hidden, w["qkv"], w.get("qkv_bias"))
         heads = qkv.view(batch.rows, spec.heads + 2 * spec.kv_heads, spec.head_dim)
         queries, keys, _ = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), 1)
         if spec.qk_norm:
             for each, weight in ((queries, w["q_norm"]), (keys, w["k_norm"])):
                 rows = each.flatten(1) if spec.norm_over_heads else each
-                each.copy_(rms_norm(rows, weight, self._eps).view(each.shape))
+                each.copy_(self._norm(rows, weight).view(each.shape))
         if self._query_factor is not None:
             queries.mul_(self._query_factor)
         if batch.query_scale is not None:

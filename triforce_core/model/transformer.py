@@ -10,9 +10,9 @@ import torch
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.mixers import AttentionMixer
-from triforce_core.model.mlps import dense_mlp
+from triforce_core.model.mlps import GatedMLP
+from triforce_core.model.norms import Norm
 from triforce_core.model.rope import Rope
-from triforce_kernels.layer import rms_norm
 from triforce_kernels.weights.linear import Weight, linear, lookup
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.link.waiting import come
@@ -63,10 +63,13 @@ class Model:
         self.device = device
         self._ends = ends
         self._ranks = ranks or Alone()
-        places = config.kv_places
+        self._norm = Norm(config.norm_kind, config.norm_eps)
         self._mixers = [
-            AttentionMixer(spec.mixer, config.norm_eps, place)
-            for spec, place in zip(config.layers, places, strict=True)
+            AttentionMixer(spec.mixer, self._norm, place)
+            for spec, place in zip(config.layers, config.kv_places, strict=True)
+        ]
+        self._mlps = [
+            GatedMLP(spec.mlp, self._norm, parallel=spec.parallel) for spec in config.layers
         ]
 
     @property
@@ -92,12 +95,12 @@ class Model:
         hidden = self._embed(batch.tokens)
         batch = replace(batch, query_scale=self.rope.query_scale(batch.positions, hidden))
         parts = {
-            rotated: list(replace(batch, rotation=rotation).parts(chunk))
-            for rotated, rotation in self._rotations(batch.positions, hidden).items()
+            rope: list(replace(batch, rotation=rotation).parts(chunk))
+            for rope, rotation in self.rope.rotations(batch.positions, hidden).items()
         }
         for index, spec in enumerate(self.config.layers):
             with weights.layer(index) as layer:
-                for part in parts[spec.mixer.rotated]:
+                for part in parts[self.config.rope_of(spec.mixer)]:
                     self._layer(index, layer, hidden[part.first : part.end], cache, part)
             if each_layer is not None:
                 each_layer(index)
@@ -108,23 +111,18 @@ class Model:
         the first get an empty [tokens, 0].
         """
         ends = self._ends
-        part = linear(rms_norm(hidden, ends.norm, self.config.norm_eps), ends.head).float()
+        part = linear(self._norm(hidden, ends.norm), ends.head).float()
         if self.config.logit_scale != 1:
             part *= self.config.logit_scale
         return self._ranks.gather(part, ends.widths)
 
-    def _rotations(
-        self, positions: torch.Tensor, like: torch.Tensor
-    ) -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
-        """Return cosines and sines for layers that rotate and for those that do not."""
-        kinds = {spec.mixer.rotated for spec in self.config.distinct_layers}
-        by_kind = {True: self.rope.rotation, False: self.rope.identity}
-        return {kind: by_kind[kind](positions, like) for kind in kinds}
-
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [tokens, hidden], scaled."""
         hidden = self._looked_up(tokens)
-        return hidden if self.config.embedding_scale == 1 else hidden * self.config.embedding_scale
+        if self.config.embedding_scale == 1:
+            return hidden
+        # As in transformers' Gemma, the factor is rounded to the dtype of the embeddings.
+        return hidden * float(torch.tensor(self.config.embedding_scale, dtype=hidden.dtype))
 
     def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the rows of the embedding [tokens, hidden]."""
@@ -151,7 +149,7 @@ class Model:
         spec = self.config.layers[index]
         mixed = self._ranks.sum(self._mixers[index](w, hidden, cache, batch))
         mixed = self._added(spec, w.get("mixer_norm"), mixed)
-        computed = self._ranks.sum(dense_mlp(w, hidden, self.config.norm_eps, mixed))
+        computed = self._ranks.sum(self._mlps[index](w, hidden, mixed))
         hidden += self._added(spec, w.get("mlp_norm"), computed)
 
     def _added(
@@ -162,5 +160,5 @@ class Model:
         norm: weights of the norm after it, or None
         """
         if norm is not None:
-            computed = rms_norm(computed, norm, self.config.norm_eps)
+            computed = self._norm(computed, norm)
         return computed if spec.residual_scale == 1 else computed.mul_(spec.residual_scale)

@@ -30,8 +30,8 @@ def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -
     """Return the bytes of a prompt's hidden states, one layer's KV and one chunk's temporaries."""
     chunk = min(chunk, tokens)
     keys, head_dim = 2 * config.attention.keys, config.attention.head_dim
-    # Cosines and sines, for layers that rotate and for those that do not.
-    tables = 2 * head_dim * len({spec.mixer.rotated for spec in config.distinct_layers})
+    # Cosines and sines, for each rotary embedding and for layers that do not rotate.
+    tables = 2 * head_dim * len(config.ropes)
     whole = tokens * (config.hidden + keys + tables) * itemsize
     # Angles and their cosines and sines, in float32.
     rope = tokens * head_dim * 4 * 4

@@ -179,18 +179,19 @@ def test_keys_turned_back_are_keys_of_the_new_positions(tiny) -> None:
         small = engine.models.small
         memory = DeviceMemory(CPU, None)
         shape = KVShape(1, small.shape.kv_heads, small.shape.head_dim, 1, torch.float32)
-        rope = small.model.rope
+        rope, kind = small.model.rope, small.model.config.rope
         cache = WindowCache(shape, rope, 64, memory)
         torch.manual_seed(0)
         raw = torch.randn(shape.kv_heads, 40, shape.head_dim)
-        cache.kv.rows[0, 0, :, :40] = rotate(raw, *rope.rotation(torch.arange(40), raw))
+        cache.kv.rows[0, 0, :, :40] = rotate(raw, *rope.rotations(torch.arange(40), raw)[kind])
         cache.kv.rows[0, 1, :, :40] = raw
         cache.kv.end = 40
         cache.keep_recent(10)
         kept = torch.cat((raw[:, : cache.sinks], raw[:, 30:]), 1)
         assert cache.kv.end == cache.sinks + 10
         turned = cache.kv.rows[0, 0, :, : cache.kv.end]
-        expected = rotate(kept, *rope.rotation(torch.arange(cache.kv.end), kept))
+        places = torch.arange(cache.kv.end)
+        expected = rotate(kept, *rope.rotations(places, kept)[kind])
         # Three rotations by up to 40 radians, whose angles, cosines and products are rounded.
         near = 3 * (40 + 4) * torch.finfo(torch.float32).eps * 2**0.5 * float(raw.abs().max())
         assert_within(turned, expected, near)

@@ -82,6 +82,48 @@ def test_gguf_of_layers_that_do_not_rotate(tmp_path) -> None:
     assert generate(tmp_path / "m.gguf") == reference(model)
 
 
+@pytest.mark.parametrize(
+    ("layers", "more"),
+    [
+        (7, {"query_pre_attn_scalar": 16}),
+        # As in Gemma 3 27B, which llama.cpp knows by its number of layers.
+        (62, {"query_pre_attn_scalar": 64 // 4, "head_dim": 24}),
+    ],
+)
+def test_gguf_of_layers_with_windows(tmp_path, layers: int, more: dict) -> None:
+    """Such files do not say which layers: in llama.cpp it is all but every sixth."""
+    kinds = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(layers)]
+    named = {"num_hidden_layers": layers, "layer_types": kinds, "tie_word_embeddings": True}
+    model = make_model("gemma3", tmp_path, **named, **more)
+    write_gguf(model, tmp_path / "m.gguf")
+    assert generate(tmp_path / "m.gguf") == reference(model)
+
+
+def test_gguf_may_say_which_layers_have_windows(tiny, tmp_path) -> None:
+    _, model = tiny("gemma3")
+    for value in (3, [True, True, False]):
+
+        def describe(writer: gguf.GGUFWriter, value: object = value) -> None:
+            writer.add_sliding_window_pattern(value)
+
+        write_gguf(model, tmp_path / "m.gguf", describe=describe)
+        found = open_checkpoint(tmp_path / "m.gguf")
+        found.close()
+        assert [spec.mixer.window for spec in found.config.layers] == [512, 512, None]
+
+
+def test_weights_of_norms_are_stored_with_one_more(tiny, tmp_path) -> None:
+    _, model = tiny("gemma3")
+    write_gguf(model, tmp_path / "m.gguf")
+    theirs = model.model.norm.weight
+    for dtype in (torch.float32, torch.bfloat16):
+        read = torch.empty(theirs.shape, dtype=dtype)
+        checkpoint = open_checkpoint(tmp_path / "m.gguf")
+        checkpoint.read("norm", read)
+        checkpoint.close()
+        assert torch.equal(read, ((theirs + 1) - 1).to(dtype))
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_quantised_gguf_equals_the_dequantised_model(tiny, tmp_path, kind: str) -> None:
     _, model = tiny("llama")

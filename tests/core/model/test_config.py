@@ -29,8 +29,10 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
     config = from_hf(json.loads((path / "config.json").read_text()), {})
     assert config.attention.kv_heads == model.config.num_key_value_heads
     assert config.tied == model.config.tie_word_embeddings
-    assert config.rope.type == model.config.rope_parameters["rope_type"]
-    normed = ("qwen3", "olmo2", "exaone4")
+    rope = model.config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    assert (config.rope.type, config.rope.theta) == (rope["rope_type"], rope["rope_theta"])
+    normed = ("qwen3", "olmo2", "exaone4", "gemma3")
     assert config.attention.qk_norm == (family.removesuffix("-windows") in normed)
 
 

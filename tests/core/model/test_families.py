@@ -118,18 +118,19 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     named |= {"max_position_embeddings": 4096, "sliding_window": None}
     if family == "exaone4":
         named["layer_types"] = ["full_attention"] * 2
-    if family not in ("ministral3", "smollm3", "glm", "glm4", "ernie4_5"):
+    if family not in ("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text"):
         # Published configs always say so.
         named["num_key_value_heads"] = 4
-    theirs = getattr(transformers, f"{FAMILIES[family].hf_class}Config")(
+    theirs = getattr(transformers, f"{FAMILIES[family].hf_class}ForCausalLM").config_class(
         **{name: value for name, value in named.items() if name != "model_type"}
     )
     ours = from_hf(named, {})
-    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.norm_eps == getattr(theirs, FAMILIES[family].norm_eps)
     assert ours.tied == bool(theirs.tie_word_embeddings)
     assert ours.attention.kv_heads == theirs.num_key_value_heads
     assert ours.attention.head_dim == (getattr(theirs, "head_dim", None) or 256 // 16)
     rope = theirs.rope_parameters
+    rope = rope.get("full_attention", rope)
     assert (ours.rope.theta, ours.rope.type) == (rope["rope_theta"], rope["rope_type"])
     assert ours.rope.rotated(100) == int(100 * (rope.get("partial_rotary_factor") or 1))
     assert ours.rope.query_growth is None or rope["llama_4_scaling_beta"] == 0.1
@@ -226,12 +227,24 @@ AROUND = {
         },
         _IMAGES | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
+    "Gemma3": (
+        {"sliding_window": 512, "query_pre_attn_scalar": 16},
+        {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("model", "tied"),
-    [("Mistral3", False), ("Mistral3", True), ("Qwen2_5_VL", False), ("Qwen3VL", False)],
+    [
+        *(("Mistral3", False), ("Mistral3", True), ("Qwen2_5_VL", False), ("Qwen3VL", False)),
+        *(("Gemma3", False), ("Gemma3", True)),
+    ],
 )
 def test_of_a_model_that_reads_images_the_text_part_runs(
     tmp_path: Path, model: str, tied: bool

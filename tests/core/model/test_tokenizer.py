@@ -12,8 +12,10 @@ import gguf
 import pytest
 from byte_level_files import CONTROL, MANUAL, tokenizer_metadata, write_byte_level
 from gguf_files import write_gguf
+from sentence_piece_files import write_sentence_piece
 
 from triforce_core.model.checkpoints.byte_level import _SPLITS, _split
+from triforce_core.model.checkpoints.sentence_piece import SentencePieceTokenizer
 from triforce_core.model.checkpoints.tokenizer import load_tokenizer
 from triforce_offload.errors import CheckpointError, UsageError
 
@@ -50,6 +52,28 @@ def test_a_byte_level_tokenizer_is_that_of_transformers(
     assert known.items() <= theirs.get_vocab().items()
     assert len(known) == len(set(known.values()))
     assert max(known.values()) == len(known) - 1
+
+
+def test_a_sentence_piece_tokenizer_is_that_of_transformers(tiny, tmp_path) -> None:
+    from transformers import AutoTokenizer
+
+    path = write_sentence_piece(tiny, tmp_path / "m.gguf")
+    ours = load_tokenizer(path)
+    assert isinstance(ours._backend, SentencePieceTokenizer)
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    text = TEXT + "<start_of_turn>user\n\n\n\n     <b>\u2581x <eos>\x07"
+    expected = theirs(text)["input_ids"]
+    assert ours.encode(text) == expected
+    assert expected[0] == theirs.bos_token_id == ours.vocabulary["<bos>"]
+    assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
+    assert all(ours.decode([t]) == theirs.decode([t], skip_special_tokens=True) for t in expected)
+    assert ours.decode(ours.encode(TEXT)) == TEXT
+    assert ours.vocabulary == theirs.get_vocab()
+    messages = [{"role": "user", "content": "Hi ☕"}]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ours.chat("Hi ☕") == expected
+    ours.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").encode(text) == ours.encode(text)
 
 
 def test_what_llama3_wants_besides(tiny, tmp_path) -> None:

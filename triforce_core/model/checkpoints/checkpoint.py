@@ -167,7 +167,10 @@ class Checkpoint:
             part = rows_of(into, first, first + piece.rows)
             first += piece.rows
             try:
-                read_into(self._source, piece.name, part, piece.corner, piece.order)
+                if piece.more:
+                    _read_less(self._source, piece, part)
+                else:
+                    read_into(self._source, piece.name, part, piece.corner, piece.order)
             except SplitError as error:
                 raise CannotSplitError(self.path, [name]) from error
 
@@ -232,6 +235,17 @@ class Checkpoint:
                 yield stored, (rows, *shape[1:])
         if self._rope_factors is not None:
             yield self._rope_factors, (config.attention.head_dim // 2,)
+
+
+def _read_less(source: TensorSource, piece: Piece, into: torch.Tensor) -> None:
+    """Read a piece whose stored numbers are more than the model's. The difference is rounded."""
+    import torch
+
+    from triforce_offload.checkpoint.reading import read_into
+
+    numbers = torch.empty(into.shape)
+    read_into(source, piece.name, numbers, piece.corner, piece.order)
+    into.copy_(numbers - piece.more)
 
 
 def resolve(model: str | Path) -> Path:

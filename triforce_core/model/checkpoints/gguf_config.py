@@ -8,9 +8,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.config import ModelConfig, RopeConfig
-from triforce_core.model.families.dense import FAMILIES
+from triforce_core.model.families.dense import FAMILIES, Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.ropes import check_rope
+from triforce_core.model.families.windows import FULL, SLIDING, with_own_rope
 from triforce_core.model.layers import LayerSpec
 from triforce_offload.errors import UnsupportedModelError
 
@@ -24,7 +25,11 @@ _FAMILIES = {
         *("llama", "qwen2", "qwen3", "seed_oss", "smollm3", "olmo2", "exaone4", "granite"),
         *("glm4", "phi3", "ernie4_5"),
     )
-}
+} | {"gemma3": FAMILIES["gemma3_text"]}
+# Families of files with windows, by an architecture that is another one's without them.
+_WITH_WINDOWS = {"olmo2": FAMILIES["olmo3"]}
+# Number of layers of Gemma 3 27B. llama.cpp knows by it how that model scales scores.
+_GEMMA3_27B = 62
 # Names of numbers in the file, by their names in config.json.
 _NUMBERS = {
     "attention_multiplier": "attention.scale",
@@ -46,6 +51,8 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
             f"{where}: architecture {architecture!r} is not supported (only {', '.join(_FAMILIES)})"
         )
     family = _FAMILIES[architecture]
+    if f"{architecture}.attention.sliding_window" in source.metadata:
+        family = _WITH_WINDOWS.get(architecture, family)
     prefix = architecture + "."
     own = {k.removeprefix(prefix): v for k, v in source.metadata.items() if k.startswith(prefix)}
     fields = Fields(own, where)
@@ -55,6 +62,8 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     if any(name.startswith("rope_factors_") for name in names):
         raise UnsupportedModelError(f"{where}: rope factors of longrope are not supported")
     raw = _as_in_hf(fields, positions)
+    if architecture == "gemma3":
+        raw |= _gemma3(fields, raw)
     described = Fields(raw, where)
     layers = family.layers(described, layer_count(fields, "block_count"))
     window = raw["sliding_window"]
@@ -64,15 +73,18 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
             "model"
         )
     layers = tuple(_with_tensors(spec, names) for spec in layers)
+    window_rope = _window_rope(fields, family)
     vocab = source.metadata.get("tokenizer.ggml.tokens")
     return ModelConfig(
         family=family.name,
-        layers=layers,
+        layers=layers if window_rope is None else with_own_rope(layers),
         hidden=raw["hidden_size"],
         vocab=fields.whole("vocab_size", getattr(vocab, "length", None)),
         norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
         trained_positions=positions,
         rope=_gguf_rope(fields, positions, raw["head_dim"]),
+        window_rope=window_rope,
+        norm_kind=family.norm_kind,
         tied="output.weight" not in names,
         eos_token_ids=_gguf_eos(source.metadata),
         **family.scales(described),
@@ -83,6 +95,9 @@ def _refuse_unsupported(fields: Fields) -> None:
     where, own = fields.source, fields.raw
     if own.get("expert_count"):
         raise UnsupportedModelError(f"{where}: mixture of experts (expert_count) is not supported")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if own.get(name):
+            raise UnsupportedModelError(f"{where}: {name} is not supported")
     if own.get("rope.dimension_sections") is not None:
         # Such files have the rows of their heads in another order.
         raise UnsupportedModelError(
@@ -99,11 +114,9 @@ def _as_in_hf(fields: Fields, positions: int) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"{fields.source}: values of another size than keys are not supported"
         )
-    # 0 stands for no window.
-    window = fields.get("attention.sliding_window") or None
     return {
+        **_windows(fields),
         "max_position_embeddings": positions,
-        "sliding_window": window and fields.whole("attention.sliding_window"),
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": fields.whole("attention.head_count_kv", heads),
@@ -111,6 +124,36 @@ def _as_in_hf(fields: Fields, positions: int) -> dict[str, Any]:
         "intermediate_size": fields.whole("feed_forward_length"),
         **{ours: fields.real(name) for ours, name in _NUMBERS.items() if name in fields.raw},
     }
+
+
+def _windows(fields: Fields) -> dict[str, Any]:
+    """Return the fields of windows under their names in config.json."""
+    # 0 stands for no window.
+    window = fields.get("attention.sliding_window") or None
+    found = {"sliding_window": window and fields.whole("attention.sliding_window")}
+    pattern = fields.get("attention.sliding_window_pattern")
+    each_layer = getattr(pattern, "values", None)
+    if each_layer is not None:
+        found["layer_types"] = [SLIDING if slides else FULL for slides in each_layer]
+    elif pattern is not None:
+        found["sliding_window_pattern"] = pattern
+    return found
+
+
+def _gemma3(fields: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what files of Gemma 3 do not say."""
+    scalar = raw["head_dim"]
+    if fields.raw.get("block_count") == _GEMMA3_27B:
+        scalar = raw["hidden_size"] / raw["num_attention_heads"]
+    return {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _window_rope(fields: Fields, family: Family) -> RopeConfig | None:
+    """Return the rotary embedding of layers with a window, None if it is that of the others."""
+    theta = family.defaults.get("rope_local_base_freq")
+    if family.unscaled_windows:
+        theta = fields.real("rope.freq_base", 10000.0)
+    return theta and RopeConfig(theta=fields.real("rope.freq_base_swa", theta))
 
 
 def _with_tensors(spec: LayerSpec, names: Set[str]) -> LayerSpec:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.layers import LayerSpec
+from triforce_core.model.layers import LayerSpec, NormKind
 from triforce_core.model.share import Window
 from triforce_offload.checkpoint.source import WHOLE, Corner
 
@@ -19,12 +19,14 @@ class Piece:
     rows: number of rows
     order: which stored row of a head each row is (see `head_order`); None for rows as stored
     corner: first row and column of the part that is read; it is as wide as the model's tensor
+    more: how much more than the model's the stored numbers are
     """
 
     name: str
     rows: int
     order: tuple[int, ...] | None = None
     corner: Corner = WHOLE
+    more: float = 0.0
 
     def within(self, window: Window) -> Piece:
         """Return the part of the piece in a window, which covers whole heads."""
@@ -43,6 +45,7 @@ class Naming:
     qkv, gate_up: names of projections, apart or as one tensor
     interleaved: whether the rotated numbers of a head are stored in pairs: those with the same
         frequency side by side, not half a head apart
+    stored_norms: how norms are computed from their stored weights; None for as in the model
     """
 
     norms: Mapping[str, str]
@@ -51,6 +54,7 @@ class Naming:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     interleaved: bool = False
+    stored_norms: NormKind | None = None
 
 
 _HF_HEADS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
@@ -67,10 +71,12 @@ _HF_AFTER = {
 _GLM4 = _HF_BEFORE | {"mixer_norm": "post_self_attn_layernorm", "mlp_norm": "post_mlp_layernorm"}
 _ONE_GATE_UP = ("mlp.gate_up_proj",)
 _HF = {
-    "olmo2": Naming(_HF_AFTER),
+    **dict.fromkeys(("olmo2", "olmo3"), Naming(_HF_AFTER)),
     "exaone4": Naming(_HF_AFTER),
     "glm": Naming(_HF_BEFORE, gate_up=_ONE_GATE_UP, interleaved=True),
     "glm4": Naming(_GLM4, gate_up=_ONE_GATE_UP, interleaved=True),
+    "cohere2": Naming(_HF_BEFORE, interleaved=True),
+    "gemma3_text": Naming(_HF_BEFORE | _HF_AFTER | {"post_norm": "pre_feedforward_layernorm"}),
     "phi3": Naming(_HF_BEFORE, qkv=("self_attn.qkv_proj",), gate_up=_ONE_GATE_UP),
     "ernie4_5": Naming(_HF_BEFORE, interleaved=True),
 }
@@ -89,15 +95,17 @@ _GGUF = Naming(
     o="attn_output",
     gate_up=("ffn_gate", "ffn_up"),
     down="ffn_down",
+    stored_norms=NormKind.RMS,
 )
 # llama.cpp rotates neighbouring pairs in some families. For these its converter stores q and k
 # accordingly, unless transformers stores them so itself.
 _GGUF_PAIRS = replace(_GGUF, interleaved=True)
 _GGUF_FAMILIES = {
     **dict.fromkeys(("llama", "smollm3", "granite", "ernie4_5"), _GGUF_PAIRS),
-    **dict.fromkeys(("olmo2", "exaone4"), replace(_GGUF, norms=_GGUF_AFTER)),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), replace(_GGUF, norms=_GGUF_AFTER)),
     "seed_oss": replace(_GGUF, norms=_GGUF_BEFORE | {"post_norm": "post_attention_norm"}),
     "glm4": replace(_GGUF_PAIRS, norms=_GGUF_BEFORE | _GGUF_AFTER, gate_up=("ffn_up",)),
+    "gemma3_text": replace(_GGUF, norms=_GGUF_BEFORE | _GGUF_AFTER),
     "phi3": replace(_GGUF, qkv=("attn_qkv",), gate_up=("ffn_up",)),
 }
 
@@ -149,10 +157,11 @@ def _named(
     config: ModelConfig, ends: Mapping[str, str], naming: Naming, prefix: str
 ) -> Callable[[str], list[Piece]]:
     """Return a function from `embedding`, `layers.3.qkv`, ... to the pieces of the checkpoint."""
+    more = _more_in_norms(config, naming)
     whole = {
         "embedding": [Piece(ends["embedding"], config.vocab)],
         "head": [Piece(ends["head"], config.vocab)],
-        "norm": [Piece(ends["norm"], config.hidden)],
+        "norm": [Piece(ends["norm"], config.hidden, more=more)],
     }
     parts = {spec: _layer_pieces(spec, config, naming) for spec in config.distinct_layers}
 
@@ -171,9 +180,8 @@ def _named(
 def _layer_pieces(spec: LayerSpec, config: ModelConfig, naming: Naming) -> dict[str, list[Piece]]:
     """Return the pieces of the checkpoint that make up each tensor of a layer."""
     mixer, width, hidden = spec.mixer, spec.mlp.width, config.hidden
-    order = head_order(
-        mixer.head_dim, config.rope.rotated(mixer.head_dim), interleaved=naming.interleaved
-    )
+    rope = config.rope_of(mixer) or config.rope
+    order = head_order(mixer.head_dim, rope.rotated(mixer.head_dim), interleaved=naming.interleaved)
     sizes = {"qkv": (mixer.queries, mixer.keys, mixer.keys), "gate_up": (width, width)}
     orders = {"qkv": (order, order, None), "gate_up": (None, None)}
     parts = {}
@@ -187,8 +195,14 @@ def _layer_pieces(spec: LayerSpec, config: ModelConfig, naming: Naming) -> dict[
         rows, each = spec.shapes(hidden).get(part, (0,))[0], None
         if part in ("q_norm", "k_norm"):
             each = order
-        parts[part] = [Piece(f"{name}.weight", rows, each)]
+        parts[part] = [Piece(f"{name}.weight", rows, each, more=_more_in_norms(config, naming))]
     return parts
+
+
+def _more_in_norms(config: ModelConfig, naming: Naming) -> float:
+    """Return how much more than the model's the stored weights of norms are."""
+    folded = config.norm_kind is NormKind.RMS_PLUS_ONE and naming.stored_norms is NormKind.RMS
+    return 1.0 if folded else 0.0
 
 
 def _pieces(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.layers import NormKind
 from triforce_core.model.share import Share
 from triforce_kernels.weights.stored import SplitWeight, is_split
 from triforce_offload.checkpoint.reading import read_into
@@ -38,11 +39,13 @@ class RandomCheckpoint:
             self.read(part, view)
 
     def read(self, name: str, into: torch.Tensor | SplitWeight) -> None:
-        """Fill `into` with random numbers in its format, or with ones for a norm."""
+        """Fill `into` with random numbers in its format, or for a norm with what leaves numbers of
+        their size as they are.
+        """
         if is_split(into):
             self._read_coded(name, into)
         elif "norm" in name:
-            into.fill_(1)
+            into.fill_(float(self.config.norm_kind is not NormKind.RMS_PLUS_ONE))
         else:
             self._fill(into)
 

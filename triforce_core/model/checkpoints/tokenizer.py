@@ -221,7 +221,7 @@ def _model_type(path: Path) -> str | None:
 
 
 def _from_gguf(path: Path, metadata: Mapping[str, Any] | None) -> Backend | None:
-    from triforce_core.model.checkpoints.byte_level import ByteLevelTokenizer, is_known
+    from triforce_core.model.checkpoints import byte_level, sentence_piece
     from triforce_offload.checkpoint.gguf import GGUFSource
 
     if metadata is None:
@@ -231,8 +231,10 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any] | None) -> Backend | None
         metadata = source.metadata
     if "tokenizer.ggml.model" not in metadata:
         return None
-    if is_known(metadata):
-        return ByteLevelTokenizer(metadata)
+    if byte_level.is_known(metadata):
+        return byte_level.ByteLevelTokenizer(metadata)
+    if sentence_piece.is_known(metadata):
+        return sentence_piece.SentencePieceTokenizer(metadata)
     return _from_transformers(path.parent, gguf_file=path.name)
 
 

@@ -6,13 +6,20 @@ A family is a description. It has no forward code of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.windows import windows, windows_if_shorter
-from triforce_core.model.layers import Attention, DenseMLP, LayerSpec, Norms
-from triforce_offload.errors import CheckpointError
+from triforce_core.model.layers import (
+    Activation,
+    Attention,
+    DenseMLP,
+    LayerSpec,
+    NormKind,
+    Norms,
+)
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 Layers = tuple[LayerSpec, ...]
 
@@ -30,6 +37,8 @@ class Family:
     layers: returns the layers of a model, from its config and their number
     scales: returns the scales of a ModelConfig
     defaults: values of fields that a config does not mention, where they are not the usual ones
+    norm_kind: how norms are computed
+    unscaled_windows: whether a scaled rotary embedding is not scaled in layers with a window
     """
 
     name: str
@@ -37,6 +46,13 @@ class Family:
     layers: Callable[[Fields, int], Layers]
     scales: Callable[[Fields], Mapping[str, float]] = _no_scales
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    norm_kind: NormKind = NormKind.RMS
+    unscaled_windows: bool = False
+
+    @property
+    def norm_eps(self) -> str:
+        """The field of what norms add to the mean of squares."""
+        return "layer_norm_eps" if self.norm_kind is NormKind.LAYER else "rms_norm_eps"
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the family's defaults. null is a default too, except that it says
@@ -57,9 +73,14 @@ def _layer(
     residual_scale: float = 1.0,
     qkv_bias: bool = False,
     output_bias: bool = False,
-    **attention: bool | float,
+    activation: str = "hidden_act",
+    **attention: bool | float | None,
 ) -> LayerSpec:
-    """Return a layer. attention: further fields of Attention"""
+    """Return a layer.
+
+    activation: the field that names the MLP's activation
+    attention: further fields of Attention
+    """
     heads = fields.whole("num_attention_heads")
     mixer = Attention(
         heads=heads,
@@ -69,7 +90,15 @@ def _layer(
         output_bias=output_bias,
         **attention,
     )
-    return LayerSpec(mixer, DenseMLP(fields.whole("intermediate_size")), norms, residual_scale)
+    mlp = DenseMLP(fields.whole("intermediate_size"), _activation(fields, activation))
+    return LayerSpec(mixer, mlp, norms, residual_scale)
+
+
+def _activation(fields: Fields, name: str) -> Activation:
+    value, known = fields.raw.get(name, "silu"), [each.value for each in Activation]
+    if value not in known:
+        raise UnsupportedModelError(f"{name} {value!r} is not supported (only {', '.join(known)})")
+    return Activation(value)
 
 
 def _with_windows(
@@ -197,6 +226,58 @@ def _glm4(fields: Fields, count: int) -> Layers:
     return (_layer(fields, qkv_bias=bias, norms=Norms.AROUND),) * count
 
 
+def _gemma3(fields: Fields, count: int) -> Layers:
+    """Without layer_types, every sixth layer is without a window."""
+    bias = fields.flag("attention_bias", False)
+    every = fields.whole("sliding_window_pattern", 6)
+    head_dim = fields.whole("head_dim")
+    scalar = fields.real("query_pre_attn_scalar", head_dim)
+    found = windows(fields, count, lambda layer: (layer + 1) % every != 0)
+    kinds = {
+        window: _layer(
+            fields,
+            norms=Norms.AROUND,
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+            scale=None if scalar == head_dim else scalar**-0.5,
+            window=window,
+            activation="hidden_activation",
+        )
+        for window in dict.fromkeys(found)
+    }
+    return tuple(kinds[window] for window in found)
+
+
+def _gemma3_scales(fields: Fields) -> dict[str, float]:
+    return {"embedding_scale": fields.whole("hidden_size") ** 0.5}
+
+
+def _cohere2(fields: Fields, count: int) -> Layers:
+    """Only layers with a window rotate. Without layer_types, every fourth is without one."""
+    bias = fields.flag("attention_bias", False)
+    every = fields.whole("sliding_window_pattern", 4)
+    found = windows(fields, count, lambda layer: (layer + 1) % every != 0)
+    kinds = {
+        window: replace(
+            _layer(
+                fields,
+                qkv_bias=bias,
+                output_bias=bias,
+                rotated=window is not None,
+                window=window,
+            ),
+            parallel=True,
+        )
+        for window in dict.fromkeys(found)
+    }
+    return tuple(kinds[window] for window in found)
+
+
+def _cohere2_scales(fields: Fields) -> dict[str, float]:
+    return {"logit_scale": fields.real("logit_scale")}
+
+
 def _plain(fields: Fields, count: int) -> Layers:
     """No biases and no norms of queries and keys."""
     return (_layer(fields),) * count
@@ -226,6 +307,7 @@ _MINISTRAL3 = {
         "llama_4_scaling_beta": 0.1,
     },
 }
+_OLMO3 = {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096}
 _NO_WINDOW = {"use_sliding_window": False, "sliding_window": 4096}
 _SMOLLM3 = {
     "use_sliding_window": False,
@@ -240,6 +322,25 @@ _ERNIE = {
     "rope_theta": 5e5,
     "tie_word_embeddings": True,
 }
+_COHERE2 = {
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "tie_word_embeddings": True,
+}
 FAMILIES = {
     family.name: family
     for family in (
@@ -251,6 +352,7 @@ FAMILIES = {
         Family("seed_oss", "SeedOss", _seed_oss, defaults={"head_dim": 128}),
         Family("smollm3", "SmolLM3", _smollm3, defaults=_SMOLLM3),
         Family("olmo2", "Olmo2", _olmo2, defaults={"rms_norm_eps": 1e-5}),
+        Family("olmo3", "Olmo3", _olmo3, defaults=_OLMO3, unscaled_windows=True),
         Family(
             "exaone4",
             "Exaone4",
@@ -262,5 +364,21 @@ FAMILIES = {
         Family("glm4", "Glm4", _glm4, defaults=_GLM),
         Family("phi3", "Phi3", _mistral, defaults={"rms_norm_eps": 1e-5}),
         Family("ernie4_5", "Ernie4_5", _plain, defaults=_ERNIE),
+        Family(
+            "cohere2",
+            "Cohere2",
+            _cohere2,
+            _cohere2_scales,
+            defaults=_COHERE2,
+            norm_kind=NormKind.LAYER,
+        ),
+        Family(
+            "gemma3_text",
+            "Gemma3",
+            _gemma3,
+            _gemma3_scales,
+            defaults=_GEMMA3,
+            norm_kind=NormKind.RMS_PLUS_ONE,
+        ),
     )
 }

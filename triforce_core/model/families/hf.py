@@ -8,8 +8,8 @@ from typing import Any
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.dense import FAMILIES, Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
-from triforce_core.model.families.ropes import hf_rope
-from triforce_core.model.families.windows import FULL
+from triforce_core.model.families.ropes import hf_ropes
+from triforce_core.model.families.windows import FULL, with_own_rope
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 SOURCE = "config.json"
@@ -23,9 +23,13 @@ _AROUND_TEXT = {
     "Mistral3ForConditionalGeneration": None,
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
+    "Gemma3ForConditionalGeneration": "gemma3_text",
 }
-# Further fields that no family may have without reading them.
-_MEANINGFUL = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar")
+# Fields of what is not computed here, if they are set.
+_UNSUPPORTED = (
+    *("mlp_bias", "use_bias", "use_bidirectional_attention"),
+    *("attn_logit_softcapping", "final_logit_softcapping"),
+)
 
 
 def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -44,15 +48,20 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
     layers = family.layers(fields, count)
     scales = family.scales(fields)
     _refuse_unread(fields, family, positions, count)
+    rope, window_rope = hf_ropes(
+        raw, positions, layers[0].mixer.head_dim, unscaled_windows=family.unscaled_windows
+    )
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
     return ModelConfig(
         family=family.name,
-        layers=layers,
+        layers=layers if window_rope is None else with_own_rope(layers),
         hidden=hidden,
         vocab=fields.whole("vocab_size"),
-        norm_eps=fields.real("rms_norm_eps", 1e-6),
+        norm_eps=fields.real(family.norm_eps, 1e-6),
         trained_positions=positions,
-        rope=hf_rope(raw, positions, layers[0].mixer.head_dim),
+        rope=rope,
+        window_rope=window_rope,
+        norm_kind=family.norm_kind,
         tied=fields.flag("tie_word_embeddings", False),
         eos_token_ids=token_ids(eos, "eos_token_id"),
         **scales,
@@ -75,7 +84,7 @@ def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:
             raise CheckpointError(f"{SOURCE}: text_config must be an object, got {text!r}")
         outer = {
             name: raw.get(name)
-            for name in ("quantization_config", "tie_word_embeddings")
+            for name in ("quantization_config", "tie_word_embeddings", "eos_token_id")
             if text.get(name) is None
         }
         inner = {"architectures": None, "text_config": None}
@@ -95,11 +104,7 @@ def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(
-            f"hidden_act {raw['hidden_act']!r} is not supported (only silu)"
-        )
-    for name in ("mlp_bias", "use_bias"):
+    for name in _UNSUPPORTED:
         if raw.get(name):
             raise UnsupportedModelError(f"{name} is not supported")
     _refuse_quantised(raw.get("quantization_config"))
@@ -120,7 +125,7 @@ def _refuse_unread(fields: Fields, family: Family, positions: int, count: int) -
     said = {
         "sliding_window": window and not longest and fields.raw.get("use_sliding_window", True),
         "layer_types": kinds is not None and kinds != [FULL] * count,
-        **{name: fields.raw.get(name) for name in _MEANINGFUL},
+        "query_pre_attn_scalar": fields.raw.get("query_pre_attn_scalar"),
     }
     for name, active in said.items():
         if active and name not in fields.read:

@@ -8,6 +8,7 @@ from typing import Any
 
 from triforce_core.model.config import ROPE_TYPES, RopeConfig
 from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.windows import FULL, SLIDING
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 
@@ -63,7 +64,30 @@ def _check_factors(factors: Any, count: int, name: str) -> None:
         raise CheckpointError(f"{name} must be a list of {count} positive numbers")
 
 
-def hf_rope(raw: Mapping[str, Any], positions: int, head_dim: int) -> RopeConfig:
+def hf_ropes(
+    raw: Mapping[str, Any], positions: int, head_dim: int, *, unscaled_windows: bool
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Parse the rotary embedding, and that of the layers with a window if they have another.
+
+    Both are in rope_parameters (transformers 5), or rope_local_base_freq is that of the windows
+    (earlier versions).
+
+    unscaled_windows: whether rope_scaling is not meant for the windows
+    Raises UnsupportedModelError or CheckpointError.
+    """
+    nested = raw.get("rope_parameters")
+    local = {"rope_theta": raw.get("rope_local_base_freq")}
+    if isinstance(nested, Mapping) and (FULL in nested or SLIDING in nested):
+        raw = {**raw, "rope_parameters": nested.get(FULL)}
+        local["rope_parameters"] = nested.get(SLIDING)
+    elif unscaled_windows:
+        local["rope_theta"] = raw.get("rope_theta")
+    elif local["rope_theta"] is None:
+        return _hf_rope(raw, positions, head_dim), None
+    return _hf_rope(raw, positions, head_dim), _hf_rope(local, positions, head_dim)
+
+
+def _hf_rope(raw: Mapping[str, Any], positions: int, head_dim: int) -> RopeConfig:
     """Parse rope_parameters (transformers 5), or rope_scaling and rope_theta (earlier versions).
 
     Raises UnsupportedModelError or CheckpointError.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from triforce_core.model.families.fields import Fields
+from triforce_core.model.layers import LayerSpec
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -70,3 +72,11 @@ def layer_types(fields: Fields, count: int) -> list[str] | None:
                 f"and {SLIDING})"
             )
     return kinds
+
+
+def with_own_rope(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """Return layers of which those with a window rotate as `ModelConfig.window_rope` says."""
+    return tuple(
+        replace(spec, mixer=replace(spec.mixer, window_rope=spec.mixer.window is not None))
+        for spec in layers
+    )

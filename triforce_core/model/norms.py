@@ -1,0 +1,29 @@
+"""Computation of norms, of which a model has one kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from triforce_core.model.layers import NormKind
+from triforce_kernels.layer import layer_norm, rms_norm
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm of a model. eps: what is added to the mean of squares"""
+
+    kind: NormKind
+    eps: float
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the norm over the last dimension of x, after adding `delta` to x in place, if
+        given. See `rms_norm` for shapes.
+        """
+        if self.kind is NormKind.LAYER:
+            return layer_norm(x, weight, self.eps, delta)
+        plus_one = self.kind is NormKind.RMS_PLUS_ONE
+        return rms_norm(x, weight, self.eps, delta, plus_one=plus_one)
