@@ -39,7 +39,7 @@ def in_blocks(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
 
 
 _ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-_RENAMED = {"mistral": "llama", "gemma3_text": "gemma3"}
+_RENAMED = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
 # Those whose q and k llama.cpp's converter permutes.
 _PERMUTED = ("llama", "smollm3", "granite")
 _LARGER = re.compile(r"blk\.\d*[02468]\.(ffn_down|attn_v)\.weight")
@@ -114,14 +114,19 @@ def _describe_family(writer: gguf.GGUFWriter, config: object, head_dim: int) -> 
     writer.add_rope_freq_base(rope["rope_theta"])
     share = rope.get("partial_rotary_factor") or 1.0
     writer.add_rope_dimension_count(int(head_dim * share))
-    if config.model_type == "gemma3_text":
+    kinds = getattr(config, "layer_types", None) or ()
+    if "sliding_attention" in kinds:
         writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    if config.model_type == "gemma3_text":
         writer.add_float32(
             "gemma3.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"]
         )
-        if rope["rope_type"] == "linear":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if config.model_type == "granite":
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)

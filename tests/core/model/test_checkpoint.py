@@ -99,17 +99,17 @@ def test_gguf_of_layers_with_windows(tmp_path, layers: int, more: dict) -> None:
     assert generate(tmp_path / "m.gguf") == reference(model)
 
 
-def test_gguf_may_say_which_layers_have_windows(tiny, tmp_path) -> None:
+@pytest.mark.parametrize("pattern", [3, [True, True, False]])
+def test_gguf_may_say_which_layers_have_windows(tiny, tmp_path, monkeypatch, pattern) -> None:
     _, model = tiny("gemma3")
-    for value in (3, [True, True, False]):
-
-        def describe(writer: gguf.GGUFWriter, value: object = value) -> None:
-            writer.add_sliding_window_pattern(value)
-
-        write_gguf(model, tmp_path / "m.gguf", describe=describe)
-        found = open_checkpoint(tmp_path / "m.gguf")
-        found.close()
-        assert [spec.mixer.window for spec in found.config.layers] == [512, 512, None]
+    write = gguf.GGUFWriter.add_sliding_window_pattern
+    monkeypatch.setattr(
+        gguf.GGUFWriter, "add_sliding_window_pattern", lambda self, _: write(self, pattern)
+    )
+    write_gguf(model, tmp_path / "m.gguf")
+    found = open_checkpoint(tmp_path / "m.gguf")
+    found.close()
+    assert [spec.mixer.window for spec in found.config.layers] == [24, 24, None]
 
 
 def test_weights_of_norms_are_stored_with_one_more(tiny, tmp_path) -> None:

@@ -32,7 +32,7 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
     rope = model.config.rope_parameters
     rope = rope.get("full_attention", rope)
     assert (config.rope.type, config.rope.theta) == (rope["rope_type"], rope["rope_theta"])
-    normed = ("qwen3", "olmo2", "exaone4", "gemma3")
+    normed = ("qwen3", "olmo2", "olmo3", "exaone4", "gemma3")
     assert config.attention.qk_norm == (family.removesuffix("-windows") in normed)
 
 

@@ -228,7 +228,11 @@ AROUND = {
         _IMAGES | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
     ),
     "Gemma3": (
-        {"sliding_window": 512, "query_pre_attn_scalar": 16},
+        {
+            "sliding_window": 16,
+            "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+            "query_pre_attn_scalar": 16,
+        },
         {
             "hidden_size": 32,
             "intermediate_size": 32,

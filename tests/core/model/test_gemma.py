@@ -140,7 +140,7 @@ def _tiny(tiny) -> ModelConfig:
 
 
 def test_keys_of_each_layer_are_turned_back_by_its_own_rope(tiny) -> None:
-    config = _tiny(tiny)
+    config = _tiny(tiny).as_drafter
     rope = Rope(config, torch.device("cpu"), None, 64)
     raw = torch.randn(3, 2, 10, 16, generator=torch.Generator().manual_seed(0))
     before, after = (rope.rotations(torch.arange(10) + first, raw) for first in (7, 0))
@@ -155,7 +155,7 @@ def test_plans_count_both_pairs_of_tables(tiny) -> None:
     from dataclasses import replace
 
     config = _tiny(tiny)
-    one = replace(config, window_rope=None)
+    one = replace(config, window_rope=config.rope)
     assert (len(config.ropes), len(one.ropes)) == (2, 1)
     more = prefill_bytes(config, 100, 100, 4) - prefill_bytes(one, 100, 100, 4)
     assert more == 100 * 2 * config.attention.head_dim * 4
