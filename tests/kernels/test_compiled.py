@@ -46,7 +46,8 @@ def test_kernels_compile_and_fit(capability: int, which: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert len({kernel for _, kernel, *_ in rows}) >= len(KERNELS) - 2  # splits and pick have none
+    # Splits and pick have none, and the two norms share one, as the two gated activations do.
+    assert len({kernel for _, kernel, *_ in rows}) >= len(KERNELS) - 4
     for name, kernel, shared, spilt, _, widest, byte_reads, approximate in rows:
         assert shared <= SHARED_BYTES, (name, kernel)
         assert spilt <= SPILT_BYTES, (name, kernel)

@@ -63,6 +63,10 @@ class Model:
         self.device = device
         self._ends = ends
         self._ranks = ranks or Alone()
+        self._embedding_scale = config.embedding_scale
+        if config.embedding_scale != 1:
+            # As in transformers' Gemma, the factor is rounded to the dtype of the embeddings.
+            self._embedding_scale = float(torch.tensor(config.embedding_scale).to(ends.norm.dtype))
         self._norm = Norm(config.norm_kind, config.norm_eps)
         self._mixers = [
             AttentionMixer(spec.mixer, self._norm, place)
@@ -119,10 +123,7 @@ class Model:
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [tokens, hidden], scaled."""
         hidden = self._looked_up(tokens)
-        if self.config.embedding_scale == 1:
-            return hidden
-        # As in transformers' Gemma, the factor is rounded to the dtype of the embeddings.
-        return hidden * float(torch.tensor(self.config.embedding_scale, dtype=hidden.dtype))
+        return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
 
     def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the rows of the embedding [tokens, hidden]."""
