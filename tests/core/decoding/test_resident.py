@@ -17,6 +17,7 @@ from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.drafters.resident import ResidentModel, padded
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.caches.rounded import RoundedKV
+from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.link.trace import NoTrace
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.weights.store import ResidentWeights
@@ -46,10 +47,11 @@ def test_recorded_forwards_equal_eager_ones(tiny, family: str, kind: type[DenseK
     options = {"device": "cpu", "max_context": 200, "method": "autoregressive"}
     with Engine.from_pretrained(path, **options) as engine, torch.inference_mode():
         memory = DeviceMemory(CPU, None)
-        shape = engine.runtime.plan.kv.shape
+        shape, windows = engine.runtime.plan.kv.shape, engine.runtime.plan.requirements.windows
         both = []
         for how in (None, recorder):
-            kv = kind(shape, 150, memory, "test")
+            own = windows and WindowStore(windows, 150, memory)
+            kv = kind(shape, 150, memory, "test", own)
             model = ResidentModel(
                 engine.model,
                 ResidentWeights(engine.runtime.weights),
