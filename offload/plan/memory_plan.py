@@ -211,7 +211,8 @@ class MemoryPlan:
         passes = needs.sequences * needs.pass_bytes
         return {
             "weights": sum(layer.device_bytes for layer in self.layers) + ends,
-            "kv": kv.device_bytes + needs.tail_bytes + needs.window_bytes,
+            "kv": kv.device_bytes + needs.tail_bytes,
+            "windows": needs.window_bytes,
             "int4_copies": copies,
             "drafting": needs.drafting_bytes
             + (needs.gather_bytes if kv.resident < kv.blocks else 0),

@@ -128,6 +128,7 @@ def _places(prediction: Prediction, gpus: int) -> Table:
         (f"weights, {in_files} layers", "disk, streamed", "file_weights_bytes"),
         (f"KV, {kept - lent} of {blocks} blocks and the tail", "device", "resident_kv_bytes"),
         (f"KV, {blocks - kept} blocks", "host, streamed", "streamed_kv_bytes"),
+        ("KV of layers with a window", "device", "windows_bytes"),
         (f"{placement['int4_layers']} layers in 4 bits", "device", "int4_bytes"),
         (f"what drafts, budget {placement['budget']}", "device", "drafting_bytes"),
         ("slots", "device", "slots_bytes"),

@@ -29,25 +29,28 @@ _MODELS = {
     "microsoft/phi-4": "phi4-14b",
     "ibm-granite/granite-3.3-8b-instruct": "granite3.3-8b",
     "HuggingFaceTB/SmolLM3-3B": "smollm3-3b",
+    "google/gemma-3-4b-it": "gemma3-4b",
+    "google/gemma-3-12b-it": "gemma3-12b",
+    "google/gemma-3-27b-it": "gemma3-27b",
+    "allenai/Olmo-3.1-32B-Instruct": "olmo3-32b",
+    "LGAI-EXAONE/EXAONE-4.0-32B": "exaone4-32b",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": "smollm2-1.7b",
     "JackFram/llama-68m": "llama-68m",
 }
 # Suffixes that distinguish models of one shape.
-_VARIANT = re.compile(r"-(hf|chat|base|instruct)(?=-|$)")
+_VARIANT = re.compile(r"-(hf|chat|base|instruct|it)(?=-|$)")
 # Families that no config of this runtime can describe, by a pattern of their names.
 _UNSUPPORTED = (
-    (r"gemma", "Gemma"),
+    (r"gemma-?(2|4|3n)", "Gemma 2, 3n and 4"),
     (r"gpt-oss", "gpt-oss"),
     (r"qwen3[.][5-9]|qwen3-next", "Qwen3.5 and later, and Qwen3-Next"),
     (r"\d+b-a\d|mixtral|moe", "mixture of experts"),
     (r"glm-4[.]|glm-5|glm4_moe", "GLM-4.5 and later"),
     (r"deepseek", "DeepSeek"),
-    (r"phi-3-.*4k", "Phi-3 with windows"),
-    (r"olmo-?3", "OLMo 3"),
+    (r"phi-3-.*4k", "Phi-3 with a window in every layer"),
     (r"granite-4.*-h", "hybrid Granite"),
-    (r"exaone-?4.*32b", "EXAONE 4 with windows"),
-    (r"command|(^|/)aya", "Cohere"),
+    (r"command-r($|-(v|plus|08))|(^|/)aya", "Cohere before Command R7B"),
     (r"nemotron", "Nemotron"),
     (r"lfm2", "LFM2"),
     (r"minimax", "MiniMax"),

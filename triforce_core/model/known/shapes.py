@@ -13,6 +13,7 @@ from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.known.hub_ids import shape_of, unsupported_family
 from triforce_core.model.known.mixes import pieces_of
+from triforce_core.model.known.recent import MISTRAL_SMALL, RECENT
 from triforce_core.model.tensors import Pieces
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.errors import UnsupportedModelError, UsageError
@@ -69,20 +70,6 @@ _QWEN3 = {
         "factor": 4.0,
         "original_max_position_embeddings": 32768,
     },
-}
-
-_MISTRAL_SMALL = {
-    "model_type": "mistral",
-    "hidden_size": 5120,
-    "intermediate_size": 32768,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 131072,
-    "max_position_embeddings": 32768,
-    "sliding_window": None,
-    "rope_theta": 1e8,
 }
 
 # Fields of config.json. mistral-7b is v0.3, mistral-small is 2501.
@@ -206,7 +193,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": _LLAMA3_2_ROPE,
         "tie_word_embeddings": True,
     },
-    "mistral-small": _MISTRAL_SMALL,
+    "mistral-small": MISTRAL_SMALL,
     "mistral-7b": {
         "model_type": "mistral",
         "hidden_size": 4096,
@@ -218,72 +205,6 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 32768,
         "sliding_window": None,
         "rope_theta": 1e6,
-    },
-    "mistral-small3.2": _MISTRAL_SMALL | {"max_position_embeddings": 131072, "rope_theta": 1e9},
-    "seed-oss-36b": {
-        "model_type": "seed_oss",
-        "hidden_size": 5120,
-        "intermediate_size": 27648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 80,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 155136,
-        "max_position_embeddings": 524288,
-        "attention_bias": True,
-        "rope_theta": 1e7,
-    },
-    "glm4-32b": {
-        "model_type": "glm4",
-        "hidden_size": 6144,
-        "intermediate_size": 23040,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-        "vocab_size": 151552,
-        "max_position_embeddings": 32768,
-        "attention_bias": False,
-        "rope_theta": 1e4,
-    },
-    "phi4-14b": {
-        "model_type": "phi3",
-        "hidden_size": 5120,
-        "intermediate_size": 17920,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 10,
-        "vocab_size": 100352,
-        "max_position_embeddings": 16384,
-        "rope_theta": 250000,
-    },
-    "granite3.3-8b": {
-        "model_type": "granite",
-        "hidden_size": 4096,
-        "intermediate_size": 12800,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 49159,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e7,
-        "tie_word_embeddings": True,
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.0078125,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 16.0,
-    },
-    "smollm3-3b": {
-        "model_type": "smollm3",
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "vocab_size": 128256,
-        "max_position_embeddings": 65536,
-        "rope_theta": 5e6,
-        "tie_word_embeddings": True,
     },
     "smollm2-135m": {
         "model_type": "llama",
@@ -317,6 +238,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 2048,
     },
+    **RECENT,
 }
 
 

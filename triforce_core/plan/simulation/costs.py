@@ -285,7 +285,7 @@ class Costs:
         return self._layer.shapes(self.config.hidden)
 
     def _elements(self, *parts: str) -> int:
-        return sum(prod(self._shapes[part]) for part in parts)
+        return sum(prod(self._shapes[part]) for part in parts if part in self._shapes)
 
     def _touch(self, tokens: int, touched: int, kernels: int) -> float:
         """Return the seconds of small kernels that access `touched` elements of each token."""

@@ -126,6 +126,7 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
         "host_bytes": chosen.host_bytes,
         "weights_bytes": parts["weights"],
         "resident_kv_bytes": parts["kv"],
+        "windows_bytes": parts["windows"],
         "int4_bytes": parts["int4_copies"],
         "drafting_bytes": parts["drafting"],
         "slots_bytes": parts["slots"],
