@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -166,6 +167,7 @@ def _marks(file: TensorsFile, windows: WindowShape, count: int) -> list[Mark]:
     path = file.path
     if "marks" not in file.stored:
         raise UsageError(f"the context in {path} lacks marks")
+    _check_alike(file, "marks", (math.prod(file.stored["marks"].shape),), _NAMES[torch.int64])
     lengths = _read(file, "marks", torch.int64).tolist()
     if lengths != sorted({*lengths, count}) or lengths[0] < 1:
         raise UsageError(f"the context in {path} has windows at {lengths} of {count} tokens")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
 from kept_files import with_sums
+from oracle import assert_equal_but_for_ties
 from safetensors.torch import load_file, save_file
 
 from triforce_core import Engine, SamplingParams
@@ -19,6 +20,7 @@ from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.snapshot import Snapshot
 from triforce_core.requests import pool
 from triforce_offload.errors import OutputError, UsageError
+from triforce_offload.kv.windows import shape
 
 PROMPT = random_ids(90)
 FIRST, NEXT = 30, 25
@@ -33,10 +35,13 @@ def engine(path: Path, placement: str = "kv-in-part", **options: object) -> Engi
 
 
 @pytest.mark.one_in(9)
+@pytest.mark.parametrize("family", ["llama", "exaone4-windows"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_what_was_saved_goes_on_as_it_would_have(tiny, tmp_path, placement: str) -> None:
+def test_what_was_saved_goes_on_as_it_would_have(
+    tiny, tmp_path, family: str, placement: str
+) -> None:
     """Sampled, with drafts, at any placement: of a seed that says the text alone, the same text."""
-    path, _ = tiny("llama")
+    path, _ = tiny(family)
     saved = tmp_path / "context.safetensors"
     params = SamplingParams(NEXT, temperature=0.8, seed=7)
     with engine(path, placement) as first:
@@ -141,6 +146,59 @@ def test_another_prompt_keeps_what_it_shares(tiny, tmp_path) -> None:
         found = other.generate(prompt, SamplingParams(8, temperature=0))
     assert found.stats["reused_tokens"] == 40
     assert found.token_ids == fresh.token_ids
+
+
+def test_windows_that_were_saved_with_a_context_are_lengths_to_which_it_is_cut(
+    tiny, tmp_path, monkeypatch
+) -> None:
+    """In an engine for shorter contexts, too. What a mark reaches is reused, and no more."""
+    monkeypatch.setattr(shape, "SPARE_TOKENS", 1)
+    monkeypatch.setattr(shape, "ROOM_TOKENS", 2)
+    path, twin = tiny("exaone4-windows")
+    saved = tmp_path / "context"
+    with engine(path) as first:
+        begun = first.generate(PROMPT, SamplingParams(FIRST, temperature=0)).token_ids
+        first.save_context(saved)
+    lengths = load_file(saved)["marks"].tolist()
+    assert lengths == [len(PROMPT), len(PROMPT) + FIRST - 1]
+    with engine(path, max_context=160) as other:
+        for shared, kept in ((len(PROMPT) + 9, len(PROMPT)), (40, 0)):
+            other.load_context(saved)
+            prompt = [*PROMPT, *begun][:shared] + random_ids(20, 8)
+            found = other.generate(prompt, SamplingParams(8, temperature=0))
+            assert found.stats["reused_tokens"] == kept
+            theirs = twin.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+            expected = theirs[0, len(prompt) :].tolist()
+            assert_equal_but_for_ties(twin, prompt, found.token_ids, expected)
+
+
+def test_damaged_windows_are_refused_in_a_sentence(tiny, tmp_path) -> None:
+    path, _ = tiny("exaone4-windows")
+    saved, damaged = tmp_path / "context", tmp_path / "damaged"
+    with engine(path) as running:
+        running.generate(PROMPT, SamplingParams(1))
+        running.save_context(saved)
+        whole, parts = saved.read_bytes(), load_file(saved)
+        about = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["__metadata__"]
+        windows = parts["window.0"]
+        cases = {
+            "lacks marks": {n: t for n, t in parts.items() if n != "marks"},
+            "lacks window.0": {n: t for n, t in parts.items() if n != "window.0"},
+            "lacks window.1": parts | {"marks": torch.tensor([89, 90])},
+            r"windows at \[91\] of 90": parts | {"marks": torch.tensor([91])},
+            r"windows at \[\] of 90": parts | {"marks": torch.tensor([], dtype=torch.int64)},
+            "has 9 of 90 tokens": parts | {"window.0": windows[..., :9, :].contiguous()},
+            "window.0 of the context": parts | {"window.0": windows[:1].clone()},
+            "marks of the context": parts | {"marks": torch.tensor([[90]])},
+            "marks of the context in .* is F32": parts | {"marks": torch.tensor([90.0])},
+        }
+        for named, content in cases.items():
+            content["checksums"] = torch.zeros(len(content), dtype=torch.int64)
+            save_file(content, damaged, metadata=about)
+            damaged.write_bytes(with_sums(damaged.read_bytes()))
+            with pytest.raises(UsageError, match=named):
+                running.load_context(damaged)
+            assert running.generate(PROMPT, SamplingParams(1)).stats["new_tokens"] == 1, named
 
 
 def test_a_new_context_is_its_owners_alone_to_read(tiny, tmp_path) -> None:

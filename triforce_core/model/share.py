@@ -58,14 +58,14 @@ class Share:
         attention, mlp_width = config.attention, config.layers[0].mlp.width
         if ranks > 1 and any(spec.mixer.norm_over_heads for spec in config.layers):
             raise UsageError(
-                f"a {config.family} model has a norm over all heads, and its heads cannot be "
+                f"{config.family} models have a norm over all heads, and their heads cannot be "
                 "divided between GPUs"
             )
         for mixer in (spec.mixer for spec in config.layers):
             found = mixer.heads, mixer.kv_heads, mixer.head_dim
             if ranks > 1 and found != (attention.heads, attention.kv_heads, attention.head_dim):
                 raise UsageError(
-                    f"the layers of a {config.family} model have different heads, which cannot be "
+                    f"layers of {config.family} models have different heads, which cannot be "
                     "divided between GPUs yet"
                 )
         group = attention.heads // attention.kv_heads

@@ -41,7 +41,10 @@ def goes_on(ours: Engine, path: Path, prompt: list[int]) -> list[int]:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("family", "saves", "loads"),
-    [("llama", 2, 1), ("llama", 1, 2), ("llama-mha", 4, 2), ("llama-mqa", 2, 4)],
+    [
+        *(("llama", 2, 1), ("llama", 1, 2), ("llama-mha", 4, 2), ("llama-mqa", 2, 4)),
+        *(("exaone4-windows", 2, 1), ("exaone4-windows", 1, 2)),
+    ],
 )
 @pytest.mark.parametrize("placement", ["resident", "kv-in-part"])
 def test_a_context_goes_on_with_any_number_of_ranks(
