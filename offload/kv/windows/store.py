@@ -118,10 +118,12 @@ class WindowStore:
     def commit_fill(self, length: int, held: int) -> None:
         """Set the length after `fill` of every layer with `held` tokens."""
         self.length, self.start, self._whole = length, length - held, True
+        # Of other lengths that were wanted, the windows are gone.
+        self._wanted = [wanted for wanted in self._wanted if self._reaches(wanted) == wanted]
 
     def mark(self) -> Mark:
         """Return a copy of the windows at the current length, on the host."""
-        return Mark(self.length, self.rows[:, :, :, : self.end].to("cpu", copy=True))
+        return self._mark_at(self.length, self.end)
 
     def reachable(self, tokens: int) -> int:
         """Return the greatest length up to `tokens` to which the text can be cut."""
@@ -146,7 +148,8 @@ class WindowStore:
     def take(self, mark: Mark) -> None:
         """Replace the windows by those of a mark."""
         held = mark.rows.shape[3]
-        self.rows[:, :, :, :held] = mark.rows.to(self.rows.device)
+        for layer, rows in zip(self.rows, mark.rows, strict=True):
+            layer[:, :, :held] = rows.to(layer.device)
         self.commit_fill(mark.length, held)
 
     @property
@@ -185,10 +188,20 @@ class WindowStore:
         for length in sorted(self._wanted):
             leaves = reaches(start, self.length, length, self.shape.past) is None
             if leaves and not self.marks.has(length):
-                end = length - self.start
-                rows = self.rows[:, :, :, max(0, end - held) : end].to("cpu", copy=True)
-                self.marks.add(Mark(length, rows))
+                self.marks.add(self._mark_at(length, held))
         self._wanted = [length for length in self._wanted if not self.marks.has(length)]
-        # Cloned, because the two ranges may overlap.
-        self.rows[:, :, :, :held] = self.rows[:, :, :, self.end - held : self.end].clone()
+        for layer in self.rows:
+            # Cloned, because the two ranges may overlap.
+            layer[:, :, :held] = layer[:, :, self.end - held : self.end].clone()
         self.start = start
+
+    def _mark_at(self, length: int, most: int) -> Mark:
+        """Return a copy of at most `most` rows up to a length, on the host. The device makes a copy
+        of one layer at a time.
+        """
+        end = length - self.start
+        first = max(0, end - most)
+        rows = torch.empty(self.shape.rows_shape(end - first), dtype=self.shape.dtype)
+        for to, layer in zip(rows, self.rows, strict=True):
+            to.copy_(layer[:, :, first:end])
+        return Mark(length, rows)
