@@ -22,7 +22,7 @@ from triforce_offload.errors import CheckpointError, UsageError
 from triforce_offload.files import Output
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.windows.marks import Mark
-from triforce_offload.kv.windows.shape import WindowShape
+from triforce_offload.kv.windows.shape import MOST_MARKS, WindowShape
 
 _VERSION = "triforce-offload context 2"
 _OWN = ("format", "model", "scored_by")
@@ -169,7 +169,7 @@ def _marks(file: TensorsFile, windows: WindowShape, count: int) -> list[Mark]:
         raise UsageError(f"the context in {path} lacks marks")
     _check_alike(file, "marks", (math.prod(file.stored["marks"].shape),), _NAMES[torch.int64])
     lengths = _read(file, "marks", torch.int64).tolist()
-    if lengths != sorted({*lengths, count}) or lengths[0] < 1:
+    if lengths != sorted({*lengths, count}) or lengths[0] < 1 or len(lengths) > MOST_MARKS + 1:
         raise UsageError(f"the context in {path} has windows at {lengths} of {count} tokens")
     marks = []
     for index, length in enumerate(lengths):

@@ -227,7 +227,7 @@ class ModelSizes:
         if self.drafter:
             total += small_model_parts_bytes(self.drafter, shape, longest, self.sequences)
             total += distribution_bytes(self.drafter, 1)
-            total += forward_bytes(self.drafter, _CATCH_UP, self.dtype.itemsize)
+            total += forward_bytes(self.drafter, _CATCH_UP, self.dtype.itemsize, self.max_context)
         if budget:
             chunk, context = self.method.chunk_size, self.max_context
             total += self.sequences * retrieval_bytes(
@@ -237,7 +237,11 @@ class ModelSizes:
             for recorded in (self.config if budget else None, self.drafter):
                 if recorded:
                     graphs = graph_bytes(
-                        recorded, LONGEST_RECORDED, self.dtype.itemsize, self.device.splits
+                        recorded,
+                        LONGEST_RECORDED,
+                        self.dtype.itemsize,
+                        self.device.splits,
+                        self.max_context,
                     )
                     total += self.sequences * graphs
         return total

@@ -35,34 +35,37 @@ def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -
     whole = tokens * (config.hidden + keys + tables) * itemsize
     # Angles and their cosines and sines, in float32.
     rope = tokens * head_dim * 4 * 4
-    return whole + max(rope, forward_bytes(config, chunk, itemsize))
+    return whole + max(rope, forward_bytes(config, chunk, itemsize, tokens))
 
 
-def forward_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
+def forward_bytes(config: ModelConfig, tokens: int, itemsize: int, text_tokens: int) -> int:
     """Return the bytes of temporaries of a forward over `tokens` tokens at once: the maximum of
     attention and MLP, without what attention keeps between blocks.
+
+    text_tokens: number of tokens of the longest sequence
     """
     return max(
-        _layer_bytes(spec, config.hidden, tokens, itemsize) for spec in config.distinct_layers
+        _layer_bytes(spec, config.hidden, tokens, itemsize, text_tokens)
+        for spec in config.distinct_layers
     )
 
 
-def _layer_bytes(spec: LayerSpec, hidden: int, tokens: int, itemsize: int) -> int:
+def _layer_bytes(spec: LayerSpec, hidden: int, tokens: int, itemsize: int, text_tokens: int) -> int:
     queries, keys = spec.mixer.queries, spec.mixer.keys
     attention = tokens * ((hidden + queries + 2 * keys + queries * 7) * itemsize + queries * 4 * 2)
     if spec.mixer.window:
-        attention += _window_bytes(spec.mixer, tokens, itemsize)
+        attention += _window_bytes(spec.mixer, tokens, itemsize, text_tokens)
     mlp = tokens * (hidden * 2 + spec.mlp.width * 3) * itemsize
     return max(attention, mlp)
 
 
-def _window_bytes(mixer: Attention, tokens: int, itemsize: int) -> int:
+def _window_bytes(mixer: Attention, tokens: int, itemsize: int, text_tokens: int) -> int:
     """Return the additional bytes for the attention of `tokens` rows through a window.
 
     Keys and values of the window and of the rows, of this part and the one before; those that some
     rows see at once, for each query head; and the mask of these, as bool and in the dtype.
     """
-    past = mixer.window - 1 + SPARE_TOKENS
+    past = min(mixer.window - 1 + SPARE_TOKENS, text_tokens)
     at_once = min(tokens, max(mixer.window, WINDOW_ROWS))
     seen = past + at_once
     own = 2 * 2 * mixer.keys * (past + tokens) * itemsize
@@ -146,7 +149,9 @@ def distribution_bytes(config: ModelConfig, rows: int) -> int:
     return whole + at_once * config.vocab * _BYTES_PER_TOKEN_OF_VOCABULARY
 
 
-def graph_bytes(config: ModelConfig, tokens: int, itemsize: int, splits: int) -> int:
+def graph_bytes(
+    config: ModelConfig, tokens: int, itemsize: int, splits: int, text_tokens: int
+) -> int:
     """Return the bytes that recorded forwards of up to `tokens` tokens keep: the temporaries of the
     largest, which the others share, and the outputs of all sizes. Distributions are not part of the
     graphs.
@@ -155,7 +160,8 @@ def graph_bytes(config: ModelConfig, tokens: int, itemsize: int, splits: int) ->
     if config.vocab_rows < config.vocab:
         # Each rank's part in float32, as received and side by side.
         logits += tokens * (config.vocab + 2 * config.vocab_rows) * 4
-    temporaries = forward_bytes(config, tokens, itemsize) + running_bytes(config, tokens, splits)
+    temporaries = forward_bytes(config, tokens, itemsize, text_tokens)
+    temporaries += running_bytes(config, tokens, splits)
     temporaries += logits
     return temporaries + 2 * tokens * config.vocab * 4 + _GRAPH_LIBRARY_BYTES
 
@@ -197,7 +203,7 @@ def pass_bytes(
     splits: the most parts into which the attention of a pass divides its keys
     rounding: bytes of temporaries for copying chunks in 8 bits
     """
-    forward = forward_bytes(config, pass_tokens, itemsize)
+    forward = forward_bytes(config, pass_tokens, itemsize, context_tokens)
     forward += running_bytes(config, pass_tokens, splits)
     distributions = distribution_bytes(config, pass_tokens)
     if not scored_chunk:

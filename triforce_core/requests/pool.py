@@ -92,11 +92,14 @@ class Contexts:
 
         Raises UsageError, DoesNotFitError if the host lacks memory, LinkError or RankError.
         """
-        saved = self.snapshot()
-        shape = self.latest.models.whole_kv
-        nbytes = len(saved.tokens) * shape.token_bytes * shape.layers
-        check_available(nbytes, "a conversation's KV")
-        return saved.copied()
+        if self.latest is not None:
+            models, sequence = self.latest.models, self.latest.sequence
+            shape = models.whole_kv
+            nbytes = self.latest.length * shape.token_bytes * shape.layers
+            if windows := models.whole_windows:
+                nbytes += len(sequence.windows.saved_lengths) * windows.mark_bytes
+            check_available(nbytes, "a conversation's KV")
+        return self.snapshot().copied()
 
     def restore(self, saved: Snapshot, owner: str) -> None:
         """Create a context from an owner's snapshot.

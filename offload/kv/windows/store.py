@@ -101,7 +101,8 @@ class WindowStore:
         """Ask for a mark at this length, the current one or a longer one, before its window leaves
         the device.
         """
-        self._wanted.append(length)
+        if length not in self._wanted:
+            self._wanted.append(length)
 
     def begin_fill(self) -> None:
         """Prepare for `fill`: leave a mark at the current length, because rows will be replaced."""
@@ -118,8 +119,7 @@ class WindowStore:
     def commit_fill(self, length: int, held: int) -> None:
         """Set the length after `fill` of every layer with `held` tokens."""
         self.length, self.start, self._whole = length, length - held, True
-        # Of other lengths that were wanted, the windows are gone.
-        self._wanted = [wanted for wanted in self._wanted if self._reaches(wanted) == wanted]
+        self._prune_wanted()
 
     def mark(self) -> Mark:
         """Return a copy of the windows at the current length, on the host."""
@@ -185,15 +185,18 @@ class WindowStore:
         """Drop all but the last tokens, after copying the marks that they belong to."""
         held = self.shape.held
         start = self.length - held
-        for length in sorted(self._wanted):
-            leaves = reaches(start, self.length, length, self.shape.past) is None
-            if leaves and not self.marks.has(length):
+        for length in self._wanted:
+            if reaches(start, self.length, length, self.shape.past) != length:
                 self.marks.add(self._mark_at(length, held))
-        self._wanted = [length for length in self._wanted if not self.marks.has(length)]
         for layer in self.rows:
             # Cloned, because the two ranges may overlap.
             layer[:, :, :held] = layer[:, :, self.end - held : self.end].clone()
         self.start = start
+        self._prune_wanted()
+
+    def _prune_wanted(self) -> None:
+        """Forget the wanted lengths whose windows are not held any more."""
+        self._wanted = [length for length in self._wanted if self._reaches(length) == length]
 
     def _mark_at(self, length: int, most: int) -> Mark:
         """Return a copy of at most `most` rows up to a length, on the host. The device makes a copy

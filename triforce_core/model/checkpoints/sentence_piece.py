@@ -15,6 +15,8 @@ from triforce_core.model.checkpoints.gguf_tokenizer import GGUFTokenizer
 # How a vocabulary spells a space.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _ARCHITECTURES = ("gemma3",)
+# Characters of a token, at most.
+_LONGEST = 1000
 
 
 class SentencePieceTokenizer(GGUFTokenizer):
@@ -60,8 +62,11 @@ def is_known(metadata: Mapping[str, Any]) -> bool:
 def _merges(ids: Mapping[str, int]) -> list[tuple[str, str]]:
     """Return the pairs of tokens that make a token, in the order of what they make.
 
-    Scores are not the order: tokens of spaces and of line breaks have no score of their own.
+    Scores are not the order: tokens of spaces and of line breaks have no score of their own. Raises
+    ValueError for a token so long that its pairs could not be found in reasonable time.
     """
+    if (longest := max(map(len, ids), default=0)) > _LONGEST:
+        raise ValueError(f"a token of {longest} characters, which is more than {_LONGEST}")
     return [
         (token[:cut], token[cut:])
         for token in ids
