@@ -92,7 +92,7 @@ def transformers_texts(
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(
-        model.parent, gguf_file=model.name, dtype=torch.float32
+        model.parent, gguf_file=model.name, dtype=torch.float32, trust_remote_code=False
     ).eval()
     for tokens in prompts:
         prompt = torch.tensor([ids[:tokens]])

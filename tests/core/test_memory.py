@@ -24,7 +24,7 @@ def two_threads():
 
 
 @pytest.mark.one_in(24)
-@pytest.mark.parametrize("family", ["llama", "qwen3", "glm4"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "glm4", "gemma3"])
 @pytest.mark.parametrize("method", ["autoregressive", "ngram", "model", "mean"])
 @pytest.mark.parametrize("placement", ["resident", "kv", "weights", "both"])
 @pytest.mark.parametrize(("prompt_tokens", "new_tokens"), [(1500, 20), (60, 80)])

@@ -22,7 +22,7 @@ from triforce_core.decoding.contexts.context import Context, Interrupted
 from triforce_core.decoding.decoder import Ask
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.windows import prefill, shape, store
-from triforce_offload.kv.windows.marks import Mark, Marks
+from triforce_offload.kv.windows.marks import Marks
 from triforce_offload.kv.windows.store import WindowStore
 
 WINDOW, NEW = 24, 40
@@ -221,19 +221,3 @@ def test_the_plan_counts_the_windows_that_are_taken(tiny) -> None:
         assert least < needs.window_bytes < 10 * least
         without = replace(needs, windows=None)
         assert needs.marks_bytes > without.marks_bytes == without.window_bytes == 0
-
-
-def test_marks_are_few_and_the_longest_stays() -> None:
-    marks = Marks()
-    for length in (10, 20, 30, 40, 41, 50, 60, 70, 5):
-        marks.add(Mark(length, torch.zeros(1, 2, 1, 3, 1)))
-        assert len(marks) <= shape.MOST_MARKS
-    lengths = [mark.length for mark in marks]
-    assert lengths == sorted(lengths)
-    assert lengths[-1] == 70
-    # Of 3 tokens held, 2 must be before a cut.
-    assert marks.best(100, 2)[0] == 70
-    assert marks.best(69, 2)[0] == 69
-    assert marks.best(68, 2)[0] == lengths[-2]
-    marks.cut(45)
-    assert [mark.length for mark in marks] == [each for each in lengths if each <= 45]

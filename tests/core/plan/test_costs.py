@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from triforce_core.model.families.dense import FAMILIES
+from triforce_core.model.families.hf import from_hf
 from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.layers import Attention, DenseMLP, LayerSpec
 from triforce_core.model.transformer import Model
@@ -144,3 +146,24 @@ def test_planes_under_more_rows_than_a_tile_are_decoded_first() -> None:
     few, more = (replace(case, split=True).costs.after(rows) for rows in (64, 65))
     dense = case.costs.after(65)
     assert more > dense + few / 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_every_family_cost_something(family: str) -> None:
+    """Norms before or after, windows, two gates: a GPU is planned for each."""
+    raw = {"hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 97}
+    raw |= {"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 4096}
+    kinds = ["full_attention"] * 4
+    if family in ("exaone4", "olmo3", "cohere2", "gemma3_text", "qwen3"):
+        kinds[:3] = ["sliding_attention"] * 3
+        raw |= {"layer_types": kinds, "sliding_window": 64, "use_sliding_window": True}
+    else:
+        raw |= {"sliding_window": None}
+    config = from_hf(raw | {"model_type": family, "head_dim": 16}, {})
+    case = Case(config, named("rtx4090"), 4000)
+    chosen = choose(case)
+    assert chosen.seconds_per_token > 0
+    assert bool(chosen.memory.requirements.window_bytes) == ("sliding_attention" in kinds)
+    one = case.costs.resident_layer(1, 4000)
+    full = replace(case, config=config.as_drafter).costs.resident_layer(1, 4000)
+    assert one <= full if "sliding_attention" in kinds else one == full
