@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 from torch.profiler import ProfilerActivity, profile
@@ -15,6 +16,7 @@ def allocated_peak(run: Callable[[], None], mapped_bytes: int) -> int:
     under a lock: a sum over events in the order of their clocks can put a release before the
     allocation that another core made earlier.
     """
+    gc.collect()  # What earlier tests left would be released during the run.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     counted = [

@@ -17,7 +17,7 @@ from triforce_kernels.limits import (
     WIDENED_BYTES,
 )
 from triforce_offload.kv.sizes import SCORED_TOKENS
-from triforce_offload.kv.windows.shape import SPARE_TOKENS, WINDOW_ROWS
+from triforce_offload.kv.windows.shape import SPARE_TOKENS, WINDOW_ROWS, window_capacity
 
 # Temporaries of a distribution: scores, sorted values and order, softmax, cumulative sum and masks.
 # See `sampling.distribution`.
@@ -35,42 +35,83 @@ def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -
     whole = tokens * (config.hidden + keys + tables) * itemsize
     # Angles and their cosines and sines, in float32.
     rope = tokens * head_dim * 4 * 4
-    return whole + max(rope, forward_bytes(config, chunk, itemsize, tokens))
+    layers = max(
+        _layer_bytes(
+            spec,
+            config.hidden,
+            chunk,
+            itemsize,
+            _prefill_bytes(spec.mixer, chunk, itemsize, tokens),
+        )
+        for spec in config.distinct_layers
+    )
+    return whole + max(rope, layers)
 
 
 def forward_bytes(config: ModelConfig, tokens: int, itemsize: int, text_tokens: int) -> int:
-    """Return the bytes of temporaries of a forward over `tokens` tokens at once: the maximum of
-    attention and MLP, without what attention keeps between blocks.
+    """Return the bytes of temporaries of a forward over `tokens` tokens after the prefill: the
+    maximum of attention and MLP, without what attention keeps between blocks.
 
     text_tokens: number of tokens of the longest sequence
     """
     return max(
-        _layer_bytes(spec, config.hidden, tokens, itemsize, text_tokens)
+        _layer_bytes(
+            spec,
+            config.hidden,
+            tokens,
+            itemsize,
+            _pass_bytes(spec.mixer, tokens, itemsize, text_tokens),
+        )
         for spec in config.distinct_layers
     )
 
 
-def _layer_bytes(spec: LayerSpec, hidden: int, tokens: int, itemsize: int, text_tokens: int) -> int:
-    queries, keys = spec.mixer.queries, spec.mixer.keys
-    attention = tokens * ((hidden + queries + 2 * keys + queries * 7) * itemsize + queries * 4 * 2)
-    if spec.mixer.window:
-        attention += _window_bytes(spec.mixer, tokens, itemsize, text_tokens)
-    mlp = tokens * (hidden * 2 + spec.mlp.width * 3) * itemsize
-    return max(attention, mlp)
+def _layer_bytes(spec: LayerSpec, hidden: int, tokens: int, itemsize: int, attention: int) -> int:
+    """Return the bytes of a layer: the maximum of its mixer and its MLP.
 
-
-def _window_bytes(mixer: Attention, tokens: int, itemsize: int, text_tokens: int) -> int:
-    """Return the additional bytes for the attention of `tokens` rows through a window.
-
-    Keys and values of the window and of the rows, of this part and the one before; those that some
-    rows see at once, for each query head; and the mask of these, as bool and in the dtype.
+    attention: bytes of the operation between the projections
     """
+    queries, keys = spec.mixer.queries, spec.mixer.keys
+    mixer = tokens * (hidden + queries + 2 * keys + queries * 7) * itemsize + attention
+    mlp = tokens * (hidden * 2 + spec.mlp.width * 3) * itemsize
+    return max(mixer, mlp)
+
+
+def _prefill_bytes(mixer: Attention, rows: int, itemsize: int, text_tokens: int) -> int:
+    """Return the bytes of the attention of `rows` rows of a prefill.
+
+    Without a window: two parts that are merged in float32. With one: keys and values of the rows
+    and of the tokens before them, and a copy of the last of these; those that some rows see at
+    once, for each query head; and the mask of these.
+    """
+    if not mixer.window:
+        return _merged_bytes(mixer, rows)
     past = min(mixer.window - 1 + SPARE_TOKENS, text_tokens)
-    at_once = min(tokens, max(mixer.window, WINDOW_ROWS))
+    at_once = min(rows, max(mixer.window, WINDOW_ROWS))
     seen = past + at_once
-    own = 2 * 2 * mixer.keys * (past + tokens) * itemsize
-    mask = at_once * mixer.heads // mixer.kv_heads * seen * (1 + 3 * itemsize)
-    return own + 2 * mixer.queries * seen * itemsize + mask
+    own = 2 * mixer.keys * (2 * past + rows) * itemsize
+    return own + 2 * mixer.queries * seen * itemsize + _mask_bytes(at_once, seen, itemsize)
+
+
+def _pass_bytes(mixer: Attention, tokens: int, itemsize: int, text_tokens: int) -> int:
+    """Return the bytes of the attention of `tokens` tokens after the prefill: parts that are
+    merged, and in a layer with a window a mask. It has a row for each query head of a KV head, and
+    may cover all keys that the layer has room for.
+    """
+    merged = _merged_bytes(mixer, tokens)
+    if not mixer.window:
+        return merged
+    keys = window_capacity(mixer.window, text_tokens, tokens)
+    return merged + _mask_bytes(tokens * mixer.heads // mixer.kv_heads, keys, itemsize)
+
+
+def _merged_bytes(mixer: Attention, tokens: int) -> int:
+    return tokens * mixer.queries * 4 * 2
+
+
+def _mask_bytes(rows: int, keys: int, itemsize: int) -> int:
+    """Return the bytes of a mask as bool, in the dtype, without -inf, and with padded rows."""
+    return rows * keys * (1 + 3 * itemsize)
 
 
 def decode_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:

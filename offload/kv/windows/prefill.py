@@ -43,7 +43,8 @@ class WindowPrefill:
         keys, values = whole = qkv.new_empty(size)
         whole[:, :, :before] = self._recent
         query = rope_into(qkv, *batch.rotation, keys, values, before)
-        self._recent = whole[:, :, -shape.held :]
+        # A copy, so that the rows before it are released.
+        self._recent = whole[:, :, -shape.held :].clone()
         if batch.end == self._rows:
             store.fill(layer, self._recent)
         elif self._is_due(batch):

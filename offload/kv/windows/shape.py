@@ -50,15 +50,14 @@ class WindowShape:
     @property
     def held(self) -> int:
         """Number of tokens that are always held, or all if the text has fewer."""
-        return min(self.past + SPARE_TOKENS, self.text_tokens)
+        return _held_tokens(self.window, self.text_tokens)
 
     @property
     def kept_tokens(self) -> int:
         """Most tokens that are held: when there would be more, all but the last `held` are
         dropped.
         """
-        room = max(ROOM_TOKENS, self.window // _ROOM_SHARE)
-        return min(self.held + room, self.text_tokens)
+        return _kept_tokens(self.window, self.text_tokens)
 
     def rows_shape(self, tokens: int) -> tuple[int, ...]:
         """Shape of the KV of `tokens` tokens in all layers."""
@@ -66,7 +65,7 @@ class WindowShape:
 
     def capacity(self, max_pass_tokens: int) -> int:
         """Tokens that a layer has room for: those held, and the rows of a forward."""
-        return self.kept_tokens + max_pass_tokens + _PADDING
+        return window_capacity(self.window, self.text_tokens, max_pass_tokens)
 
     def device_bytes(self, max_pass_tokens: int) -> int:
         return aligned(self.layers * self.token_bytes * self.capacity(max_pass_tokens))
@@ -80,3 +79,17 @@ class WindowShape:
     def marks_bytes(self) -> int:
         """Most bytes of all marks, in host memory."""
         return MOST_MARKS * self.mark_bytes
+
+
+def window_capacity(window: int, text_tokens: int, max_pass_tokens: int) -> int:
+    """Return the number of tokens that a layer has room for, see `WindowShape`."""
+    return _kept_tokens(window, text_tokens) + max_pass_tokens + _PADDING
+
+
+def _kept_tokens(window: int, text_tokens: int) -> int:
+    room = max(ROOM_TOKENS, window // _ROOM_SHARE)
+    return min(_held_tokens(window, text_tokens) + room, text_tokens)
+
+
+def _held_tokens(window: int, text_tokens: int) -> int:
+    return min(window - 1 + SPARE_TOKENS, text_tokens)
