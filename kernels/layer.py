@@ -16,7 +16,7 @@ def rms_norm(
     eps: float,
     delta: torch.Tensor | None = None,
     *,
-    plus_one: bool = False,
+    offset: float | None = None,
 ) -> torch.Tensor:
     """Compute the root mean square norm over the last dimension, after adding `delta` to x in
     place, if given.
@@ -24,10 +24,11 @@ def rms_norm(
     x: [rows, width] or [rows, heads, width], with a contiguous last dimension
     weight: [width]
     delta: shape of x
-    plus_one: whether the factors are 1 + weight, and the product with them is in float32 (Gemma)
+    offset: the factors are offset + weight, and the product with them is in float32 (Gemma: 1,
+        Gemma 4: 0); None for weights as they are, and a product in x's dtype
 
     Returns x's shape (Zhang and Sennrich, 2019). Rounds where transformers does: before the product
-    with the weight and after it, or with `plus_one` only after it. Raises ValueError.
+    with the weight and after it, or with an offset only after it. Raises ValueError.
     """
     require(
         "rms_norm",
@@ -39,7 +40,7 @@ def rms_norm(
         weight=weight,
         delta=delta,
     )
-    return implementation("rms_norm", x.device)(x, weight, eps, delta, plus_one)
+    return implementation("rms_norm", x.device)(x, weight, eps, delta, offset)
 
 
 def layer_norm(
@@ -156,16 +157,16 @@ def reference_rms_norm(
     weight: torch.Tensor,
     eps: float,
     delta: torch.Tensor | None,
-    plus_one: bool,
+    offset: float | None,
 ) -> torch.Tensor:
     if delta is not None:
         x += delta
     if x.dtype.itemsize > 2:
-        return torch.rms_norm(x, weight.shape, weight + 1 if plus_one else weight, eps)
+        return torch.rms_norm(x, weight.shape, weight + offset if offset else weight, eps)
     exact = x.float()
     scale = torch.rsqrt(exact.square().mean(-1, keepdim=True).add_(eps))
-    if plus_one:
-        return exact.mul_(scale).mul_(weight.float() + 1).to(x.dtype)
+    if offset is not None:
+        return exact.mul_(scale).mul_(weight.float() + offset).to(x.dtype)
     return (exact * scale).to(x.dtype) * weight
 
 

@@ -14,7 +14,7 @@ _COLUMNS = 1024
 @triton.jit(do_not_specialize=["heads"])
 def _norm_kernel(
     x, delta, weight, out, eps, heads, x_row, x_head, d_row, d_head,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr, PLUS_ONE: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ADD: tl.constexpr, OFFSET: tl.constexpr,
     CENTRED: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -32,12 +32,10 @@ def _norm_kernel(
         exact = tl.where(inside, exact - tl.sum(exact, 0) / WIDTH, 0.0)
     scale = 1.0 / tl.sqrt(tl.sum(exact * exact, 0) / WIDTH + eps)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if PLUS_ONE:
-        scaled = exact * scale * (1.0 + factor)
-    elif CENTRED:
-        scaled = exact * scale * factor
-    else:
+    if OFFSET is None:
         scaled = (exact * scale).to(item).to(tl.float32) * factor
+    else:
+        scaled = exact * scale * (OFFSET + factor)
     tl.store(out + (row * heads + head) * WIDTH + column, scaled.to(item), mask=inside)
 
 
@@ -121,15 +119,15 @@ def rms_norm(
     weight: torch.Tensor,
     eps: float,
     delta: torch.Tensor | None,
-    plus_one: bool,
+    offset: float | None,
 ) -> torch.Tensor:
-    return _norm(x, weight, eps, delta, plus_one=plus_one, centred=False)
+    return _norm(x, weight, eps, delta, offset=offset, centred=False)
 
 
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None
 ) -> torch.Tensor:
-    return _norm(x, weight, eps, delta, plus_one=False, centred=True)
+    return _norm(x, weight, eps, delta, offset=0.0, centred=True)
 
 
 def _norm(
@@ -138,7 +136,7 @@ def _norm(
     eps: float,
     delta: torch.Tensor | None,
     *,
-    plus_one: bool,
+    offset: float | None,
     centred: bool,
 ) -> torch.Tensor:
     rows, width = x.shape[0], x.shape[-1]
@@ -149,7 +147,7 @@ def _norm(
     _norm_kernel[(rows, heads)](
         x, other, weight, out, eps, heads,
         x.stride(0), x.stride(-2), other.stride(0), other.stride(-2),
-        WIDTH=width, COLUMNS=columns, ADD=delta is not None, PLUS_ONE=plus_one,
+        WIDTH=width, COLUMNS=columns, ADD=delta is not None, OFFSET=offset,
         CENTRED=centred,
         num_warps=min(16, max(1, columns // 256)), enable_fp_fusion=True,
     )  # fmt: skip

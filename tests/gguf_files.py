@@ -39,7 +39,10 @@ def in_blocks(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
 
 
 _ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-_RENAMED = {"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"}
+_RENAMED = {
+    **{"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"},
+    **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"},
+}
 # Those whose q and k llama.cpp's converter permutes.
 _PERMUTED = ("llama", "smollm3", "granite")
 _LARGER = re.compile(r"blk\.\d*[02468]\.(ffn_down|attn_v)\.weight")
@@ -68,12 +71,18 @@ def write_gguf(
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if architecture == "gemma4":
+        _describe_gemma4(writer, config)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    # The layers of Gemma 4 have a config each.
+    first = config.per_layer_config[0] if architecture == "gemma4" else config
+    head_dim = getattr(first, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if architecture != "gemma4":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     for name, value in metadata.items():
         writer.add_uint32(name.replace("__", "."), value)
     if describe:
@@ -94,7 +103,13 @@ def write_gguf(
             )
         if architecture == "gemma3" and "norm" in name:
             array = array + 1
+        if name.endswith("layer_scalar"):
+            name += ".weight"
         tensors[names.get_name(name, (".weight", ".bias"))] = array
+    if architecture == "gemma4":
+        full = config.per_layer_config["full_attention"].head_dim
+        still = [1e30] * (full // 2 - full // 8)
+        tensors["rope_freqs.weight"] = np.array([1.0] * (full // 8) + still, np.float32)
     for name, array in tensors.items():
         stored = gguf.GGMLQuantizationType.Q8_0 if mixed and _LARGER.match(name) else kind
         block = gguf.GGML_QUANT_SIZES[stored][0]
@@ -108,19 +123,38 @@ def write_gguf(
     writer.close()
 
 
+def _describe_gemma4(writer: gguf.GGUFWriter, config: object) -> None:
+    """Adds the heads of Gemma 4, whose full layers have others."""
+    layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+    full = config.per_layer_config["full_attention"]
+    writer.add_head_count_kv([layer.num_key_value_heads for layer in layers])
+    writer.add_key_length(full.head_dim)
+    writer.add_value_length(full.head_dim)
+    writer.add_key_length_swa(layers[0].head_dim)
+    writer.add_value_length_swa(layers[0].head_dim)
+    writer.add_shared_kv_layers(0)
+    writer.add_embedding_length_per_layer_input(0)
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_rope_dimension_count_swa(layers[0].head_dim)
+
+
 def _describe_family(writer: gguf.GGUFWriter, config: object, head_dim: int) -> None:
     """Adds what the converter adds for some families alone."""
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     share = rope.get("partial_rotary_factor") or 1.0
-    writer.add_rope_dimension_count(int(head_dim * share))
+    if rope["rope_type"] == "proportional":
+        writer.add_rope_dimension_count(config.per_layer_config["full_attention"].head_dim)
+    else:
+        writer.add_rope_dimension_count(int(head_dim * share))
     kinds = getattr(config, "layer_types", None) or ()
     if "sliding_attention" in kinds:
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
-    if config.model_type == "gemma3_text":
+    if config.model_type.startswith("gemma"):
         writer.add_float32(
-            "gemma3.rope.freq_base_swa", config.rope_parameters["sliding_attention"]["rope_theta"]
+            f"{_RENAMED[config.model_type]}.rope.freq_base_swa",
+            config.rope_parameters["sliding_attention"]["rope_theta"],
         )
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))

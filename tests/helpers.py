@@ -37,6 +37,23 @@ _LLAMA3 = {
 
 SLIDING = ("sliding_attention",) * (LAYERS - 1)
 
+_GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "tie_word_embeddings": False,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "final_logit_softcapping": 5.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+}
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -174,6 +191,9 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             },
         },
     ),
+    # Full layers with more and fewer heads than the others, whose values are their keys.
+    "gemma4": ("Gemma4", {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}),
+    "gemma4-unified": ("Gemma4Unified", _GEMMA4),
 }
 
 # Every mix of resident and streamed; more resident blocks than there are means all.
@@ -214,6 +234,9 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             torch.nn.init.normal_(parameter, one if "norm" in name else 0.0, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            torch.nn.init.normal_(buffer, 1.0, 0.2)
     model.save_pretrained(directory)
     return model
 

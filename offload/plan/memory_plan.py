@@ -145,7 +145,8 @@ class MemoryPlan:
                 if layer in split or layer in files:
                     where = Where.SPLIT if layer in split else Where.FILE
             low = needs.low_bytes[layer] if needs.low_bytes else 0
-            plans.append(_layer_plan(where, nbytes, low, needs.int4_bytes * (layer in copies)))
+            copy = needs.int4_bytes[layer] if layer in copies and needs.int4_bytes else 0
+            plans.append(_layer_plan(where, nbytes, low, copy))
         return tuple(plans)
 
     @cached_property

@@ -22,7 +22,7 @@ class Requirements:
     reading_bytes: temporaries of a prefill that fills the context
     pass_bytes: temporaries of a pass, of drafting and of sampling
     drafting_bytes: everything used for drafting, such as a retrieval cache; always on the device
-    int4_bytes: size of a layer's int4 draft copy; 0 if there are none
+    int4_bytes: size of each layer's int4 draft copy; empty if there are none
     int4_all: whether resident layers have a copy too
     decoding_bytes: temporaries of products with int4 draft copies
     gather_bytes: size of the device buffers through which chunks of streamed KV are retrieved; the
@@ -43,7 +43,7 @@ class Requirements:
     max_pass_tokens: int
     drafting_bytes: int = 0
     gather_bytes: int = 0
-    int4_bytes: int = 0
+    int4_bytes: tuple[int, ...] = ()
     int4_all: bool = False
     decoding_bytes: int = 0
     low_bytes: tuple[int, ...] = ()

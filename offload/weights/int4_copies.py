@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import torch
 
@@ -29,13 +29,12 @@ class Int4Copies:
 
     def __init__(
         self,
-        layout: FlatLayout,
-        layers: Collection[int],
+        layouts: Mapping[int, FlatLayout],
         memory: DeviceMemory,
         decoding_bytes: int = 0,
         cache: LayerCache | None = None,
     ) -> None:
-        """layout: layout of each copy
+        """layouts: layout of each copy, by layer
         decoding_bytes: bytes of temporaries that products with the copies need
         cache: disk cache that keeps the copies from run to run
 
@@ -45,15 +44,18 @@ class Int4Copies:
         self._cache = cache
         # Quantise one matrix at a time, because quantising takes temporary memory.
         self._quantising = threading.Lock()
-        self._allocation = memory.allocate(len(layers) * layout.nbytes, "int4 draft copies")
+        self._allocation = memory.allocate(
+            sum(layout.nbytes for layout in layouts.values()), "int4 draft copies"
+        )
         try:
             self._decoding = memory.reserve(decoding_bytes, "workspace of int4 draft copies")
         except BaseException:
             memory.free(self._allocation)
             raise
-        buffers = self._allocation.bytes.split(layout.nbytes)
-        self._buffers = dict(zip(sorted(layers), buffers, strict=True))
-        self.views = {layer: layout.views(buffer) for layer, buffer in self._buffers.items()}
+        layers = sorted(layouts)
+        buffers = self._allocation.bytes.split([layouts[layer].nbytes for layer in layers])
+        self._buffers = dict(zip(layers, buffers, strict=True))
+        self.views = {layer: layouts[layer].views(self._buffers[layer]) for layer in layers}
 
     def restore(self, layer: int) -> bool:
         """Fill the copy of a layer from the cache. Return whether the cache had it."""

@@ -177,7 +177,7 @@ def launch_others(dtype: torch.dtype) -> None:
     hidden, cache = empty(17, 4096), empty(32, 4224, 128)
     rms_norm(hidden, hidden[0], 1e-5)
     rms_norm(hidden, hidden[0], 1e-5, hidden)
-    rms_norm(hidden, hidden[0], 1e-5, hidden, plus_one=True)
+    rms_norm(hidden, hidden[0], 1e-5, hidden, offset=1.0)
     layer_norm(hidden, hidden[0], 1e-5, hidden)
     for start in (5, number):
         rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), cache, cache, start)

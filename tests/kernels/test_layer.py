@@ -14,7 +14,7 @@ from triforce_kernels.layer import geglu, layer_norm, rms_norm, rope_into, swigl
 @pytest.mark.parametrize("dtype", INTERPRETED)
 @pytest.mark.parametrize("shape", [(1, 64), (5, 200), (3, 1025), (4, 7, 24)])
 @pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("kind", ["rms", "plus_one", "layer"])
+@pytest.mark.parametrize("kind", ["rms", "plus_one", "float32", "layer"])
 def test_norm_with_residual(backend, draw, shape, dtype, add, kind) -> None:
     weight = draw(shape[-1], dtype=dtype)
     whole = draw(*shape[:-1], shape[-1] + 3, dtype=dtype) * 3
@@ -26,7 +26,7 @@ def test_norm_with_residual(backend, draw, shape, dtype, add, kind) -> None:
         ours = layer_norm(x, weight, 1e-5, delta)
         exact = F.layer_norm(total.double(), shape[-1:], weight.double(), None, 1e-5)
     else:
-        ours = rms_norm(x, weight, 1e-5, delta, plus_one=kind == "plus_one")
+        ours = rms_norm(x, weight, 1e-5, delta, offset={"plus_one": 1.0, "float32": 0.0}.get(kind))
         factors = weight.double() + (kind == "plus_one")
         exact = F.rms_norm(total.double(), shape[-1:], factors, 1e-5)
     assert_near(ours, exact, TOLERANCE[dtype])
@@ -39,7 +39,7 @@ def test_a_norm_with_one_more_than_its_weights_rounds_once(backend) -> None:
     x = torch.arange(1.0, 65, device=DEVICE).half().unsqueeze(0)
     weight = torch.full((64,), 4e-4, device=DEVICE).half()
     exact = F.rms_norm(x.double(), (64,), weight.double() + 1).half()
-    assert torch.equal(rms_norm(x, weight, 0.0, plus_one=True), exact)
+    assert torch.equal(rms_norm(x, weight, 0.0, offset=1.0), exact)
     assert not torch.equal(rms_norm(x, weight + 1, 0.0), exact)
 
 

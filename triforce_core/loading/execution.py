@@ -26,6 +26,7 @@ from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.memory.host import HostMemory
 from triforce_offload.plan.memory_plan import LayerPlan, Where
+from triforce_offload.plan.requirements import Requirements
 from triforce_offload.ranks import Ranks
 from triforce_offload.runtime import Runtime
 from triforce_offload.weights.formats import dtype_name
@@ -81,19 +82,28 @@ class Execution:
         stack.callback(runtime.close)
         source.end()
         method = sizes.method
-        heads = self.share.kv_heads if self.share else [range(plan.requirements.kv.kv_heads)]
         return Models(
             Model(config, ends, rope, memory.device, self.ranks),
             runtime,
             replace(method, draft_kv=INT8) if sizes.rounds_kv else method,
             resolved.budget,
-            KVParts(self.ranks, heads),
+            *self._kv_parts(plan.requirements),
             small,
             int4_copies,
             recorder,
             stack.pop_all(),
             weights=resolved.weights,
         )
+
+    def _kv_parts(self, needs: Requirements) -> tuple[KVParts, KVParts]:
+        """Return the key-value heads of each rank, of the layers without a window and with one."""
+        if self.share:
+            heads = self.share.full.keys, self.share.windowed.keys
+        else:
+            windows = needs.windows or needs.kv
+            heads = [range(needs.kv.kv_heads)], [range(windows.kv_heads)]
+        full, windowed = (KVParts(self.ranks, each) for each in heads)
+        return full, windowed
 
     def _report(self) -> Callable[[], None]:
         layers, read = len(self.checkpoint.config.layers), itertools.count(1)
@@ -125,12 +135,11 @@ class Execution:
         return replace(ends, first=share.vocab[share.rank].start, widths=share.widths)
 
     def _int4_copies(self) -> Int4Copies | None:
-        plan, layout = self.resolved.memory, self.resolved.sizes.int4_layout
-        if not self.resolved.budget or layout is None or not plan.placement.int4_layers:
+        plan, layouts = self.resolved.memory, self.resolved.sizes.int4_layouts
+        if not self.resolved.budget or not layouts or not plan.placement.int4_layers:
             return None
         copies = Int4Copies(
-            layout,
-            plan.placement.int4_layers,
+            {layer: layouts[layer] for layer in plan.placement.int4_layers},
             self.memory,
             plan.requirements.decoding_bytes,
             self._copies_cache(),

@@ -10,7 +10,7 @@ from typing import Any
 from triforce_core.model.layers import Attention, Described, LayerSpec, NormKind
 from triforce_offload.errors import UnsupportedModelError
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,18 @@ class RopeConfig:
         return f" long={context > self.parameters['original_max_position_embeddings']}"
 
     def rotated(self, head_dim: int) -> int:
-        """Return how many numbers of a head are rotated."""
+        """Return how many numbers of a head are rotated; the others come after them in files.
+
+        "proportional" rotates whole heads: the last frequencies are 0.
+        """
+        if self.type == "proportional":
+            return head_dim
         # As transformers rounds it, but for the rounding of a quotient of whole numbers.
         return int(head_dim * (self.parameters.get("partial_rotary_factor") or 1.0) + 1e-6)
+
+
+# A rotary embedding, None for layers that do not rotate, and the size of a head.
+RotationKind = tuple[RopeConfig | None, int]
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,9 +71,10 @@ class ModelConfig(Described):
     embedding_scale, logit_scale: factors of the embeddings and of the logits
     window_rope: rotary embedding of the layers with a window; None if it is that of the others
     norm_kind: how every norm of the model is computed
+    logit_cap: logits x become cap * tanh(x / cap); None for no cap
     """
 
-    _NEWER = frozenset({"embedding_scale", "logit_scale", "window_rope", "norm_kind"})
+    _NEWER = frozenset({"embedding_scale", "logit_scale", "window_rope", "norm_kind", "logit_cap"})
 
     family: str
     layers: tuple[LayerSpec, ...]
@@ -80,6 +90,7 @@ class ModelConfig(Described):
     logit_scale: float = 1.0
     window_rope: RopeConfig | None = None
     norm_kind: NormKind = NormKind.RMS
+    logit_cap: float | None = None
 
     def __post_init__(self) -> None:
         """Raise UnsupportedModelError if the KV of the layers differs in shape, or if all layers
@@ -131,8 +142,14 @@ class ModelConfig(Described):
     @property
     def as_drafter(self) -> ModelConfig:
         """The model as it drafts: over so few tokens that its windows hide none or hardly any, all
-        layers attend to all of them.
+        layers attend to all of them. Raises UnsupportedModelError if their KV differs in shape.
         """
+        heads = {(each.mixer.kv_heads, each.mixer.head_dim) for each in self.layers}
+        if len(heads) > 1:
+            raise UnsupportedModelError(
+                f"a {self.family} model cannot draft as a model of its own: heads of its layers "
+                "with a window differ from those of the others"
+            )
         layers = [replace(layer, mixer=replace(layer.mixer, window=None)) for layer in self.layers]
         return replace(self, layers=tuple(layers))
 
@@ -147,10 +164,14 @@ class ModelConfig(Described):
             return None
         return self.window_rope if mixer.window_rope else self.rope
 
+    def rotation_of(self, mixer: Attention) -> RotationKind:
+        """Return what tells apart layers that need other cosines and sines."""
+        return self.rope_of(mixer), mixer.head_dim
+
     @cached_property
-    def ropes(self) -> tuple[RopeConfig | None, ...]:
-        """The different rotary embeddings of the layers, None for layers that do not rotate."""
-        return tuple(dict.fromkeys(self.rope_of(spec.mixer) for spec in self.distinct_layers))
+    def rotations(self) -> tuple[RotationKind, ...]:
+        """The different kinds of cosines and sines that the layers need."""
+        return tuple(dict.fromkeys(self.rotation_of(spec.mixer) for spec in self.distinct_layers))
 
     @property
     def vocab_rows(self) -> int:

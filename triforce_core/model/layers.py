@@ -50,9 +50,16 @@ class Attention(Described):
     scale: factor of the scores; None for head_dim ** -0.5
     window: number of tokens that a token attends to, itself included; None for all
     window_rope: whether it rotates as `ModelConfig.window_rope` says
+    value_norm: whether values are normalised, by a norm without weights
+    values_from_keys: whether values are the keys as projected, and have no projection of their own
     """
 
-    _NEWER = frozenset({"norm_over_heads", "rotated", "scale", "window", "window_rope"})
+    _NEWER = frozenset(
+        {
+            *("norm_over_heads", "rotated", "scale", "window", "window_rope"),
+            *("value_norm", "values_from_keys"),
+        }
+    )
 
     heads: int
     kv_heads: int
@@ -65,6 +72,8 @@ class Attention(Described):
     scale: float | None = None
     window: int | None = None
     window_rope: bool = False
+    value_norm: bool = False
+    values_from_keys: bool = False
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of heads or their size are impossible."""
@@ -87,9 +96,19 @@ class Attention(Described):
         """Number of columns of all key heads; all value heads have as many."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def projected(self) -> int:
+        """Number of columns of the projection of queries, keys and values."""
+        return self.queries + self.keys * (1 + self.has_values)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether values have a projection of their own."""
+        return not self.values_from_keys
+
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the mixer's tensors. hidden: width of the model"""
-        qkv = self.queries + 2 * self.keys
+        qkv = self.projected
         shapes: Shapes = {"qkv": (qkv, hidden)}
         if self.qkv_bias:
             shapes["qkv_bias"] = (qkv,)
@@ -145,11 +164,12 @@ class Norms(Enum):
 
 
 class NormKind(Enum):
-    """How norms are computed: RMS norms whose factors are the weights, or 1 + the weights, or layer
-    norms without a bias.
+    """How norms are computed: RMS norms whose factors are the weights, the same with the product in
+    float32, with factors of 1 + the weights, or layer norms without a bias.
     """
 
     RMS = "rms"
+    RMS_FLOAT32 = "rms_float32"
     RMS_PLUS_ONE = "rms_plus_one"
     LAYER = "layer"
 
@@ -161,15 +181,17 @@ class LayerSpec(Described):
     norms: where the norms are
     residual_scale: factor of what the mixer and the MLP add to the hidden states
     parallel: whether the MLP has the same input and norm as the mixer, and does not follow it
+    output_scale: whether the hidden states after the layer are multiplied by a number of its own
     """
 
-    _NEWER = frozenset({"norms", "residual_scale", "parallel"})
+    _NEWER = frozenset({"norms", "residual_scale", "parallel", "output_scale"})
 
     mixer: Attention
     mlp: DenseMLP
     norms: Norms = Norms.BEFORE
     residual_scale: float = 1.0
     parallel: bool = False
+    output_scale: bool = False
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's tensors, in the order in which they are used.
@@ -185,5 +207,6 @@ class LayerSpec(Described):
             "post_norm": None if self.parallel else before,
             **self.mlp.shapes(hidden),
             "mlp_norm": after,
+            "output_scale": (1,) if self.output_scale else None,
         }
         return {name: shape for name, shape in shapes.items() if shape is not None}

@@ -34,9 +34,12 @@ class AttentionMixer:
         spec = self._spec
         if "input_norm" in w:
             hidden = self._norm(hidden, w["input_norm"])
-        qkv = linear(hidden, w["qkv"], w.get("qkv_bias"))
-        heads = qkv.view(batch.rows, spec.heads + 2 * spec.kv_heads, spec.head_dim)
-        queries, keys, _ = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), 1)
+        heads = linear(hidden, w["qkv"], w.get("qkv_bias")).view(batch.rows, -1, spec.head_dim)
+        if spec.values_from_keys:
+            heads = torch.cat((heads, heads[:, spec.heads :]), 1)
+        queries, keys, values = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), 1)
+        if spec.value_norm:
+            values.copy_(self._norm(values, values.new_ones(spec.head_dim)))
         if spec.qk_norm:
             for each, weight in ((queries, w["q_norm"]), (keys, w["k_norm"])):
                 rows = each.flatten(1) if spec.norm_over_heads else each

@@ -9,6 +9,9 @@ import torch
 from triforce_core.model.layers import NormKind
 from triforce_kernels.layer import layer_norm, rms_norm
 
+# What is added to the weights of norms whose product with them is in float32.
+_OFFSETS = {NormKind.RMS_PLUS_ONE: 1.0, NormKind.RMS_FLOAT32: 0.0}
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -25,5 +28,4 @@ class Norm:
         """
         if self.kind is NormKind.LAYER:
             return layer_norm(x, weight, self.eps, delta)
-        plus_one = self.kind is NormKind.RMS_PLUS_ONE
-        return rms_norm(x, weight, self.eps, delta, plus_one=plus_one)
+        return rms_norm(x, weight, self.eps, delta, offset=_OFFSETS.get(self.kind))

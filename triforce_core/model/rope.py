@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from triforce_core.model.config import ModelConfig, RopeConfig
+from triforce_core.model.config import ModelConfig, RopeConfig, RotationKind
 from triforce_kernels.layer import rotate
 from triforce_offload.errors import CheckpointError
 from triforce_offload.link.waiting import come
@@ -30,14 +30,14 @@ class Rope:
         context: maximum number of tokens of a sequence; longrope has other frequencies if it is
             longer than the model was first trained on, as in vLLM and llama.cpp
         """
-        self._tables = {
-            rope: None
-            if rope is None
-            else _Table(config, rope, device, factors if rope == config.rope else None, context)
-            for rope in config.ropes
-        }
-        self._of_layers = [config.rope_of(config.layers[layer].mixer) for layer in config.kv_layers]
-        self._head_dim = config.attention.head_dim
+        self._tables: dict[RotationKind, _Table | None] = {}
+        for kind in config.rotations:
+            rope = kind[0]
+            own = factors if rope == config.rope else None
+            self._tables[kind] = rope and _Table(config, kind, device, own, context)
+        self._of_layers = [
+            config.rotation_of(config.layers[layer].mixer) for layer in config.kv_layers
+        ]
         self._query_growth = config.rope.query_growth
 
     @property
@@ -53,18 +53,14 @@ class Rope:
 
     def rotations(
         self, positions: torch.Tensor, like: torch.Tensor
-    ) -> dict[RopeConfig | None, Rotation]:
-        """Return cosines and sines for positions [rows], in the dtype of `like`, by the layers'
-        rotary embedding. None has those that rotate nothing.
+    ) -> dict[RotationKind, Rotation]:
+        """Return cosines and sines for positions [rows], in the dtype of `like`, by kind. Those of
+        layers without a rotary embedding rotate nothing.
         """
         return {
-            rope: table.rotation(positions, like) if table else self._identity(positions, like)
-            for rope, table in self._tables.items()
+            kind: table.rotation(positions, like) if table else _identity(positions, like, kind[1])
+            for kind, table in self._tables.items()
         }
-
-    def _identity(self, positions: torch.Tensor, like: torch.Tensor) -> Rotation:
-        ones = like.new_ones(len(positions), self._head_dim)
-        return ones, torch.zeros_like(ones)
 
     def query_scale(self, positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
         """Return factors of the queries at positions [rows], in the dtype of `like`, or None.
@@ -84,10 +80,15 @@ class Rope:
         Keys of layers that do not rotate stay as they are.
         """
         turned = keys.clone()
-        for layer, rope in zip(range(len(keys)), self._of_layers, strict=False):
-            if table := self._tables[rope]:
+        for layer, kind in zip(range(len(keys)), self._of_layers, strict=False):
+            if table := self._tables[kind]:
                 turned[layer] = table.turned_back(keys[layer], by)
         return turned
+
+
+def _identity(positions: torch.Tensor, like: torch.Tensor, head_dim: int) -> Rotation:
+    ones = like.new_ones(len(positions), head_dim)
+    return ones, torch.zeros_like(ones)
 
 
 class _Table:
@@ -100,13 +101,14 @@ class _Table:
     def __init__(
         self,
         config: ModelConfig,
-        rope: RopeConfig,
+        kind: tuple[RopeConfig, int],
         device: torch.device,
         factors: torch.Tensor | None,
         context: int,
     ) -> None:
-        self._config, inverse, scaling = _frequencies(config, rope, context)
-        self._inverse = _for_whole_heads(inverse, config.attention.head_dim).to(device)
+        rope, head_dim = kind
+        self._config, inverse, scaling = _frequencies(config, rope, head_dim, context)
+        self._inverse = _for_whole_heads(inverse, head_dim).to(device)
         # Pairs that stay as they are are not scaled either.
         self._scaling: float | torch.Tensor = scaling
         if len(inverse) < len(self._inverse) and scaling != 1:
@@ -166,14 +168,14 @@ def _for_whole_heads(inverse: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _frequencies(
-    config: ModelConfig, rope: RopeConfig, context: int
+    config: ModelConfig, rope: RopeConfig, head_dim: int, context: int
 ) -> tuple[Any, torch.Tensor, float]:
     """Return transformers' config or None, the inverse frequencies of what is rotated, and the
     scale of cosines and sines. Raises CheckpointError.
     """
     if rope.type == "default":
         # transformers has no function for this type outside its models.
-        rotated = rope.rotated(config.attention.head_dim)
+        rotated = rope.rotated(head_dim)
         powers = torch.arange(0, rotated, 2, dtype=torch.float) / rotated
         return None, 1.0 / rope.theta**powers, 1.0
     # Do not import a model's module of transformers: that takes seconds.
@@ -181,9 +183,8 @@ def _frequencies(
 
     theirs = PreTrainedConfig()
     # Rope only divides the hidden size by the number of heads, so set it to match head_dim.
-    theirs.hidden_size = config.attention.queries
-    theirs.num_attention_heads = config.attention.heads
-    theirs.head_dim = config.attention.head_dim
+    theirs.hidden_size = theirs.head_dim = head_dim
+    theirs.num_attention_heads = 1
     theirs.max_position_embeddings = config.trained_positions
     named = {"rope_type": rope.type, "rope_theta": rope.theta}
     theirs.rope_parameters = named | dict(rope.parameters)

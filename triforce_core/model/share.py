@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.layers import LayerSpec
+from triforce_core.model.layers import Attention, LayerSpec
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import UsageError
 
@@ -25,24 +25,54 @@ class Window(NamedTuple):
     columns: range | None = None
 
 
+class Heads(NamedTuple):
+    """Query heads and key-value heads of each rank. Every query head is on one rank, together with
+    its key-value head. If there are fewer key-value heads than ranks, several ranks have the same
+    one.
+    """
+
+    queries: tuple[range, ...]
+    keys: tuple[range, ...]
+
+    @classmethod
+    def divided(cls, mixer: Attention, ranks: int) -> Heads:
+        """Divide the heads of a mixer evenly; the first ranks get more. Raises UsageError if a rank
+        would get nothing.
+        """
+        group = mixer.heads // mixer.kv_heads
+        if ranks <= mixer.kv_heads:
+            keys = spread(mixer.kv_heads, ranks)
+            return cls(tuple(range(kv.start * group, kv.stop * group) for kv in keys), tuple(keys))
+        queries, keys = [], []
+        # Heads with fewer ranks come first.
+        for kv, sharing in enumerate(reversed(spread(ranks, mixer.kv_heads))):
+            if len(sharing) > group:
+                raise UsageError(
+                    f"{mixer.heads} attention heads over {mixer.kv_heads} key-value heads do not "
+                    f"spread over {ranks} GPUs: {len(sharing)} of them would share {group}"
+                )
+            keys += [range(kv, kv + 1)] * len(sharing)
+            first = kv * group
+            parts = spread(group, len(sharing))
+            queries += [range(first + part.start, first + part.stop) for part in parts]
+        return cls(tuple(queries), tuple(keys))
+
+
 @dataclass(frozen=True)
 class Share:
     """The part of a model that one rank has (tensor parallelism; Megatron-LM, Shoeybi et al.,
     2019).
 
-    Every query head is on one rank, together with its key-value head. If there are fewer key-value
-    heads than ranks, several ranks have the same one.
-
     whole: config of the whole model
-    heads, kv_heads: the heads of each rank
+    full, windowed: the heads of each rank in full-attention layers, and in layers with a window
     mlp: the MLP columns of each rank
     vocab: the vocabulary rows of each rank
     """
 
     whole: ModelConfig
     rank: int
-    heads: tuple[range, ...]
-    kv_heads: tuple[range, ...]
+    full: Heads
+    windowed: Heads
     mlp: tuple[range, ...]
     vocab: tuple[range, ...]
 
@@ -55,37 +85,14 @@ class Share:
         unit: multiples in which MLP columns are divided, if there are enough columns
         Raises UsageError if a rank would get nothing.
         """
-        attention, mlp_width = config.attention, config.layers[0].mlp.width
+        mlp_width = config.layers[0].mlp.width
         if ranks > 1 and any(spec.mixer.norm_over_heads for spec in config.layers):
             raise UsageError(
                 f"{config.family} models have a norm over all heads, and their heads cannot be "
                 "divided between GPUs"
             )
-        for mixer in (spec.mixer for spec in config.layers):
-            found = mixer.heads, mixer.kv_heads, mixer.head_dim
-            if ranks > 1 and found != (attention.heads, attention.kv_heads, attention.head_dim):
-                raise UsageError(
-                    f"layers of {config.family} models have different heads, which cannot be "
-                    "divided between GPUs yet"
-                )
-        group = attention.heads // attention.kv_heads
-        if ranks <= attention.kv_heads:
-            kv_heads = spread(attention.kv_heads, ranks)
-            heads = [range(kv.start * group, kv.stop * group) for kv in kv_heads]
-        else:
-            kv_heads, heads = [], []
-            # Heads with fewer ranks come first.
-            for kv, sharing in enumerate(reversed(spread(ranks, attention.kv_heads))):
-                if len(sharing) > group:
-                    raise UsageError(
-                        f"{attention.heads} attention heads over {attention.kv_heads} key-value "
-                        f"heads do not spread over {ranks} GPUs: {len(sharing)} of them would "
-                        f"share {group}"
-                    )
-                kv_heads += [range(kv, kv + 1)] * len(sharing)
-                first = kv * group
-                parts = spread(group, len(sharing))
-                heads += [range(first + part.start, first + part.stop) for part in parts]
+        full = Heads.divided(config.attention, ranks)
+        windowed = Heads.divided(config.windowed, ranks) if config.windowed else full
         if min(mlp_width, config.vocab) < ranks:
             raise UsageError(
                 f"an MLP of {mlp_width} columns and a vocabulary of {config.vocab} do not spread "
@@ -95,12 +102,11 @@ class Share:
             unit //= 2
         units = spread(-(-mlp_width // unit), ranks)
         mlp = [range(part.start * unit, min(part.stop * unit, mlp_width)) for part in units]
-        vocab = spread(config.vocab, ranks)
-        return cls(config, rank, tuple(heads), tuple(kv_heads), tuple(mlp), tuple(vocab))
+        return cls(config, rank, full, windowed, tuple(mlp), tuple(spread(config.vocab, ranks)))
 
     @property
     def ranks(self) -> int:
-        return len(self.heads)
+        return len(self.mlp)
 
     @property
     def config(self) -> ModelConfig:
@@ -109,15 +115,18 @@ class Share:
         return replace(self.whole, layers=layers, shared_vocab=len(self.vocab[self.rank]))
 
     def _layer(self, whole: LayerSpec) -> LayerSpec:
-        rank = self.rank
+        rank, heads = self.rank, self._heads(whole.mixer)
         mixer = replace(
             whole.mixer,
-            heads=len(self.heads[rank]),
-            kv_heads=len(self.kv_heads[rank]),
+            heads=len(heads.queries[rank]),
+            kv_heads=len(heads.keys[rank]),
             # Only one rank adds the bias, before the sum over ranks.
             output_bias=whole.mixer.output_bias and rank == 0,
         )
         return replace(whole, mixer=mixer, mlp=replace(whole.mlp, width=len(self.mlp[rank])))
+
+    def _heads(self, mixer: Attention) -> Heads:
+        return self.full if mixer.window is None else self.windowed
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -132,7 +141,7 @@ class Share:
         local: index of this rank on its machine
         """
         first = self.rank - local
-        sizes = [len(kv) for kv in self.kv_heads[first : first + here]]
+        sizes = [len(kv) for kv in self.full.keys[first : first + here]]
         return sizes[local] / sum(sizes)
 
     def windows(self, name: str) -> list[Window]:
@@ -140,18 +149,19 @@ class Share:
 
         name: `embedding`, `head` or `layers.N.PART`
         """
-        part, rank, size = name.rsplit(".", 1)[-1], self.rank, self.whole.attention.head_dim
-
-        def heads(of: range) -> range:
-            return range(of.start * size, of.stop * size)
-
-        queries, keys = heads(self.heads[rank]), heads(self.kv_heads[rank])
+        *layer, part = name.split(".")
+        rank = self.rank
+        if not layer:
+            return [Window(self.vocab[rank])] if part in ("embedding", "head") else [Window()]
+        mixer = self.whole.layers[int(layer[1])].mixer
+        queries, keys = (
+            range(own[rank].start * mixer.head_dim, own[rank].stop * mixer.head_dim)
+            for own in self._heads(mixer)
+        )
         if part in ("qkv", "qkv_bias"):
-            return [Window(queries), Window(keys), Window(keys)]
+            return [Window(queries), Window(keys), Window(keys)][: 2 + mixer.has_values]
         if part == "gate_up":
             return [Window(self.mlp[rank])] * 2
-        if part in ("embedding", "head"):
-            return [Window(self.vocab[rank])]
         columns = {"o": queries, "down": self.mlp[rank]}
         return [Window(None, columns.get(part))]
 

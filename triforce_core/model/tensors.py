@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -37,10 +37,17 @@ def matrices(config: ModelConfig) -> tuple[tuple[int, int], ...]:
     return tuple((s[0], s[1]) for s in chain.from_iterable(shapes) if len(s) == 2)
 
 
-def int4_layout(config: ModelConfig, dtype: ElementType) -> FlatLayout:
-    """Return the layout of a layer in 4 bits. A matrix is dense if its rows are no whole groups."""
-    shapes = config.layers[0].shapes(config.hidden)
-    return FlatLayout.of({name: _grouped(shape, dtype) for name, shape in shapes.items()})
+def int4_layouts(config: ModelConfig, dtype: ElementType) -> tuple[FlatLayout, ...]:
+    """Return the layout of each layer in 4 bits. A matrix is dense if its rows are no whole
+    groups.
+    """
+    layouts = {
+        spec: FlatLayout.of(
+            {name: _grouped(shape, dtype) for name, shape in spec.shapes(config.hidden).items()}
+        )
+        for spec in config.distinct_layers
+    }
+    return tuple(layouts[spec] for spec in config.layers)
 
 
 def _grouped(shape: tuple[int, ...], dtype: ElementType) -> Format:
@@ -174,25 +181,33 @@ class MatrixBytes:
 
     @classmethod
     def of(cls, layouts: Layouts) -> MatrixBytes:
-        count = len(layouts.layers)
-        qkv = sum(layer.formats["qkv"].nbytes for layer in layouts.layers) / count
-        whole = sum(layer.nbytes for layer in layouts.layers) / count
-        head = layouts.head.formats["head"].nbytes
-        reads = layouts.layers[0].formats["qkv"].read, layouts.head.formats["head"].read
-        return cls(qkv, whole - qkv, head, bool(layouts.decoded_numbers), *reads)
+        head = layouts.head.formats["head"]
+        reads = layouts.layers[0].formats["qkv"].read, head.read
+        sizes = _qkv_and_rest(layouts.layers)
+        return cls(*sizes, head.nbytes, bool(layouts.decoded_numbers), *reads)
 
-    def with_layer(self, layer: FlatLayout) -> MatrixBytes:
+    def with_layers(self, layers: Sequence[FlatLayout]) -> MatrixBytes:
         """Return these bytes with other layers, which have to be decoded, and the same head."""
-        qkv = layer.formats["qkv"].nbytes
-        sizes = qkv, layer.nbytes - qkv, self.head
-        reads = layer.formats["qkv"].read, self.head_read
-        return MatrixBytes(*sizes, True, *reads)
+        reads = layers[0].formats["qkv"].read, self.head_read
+        return MatrixBytes(*_qkv_and_rest(layers), self.head, True, *reads)
 
-    def with_high_bits(self, layer: FlatLayout) -> MatrixBytes:
+    def with_high_bits(self, layers: Sequence[FlatLayout]) -> MatrixBytes:
         """Return these bytes with only the high bits of the layers, and the same head."""
-        sizes = {name: stored.draft_bytes for name, stored in layer.formats.items()}
-        nbytes = sizes["qkv"], sum(sizes.values()) - sizes["qkv"], self.head
-        return MatrixBytes(*nbytes, True, layer.formats["qkv"].draft_read, self.head_read)
+        qkv = _mean(layer.formats["qkv"].draft_bytes for layer in layers)
+        whole = _mean(sum(each.draft_bytes for each in layer.formats.values()) for layer in layers)
+        reads = layers[0].formats["qkv"].draft_read, self.head_read
+        return MatrixBytes(qkv, whole - qkv, self.head, True, *reads)
+
+
+def _qkv_and_rest(layers: Sequence[FlatLayout]) -> tuple[float, float]:
+    """Return the bytes before and after the attention of an average layer."""
+    qkv = _mean(layer.formats["qkv"].nbytes for layer in layers)
+    return qkv, _mean(layer.nbytes for layer in layers) - qkv
+
+
+def _mean(numbers: Iterable[int]) -> float:
+    counted = list(numbers)
+    return sum(counted) / len(counted)
 
 
 def kv_shape(config: ModelConfig, block_tokens: int, dtype: ElementType) -> KVShape:

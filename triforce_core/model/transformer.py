@@ -99,12 +99,12 @@ class Model:
         hidden = self._embed(batch.tokens)
         batch = replace(batch, query_scale=self.rope.query_scale(batch.positions, hidden))
         parts = {
-            rope: list(replace(batch, rotation=rotation).parts(chunk))
-            for rope, rotation in self.rope.rotations(batch.positions, hidden).items()
+            kind: list(replace(batch, rotation=rotation).parts(chunk))
+            for kind, rotation in self.rope.rotations(batch.positions, hidden).items()
         }
         for index, spec in enumerate(self.config.layers):
             with weights.layer(index) as layer:
-                for part in parts[self.config.rope_of(spec.mixer)]:
+                for part in parts[self.config.rotation_of(spec.mixer)]:
                     self._layer(index, layer, hidden[part.first : part.end], cache, part)
             if each_layer is not None:
                 each_layer(index)
@@ -118,6 +118,8 @@ class Model:
         part = linear(self._norm(hidden, ends.norm), ends.head).float()
         if self.config.logit_scale != 1:
             part *= self.config.logit_scale
+        if (cap := self.config.logit_cap) is not None:
+            part.div_(cap).tanh_().mul_(cap)
         return self._ranks.gather(part, ends.widths)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -152,6 +154,8 @@ class Model:
         mixed = self._added(spec, w.get("mixer_norm"), mixed)
         computed = self._ranks.sum(self._mlps[index](w, hidden, mixed))
         hidden += self._added(spec, w.get("mlp_norm"), computed)
+        if spec.output_scale:
+            hidden *= w["output_scale"]
 
     def _added(
         self, spec: LayerSpec, norm: torch.Tensor | None, computed: torch.Tensor

@@ -205,7 +205,7 @@ def needs_weights(budget: int, streamed: int) -> UsageError:
 
 def _can_draft(wanted: ModelSizes, placement: Placement) -> bool:
     """Whether every layer, or a copy of it, is on the device with a user's placement."""
-    if wanted.int4_layout is None:
+    if not wanted.int4_layouts:
         placement = replace(placement, int4_layers=())
     return placement.can_draft
 

@@ -9,7 +9,7 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.tensors import (
     Layouts,
     dense_layouts,
-    int4_layout,
+    int4_layouts,
     kv_shape,
     matrices,
     window_shape,
@@ -101,21 +101,21 @@ class ModelSizes:
         return device.graphs and fused and all(map(device.has_kernel, weights.block_types))
 
     @property
-    def int4_layout(self) -> FlatLayout | None:
-        """Layout of a layer's int4 copy, or None if the retrieval level does not use such copies.
+    def int4_layouts(self) -> tuple[FlatLayout, ...]:
+        """Layout of each layer's int4 copy; empty if the retrieval level does not use such copies.
 
         Raises UsageError if it has to use them and none can be made.
         """
         asked = self.method.draft_weights
         if asked in (EXACT, SPLIT) or self.method.method != "triforce":
-            return None
+            return ()
         if self.weights.block_types:
             if asked == INT4:
                 raise UsageError(
                     "weights to draft with are made of dense ones, and these are kept as stored"
                 )
-            return None
-        return int4_layout(self.config, self.dtype)
+            return ()
+        return int4_layouts(self.config, self.dtype)
 
     def requirements(self, budget: int) -> Requirements:
         """Return the memory requirements. budget: number of tokens of the retrieval cache, or 0
@@ -125,7 +125,7 @@ class ModelSizes:
         config, method, itemsize = self.config, self.method, self.dtype.itemsize
         shape, verified = self._kv_shape(), method.max_draft_tokens + 1
         scored = method.chunk_size if budget else 0
-        weights, int4_layout = self.weights, self.int4_layout if budget else None
+        weights, int4 = self.weights, self.int4_layouts if budget else ()
         read_at_once = min(PREFILL_CHUNK, self.max_context)
         return Requirements(
             layer_bytes=tuple(layer.nbytes for layer in weights.layers),
@@ -156,11 +156,9 @@ class ModelSizes:
             max_pass_tokens=verified,
             drafting_bytes=self._drafting_bytes(shape, budget),
             gather_bytes=self._gather_bytes(shape, budget),
-            int4_bytes=int4_layout.nbytes if int4_layout else 0,
+            int4_bytes=tuple(layer.nbytes for layer in int4),
             int4_all=method.draft_weights == INT4,
-            decoding_bytes=groups_bytes(config, verified, self._largest, itemsize)
-            if int4_layout
-            else 0,
+            decoding_bytes=groups_bytes(config, verified, self._largest, itemsize) if int4 else 0,
             sequences=self.sequences,
         )
 

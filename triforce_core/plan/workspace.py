@@ -29,12 +29,11 @@ _GRAPH_LIBRARY_BYTES = 64 << 20
 def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -> int:
     """Return the bytes of a prompt's hidden states, one layer's KV and one chunk's temporaries."""
     chunk = min(chunk, tokens)
-    keys, head_dim = 2 * config.attention.keys, config.attention.head_dim
-    # Cosines and sines, for each rotary embedding and for layers that do not rotate.
-    tables = 2 * head_dim * len(config.ropes)
-    whole = tokens * (config.hidden + keys + tables) * itemsize
+    keys, sizes = 2 * config.attention.keys, [head_dim for _, head_dim in config.rotations]
+    # Cosines and sines, of each kind.
+    whole = tokens * (config.hidden + keys + 2 * sum(sizes)) * itemsize
     # Angles and their cosines and sines, in float32.
-    rope = tokens * head_dim * 4 * 4
+    rope = tokens * max(sizes) * 4 * 4
     layers = max(
         _layer_bytes(
             spec,
@@ -73,6 +72,8 @@ def _layer_bytes(spec: LayerSpec, hidden: int, tokens: int, itemsize: int, atten
     """
     queries, keys = spec.mixer.queries, spec.mixer.keys
     mixer = tokens * (hidden + queries + 2 * keys + queries * 7) * itemsize + attention
+    if spec.mixer.values_from_keys:
+        mixer += tokens * (queries + keys) * itemsize
     mlp = tokens * (hidden * 2 + spec.mlp.width * 3) * itemsize
     return max(mixer, mlp)
 

@@ -132,7 +132,7 @@ def test_every_slice_of_a_copy_is_made_of_its_own_rows(monkeypatch) -> None:
     layout = FlatLayout.of(
         {"matrix": Groups(10, 128, 64, torch.float32), "norm": Dense((10,), torch.float32)}
     )
-    copies = Int4Copies(layout, [2], DeviceMemory(torch.device("cpu"), None))
+    copies = Int4Copies({2: layout}, DeviceMemory(torch.device("cpu"), None))
     copies.make(2, {"matrix": exact, "norm": exact[:, 0]})
     found, expected = copies.views[2]["matrix"], quantise(exact, 64)
     assert torch.equal(found.packed, expected.packed)
@@ -158,7 +158,7 @@ def test_dropping_the_level_gives_its_weights_back(tiny) -> None:
     with engine(path, placement=PLACEMENTS["int4"]) as drafting:
         drafting.generate(PROMPT, GREEDY)
         purposes = drafting.runtime.memory.by_purpose()
-        assert purposes["int4 draft copies"] == 3 * drafting.runtime.plan.requirements.int4_bytes
+        assert purposes["int4 draft copies"] == sum(drafting.runtime.plan.requirements.int4_bytes)
         drafting._contexts.latest.levels.drop_retrieval()
         assert "int4 draft copies" not in drafting.runtime.memory.by_purpose()
 

@@ -41,7 +41,7 @@ def test_norms_round_where_transformers_does(dtype: torch.dtype) -> None:
     torch.nn.init.normal_(theirs.weight, 3.0, 2.0)
     hidden, delta = (torch.randn(50, 64).to(dtype) for _ in range(2))
     expected = theirs(hidden + delta)
-    assert torch.equal(rms_norm(hidden, theirs.weight, 1e-6, delta, plus_one=True), expected)
+    assert torch.equal(rms_norm(hidden, theirs.weight, 1e-6, delta, offset=1.0), expected)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -112,7 +112,7 @@ def test_scores_of_the_largest_model_are_not_scaled_by_the_size_of_heads() -> No
     ("change", "named"),
     [
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"final_logit_softcapping": -1}, "final_logit_softcapping"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         ({"hidden_activation": ["silu"]}, "hidden_activation"),
@@ -144,8 +144,8 @@ def test_keys_of_each_layer_are_turned_back_by_its_own_rope(tiny) -> None:
     rope = Rope(config, torch.device("cpu"), None, 64)
     raw = torch.randn(3, 2, 10, 16, generator=torch.Generator().manual_seed(0))
     before, after = (rope.rotations(torch.arange(10) + first, raw) for first in (7, 0))
-    layers = [config.rope_of(spec.mixer) for spec in config.layers]
-    assert layers == [config.window_rope, config.window_rope, config.rope]
+    layers = [config.rotation_of(spec.mixer) for spec in config.layers]
+    assert [each for each, _ in layers] == [config.window_rope, config.window_rope, config.rope]
     keys = torch.stack([rotate(raw[i], *before[each]) for i, each in enumerate(layers)])
     expected = torch.stack([rotate(raw[i], *after[each]) for i, each in enumerate(layers)])
     torch.testing.assert_close(rope.turned_back(keys, 7), expected, rtol=0, atol=2e-5)
@@ -156,6 +156,6 @@ def test_plans_count_both_pairs_of_tables(tiny) -> None:
 
     config = _tiny(tiny)
     one = replace(config, window_rope=config.rope)
-    assert (len(config.ropes), len(one.ropes)) == (2, 1)
+    assert (len(config.rotations), len(one.rotations)) == (2, 1)
     more = prefill_bytes(config, 100, 100, 4) - prefill_bytes(one, 100, 100, 4)
     assert more == 100 * 2 * config.attention.head_dim * 4

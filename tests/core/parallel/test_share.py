@@ -40,23 +40,23 @@ def test_every_part_of_a_model_is_on_some_rank(heads: int, kv_heads: int, ranks:
     config = with_heads(heads, kv_heads)
     if (heads, kv_heads, ranks) == (9, 3, 8):
         # Ranks of each key-value head: 2, 3, 3.
-        assert [len(h) for h in Share.of(config, 0, 8).heads] == [2, 1, 1, 1, 1, 1, 1, 1]
+        assert [len(h) for h in Share.of(config, 0, 8).full.queries] == [2, 1, 1, 1, 1, 1, 1, 1]
     shares = [Share.of(config, rank, ranks) for rank in range(ranks)]
     share = shares[0]
     for parts, count in (
-        (share.heads, heads),
+        (share.full.queries, heads),
         (share.mlp, config.layers[0].mlp.width),
         (share.vocab, config.vocab),
     ):
         assert [i for part in parts for i in part] == list(range(count))
-    assert {i for part in share.kv_heads for i in part} == set(range(kv_heads))
+    assert {i for part in share.full.keys for i in part} == set(range(kv_heads))
     group = heads // kv_heads
     for rank, own in enumerate(shares):
         local = own.config
-        attended = {head // group for head in share.heads[rank]}
-        assert attended == set(share.kv_heads[rank]), "a head is where its keys are"
+        attended = {head // group for head in share.full.queries[rank]}
+        assert attended == set(share.full.keys[rank]), "a head is where its keys are"
         assert local.attention.heads % local.attention.kv_heads == 0
-        assert len(share.kv_heads[rank]) == 1 or kv_heads >= ranks
+        assert len(share.full.keys[rank]) == 1 or kv_heads >= ranks
         assert local.layers[0].mlp.width % 64 == 0
         assert local.vocab == config.vocab
     sizes = [own.config.attention.heads for own in shares]

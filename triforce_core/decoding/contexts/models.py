@@ -61,7 +61,8 @@ class Models:
     target: the full model; the runtime has its weights
     method: the settings asked for, without the levels that were dropped
     budget: number of tokens of the retrieval cache, 0 if there is no retrieval level
-    kv_parts: the key-value heads of each rank that shares the target
+    kv_parts, window_parts: the key-value heads of each rank that shares the target, in layers
+        without a window and with one
     small: the draft model, if there is one
     int4_copies: int4 draft copies of the layers that the retrieval level does not take from the
         target, if it has any
@@ -77,6 +78,7 @@ class Models:
     method: MethodSettings
     budget: int
     kv_parts: KVParts
+    window_parts: KVParts
     small: SmallModel | None = None
     int4_copies: Int4Copies | None = None
     recorder: Recorder | None = None
@@ -106,7 +108,7 @@ class Models:
     def whole_windows(self) -> WindowShape | None:
         """Likewise, of the layers with a window; None if there are none."""
         windows = self.runtime.plan.requirements.windows
-        return windows and replace(windows, kv_heads=self.kv_parts.count)
+        return windows and replace(windows, kv_heads=self.window_parts.count)
 
     @property
     def reads_high_bits(self) -> bool:

@@ -83,7 +83,7 @@ def window_mark(context: Context, index: int) -> Mark:
     mark = context.sequence.windows.saved(index)
     call = context.tell.signed(calls.WindowMark(index))
     # As [layers * 2, kv_heads, tokens, head_dim], in which heads are gathered.
-    rows = context.models.kv_parts.gathered(mark.rows.flatten(0, 1), call)
+    rows = context.models.window_parts.gathered(mark.rows.flatten(0, 1), call)
     return Mark(mark.length, rows.unflatten(0, (-1, 2)))
 
 
@@ -125,7 +125,7 @@ def restore_from(
     marks: lengths of the marks
     saved: the snapshot, None except on the first rank
     """
-    parts = context.models.kv_parts
+    parts, windows = context.models.kv_parts, context.models.window_parts
     context.reset(0, len(tokens), 0)
     context.sequence.restore(
         len(tokens), lambda layer: parts.scattered(saved and saved.layer_kv(layer))
@@ -135,7 +135,7 @@ def restore_from(
             [
                 Mark(length, rows.contiguous().unflatten(0, (-1, 2)))
                 for index, length in enumerate(marks)
-                for rows in [parts.scattered(saved and saved.marks[index].rows.flatten(0, 1))]
+                for rows in [windows.scattered(saved and saved.marks[index].rows.flatten(0, 1))]
             ]
         )
     if scored:

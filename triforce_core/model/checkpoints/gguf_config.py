@@ -8,12 +8,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.config import ModelConfig, RopeConfig
-from triforce_core.model.families.dense import FAMILIES, Family
+from triforce_core.model.families.dense import FAMILIES
+from triforce_core.model.families.family import Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.ropes import check_rope
 from triforce_core.model.families.windows import FULL, SLIDING, with_own_rope
 from triforce_core.model.layers import LayerSpec
-from triforce_offload.errors import UnsupportedModelError
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from triforce_offload.checkpoint.gguf import GGUFSource
@@ -25,7 +26,7 @@ _FAMILIES = {
         *("llama", "qwen2", "qwen3", "seed_oss", "smollm3", "olmo2", "exaone4", "granite"),
         *("glm4", "phi3", "ernie4_5"),
     )
-} | {"gemma3": FAMILIES["gemma3_text"]}
+} | {"gemma3": FAMILIES["gemma3_text"], "gemma4": FAMILIES["gemma4_text"]}
 # Families of files with windows, by an architecture that is another one's without them.
 _WITH_WINDOWS = {"olmo2": FAMILIES["olmo3"]}
 # Number of layers of Gemma 3 27B. llama.cpp knows by it how that model scales scores.
@@ -61,7 +62,10 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     _refuse_unsupported(fields)
     if any(name.startswith("rope_factors_") for name in names):
         raise UnsupportedModelError(f"{where}: rope factors of longrope are not supported")
-    raw = _as_in_hf(fields, positions)
+    more: dict[str, Any] = {}
+    if architecture == "gemma4":
+        fields, more = _gemma4(fields, names)
+    raw = _as_in_hf(fields, positions) | more
     if architecture == "gemma3":
         raw |= _gemma3(fields, raw)
     described = Fields(raw, where)
@@ -73,6 +77,7 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
             "model"
         )
     layers = tuple(_with_tensors(spec, names) for spec in layers)
+    head_dim = next((each.mixer.head_dim for each in layers if not each.mixer.window), 0)
     window_rope = _window_rope(fields, family)
     vocab = source.metadata.get("tokenizer.ggml.tokens")
     return ModelConfig(
@@ -82,7 +87,7 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
         vocab=fields.whole("vocab_size", getattr(vocab, "length", None)),
         norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
         trained_positions=positions,
-        rope=_gguf_rope(fields, positions, raw["head_dim"]),
+        rope=_gguf_rope(fields, positions, head_dim or raw["head_dim"]),
         window_rope=window_rope,
         norm_kind=family.norm_kind,
         tied="output.weight" not in names,
@@ -95,9 +100,8 @@ def _refuse_unsupported(fields: Fields) -> None:
     where, own = fields.source, fields.raw
     if own.get("expert_count"):
         raise UnsupportedModelError(f"{where}: mixture of experts (expert_count) is not supported")
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if own.get(name):
-            raise UnsupportedModelError(f"{where}: {name} is not supported")
+    if own.get("attn_logit_softcapping"):
+        raise UnsupportedModelError(f"{where}: attn_logit_softcapping is not supported")
     if own.get("rope.dimension_sections") is not None:
         # Such files have the rows of their heads in another order.
         raise UnsupportedModelError(
@@ -145,12 +149,50 @@ def _gemma3(fields: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
     scalar = raw["head_dim"]
     if fields.raw.get("block_count") == _GEMMA3_27B:
         scalar = raw["hidden_size"] / raw["num_attention_heads"]
-    return {"query_pre_attn_scalar": scalar, "hidden_activation": "gelu_pytorch_tanh"}
+    return {"query_pre_attn_scalar": scalar, **_gemma(fields)}
+
+
+def _gemma(fields: Fields) -> dict[str, Any]:
+    cap = fields.get("final_logit_softcapping")
+    return {"final_logit_softcapping": cap, "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file with those of layers with a window under the usual names, and
+    what differs in the others, under names of config.json.
+
+    Raises CheckpointError or UnsupportedModelError.
+    """
+    where, own = fields.source, dict(fields.raw)
+    slides = list(map(bool, getattr(own.get("attention.sliding_window_pattern"), "values", [])))
+    heads = own.get("attention.head_count_kv")
+    each = list(map(int, getattr(heads, "values", [heads] * len(slides))))
+    if True not in slides or False not in slides or len(each) != len(slides):
+        raise CheckpointError(
+            f"{where}: attention.sliding_window_pattern and attention.head_count_kv must give "
+            "windows and numbers of heads by layer"
+        )
+    if "rope_freqs.weight" not in names:
+        raise CheckpointError(f"{where}: rope_freqs.weight is missing")
+    full = slides.index(False)
+    more = {
+        **_gemma(fields),
+        "global_head_dim": fields.whole("attention.key_length"),
+        "num_global_key_value_heads": each[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in names,
+        "hidden_size_per_layer_input": own.get("embedding_length_per_layer_input"),
+        "num_kv_shared_layers": own.get("attention.shared_kv_layers"),
+    }
+    own["attention.head_count_kv"] = each[slides.index(True)]
+    for name in ("attention.key_length", "attention.value_length"):
+        own[name] = own.get(f"{name}_swa", own.get(name))
+    return Fields(own, where), more
 
 
 def _window_rope(fields: Fields, family: Family) -> RopeConfig | None:
     """Return the rotary embedding of layers with a window, None if it is that of the others."""
-    theta = family.defaults.get("rope_local_base_freq")
+    own = family.defaults.get("rope_parameters", {}).get(SLIDING, {})
+    theta = family.defaults.get("rope_local_base_freq", own.get("rope_theta"))
     if family.unscaled_windows:
         theta = fields.real("rope.freq_base", 10000.0)
     return theta and RopeConfig(theta=fields.real("rope.freq_base_swa", theta))

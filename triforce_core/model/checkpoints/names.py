@@ -46,6 +46,7 @@ class Naming:
     interleaved: whether the rotated numbers of a head are stored in pairs: those with the same
         frequency side by side, not half a head apart
     stored_norms: how norms are computed from their stored weights; None for as in the model
+    output_scale: full name of the factor of a layer's output
     """
 
     norms: Mapping[str, str]
@@ -55,6 +56,7 @@ class Naming:
     down: str = "mlp.down_proj"
     interleaved: bool = False
     stored_norms: NormKind | None = None
+    output_scale: str = "layer_scalar"
 
 
 _HF_HEADS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
@@ -76,7 +78,10 @@ _HF = {
     "glm": Naming(_HF_BEFORE, gate_up=_ONE_GATE_UP, interleaved=True),
     "glm4": Naming(_GLM4, gate_up=_ONE_GATE_UP, interleaved=True),
     "cohere2": Naming(_HF_BEFORE, interleaved=True),
-    "gemma3_text": Naming(_HF_BEFORE | _HF_AFTER | {"post_norm": "pre_feedforward_layernorm"}),
+    **dict.fromkeys(
+        ("gemma3_text", "gemma4_text", "gemma4_unified_text"),
+        Naming(_HF_BEFORE | _HF_AFTER | {"post_norm": "pre_feedforward_layernorm"}),
+    ),
     "phi3": Naming(_HF_BEFORE, qkv=("self_attn.qkv_proj",), gate_up=_ONE_GATE_UP),
     "ernie4_5": Naming(_HF_BEFORE, interleaved=True),
 }
@@ -96,6 +101,7 @@ _GGUF = Naming(
     gate_up=("ffn_gate", "ffn_up"),
     down="ffn_down",
     stored_norms=NormKind.RMS,
+    output_scale="layer_output_scale.weight",
 )
 # llama.cpp rotates neighbouring pairs in some families. For these its converter stores q and k
 # accordingly, unless transformers stores them so itself.
@@ -105,7 +111,9 @@ _GGUF_FAMILIES = {
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), replace(_GGUF, norms=_GGUF_AFTER)),
     "seed_oss": replace(_GGUF, norms=_GGUF_BEFORE | {"post_norm": "post_attention_norm"}),
     "glm4": replace(_GGUF_PAIRS, norms=_GGUF_BEFORE | _GGUF_AFTER, gate_up=("ffn_up",)),
-    "gemma3_text": replace(_GGUF, norms=_GGUF_BEFORE | _GGUF_AFTER),
+    **dict.fromkeys(
+        ("gemma3_text", "gemma4_text"), replace(_GGUF, norms=_GGUF_BEFORE | _GGUF_AFTER)
+    ),
     "phi3": replace(_GGUF, qkv=("attn_qkv",), gate_up=("ffn_up",)),
 }
 
@@ -182,11 +190,18 @@ def _layer_pieces(spec: LayerSpec, config: ModelConfig, naming: Naming) -> dict[
     mixer, width, hidden = spec.mixer, spec.mlp.width, config.hidden
     rope = config.rope_of(mixer) or config.rope
     order = head_order(mixer.head_dim, rope.rotated(mixer.head_dim), interleaved=naming.interleaved)
-    sizes = {"qkv": (mixer.queries, mixer.keys, mixer.keys), "gate_up": (width, width)}
-    orders = {"qkv": (order, order, None), "gate_up": (None, None)}
-    parts = {}
+    heads, qkv_orders, qkv = (
+        (mixer.queries, mixer.keys, mixer.keys),
+        (order, order, None),
+        naming.qkv,
+    )
+    if mixer.values_from_keys:
+        heads, qkv_orders, qkv = heads[:2], qkv_orders[:2], qkv[:2]
+    sizes = {"qkv": heads, "gate_up": (width, width)}
+    orders = {"qkv": qkv_orders, "gate_up": (None, None)}
+    parts = {"output_scale": [Piece(naming.output_scale, 1)]}
     for suffix, ending in (("", "weight"), ("_bias", "bias")):
-        for part, names in (("qkv", naming.qkv), ("gate_up", naming.gate_up)):
+        for part, names in (("qkv", qkv), ("gate_up", naming.gate_up)):
             named = [f"{name}.{ending}" for name in names]
             parts[part + suffix] = _pieces(named, sizes[part], orders[part])
         parts["o" + suffix] = [Piece(f"{naming.o}.{ending}", hidden)]

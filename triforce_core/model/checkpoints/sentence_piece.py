@@ -15,6 +15,8 @@ from triforce_core.model.checkpoints.gguf_tokenizer import GGUFTokenizer
 # How a vocabulary spells a space.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _ARCHITECTURES = ("gemma3",)
+# The kind of tokenizer of files that also list the merges.
+_WITH_MERGES = "gemma4"
 # Characters of a token, at most.
 _LONGEST = 1000
 
@@ -30,7 +32,7 @@ class SentencePieceTokenizer(GGUFTokenizer):
         ids = {token: i for i, token in enumerate(spelled)}
         model = models.BPE(
             ids,
-            _merges(ids),
+            _listed(about) or _merges(ids),
             fuse_unk=True,
             unk_token=self.names.get("unk_token"),
             byte_fallback=True,
@@ -51,12 +53,22 @@ def is_known(metadata: Mapping[str, Any]) -> bool:
     """Whether this module supports a GGUF file's tokenizer: one whose texts begin without a space,
     and whose tokens are in the order in which they are merged.
     """
+    if metadata.get("tokenizer.ggml.model") == _WITH_MERGES:
+        return "tokenizer.ggml.merges" in metadata
     return (
         metadata.get("tokenizer.ggml.model") == "llama"
         and metadata.get("general.architecture") in _ARCHITECTURES
         and metadata.get("tokenizer.ggml.add_space_prefix") is False
         and "tokenizer.ggml.merges" not in metadata
     )
+
+
+def _listed(about: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the merges that a file lists, as "left right". Raises ValueError."""
+    pairs = [tuple(merge.split(" ")) for merge in getattr(about.get("merges"), "values", [])]
+    if wrong := next((pair for pair in pairs if len(pair) != 2), None):
+        raise ValueError(f"a merge of {len(wrong)} tokens")
+    return pairs
 
 
 def _merges(ids: Mapping[str, int]) -> list[tuple[str, str]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.families.dense import FAMILIES, Family
+from triforce_core.model.families.dense import FAMILIES
+from triforce_core.model.families.family import Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.ropes import hf_ropes
 from triforce_core.model.families.windows import FULL, with_own_rope
+from triforce_core.model.layers import LayerSpec
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 SOURCE = "config.json"
@@ -24,12 +26,11 @@ _AROUND_TEXT = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2",
     "Qwen3VLForConditionalGeneration": "qwen3",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
+    "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
 }
 # Fields of what is not computed here, if they are set.
-_UNSUPPORTED = (
-    *("mlp_bias", "use_bias", "use_bidirectional_attention"),
-    *("attn_logit_softcapping", "final_logit_softcapping"),
-)
+_UNSUPPORTED = ("mlp_bias", "use_bias", "attn_logit_softcapping")
 
 
 def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -49,7 +50,7 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
     scales = family.scales(fields)
     _refuse_unread(fields, family, positions, count)
     rope, window_rope = hf_ropes(
-        raw, positions, layers[0].mixer.head_dim, unscaled_windows=family.unscaled_windows
+        raw, positions, _head_dims(layers), unscaled_windows=family.unscaled_windows
     )
     eos = generation.get("eos_token_id", raw.get("eos_token_id"))
     return ModelConfig(
@@ -66,6 +67,15 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
         eos_token_ids=token_ids(eos, "eos_token_id"),
         **scales,
     )
+
+
+def _head_dims(layers: Sequence[LayerSpec]) -> tuple[int, int]:
+    """Return the size of the heads of layers without a window and with one; the other's if there
+    are none.
+    """
+    first = layers[0].mixer.head_dim
+    kinds = {each.mixer.window is None: each.mixer.head_dim for each in layers}
+    return kinds.get(True, first), kinds.get(False, first)
 
 
 def reads_images(raw: Mapping[str, Any]) -> bool:
@@ -125,7 +135,13 @@ def _refuse_unread(fields: Fields, family: Family, positions: int, count: int) -
     said = {
         "sliding_window": window and not longest and fields.raw.get("use_sliding_window", True),
         "layer_types": kinds is not None and kinds != [FULL] * count,
-        "query_pre_attn_scalar": fields.raw.get("query_pre_attn_scalar"),
+        **{
+            name: fields.raw.get(name)
+            for name in (
+                *("query_pre_attn_scalar", "final_logit_softcapping"),
+                "use_bidirectional_attention",
+            )
+        },
     }
     for name, active in said.items():
         if active and name not in fields.read:

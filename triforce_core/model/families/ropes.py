@@ -65,16 +65,18 @@ def _check_factors(factors: Any, count: int, name: str) -> None:
 
 
 def hf_ropes(
-    raw: Mapping[str, Any], positions: int, head_dim: int, *, unscaled_windows: bool
+    raw: Mapping[str, Any], positions: int, head_dims: tuple[int, int], *, unscaled_windows: bool
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """Parse the rotary embedding, and that of the layers with a window if they have another.
 
     Both are in rope_parameters (transformers 5), or rope_local_base_freq is that of the windows
     (earlier versions).
 
+    head_dims: size of the heads of layers without a window, and with one
     unscaled_windows: whether rope_scaling is not meant for the windows
     Raises UnsupportedModelError or CheckpointError.
     """
+    full, windowed = head_dims
     nested = raw.get("rope_parameters")
     local = {"rope_theta": raw.get("rope_local_base_freq")}
     if isinstance(nested, Mapping) and (FULL in nested or SLIDING in nested):
@@ -83,8 +85,8 @@ def hf_ropes(
     elif unscaled_windows:
         local["rope_theta"] = raw.get("rope_theta")
     elif local["rope_theta"] is None:
-        return _hf_rope(raw, positions, head_dim), None
-    return _hf_rope(raw, positions, head_dim), _hf_rope(local, positions, head_dim)
+        return _hf_rope(raw, positions, full), None
+    return _hf_rope(raw, positions, full), _hf_rope(local, positions, windowed)
 
 
 def _hf_rope(raw: Mapping[str, Any], positions: int, head_dim: int) -> RopeConfig:

@@ -11,7 +11,7 @@ from triforce_core.model.tensors import (
     Layouts,
     MatrixBytes,
     dense_layouts,
-    int4_layout,
+    int4_layouts,
     split_layouts,
     stored_layouts,
 )
@@ -104,13 +104,13 @@ class Case:
     @cached_property
     def int4_costs(self) -> Costs:
         """Costs with int4 copies of the layers."""
-        layer = int4_layout(self.rank, self.dtype)
-        return replace(self.costs, stored=self.costs.matrices.with_layer(layer))
+        layers = int4_layouts(self.rank, self.dtype)
+        return replace(self.costs, stored=self.costs.matrices.with_layers(layers))
 
     @cached_property
     def high_costs(self) -> Costs:
         """Costs with only the high bits of the layers."""
-        matrices = self.costs.matrices.with_high_bits(self.layouts.layers[0])
+        matrices = self.costs.matrices.with_high_bits(self.layouts.layers)
         return replace(self.costs, stored=matrices)
 
     def sizes(self, method: MethodSettings) -> ModelSizes:

@@ -14,8 +14,8 @@ from itertools import pairwise
 from math import prod
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.layers import LayerSpec, Shapes
-from triforce_core.model.tensors import MatrixBytes, dense_layouts, kv_shape
+from triforce_core.model.layers import Attention, LayerSpec
+from triforce_core.model.tensors import MatrixBytes, dense_layouts
 from triforce_kernels.limits import FEW_ROWS
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.machine.profiles import Hardware
@@ -124,7 +124,7 @@ class Costs:
 
     @property
     def _layer(self) -> LayerSpec:
-        """The layer that is counted. The planner supports only models with equal layers."""
+        """The layer whose small kernels stand for those of all."""
         return self.config.layers[0]
 
     @property
@@ -142,17 +142,15 @@ class Costs:
         mixer, matrices, launches = self._layer.mixer, self.matrices, self.launches
         rotated = mixer.queries + mixer.keys
         touched = NORM_TOUCHES * self.config.hidden + ROTATE_TOUCHES * rotated
-        elements = self._elements(*NORM_PARTS)
-        work = self._product(tokens, elements, matrices.qkv, matrices.layer_read)
+        work = self._product(tokens, self._elements[0], matrices.qkv, matrices.layer_read)
         work += self._touch(tokens, touched, launches.small_before)
         return self._launched(work, launches.before, recorded)
 
     def after(self, tokens: int, *, recorded: bool = False) -> float:
         """Return the seconds of a layer after its attention, with its two sums over GPUs."""
-        parts = [part for part in self._shapes if part not in NORM_PARTS]
         touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self._layer.mlp.width
         matrices, launches = self.matrices, self.launches
-        work = self._product(tokens, self._elements(*parts), matrices.rest, matrices.layer_read)
+        work = self._product(tokens, self._elements[1], matrices.rest, matrices.layer_read)
         work += self._touch(tokens, touched, launches.small_after)
         layer = self._launched(work, launches.after, recorded)
         return layer + 2 * self.all_reduce(tokens)
@@ -171,15 +169,15 @@ class Costs:
         scored: whether chunks are scored
         rounded: whether keys and values are in 8 bits; a CPU converts them to `dtype` first
         """
-        mixer, hardware = self._layer.mixer, self.hardware
-        shape = kv_shape(self.config, 1, self.dtype)
+        mixer, hardware = self.config.attention, self.hardware
+        token_bytes = _token_bytes(mixer, self.dtype)
         flops = 4.0 * tokens * mixer.queries * keys
         if rounded and hardware.asynchronous:
             # One kernel multiplies the result by the scales.
-            nbytes = keys * shape.token_bytes / shape.dtype.itemsize
+            nbytes = keys * token_bytes / self.dtype.itemsize
             scaling = self.small(1, recorded=recorded)
             return scaling + self.piece(nbytes, flops, self.launches.attend, recorded=recorded)
-        nbytes = keys * shape.token_bytes
+        nbytes = keys * token_bytes
         if scored and hardware.asynchronous:
             # A float32 score of each chunk for every row: written once, and read once at the end.
             nbytes += 2 * 4 * tokens * mixer.heads * keys / SCORED_KEYS
@@ -187,22 +185,32 @@ class Costs:
             # A float32 score of each key for every row: written, turned into weights, and averaged.
             nbytes += 4 * 4 * tokens * mixer.heads * keys
         launches = self.launches.attend + (self.launches.score if scored else 0)
-        if not hardware.attend_bytes_per_second:
-            return self.piece(nbytes, flops, launches, recorded=recorded)
-        products = max(
-            keys * shape.token_bytes / hardware.attend_bytes_per_second,
-            flops / (hardware.attend_flops_per_second or hardware.flops_per_second),
-        )
-        scores = (nbytes - keys * shape.token_bytes) / hardware.memory_bytes_per_second
-        return self._launched(products + scores, launches, recorded)
+        return self._attended(keys * token_bytes, nbytes, flops, launches, recorded=recorded)
 
     def attend_window(self, tokens: int, keys: int, *, recorded: bool = False) -> float:
         """Return the seconds of attention of `tokens` queries in a layer with a window.
 
         keys: number of keys of the context
         """
-        seen = min(keys, self.config.windowed.window - 1 + tokens)
-        return self.attend(tokens, seen, recorded=recorded)
+        mixer = self.config.windowed
+        seen = min(keys, mixer.window - 1 + tokens)
+        nbytes = seen * _token_bytes(mixer, self.dtype)
+        flops = 4.0 * tokens * mixer.queries * seen
+        return self._attended(nbytes, nbytes, flops, self.launches.attend, recorded=recorded)
+
+    def _attended(
+        self, kv: float, nbytes: float, flops: float, launches: int, *, recorded: bool
+    ) -> float:
+        """kv: bytes of keys and values; nbytes: these and those of scores"""
+        hardware = self.hardware
+        if not hardware.attend_bytes_per_second:
+            return self.piece(nbytes, flops, launches, recorded=recorded)
+        products = max(
+            kv / hardware.attend_bytes_per_second,
+            flops / (hardware.attend_flops_per_second or hardware.flops_per_second),
+        )
+        scores = (nbytes - kv) / hardware.memory_bytes_per_second
+        return self._launched(products + scores, launches, recorded)
 
     def decode_block(self, shape: KVShape) -> float:
         """Return the seconds of decoding a block of KV."""
@@ -216,7 +224,7 @@ class Costs:
         return max(decoding, piece) if hardware.asynchronous else decoding + piece
 
     def merge(self, tokens: int, parts: int) -> float:
-        rows = tokens * self._layer.mixer.queries
+        rows = tokens * self.config.attention.queries
         merged = self.piece(3.0 * parts * rows * self.dtype.itemsize, 0, self.launches.merge)
         return max(merged, self.small(self.launches.merge))
 
@@ -281,11 +289,16 @@ class Costs:
         return ROUND_LAUNCHES * self.hardware.launch_seconds
 
     @cached_property
-    def _shapes(self) -> Shapes:
-        return self._layer.shapes(self.config.hidden)
-
-    def _elements(self, *parts: str) -> int:
-        return sum(prod(self._shapes[part]) for part in parts if part in self._shapes)
+    def _elements(self) -> tuple[float, float]:
+        """Elements of an average layer's tensors before its attention, and after it."""
+        before = after = 0
+        for spec in self.config.layers:
+            for part, shape in spec.shapes(self.config.hidden).items():
+                if part in NORM_PARTS:
+                    before += prod(shape)
+                else:
+                    after += prod(shape)
+        return before / len(self.config.layers), after / len(self.config.layers)
 
     def _touch(self, tokens: int, touched: int, kernels: int) -> float:
         """Return the seconds of small kernels that access `touched` elements of each token."""
@@ -298,7 +311,7 @@ class Costs:
         rate = self.hardware.integer_ops_per_second
         return operations / rate if rate else 0.0
 
-    def _product(self, tokens: int, elements: int, nbytes: float, read: Read) -> float:
+    def _product(self, tokens: int, elements: float, nbytes: float, read: Read) -> float:
         """Return the seconds of a product of a matrix with `tokens` rows.
 
         elements, nbytes: size of the matrix
@@ -350,6 +363,11 @@ class Costs:
             return 0.0
         rate = hardware.all_reduce_bytes_per_second or hardware.link_bytes_per_second / 2
         return hardware.all_reduce_seconds + nbytes / rate
+
+
+def _token_bytes(mixer: Attention, dtype: ElementType) -> int:
+    """Return the bytes of one token's keys and values in a layer."""
+    return 2 * mixer.keys * dtype.itemsize
 
 
 def _between(measured: Sequence[tuple[int, float]], rows: int) -> float:

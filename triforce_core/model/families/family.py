@@ -1,0 +1,105 @@
+"""What a family of models is, and what its description is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from triforce_core.model.families.fields import Fields
+from triforce_core.model.layers import (
+    Activation,
+    Attention,
+    DenseMLP,
+    LayerSpec,
+    NormKind,
+    Norms,
+)
+from triforce_offload.errors import UnsupportedModelError
+
+Layers = tuple[LayerSpec, ...]
+
+
+def _no_scales(fields: Fields) -> dict[str, float]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    name: `model_type` in config.json
+    hf_class: transformers' name of the model, before `ForCausalLM`
+    layers: returns the layers of a model, from its config and their number
+    scales: returns the scales of a ModelConfig
+    defaults: values of fields that a config does not mention, where they are not the usual ones
+    norm_kind: how norms are computed
+    unscaled_windows: whether a scaled rotary embedding is not scaled in layers with a window
+    """
+
+    name: str
+    hf_class: str
+    layers: Callable[[Fields, int], Layers]
+    scales: Callable[[Fields], Mapping[str, float]] = _no_scales
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    norm_kind: NormKind = NormKind.RMS
+    unscaled_windows: bool = False
+
+    @property
+    def norm_eps(self) -> str:
+        """The field of what norms add to the mean of squares."""
+        return "layer_norm_eps" if self.norm_kind is NormKind.LAYER else "rms_norm_eps"
+
+    def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a config with the family's defaults. null is a default too, except that it says
+        that there is no window.
+        """
+        absent = {
+            name: value
+            for name, value in self.defaults.items()
+            if name not in raw or (raw[name] is None and name != "sliding_window")
+        }
+        return {**raw, **absent}
+
+
+def layer(
+    fields: Fields,
+    *,
+    norms: Norms = Norms.BEFORE,
+    residual_scale: float = 1.0,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    activation: str = "hidden_act",
+    **attention: bool | float | None,
+) -> LayerSpec:
+    """Return a layer.
+
+    activation: the field that names the MLP's activation
+    attention: further fields of Attention
+    """
+    heads = fields.whole("num_attention_heads")
+    mixer = Attention(
+        heads=heads,
+        kv_heads=fields.whole("num_key_value_heads", heads),
+        head_dim=fields.whole("head_dim", fields.whole("hidden_size") // heads or 1),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        **attention,
+    )
+    mlp = DenseMLP(fields.whole("intermediate_size"), _activation(fields, activation))
+    return LayerSpec(mixer, mlp, norms, residual_scale)
+
+
+def _activation(fields: Fields, name: str) -> Activation:
+    value, known = fields.raw.get(name, "silu"), [each.value for each in Activation]
+    if value not in known:
+        raise UnsupportedModelError(f"{name} {value!r} is not supported (only {', '.join(known)})")
+    return Activation(value)
+
+
+def with_windows(
+    fields: Fields, windows: Sequence[int | None], **same: bool | float | Norms
+) -> Layers:
+    """Return layers that differ in their windows alone. same: fields of all, see `layer`"""
+    kinds = {window: layer(fields, window=window, **same) for window in set(windows)}
+    return tuple(kinds[window] for window in windows)

@@ -1,0 +1,181 @@
+"""Gemma 3 and 4: what their config.json says of their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from triforce_core.model.families.family import Family, Layers, layer
+from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.windows import windows
+from triforce_core.model.layers import LayerSpec, NormKind, Norms
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
+
+
+def _seen(fields: Fields, count: int) -> tuple[int | None, ...]:
+    """Return the window of each layer. Without layer_types, every sixth layer has none."""
+    every = fields.whole("sliding_window_pattern", 6)
+    return windows(fields, count, lambda index: (index + 1) % every != 0)
+
+
+def _gemma3(fields: Fields, count: int) -> Layers:
+    bias = fields.flag("attention_bias", False)
+    head_dim = fields.whole("head_dim")
+    scalar = fields.real("query_pre_attn_scalar", head_dim)
+    found = _seen(fields, count)
+    kinds = {
+        window: layer(
+            fields,
+            norms=Norms.AROUND,
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=True,
+            scale=None if scalar == head_dim else scalar**-0.5,
+            window=window,
+            activation="hidden_activation",
+        )
+        for window in dict.fromkeys(found)
+    }
+    return tuple(kinds[window] for window in found)
+
+
+def _gemma4(fields: Fields, count: int) -> Layers:
+    """Layers without a window have heads of another size and number, and may have no values of
+    their own. Raises UnsupportedModelError for what the small models have.
+    """
+    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block"):
+        if value := fields.get(name):
+            raise UnsupportedModelError(f"{fields.source}: {name} ({value!r}) is not supported")
+    if fields.get("use_bidirectional_attention") not in (None, "vision"):
+        raise UnsupportedModelError(
+            f"{fields.source}: use_bidirectional_attention "
+            f"({fields.raw['use_bidirectional_attention']!r}) is not supported (only 'vision', "
+            "since images are not read)"
+        )
+    found = _seen(fields, count)
+    if found[-1] is not None:
+        raise UnsupportedModelError(f"{fields.source}: a window in the last layer is not supported")
+    full = _full_layers(fields, [index for index, window in enumerate(found) if window is None])
+    kinds = {window: _gemma4_layer(fields, window, full) for window in dict.fromkeys(found)}
+    return tuple(kinds[window] for window in found)
+
+
+def _gemma4_layer(fields: Fields, window: int | None, full: Mapping[str, Any]) -> LayerSpec:
+    """full: fields of the heads of layers without a window"""
+    own = fields if window else Fields({**fields.raw, **full}, fields.source, fields.read)
+    bias = fields.flag("attention_bias", False)
+    shares = fields.flag("attention_k_eq_v", False) and window is None
+    spec = layer(
+        own,
+        norms=Norms.AROUND,
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        value_norm=True,
+        values_from_keys=shares,
+        scale=1.0,
+        window=window,
+        activation="hidden_activation",
+    )
+    return replace(spec, output_scale=True)
+
+
+def _full_layers(fields: Fields, full: list[int]) -> Mapping[str, Any]:
+    """Return the fields of layers without a window that differ from the others: as the first
+    configs have them, or as transformers 5 writes them, by layer. Raises CheckpointError.
+    """
+    given = fields.get("per_layer_config")
+    if given is None:
+        own = {"head_dim": fields.whole("global_head_dim")}
+        heads = fields.get("num_global_key_value_heads")
+        if heads is not None and fields.flag("attention_k_eq_v", False):
+            own["num_key_value_heads"] = heads
+        return own
+    known = {"head_dim", "num_key_value_heads"}
+    if (
+        not isinstance(given, Mapping)
+        or sorted(given) != sorted(map(str, full))
+        or not all(isinstance(each, Mapping) and known.issuperset(each) for each in given.values())
+        or any(each != given[str(full[0])] for each in given.values())
+    ):
+        raise CheckpointError(
+            f"{fields.source}: per_layer_config must give the layers without a window "
+            f"({', '.join(map(str, full))}) the same head_dim and num_key_value_heads, "
+            f"got {given!r}"
+        )
+    return given[str(full[0])]
+
+
+def _scales(fields: Fields) -> dict[str, float | None]:
+    cap = fields.get("final_logit_softcapping")
+    return {
+        "embedding_scale": fields.whole("hidden_size") ** 0.5,
+        "logit_cap": None if cap is None else fields.real("final_logit_softcapping"),
+    }
+
+
+# What transformers' configs take for fields that are not there.
+_SAME = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+}
+_GEMMA3 = {
+    **_SAME,
+    "vocab_size": 262208,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+_GEMMA4 = {
+    **_SAME,
+    "vocab_size": 262144,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 256,
+    "sliding_window": 512,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
+        },
+    },
+}
+_GEMMA4_UNIFIED = {
+    **_GEMMA4,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024,
+    "max_position_embeddings": 262144,
+}
+GEMMA = (
+    Family(
+        "gemma3_text",
+        "Gemma3",
+        _gemma3,
+        _scales,
+        defaults=_GEMMA3,
+        norm_kind=NormKind.RMS_PLUS_ONE,
+    ),
+    Family(
+        "gemma4_text",
+        "Gemma4",
+        _gemma4,
+        _scales,
+        defaults=_GEMMA4,
+        norm_kind=NormKind.RMS_FLOAT32,
+    ),
+    Family(
+        "gemma4_unified_text",
+        "Gemma4Unified",
+        _gemma4,
+        _scales,
+        defaults=_GEMMA4_UNIFIED,
+        norm_kind=NormKind.RMS_FLOAT32,
+    ),
+)
