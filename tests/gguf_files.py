@@ -9,6 +9,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+from helpers import full_layers
 
 # Where the half-precision numbers of a block lie, in types that the gguf package does not write.
 _SCALES = {
@@ -107,7 +108,7 @@ def write_gguf(
             name += ".weight"
         tensors[names.get_name(name, (".weight", ".bias"))] = array
     if architecture == "gemma4":
-        full = config.per_layer_config["full_attention"].head_dim
+        full = full_layers(config).head_dim
         still = [1e30] * (full // 2 - full // 8)
         tensors["rope_freqs.weight"] = np.array([1.0] * (full // 8) + still, np.float32)
     for name, array in tensors.items():
@@ -126,7 +127,7 @@ def write_gguf(
 def _describe_gemma4(writer: gguf.GGUFWriter, config: object) -> None:
     """Adds the heads of Gemma 4, whose full layers have others."""
     layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
-    full = config.per_layer_config["full_attention"]
+    full = full_layers(config)
     writer.add_head_count_kv([layer.num_key_value_heads for layer in layers])
     writer.add_key_length(full.head_dim)
     writer.add_value_length(full.head_dim)
@@ -144,7 +145,7 @@ def _describe_family(writer: gguf.GGUFWriter, config: object, head_dim: int) -> 
     writer.add_rope_freq_base(rope["rope_theta"])
     share = rope.get("partial_rotary_factor") or 1.0
     if rope["rope_type"] == "proportional":
-        writer.add_rope_dimension_count(config.per_layer_config["full_attention"].head_dim)
+        writer.add_rope_dimension_count(full_layers(config).head_dim)
     else:
         writer.add_rope_dimension_count(int(head_dim * share))
     kinds = getattr(config, "layer_types", None) or ()

@@ -241,6 +241,13 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
     return model
 
 
+def full_layers(config: object) -> object:
+    """What a config of transformers says of layers without a window. Layers of Gemma 4 differ."""
+    if not config.model_type.startswith("gemma4"):
+        return config
+    return config.per_layer_config["full_attention"]
+
+
 def random_ids(count: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     return torch.randint(vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 

@@ -179,7 +179,8 @@ def test_keys_turned_back_are_keys_of_the_new_positions(tiny) -> None:
         small = engine.models.small
         memory = DeviceMemory(CPU, None)
         shape = KVShape(1, small.shape.kv_heads, small.shape.head_dim, 1, torch.float32)
-        rope, kind = small.model.rope, small.model.config.rope
+        config = small.model.config
+        rope, kind = small.model.rope, config.rotation_of(config.attention)
         cache = WindowCache(shape, rope, 64, memory)
         torch.manual_seed(0)
         raw = torch.randn(shape.kv_heads, 40, shape.head_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from helpers import FAMILIES
+from helpers import FAMILIES, full_layers
 
 from triforce_core.model.families.hf import from_hf
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
@@ -27,12 +27,12 @@ LLAMA = {
 def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
     path, model = tiny(family)
     config = from_hf(json.loads((path / "config.json").read_text()), {})
-    assert config.attention.kv_heads == model.config.num_key_value_heads
+    assert config.attention.kv_heads == full_layers(model.config).num_key_value_heads
     assert config.tied == model.config.tie_word_embeddings
     rope = model.config.rope_parameters
     rope = rope.get("full_attention", rope)
     assert (config.rope.type, config.rope.theta) == (rope["rope_type"], rope["rope_theta"])
-    normed = ("qwen3", "olmo2", "olmo3", "exaone4", "gemma3")
+    normed = ("qwen3", "olmo2", "olmo3", "exaone4", "gemma3", "gemma4", "gemma4-unified")
     assert config.attention.qk_norm == (family.removesuffix("-windows") in normed)
 
 

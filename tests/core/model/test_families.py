@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 from helpers import VOCAB, make_model, random_ids
@@ -116,9 +117,11 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     named = {"model_type": family, "num_hidden_layers": 2, "hidden_size": 256}
     named |= {"intermediate_size": 128, "num_attention_heads": 16, "vocab_size": 97}
     named |= {"max_position_embeddings": 4096, "sliding_window": None}
-    if family == "exaone4":
+    if family == "exaone4" or family.startswith("gemma4"):
         named["layer_types"] = ["full_attention"] * 2
-    if family not in ("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text"):
+    if family.startswith("gemma4"):
+        named |= {"sliding_window": 64, "hidden_size_per_layer_input": 0}
+    elif family not in ("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text"):
         # Published configs always say so.
         named["num_key_value_heads"] = 4
     theirs = getattr(transformers, f"{FAMILIES[family].hf_class}ForCausalLM").config_class(
@@ -127,12 +130,14 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     ours = from_hf(named, {})
     assert ours.norm_eps == getattr(theirs, FAMILIES[family].norm_eps)
     assert ours.tied == bool(theirs.tie_word_embeddings)
-    assert ours.attention.kv_heads == theirs.num_key_value_heads
-    assert ours.attention.head_dim == (getattr(theirs, "head_dim", None) or 256 // 16)
+    full = helpers.full_layers(theirs)
+    assert ours.attention.kv_heads == full.num_key_value_heads
+    assert ours.attention.head_dim == (getattr(full, "head_dim", None) or 256 // 16)
     rope = theirs.rope_parameters
     rope = rope.get("full_attention", rope)
     assert (ours.rope.theta, ours.rope.type) == (rope["rope_theta"], rope["rope_type"])
-    assert ours.rope.rotated(100) == int(100 * (rope.get("partial_rotary_factor") or 1))
+    share = 1 if ours.rope.type == "proportional" else rope.get("partial_rotary_factor")
+    assert ours.rope.rotated(100) == int(100 * (share or 1))
     assert ours.rope.query_growth is None or rope["llama_4_scaling_beta"] == 0.1
     assert ours.attention.qkv_bias == (
         family == "qwen2" or bool(getattr(theirs, "attention_bias", False))
@@ -157,12 +162,14 @@ def test_fields_of_any_type_are_read_or_refused(family: str) -> None:
     names |= {"no_rope_layers", "architectures", "layer_types", "quantization_config", "dtype"}
     names |= {"partial_rotary_factor", "original_max_position_embeddings", "text_config"}
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "llama_4_scaling_beta": 0.1}
-    read = refused = 0
+    read, refused, own = 0, 0, {"model_type": family}
+    if family == "gemma4_text":  # By default it has what is not supported.
+        own["hidden_size_per_layer_input"] = 0
     for value in ([], ["x"], [[]], {}, {"x": [1]}, "x", True, -1, 0.3, 1 << 70, None):
         for raw in (
-            *(CONFIG | {"model_type": family, name: value} for name in names),
+            *(CONFIG | own | {name: value} for name in names),
             *(
-                CONFIG | {"model_type": family, "rope_parameters": rope | {name: value}}
+                CONFIG | own | {"rope_parameters": rope | {name: value}}
                 for name in (*rope, "type", "partial_rotary_factor", "short_factor", "mscale")
             ),
         ):
@@ -331,8 +338,6 @@ def test_longrope_has_the_frequencies_of_short_texts_in_engines_for_such(tmp_pat
 
 
 def test_every_family_is_in_the_table_of_tests_and_in_the_readme() -> None:
-    import helpers
-
     root = Path(__file__).parents[3]
     tested = {kind for kind, _ in helpers.FAMILIES.values()}
     assert {family.hf_class for family in FAMILIES.values()} == tested

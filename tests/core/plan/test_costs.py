@@ -154,11 +154,13 @@ def test_layers_of_every_family_cost_something(family: str) -> None:
     raw = {"hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 97}
     raw |= {"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 4096}
     kinds = ["full_attention"] * 4
-    if family in ("exaone4", "olmo3", "cohere2", "gemma3_text", "qwen3"):
+    if family in ("exaone4", "olmo3", "cohere2", "qwen3") or family.startswith("gemma"):
         kinds[:3] = ["sliding_attention"] * 3
         raw |= {"layer_types": kinds, "sliding_window": 64, "use_sliding_window": True}
     else:
         raw |= {"sliding_window": None}
+    if family.startswith("gemma4"):
+        raw |= {"hidden_size_per_layer_input": 0, "global_head_dim": 16}
     config = from_hf(raw | {"model_type": family, "head_dim": 16}, {})
     case = Case(config, named("rtx4090"), 4000)
     chosen = choose(case)

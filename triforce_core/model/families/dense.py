@@ -218,8 +218,21 @@ FAMILIES = {
         Family("qwen3", "Qwen3", _qwen3, defaults={"head_dim": 128, **_NO_WINDOW}),
         Family("seed_oss", "SeedOss", _seed_oss, defaults={"head_dim": 128}),
         Family("smollm3", "SmolLM3", _smollm3, defaults=_SMOLLM3),
-        Family("olmo2", "Olmo2", _olmo2, defaults={"rms_norm_eps": 1e-5}),
-        Family("olmo3", "Olmo3", _olmo3, defaults=_OLMO3, unscaled_windows=True),
+        Family(
+            "olmo2",
+            "Olmo2",
+            _olmo2,
+            defaults={"rms_norm_eps": 1e-5},
+            norm_kind=NormKind.RMS_FLOAT32,
+        ),
+        Family(
+            "olmo3",
+            "Olmo3",
+            _olmo3,
+            defaults=_OLMO3,
+            norm_kind=NormKind.RMS_FLOAT32,
+            unscaled_windows=True,
+        ),
         Family(
             "exaone4",
             "Exaone4",
