@@ -19,7 +19,7 @@ from triforce_kernels.checks import alike, require
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_CAPABILITY = (8, 0)
-_CUDA_MAX_HEAD_DIM = 256
+_FLASH_HEAD_DIM = 256
 _MASK_COLUMNS = 16
 _CPU_ROWS = 4
 # Replaces -inf in a mask (if greater, the least number of the dtype does): so far below any score
@@ -57,8 +57,7 @@ def partial_attention(
     ValueError with every shape, dtype and device if the inputs do not fit together.
     """
     _check(query, key, value, mask, causal)
-    fits_cuda = query.shape[-1] <= _CUDA_MAX_HEAD_DIM
-    if query.is_cuda and fits_cuda and query.dtype != torch.float64:
+    if query.is_cuda and query.dtype != torch.float64:
         return _cuda(query, key, value, mask, causal)
     if query.device.type == "cpu" and query.dtype != torch.float64:
         mask = None if mask is None else mask[None, None]
@@ -194,6 +193,7 @@ def _cuda(query, key, value, mask, causal) -> Partial:
     if (
         mask is None
         and half
+        and head_dim <= _FLASH_HEAD_DIM
         and torch.cuda.get_device_capability(query.device) >= _FLASH_CAPABILITY
     ):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(

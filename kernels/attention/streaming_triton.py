@@ -40,6 +40,8 @@ def tile(rows: int, head_dim: int, itemsize: int) -> Tile:
     else:
         most, keys = (128 if width <= 128 else 64), (64 if width <= 128 else 32)
     count = min(most, max(16, triton.next_power_of_2(rows)))
+    if width > 256:
+        count, keys = min(count, 32), 16
     if count == 128:
         keys = 32
     return Tile(count, keys, 8 if count * width >= 64 * 128 else 4, 2)

@@ -22,7 +22,7 @@ DEVICE = torch.device("cuda:0")
     [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)],
 )
 @pytest.mark.parametrize(
-    "shape", [(2, 3, 512, 64), (1, 17, 513, 128), (4, 1, 7, 80), (2, 5, 9, 36)]
+    "shape", [(2, 3, 512, 64), (1, 17, 513, 128), (4, 1, 7, 80), (2, 5, 9, 36), (1, 9, 70, 512)]
 )
 @pytest.mark.parametrize("masked", ["no", "causal", "mask"])
 def test_partial_attention_matches_float64(shape, dtype, tolerance, masked) -> None:

@@ -143,6 +143,9 @@ ATTENTION = {
     "llama2-7b, float32": Attention(32, 1, 9, 128, torch.float32, 8),
     "head dim 80": Attention(32, 1, 17, 80, HALF, 8),
     "head dim 256": Attention(4, 2, 17, 256, HALF, 8),
+    "gemma4-31b": Attention(4, 8, 17, 512, torch.bfloat16, 8),
+    "gemma4-31b, one token": Attention(4, 8, 1, 512, torch.bfloat16, 8),
+    "gemma4-31b, float32": Attention(4, 8, 17, 512, torch.float32, 8),
 }
 
 

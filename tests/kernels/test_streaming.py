@@ -33,6 +33,7 @@ CASES = [
     Case(2, 4, 3, 96, 40, 1, 9),
     Case(1, 7, 2, 128, 128, 2, 2),
     Case(1, 8, 4, 256, 16, 2, 30),
+    Case(1, 4, 10, 512, 16, 1, 26),  # more rows than a tile of such heads
     Case(1, 1, 128, 64, 8, 1, 130),  # a whole draft, more rows than a tile
     Case(3, 1, 2, 36, 24, 2, 5),
 ]

@@ -12,7 +12,7 @@ from simulated_gpu.tensor import GpuTensor, call, special
 
 # The memory-efficient kernel gives log-sum-exps for so many rows at a time.
 _LSE_ROWS = 32
-_MOST_HEAD_DIM = 256
+_FLASH_HEAD_DIM = 256
 
 
 @special("_scaled_dot_product_flash_attention")
@@ -30,6 +30,8 @@ def flash(
     """aten::_scaled_dot_product_flash_attention, for half precision alone."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    if query.shape[-1] > _FLASH_HEAD_DIM:
+        raise RuntimeError("FlashAttention forward only supports head dimension at most 256")
     _check(query, key, value)
     out, lse = call(_attend, (query, key, value, None, is_causal, scale), {})
     return (out, lse, None, None, query.shape[2], key.shape[2], None, None, None)
@@ -67,7 +69,7 @@ def efficient(
 def _check(query: GpuTensor, key: GpuTensor, value: GpuTensor) -> None:
     for tensor in (query, key, value):
         head_dim = tensor.shape[-1]
-        if head_dim % 8 or head_dim > _MOST_HEAD_DIM or tensor.inner.stride(-1) != 1:
+        if head_dim % 8 or tensor.inner.stride(-1) != 1:
             raise RuntimeError(f"the kernel cannot take a head_dim of {head_dim} with such strides")
 
 

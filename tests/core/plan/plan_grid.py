@@ -24,7 +24,7 @@ from triforce_core.model.known.shapes import SHAPES, read_model
 RECORD = Path(__file__).with_name("grid.json")
 COUNT = 320
 NEWER = ("mistral-small3.2", "seed-oss-36b", "glm4-32b", "phi4-14b", "granite3.3-8b", "smollm3-3b")
-WINDOWED = ("gemma3-4b", "gemma3-12b", "gemma3-27b", "olmo3-32b", "exaone4-32b")
+WINDOWED = ("gemma3-4b", "gemma3-12b", "gemma3-27b", "gemma4-31b", "olmo3-32b", "exaone4-32b")
 # Of what `triforce plan --json` prints: names and figures of the plan, and of its parts.
 FIGURES = (
     *("method", "seconds_per_token", "seconds_per_round", "seconds_per_pass", "draft_seconds"),

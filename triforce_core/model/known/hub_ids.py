@@ -32,6 +32,7 @@ _MODELS = {
     "google/gemma-3-4b-it": "gemma3-4b",
     "google/gemma-3-12b-it": "gemma3-12b",
     "google/gemma-3-27b-it": "gemma3-27b",
+    "google/gemma-4-31b-it": "gemma4-31b",
     "allenai/Olmo-3.1-32B-Instruct": "olmo3-32b",
     "LGAI-EXAONE/EXAONE-4.0-32B": "exaone4-32b",
     "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2-135m",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.layers import LayerSpec
 from triforce_core.model.tensors import Pieces
 from triforce_kernels.weights.block_types import BLOCK_TYPES, BlockType
 from triforce_offload.errors import UsageError
@@ -45,15 +46,6 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
     name = mix.upper()
     if name not in _MIXES:
         raise UsageError(f"{mix!r} is no known way to quantise; {nearest(name, NAMES)}")
-    queries, keys = config.attention.queries, config.attention.keys
-    width = config.layers[0].mlp.width
-    rows = {
-        "qkv": (("q", queries), ("k", keys), ("v", keys)),
-        "o": (("o", config.hidden),),
-        "gate_up": (("gate", width), ("up", width)),
-        "down": (("down", config.hidden),),
-    }
-    columns = {"o": queries, "down": width}
     tied = config.tied
 
     def pieces(tensor: str) -> list[tuple[int, BlockType | None]]:
@@ -62,10 +54,24 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
             return [(config.vocab, _whole(kind, config.hidden))]
         _, layer, part = tensor.split(".")
         kinds = _layer(name, int(layer), config)
+        spec = config.layers[int(layer)]
+        columns = {"o": spec.mixer.queries, "down": spec.mlp.width}
         whole = partial(_whole, columns=columns.get(part, config.hidden))
-        return [(count, whole(kinds(which))) for which, count in rows[part]]
+        return [(count, whole(kinds(which))) for which, count in _rows(spec, config.hidden)[part]]
 
     return pieces
+
+
+def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
+    """Return the name and rows of each matrix that a tensor is made of."""
+    mixer, width = spec.mixer, spec.mlp.width
+    qkv = [("q", mixer.queries), ("k", mixer.keys), ("v", mixer.keys)]
+    return {
+        "qkv": qkv if mixer.has_values else qkv[:2],
+        "o": [("o", hidden)],
+        "gate_up": [("gate", width), ("up", width)],
+        "down": [("down", hidden)],
+    }
 
 
 def _whole(kind: str, columns: int) -> BlockType | None:
@@ -90,23 +96,28 @@ def _layer(name: str, layer: int, config: ModelConfig) -> Callable[[str], str]:
     """Return a function from a matrix of a layer to its block type."""
     layers, plain = len(config.layers), _MIXES[name]
     eighth = layers // 8
-    more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    # Values are counted among the layers that have a projection of them.
+    valued = [index for index, spec in enumerate(config.layers) if spec.mixer.has_values]
+    value = valued.index(layer) if layer in valued else 0
     queries_a_key = config.attention.heads // config.attention.kv_heads
     special: dict[str, str] = {}
-    if name in ("Q4_K_M", "Q5_K_M") and more:
-        special = {"v": "Q6_K", "down": "Q6_K"}
+    if name in ("Q4_K_M", "Q5_K_M"):
+        if _has_more_bits(layer, layers):
+            special["down"] = "Q6_K"
+        if _has_more_bits(value, len(valued)):
+            special["v"] = "Q6_K"
     elif name == "Q4_K_S":
-        if layer < 4:
+        if value < 4:
             special["v"] = "Q5_K"
         if layer < eighth:
             special["down"] = "Q5_K"
     elif name == "Q3_K_M":
-        special = {"v": "Q5_K" if layer < 2 else "Q4_K", "o": "Q4_K"}
+        special = {"v": "Q5_K" if value < 2 else "Q4_K", "o": "Q4_K"}
         special["down"] = "Q5_K" if layer < layers // 16 else "Q4_K"
     elif name == "Q2_K":
         special = {"v": "Q4_K" if queries_a_key >= 4 else "Q3_K", "o": "Q3_K", "down": "Q3_K"}
     elif name == "IQ4_XS":
-        if queries_a_key >= 4 or layer < eighth:
+        if queries_a_key >= 4 or value < len(valued) // 8:
             special["v"] = "Q5_K"
         if layer < eighth:
             special["down"] = "Q5_K"
@@ -114,3 +125,9 @@ def _layer(name: str, layer: int, config: ModelConfig) -> Callable[[str], str]:
     if plain in ("Q3_K", "Q4_K") and layers == 80 and special.get("v", plain) != "Q6_K":
         special["v"] = "Q5_K"
     return lambda which: special.get(which, plain)
+
+
+def _has_more_bits(index: int, count: int) -> bool:
+    """llama.cpp's `use_more_bits`: the first and the last eighth, and every third between them."""
+    eighth = count // 8
+    return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2
