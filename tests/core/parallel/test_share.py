@@ -138,14 +138,14 @@ def held_against_the_whole(path: Path, ranks: int, *, stored: bool = False) -> l
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("family", ["llama", "llama-mqa", "llama-bias", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "llama-mqa", "llama-bias", "qwen3", "gemma4"])
 def test_a_rank_reads_its_share_of_safetensors(tiny, family: str, ranks: int) -> None:
     layouts = held_against_the_whole(tiny(family)[0], ranks)
     assert len(layouts) == ranks
     assert not any(each.block_types for each in layouts)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-mqa", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "llama-mqa", "gemma4"])
 def test_a_rank_reads_no_byte_of_another_share(tiny, monkeypatch, family: str) -> None:
     read = []
     fill = OpenedFile.fill
