@@ -6,26 +6,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from helpers import BLOCK, PLACEMENTS, make_model, random_ids
+from engine_law import PROMPT, TOKENS, VOCAB, drawing, law_of_engine, outcomes
+from helpers import BLOCK, PLACEMENTS, make_model
 from law_tests import LEAST_P, p_value
 from thread_ranks import ThreadLeader
 
 from triforce_core import Completion, Engine, SamplingParams
-from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.distributions import distributions
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.int4 import Int4Weight
 from triforce_offload.plan.placement import Placement
 
-VOCAB = 8
-TOKENS = 3
-PROMPT = random_ids(40, 1, VOCAB)
 # For all ways together, as many for each. More, and at more temperatures: scripts/checks long_laws.
 SAMPLES = 8_000
 SIZES = {
@@ -116,7 +112,7 @@ def sample(job: Job) -> Sample:
     """Outcomes of many requests, and how many tokens of drafts the two levels accepted."""
     options = {"placement": PLACEMENTS["kv-in-part"]} | WAYS[job.way]
     options["draft"] = str(options.get("draft", "auto")).format(model=job.drafter)
-    outcomes, accepted, inner = Counter(), Counter(), Counter()
+    counts, accepted, inner = Counter(), Counter(), Counter()
     with (
         spoilt(job.way),
         patch("triforce_core.parallel.leader.lead", ThreadLeader),
@@ -134,14 +130,14 @@ def sample(job: Job) -> Sample:
         ) as engine,
     ):
         for result in results(engine, job):
-            outcomes[tuple(result.token_ids[:TOKENS])] += 1
+            counts[tuple(result.token_ids[:TOKENS])] += 1
             for lengths, counter in (
                 ("accepted_lengths", accepted),
                 ("inner_accepted_lengths", inner),
             ):
                 for length, count in enumerate(result.stats["acceptance"][lengths]):
                     counter[length] += count
-    return outcomes, accepted, inner
+    return counts, accepted, inner
 
 
 def results(engine: Engine, job: Job) -> Iterator[Completion]:
@@ -160,15 +156,15 @@ def results(engine: Engine, job: Job) -> Iterator[Completion]:
 
 def exact_law(model: torch.nn.Module, temperature: float, top_p: float) -> torch.Tensor:
     """Probabilities of all outcomes, in the order of itertools.product, by transformers' model."""
-    outcomes = list(product(range(VOCAB), repeat=TOKENS))
-    texts = torch.tensor([[*PROMPT, *outcome] for outcome in outcomes])
+    each_outcome = list(outcomes())
+    texts = torch.tensor([[*PROMPT, *outcome] for outcome in each_outcome])
     with torch.no_grad():
         logits = model(texts).logits[:, len(PROMPT) - 1 : -1]
     each = distributions(
         logits.reshape(-1, VOCAB), SamplingParams(temperature=temperature, top_p=top_p)
     )
-    each = each.view(len(outcomes), TOKENS, VOCAB).double()
-    chosen = torch.tensor(outcomes).unsqueeze(-1)
+    each = each.view(len(each_outcome), TOKENS, VOCAB).double()
+    chosen = torch.tensor(each_outcome).unsqueeze(-1)
     return each.gather(-1, chosen).squeeze(-1).prod(-1)
 
 
@@ -197,8 +193,8 @@ def measure(
     results = dict(zip(WAYS, map_jobs(sample, jobs), strict=True))
     exact = exact_law(model, temperature, top_p).unsqueeze(0)
     counts = {
-        way: torch.tensor([[outcomes[o] for o in product(range(VOCAB), repeat=TOKENS)]])
-        for way, (outcomes, _, _) in results.items()
+        way: torch.tensor([[drawn[o] for o in outcomes()]])
+        for way, (drawn, _, _) in results.items()
     }
     counts["all"] = sum(counts.values())
     assert int(counts["all"].sum()) == each * len(WAYS)
@@ -248,24 +244,6 @@ def noisy_product(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
     return torch.randn(x.shape[0], weight.shape[0], generator=generator).to(x.dtype)
 
 
-def law_of_engine(engine: Engine) -> torch.Tensor:
-    """As `exact_law`, by the engine's own logits: bfloat16 is far from transformers' float32."""
-    context, each = Context(engine.models), {}
-    for length in range(TOKENS):
-        for beginning in product(range(VOCAB), repeat=length):
-            read = context.prefill([*PROMPT, *beginning], 1, lambda layer: None)
-            each[beginning] = distributions(read.logits, SamplingParams(temperature=1.0))[
-                0
-            ].double()
-    context.close()
-    outcomes = product(range(VOCAB), repeat=TOKENS)
-    return torch.stack([prod_of(each[o[:i]][o[i]] for i in range(TOKENS)) for o in outcomes])
-
-
-def prod_of(factors: Iterable[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(list(factors)).prod()
-
-
 @pytest.mark.parametrize(
     ("way", "samples"),
     [
@@ -289,12 +267,11 @@ def test_three_tokens_have_the_exact_law_whatever_bits_are_read(
         Engine.from_pretrained(models[0], **options, **drafting) as engine,
     ):
         for seed in range(samples):
-            params = SamplingParams(TOKENS + 1, temperature=1.0, seed=seed)
-            result = engine.generate(PROMPT, params)
+            result = engine.generate(PROMPT, drawing(seed))
             assert result.stats["retrieval"]["reads_high_bits"]
             counts[tuple(result.token_ids[:TOKENS])] += 1
             for length, count in enumerate(result.stats["acceptance"]["accepted_lengths"]):
                 accepted[length] += count
-    row = torch.tensor([[counts[o] for o in product(range(VOCAB), repeat=TOKENS)]])
+    row = torch.tensor([[counts[o] for o in outcomes()]])
     assert p_value(row, exact.unsqueeze(0)) > LEAST_P
     assert min(accepted[i] for i in range(3)) > 20

@@ -1,0 +1,89 @@
+"""L3 of models with windows, in bfloat16: the distribution of three tokens, by enumeration."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from engine_law import PROMPT, TOKENS, VOCAB, drawing, law_of_engine, outcomes
+from helpers import BLOCK, PLACEMENTS, make_model
+from law_tests import LEAST_P, p_value
+
+from triforce_core import Engine
+
+# The prompt has 40 tokens: some have left every window, and drafts cross their edges.
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "sliding_window": 12,
+    "initializer_range": 0.2,
+}
+# Gemma's norms and scaled embeddings make random models far too certain.
+FLAT = {"gemma3": 0.05, "gemma4": 0.15}
+# A retrieval cache of 8 of 40 tokens, chains and trees.
+WAYS: dict[str, dict[str, object]] = {
+    "retrieval": {"draft": "none", "budget": 8, "chunk_size": 4, "draft_tokens": 2},
+    "retrieval, n-grams": {"draft": "ngram", "budget": 8, "chunk_size": 4, "draft_tokens": 2},
+    "tree": {"method": "speculative", "draft": "{drafter}", "tree": 7},
+    "coupled": {"budget": 8, "chunk_size": 4, "draft_tokens": 2, "accept": "coupled"},
+}
+OPTIONS = {"device": "cpu", "dtype": "bfloat16", "max_context": 64, "block_tokens": BLOCK}
+SAMPLES = 2_000
+
+
+@pytest.fixture(scope="module")
+def laws(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.Tensor]]:
+    """A model of each family, and the exact distribution of its texts."""
+    found = {}
+    for family in ("gemma3", "gemma4"):
+        path = tmp_path_factory.mktemp(family)
+        make_model(family, path, **SIZES | {"initializer_range": FLAT[family]})
+        with Engine.from_pretrained(path, method="autoregressive", **OPTIONS) as plain:
+            found[family] = path, law_of_engine(plain)
+    return found
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("drafter")
+    windows = ("layer_types", "sliding_window")
+    make_model("llama", path, **{name: SIZES[name] for name in SIZES if name not in windows})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("family", "way", "samples"),
+    [
+        ("gemma4", "retrieval", SAMPLES // 5),
+        *(
+            pytest.param(family, way, SAMPLES, marks=pytest.mark.slow)
+            for family in ("gemma3", "gemma4")
+            for way in WAYS
+        ),
+    ],
+)
+def test_three_tokens_have_the_exact_law(
+    laws, drafter: Path, family: str, way: str, samples: int
+) -> None:
+    path, exact = laws[family]
+    options = WAYS[way] | {"draft": str(WAYS[way].get("draft", "auto")).format(drafter=drafter)}
+    assert exact.max() < 0.3, "no text is certain"
+    counts: Counter = Counter()
+    accepted: Counter = Counter()
+    placed = {"placement": PLACEMENTS["kv-in-part"]}
+    with Engine.from_pretrained(path, **OPTIONS, **placed, **options) as engine:
+        for seed in range(samples):
+            result = engine.generate(PROMPT, drawing(seed))
+            counts[tuple(result.token_ids[:TOKENS])] += 1
+            for length, count in enumerate(result.stats["acceptance"]["accepted_lengths"]):
+                accepted[length] += count
+    row = torch.tensor([[counts[outcome] for outcome in outcomes()]])
+    assert p_value(row, exact.unsqueeze(0)) > LEAST_P
+    assert min(accepted[i] for i in range(3)) > 20, "none, some and all of a draft"

@@ -1,0 +1,48 @@
+"""The distribution of an engine's texts, by enumeration of the first three tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import product
+
+import torch
+from helpers import random_ids
+
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.distributions import distributions
+
+VOCAB = 8
+TOKENS = 3
+PROMPT = random_ids(40, 1, VOCAB)
+
+
+# Every token is possible: rounding never decides whether one is.
+_PLAIN = SamplingParams(temperature=1.0, top_p=1.0)
+
+
+def drawing(seed: int) -> SamplingParams:
+    """Parameters with which texts have the distribution of `law_of_engine`."""
+    return replace(_PLAIN, max_new_tokens=TOKENS + 1, seed=seed)
+
+
+def outcomes() -> Iterator[tuple[int, ...]]:
+    """Every text of TOKENS tokens."""
+    return product(range(VOCAB), repeat=TOKENS)
+
+
+def law_of_engine(engine: Engine) -> torch.Tensor:
+    """Probabilities of all outcomes, in their order, by the engine's own logits: those of bfloat16
+    are far from transformers' in float32."""
+    context, each = Context(engine.models), {}
+    for length in range(TOKENS):
+        for beginning in product(range(VOCAB), repeat=length):
+            read = context.prefill([*PROMPT, *beginning], 1, lambda layer: None)
+            each[beginning] = distributions(read.logits, _PLAIN)[0].double()
+    context.close()
+    return torch.stack([_product(each[o[:i]][o[i]] for i in range(TOKENS)) for o in outcomes()])
+
+
+def _product(factors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(factors)).prod()
