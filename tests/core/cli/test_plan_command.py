@@ -148,7 +148,9 @@ def test_hub_ids_are_known_by_their_names(capsys) -> None:
     by_id = figures(capsys, "meta-llama/Llama-3.1-8B-Instruct", *options)
     assert by_id["plan"] == figures(capsys, "llama3.1-8b", *options)["plan"]
     for model, family in (
-        ("google/gemma-3-27b-it", "Gemma"),
+        ("google/gemma-2-27b-it", "Gemma 2 and 3n"),
+        ("google/gemma-4-E4B-it", "Gemma 4 E2B and E4B"),
+        ("google/gemma-4-26B-A4B-it", "mixture of experts"),
         ("Qwen/Qwen3.8-27B", "Qwen3.5 and later"),
         ("Qwen/Qwen3-30B-A3B", "mixture of experts"),
     ):

@@ -54,16 +54,17 @@ def print_plan(
     console.print(f"Run it: {command}", highlight=False, soft_wrap=True)
     if faster := faster_by_copies(chosen):
         console.print(
-            f"Faster: add --draft-weights int4 for {faster.seconds_per_token:.4f} s/token, with "
-            f"copies of all layers that take {_copies(faster)} of the device.",
+            "Faster: add --draft-weights int4 for "
+            f"{1 / faster.seconds_per_token:.1f} tokens/s ({faster.seconds_per_token:.4f} s/token)"
+            f", with copies of all layers that take {_copies(faster)} of the device.",
             highlight=False,
             soft_wrap=True,
         )
     if compared:
         ratio = compared.seconds_per_token / prediction.seconds_per_token
         console.print(
-            f"{compared.method}: {compared.seconds_per_token:.3f} s/token, {ratio:.2f} times that "
-            "of this plan.",
+            f"{compared.method}: {1 / compared.seconds_per_token:.2f} tokens/s "
+            f"({compared.seconds_per_token:.3f} s/token); this plan is {ratio:.2f} times as fast.",
             highlight=False,
             soft_wrap=True,
         )
@@ -75,7 +76,8 @@ def _copies(chosen: Candidate) -> str:
 
 def print_sweep(case: Case, model: str, kind: str, rows: list[dict[str, Any]]) -> None:
     table = Table(
-        "context", "GPUs", "link", "s/token", "s/pass", "tokens/pass", "draft", "budget", "first, s"
+        *("context", "GPUs", "link", "tokens/s", "s/token", "s/pass", "tokens/pass"),
+        *("draft", "budget", "first, s"),
     )
     for row in rows:
         where = (str(row["context"]), str(row["gpus"]), row["link"])
@@ -84,6 +86,7 @@ def print_sweep(case: Case, model: str, kind: str, rows: list[dict[str, Any]]) -
             continue
         table.add_row(
             *where,
+            f"{1 / row['seconds_per_token']:.1f}",
             f"{row['seconds_per_token']:.4f}",
             f"{row['seconds_per_pass']:.3f}",
             f"{row['tokens_per_pass']:.1f}",

@@ -43,7 +43,8 @@ _MODELS = {
 _VARIANT = re.compile(r"-(hf|chat|base|instruct|it)(?=-|$)")
 # Families that no config of this runtime can describe, by a pattern of their names.
 _UNSUPPORTED = (
-    (r"gemma-?(2|4|3n)", "Gemma 2, 3n and 4"),
+    (r"gemma-?(2|3n)", "Gemma 2 and 3n"),
+    (r"gemma-?4.*e[24]b", "Gemma 4 E2B and E4B"),
     (r"gpt-oss", "gpt-oss"),
     (r"qwen3[.][5-9]|qwen3-next", "Qwen3.5 and later, and Qwen3-Next"),
     (r"\d+b-a\d|mixtral|moe", "mixture of experts"),
