@@ -174,11 +174,14 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
         )
     if "rope_freqs.weight" not in names:
         raise CheckpointError(f"{where}: rope_freqs.weight is missing")
-    full = slides.index(False)
+    full, head_dim = slides.index(False), fields.whole("attention.key_length")
     more = {
         **_gemma(fields),
-        "global_head_dim": fields.whole("attention.key_length"),
-        "num_global_key_value_heads": each[full],
+        "per_layer_config": {
+            str(layer): {"head_dim": head_dim, "num_key_value_heads": each[layer]}
+            for layer, has_window in enumerate(slides)
+            if not has_window
+        },
         "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in names,
         "hidden_size_per_layer_input": own.get("embedding_length_per_layer_input"),
         "num_kv_shared_layers": own.get("attention.shared_kv_layers"),
