@@ -104,6 +104,21 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "logits_scaling": 2.0,
         },
     ),
+    # Without recurrent layers and experts.
+    "granite4": (
+        "GraniteMoeHybrid",
+        {
+            "layer_types": ["full_attention"] * LAYERS,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+            "mamba_n_heads": 4,
+        },
+    ),
     "glm": ("Glm", {"head_dim": 16, "attention_bias": True}),
     "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True}),
     "phi3": ("Phi3", {}),

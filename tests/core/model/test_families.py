@@ -117,8 +117,10 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     named = {"model_type": family, "num_hidden_layers": 2, "hidden_size": 256}
     named |= {"intermediate_size": 128, "num_attention_heads": 16, "vocab_size": 97}
     named |= {"max_position_embeddings": 4096, "sliding_window": None}
-    if family == "exaone4" or family.startswith("gemma4"):
+    if family in ("exaone4", "granitemoehybrid") or family.startswith("gemma4"):
         named["layer_types"] = ["full_attention"] * 2
+    if family == "granitemoehybrid":
+        named["num_local_experts"] = 0
     if family.startswith("gemma4"):
         named |= {"sliding_window": 64, "hidden_size_per_layer_input": 0}
     elif family not in ("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text"):
@@ -163,8 +165,11 @@ def test_fields_of_any_type_are_read_or_refused(family: str) -> None:
     names |= {"partial_rotary_factor", "original_max_position_embeddings", "text_config"}
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "llama_4_scaling_beta": 0.1}
     read, refused, own = 0, 0, {"model_type": family}
-    if family == "gemma4_text":  # By default it has what is not supported.
+    # By default these have what is not supported.
+    if family == "gemma4_text":
         own["hidden_size_per_layer_input"] = 0
+    if family == "granitemoehybrid":
+        own |= {"num_local_experts": 0, "layer_types": ["attention"] * CONFIG["num_hidden_layers"]}
     for value in ([], ["x"], [[]], {}, {"x": [1]}, "x", True, -1, 0.3, 1 << 70, None):
         for raw in (
             *(CONFIG | own | {name: value} for name in names),
@@ -358,3 +363,29 @@ def test_a_missing_norm_is_named(tmp_path: Path) -> None:
         Engine.from_pretrained(tmp_path, device="cpu")
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["vocab_size"] == VOCAB
+
+
+def test_granite_4_with_recurrent_layers_or_experts_is_refused_by_name() -> None:
+    """The published configs of the dense models name their layers "attention"."""
+    count = CONFIG["num_hidden_layers"]
+    dense = CONFIG | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "layer_types": ["attention"] * count,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 48,
+        "position_embedding_type": "rope",
+    }
+    config = from_hf(dense, {})
+    assert (config.layers[0].mlp.width, config.attention.rotated) == (48, True)
+    assert not from_hf(dense | {"position_embedding_type": "nope"}, {}).attention.rotated
+    for change, named in (
+        ({"layer_types": ["attention", *["mamba"] * (count - 1)]}, "'mamba'"),
+        ({"layer_types": ["linear_attention"] * count}, "'linear_attention'"),
+        ({"num_local_experts": 64}, "num_local_experts"),
+        ({"num_local_experts": None}, "num_local_experts"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=named):
+            from_hf(dense | change, {})
+    with pytest.raises(CheckpointError, match="layer_types must be a list"):
+        from_hf(dense | {"layer_types": None}, {})

@@ -82,6 +82,9 @@ _HF = {
         ("gemma3_text", "gemma4_text", "gemma4_unified_text"),
         Naming(_HF_BEFORE | _HF_AFTER | {"post_norm": "pre_feedforward_layernorm"}),
     ),
+    "granitemoehybrid": Naming(
+        _HF_BEFORE, gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"
+    ),
     "phi3": Naming(_HF_BEFORE, qkv=("self_attn.qkv_proj",), gate_up=_ONE_GATE_UP),
     "ernie4_5": Naming(_HF_BEFORE, interleaved=True),
 }

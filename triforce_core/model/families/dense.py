@@ -11,9 +11,9 @@ from dataclasses import replace
 from triforce_core.model.families.family import Family, Layers, layer, with_windows
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.gemma import GEMMA
-from triforce_core.model.families.windows import windows, windows_if_shorter
+from triforce_core.model.families.windows import FULL, windows, windows_if_shorter
 from triforce_core.model.layers import NormKind, Norms
-from triforce_offload.errors import CheckpointError
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 
 def _llama(fields: Fields, count: int) -> Layers:
@@ -114,6 +114,28 @@ def _granite(fields: Fields, count: int) -> Layers:
     residual, scale = (fields.real(f"{name}_multiplier", 1.0) for name in ("residual", "attention"))
     same = {"qkv_bias": bias, "output_bias": bias}
     return (layer(fields, residual_scale=residual, scale=scale, **same),) * count
+
+
+def _granite4(fields: Fields, count: int) -> Layers:
+    """Granite 4 without recurrent layers and experts: Granite 3, but for names of fields."""
+    kinds = fields.get("layer_types") or fields.get("layers_block_type")
+    if not isinstance(kinds, list) or len(kinds) != count:
+        raise CheckpointError(f"{fields.source}: layer_types must be a list of {count} names")
+    for kind in kinds:
+        if kind not in ("attention", FULL):
+            raise UnsupportedModelError(
+                f"{fields.source}: layer_types names {kind!r}, which is not supported (only "
+                "attention)"
+            )
+    rope = fields.get("position_embedding_type")
+    if rope not in (None, "rope", "nope"):
+        raise UnsupportedModelError(
+            f"{fields.source}: position_embedding_type {rope!r} is not supported"
+        )
+    width = {"intermediate_size": fields.whole("shared_intermediate_size")}
+    own = Fields({**fields.raw, **width}, fields.source, fields.read)
+    first, *_ = _granite(own, 1)
+    return (replace(first, mixer=replace(first.mixer, rotated=rope == "rope")),) * count
 
 
 def _granite_scales(fields: Fields) -> dict[str, float]:
@@ -240,6 +262,13 @@ FAMILIES = {
             defaults={"sliding_window": 4096, "rms_norm_eps": 1e-5},
         ),
         Family("granite", "Granite", _granite, _granite_scales),
+        Family(
+            "granitemoehybrid",
+            "GraniteMoeHybrid",
+            _granite4,
+            _granite_scales,
+            defaults={"num_local_experts": 8, "shared_intermediate_size": 1024},
+        ),
         Family("glm", "Glm", _glm, defaults=_GLM),
         Family("glm4", "Glm4", _glm4, defaults=_GLM),
         Family("phi3", "Phi3", _mistral, defaults={"rms_norm_eps": 1e-5}),
