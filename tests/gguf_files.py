@@ -76,7 +76,11 @@ def write_gguf(
         _describe_gemma4(writer, config)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if architecture == "cohere2":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     # The layers of Gemma 4 have a config each.
     first = config.per_layer_config[0] if architecture == "gemma4" else config
@@ -151,7 +155,8 @@ def _describe_family(writer: gguf.GGUFWriter, config: object, head_dim: int) -> 
     kinds = getattr(config, "layer_types", None) or ()
     if "sliding_attention" in kinds:
         writer.add_sliding_window(config.sliding_window)
-        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+        if config.model_type != "cohere2":
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
     if config.model_type.startswith("gemma"):
         writer.add_float32(
             f"{_RENAMED[config.model_type]}.rope.freq_base_swa",

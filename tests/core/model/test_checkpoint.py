@@ -99,6 +99,15 @@ def test_gguf_of_layers_with_windows(tmp_path, layers: int, more: dict) -> None:
     assert generate(tmp_path / "m.gguf") == reference(model)
 
 
+def test_gguf_of_layers_side_by_side(tmp_path) -> None:
+    """Layer norms, a scale of logits, and windows in all but every fourth layer."""
+    kinds = [*["sliding_attention"] * 3, "full_attention"]
+    named = {"num_hidden_layers": 4, "layer_types": kinds, "tie_word_embeddings": True}
+    model = make_model("cohere2", tmp_path, **named)
+    write_gguf(model, tmp_path / "m.gguf")
+    assert generate(tmp_path / "m.gguf") == reference(model)
+
+
 @pytest.mark.parametrize("pattern", [3, [True, True, False]])
 def test_gguf_may_say_which_layers_have_windows(tiny, tmp_path, monkeypatch, pattern) -> None:
     _, model = tiny("gemma3")

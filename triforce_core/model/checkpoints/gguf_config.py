@@ -13,7 +13,7 @@ from triforce_core.model.families.family import Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.ropes import check_rope
 from triforce_core.model.families.windows import FULL, SLIDING, with_own_rope
-from triforce_core.model.layers import LayerSpec
+from triforce_core.model.layers import LayerSpec, NormKind
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -24,19 +24,21 @@ _FAMILIES = {
     name: FAMILIES[name]
     for name in (
         *("llama", "qwen2", "qwen3", "seed_oss", "smollm3", "olmo2", "exaone4", "granite"),
-        *("glm4", "phi3", "ernie4_5"),
+        *("glm4", "phi3", "ernie4_5", "cohere2"),
     )
 } | {"gemma3": FAMILIES["gemma3_text"], "gemma4": FAMILIES["gemma4_text"]}
 # Families of files with windows, by an architecture that is another one's without them.
 _WITH_WINDOWS = {"olmo2": FAMILIES["olmo3"]}
 # Number of layers of Gemma 3 27B. llama.cpp knows by it how that model scales scores.
 _GEMMA3_27B = 62
+_NORM_EPS = {NormKind.LAYER: "attention.layer_norm_epsilon"}
 # Names of numbers in the file, by their names in config.json.
 _NUMBERS = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
 }
 
 
@@ -85,7 +87,7 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
         layers=layers if window_rope is None else with_own_rope(layers),
         hidden=raw["hidden_size"],
         vocab=fields.whole("vocab_size", getattr(vocab, "length", None)),
-        norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
+        norm_eps=fields.real(_NORM_EPS.get(family.norm_kind, "attention.layer_norm_rms_epsilon")),
         trained_positions=positions,
         rope=_gguf_rope(fields, positions, head_dim or raw["head_dim"]),
         window_rope=window_rope,

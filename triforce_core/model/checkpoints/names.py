@@ -110,7 +110,7 @@ _GGUF = Naming(
 # accordingly, unless transformers stores them so itself.
 _GGUF_PAIRS = replace(_GGUF, interleaved=True)
 _GGUF_FAMILIES = {
-    **dict.fromkeys(("llama", "smollm3", "granite", "ernie4_5"), _GGUF_PAIRS),
+    **dict.fromkeys(("llama", "smollm3", "granite", "ernie4_5", "cohere2"), _GGUF_PAIRS),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), replace(_GGUF, norms=_GGUF_AFTER)),
     "seed_oss": replace(_GGUF, norms=_GGUF_BEFORE | {"post_norm": "post_attention_norm"}),
     "glm4": replace(_GGUF_PAIRS, norms=_GGUF_BEFORE | _GGUF_AFTER, gate_up=("ffn_up",)),
