@@ -29,3 +29,14 @@ class Norm:
         if self.kind is NormKind.LAYER:
             return layer_norm(x, weight, self.eps, delta)
         return rms_norm(x, weight, self.eps, delta, offset=_OFFSETS.get(self.kind))
+
+    def scaled(self, x: torch.Tensor, mean: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return an RMS norm of x [rows, width], a part of wider rows.
+
+        mean: mean of the squares of whole rows, [rows, 1] float32
+        weight: [width]
+        """
+        exact, offset = x.float() * torch.rsqrt(mean + self.eps), _OFFSETS.get(self.kind)
+        if offset is None:
+            return exact.to(x.dtype) * weight
+        return exact.mul_(weight.float() + offset).to(x.dtype)

@@ -86,10 +86,11 @@ class Share:
         Raises UsageError if a rank would get nothing.
         """
         mlp_width = config.layers[0].mlp.width
-        if ranks > 1 and any(spec.mixer.norm_over_heads for spec in config.layers):
+        uneven = ranks > config.attention.kv_heads and ranks % config.attention.kv_heads
+        if uneven and config.attention.norm_over_heads:
             raise UsageError(
-                f"{config.family} models have a norm over all heads, and their heads cannot be "
-                "divided between GPUs"
+                f"{config.family} models have a norm over all heads, and {ranks} GPUs would have "
+                f"some of {config.attention.kv_heads} key-value heads more often than others"
             )
         full = Heads.divided(config.attention, ranks)
         windowed = Heads.divided(config.windowed, ranks) if config.windowed else full
@@ -162,6 +163,8 @@ class Share:
             return [Window(queries), Window(keys), Window(keys)][: 2 + mixer.has_values]
         if part == "gate_up":
             return [Window(self.mlp[rank])] * 2
+        if mixer.norm_over_heads and part in ("q_norm", "k_norm"):
+            return [Window(queries if part == "q_norm" else keys)]
         columns = {"o": queries, "down": self.mlp[rank]}
         return [Window(None, columns.get(part))]
 

@@ -69,7 +69,7 @@ class Model:
             self._embedding_scale = float(torch.tensor(config.embedding_scale).to(ends.norm.dtype))
         self._norm = Norm(config.norm_kind, config.norm_eps)
         self._mixers = [
-            AttentionMixer(spec.mixer, self._norm, place)
+            AttentionMixer(spec.mixer, self._norm, place, self._ranks)
             for spec, place in zip(config.layers, config.kv_places, strict=True)
         ]
         self._mlps = [

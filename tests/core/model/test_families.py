@@ -197,9 +197,9 @@ def test_a_repr_has_no_field_of_a_newer_version_that_is_as_usual() -> None:
     assert "rotated=False" in repr(from_hf(CONFIG | {"model_type": "smollm3"}, {}))
 
 
-def test_a_norm_over_all_heads_is_on_one_gpu(tiny) -> None:
-    with pytest.raises(UsageError, match="a norm over all heads"):
-        Engine.from_pretrained(tiny("olmo2")[0], device="cpu", gpus=2)
+def test_a_norm_over_all_heads_wants_each_as_often(tiny) -> None:
+    with pytest.raises(UsageError, match="3 GPUs would have some of 2 key-value heads more often"):
+        Engine.from_pretrained(tiny("olmo2")[0], device="cpu", gpus=3)
 
 
 _IMAGES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}

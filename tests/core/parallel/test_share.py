@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import gguf
@@ -137,8 +138,13 @@ def held_against_the_whole(path: Path, ranks: int, *, stored: bool = False) -> l
     return used
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("family", ["llama", "llama-mqa", "llama-bias", "qwen3", "gemma4"])
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        *product(("llama", "llama-mqa", "llama-bias", "qwen3", "gemma4"), (2, 3, 4)),
+        *product(("olmo2", "olmo3"), (2, 4)),
+    ],
+)
 def test_a_rank_reads_its_share_of_safetensors(tiny, family: str, ranks: int) -> None:
     layouts = held_against_the_whole(tiny(family)[0], ranks)
     assert len(layouts) == ranks

@@ -153,6 +153,9 @@ class Costs:
         work = self._product(tokens, self._elements[1], matrices.rest, matrices.layer_read)
         work += self._touch(tokens, touched, launches.small_after)
         layer = self._launched(work, launches.after, recorded)
+        if self._layer.mixer.norm_over_heads:
+            # The sums of squares of queries and of keys.
+            layer += self._told(4 * 2 * (tokens + 1))
         return layer + 2 * self.all_reduce(tokens)
 
     def attend(
