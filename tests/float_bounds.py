@@ -161,5 +161,5 @@ def _computed(model: nn.Module, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
     hook.remove()
     # A model whose last layers were cut off still has caches for these.
     layers = result.past_key_values.layers[: len(model.model.layers)]
-    keys_values = torch.stack([each for it in layers for each in (it.keys, it.values)])
+    keys_values = torch.cat([each.flatten() for it in layers for each in (it.keys, it.values)])
     return hidden[0], keys_values, torch.stack(result.attentions), result.logits

