@@ -38,7 +38,7 @@ from triforce_core.bench.bench import Bench
 from triforce_core.bench.settings import BenchSettings
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.model.config import ModelConfig
-from triforce_core.settings import EngineConfig
+from triforce_core.settings import EngineConfig, MachineSettings
 from triforce_offload.plan.placement import Placement
 
 LAYERS = tuple(range(18))
@@ -174,7 +174,7 @@ def beside_full_attention(model: Path, tokens: int) -> Iterator[Figures]:
 
 def decode_seconds(shape: ModelConfig, tokens: int) -> tuple[float, ...]:
     settings = BenchSettings(context=tokens, tests=("decode",), repeats=1, new_tokens=32)
-    config = EngineConfig(dtype="float32", device="cpu")
+    config = EngineConfig(MachineSettings(device="cpu"), dtype="float32")
     with ExitStack() as stack:
         return next(Bench(settings, shape, None, config, stack).rows()).seconds
 
