@@ -146,7 +146,10 @@ def test_a_gguf_file_without_frequencies_or_patterns_is_refused(tmp_path: Path) 
     model, path = make_model("gemma4", tmp_path), tmp_path / "m.gguf"
     write_gguf(model, path)
     reader = gguf.GGUFReader(path)
-    for dropped in ("rope_freqs.weight", "gemma4.attention.sliding_window_pattern"):
+    for dropped in (
+        *("rope_freqs.weight", "gemma4.attention.sliding_window_pattern"),
+        "gemma4.attention.head_count_kv",
+    ):
         copied = tmp_path / "copy.gguf"
         writer = gguf.GGUFWriter(copied, "gemma4")
         for name, field in reader.fields.items():
@@ -162,6 +165,22 @@ def test_a_gguf_file_without_frequencies_or_patterns_is_refused(tmp_path: Path) 
         writer.close()
         with pytest.raises(CheckpointError, match=dropped.removeprefix("gemma4.")):
             Engine.from_pretrained(copied, device="cpu")
+
+
+@pytest.mark.parametrize("more", [0, 32])
+def test_widths_of_layers_may_be_given_one_by_one(tmp_path: Path, monkeypatch, more: int) -> None:
+    model, write = make_model("gemma4", tmp_path), gguf.GGUFWriter.add_feed_forward_length
+    monkeypatch.setattr(
+        gguf.GGUFWriter,
+        "add_feed_forward_length",
+        lambda self, width: write(self, [width, width, width + more]),
+    )
+    write_gguf(model, tmp_path / "m.gguf")
+    if not more:
+        assert _of_file(tmp_path, random_ids(60))
+        return
+    with pytest.raises(UnsupportedModelError, match="feed_forward_length of 96 to 128 by layer"):
+        _of_file(tmp_path, random_ids(60))
 
 
 def _metadata(merges: list[str]) -> dict:

@@ -154,6 +154,14 @@ def _gemma3(fields: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
     return {"query_pre_attn_scalar": scalar, **_gemma(fields)}
 
 
+def _of_layers(fields: Fields, name: str, count: int) -> list[int]:
+    """Return a number of each layer, of a field that gives one or each. Raises CheckpointError."""
+    given = fields.get(name)
+    values = getattr(given, "values", [given] * count)
+    each = values.tolist() if hasattr(values, "tolist") else list(values)
+    return [Fields({name: value}, fields.source).whole(name) for value in each]
+
+
 def _gemma(fields: Fields) -> dict[str, Any]:
     cap = fields.get("final_logit_softcapping")
     return {"final_logit_softcapping": cap, "hidden_activation": "gelu_pytorch_tanh"}
@@ -167,8 +175,7 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """
     where, own = fields.source, dict(fields.raw)
     slides = list(map(bool, getattr(own.get("attention.sliding_window_pattern"), "values", [])))
-    heads = own.get("attention.head_count_kv")
-    each = list(map(int, getattr(heads, "values", [heads] * len(slides))))
+    each = _of_layers(fields, "attention.head_count_kv", len(slides))
     if True not in slides or False not in slides or len(each) != len(slides):
         raise CheckpointError(
             f"{where}: attention.sliding_window_pattern and attention.head_count_kv must give "
@@ -188,6 +195,13 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
         "hidden_size_per_layer_input": own.get("embedding_length_per_layer_input"),
         "num_kv_shared_layers": own.get("attention.shared_kv_layers"),
     }
+    widths = set(_of_layers(fields, "feed_forward_length", len(slides)))
+    if len(widths) > 1:
+        raise UnsupportedModelError(
+            f"{where}: feed_forward_length of {min(widths)} to {max(widths)} by layer is not "
+            "supported"
+        )
+    own["feed_forward_length"] = widths.pop()
     own["attention.head_count_kv"] = each[slides.index(True)]
     for name in ("attention.key_length", "attention.value_length"):
         own[name] = own.get(f"{name}_swa", own.get(name))
