@@ -93,7 +93,23 @@ def write_gguf(
     if describe:
         describe(writer)
     _describe_family(writer, config, head_dim)
-    tensors = dict(extra or {})
+    tensors = (extra or {}) | _tensors(model, architecture)
+    for name, array in tensors.items():
+        stored = gguf.GGMLQuantizationType.Q8_0 if mixed and _LARGER.match(name) else kind
+        block = gguf.GGML_QUANT_SIZES[stored][0]
+        if array.ndim > 1 and array.shape[-1] % block == 0:
+            writer.add_tensor(name, in_blocks(array, stored), raw_dtype=stored)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]:
+    """The tensors of a model under their names in a file, as the converter stores them."""
+    config, tensors = model.config, {}
     names = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -115,17 +131,7 @@ def write_gguf(
         full = full_layers(config).head_dim
         still = [1e30] * (full // 2 - full // 8)
         tensors["rope_freqs.weight"] = np.array([1.0] * (full // 8) + still, np.float32)
-    for name, array in tensors.items():
-        stored = gguf.GGMLQuantizationType.Q8_0 if mixed and _LARGER.match(name) else kind
-        block = gguf.GGML_QUANT_SIZES[stored][0]
-        if array.ndim > 1 and array.shape[-1] % block == 0:
-            writer.add_tensor(name, in_blocks(array, stored), raw_dtype=stored)
-        else:
-            writer.add_tensor(name, np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    return tensors
 
 
 def _describe_gemma4(writer: gguf.GGUFWriter, config: object) -> None:

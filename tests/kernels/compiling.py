@@ -180,7 +180,8 @@ def launch_others(dtype: torch.dtype) -> None:
     hidden, cache = empty(17, 4096), empty(32, 4224, 128)
     rms_norm(hidden, hidden[0], 1e-5)
     rms_norm(hidden, hidden[0], 1e-5, hidden)
-    rms_norm(hidden, hidden[0], 1e-5, hidden, offset=1.0)
+    for offset in (0.0, 1.0):
+        rms_norm(hidden, hidden[0], 1e-5, hidden, offset=offset)
     layer_norm(hidden, hidden[0], 1e-5, hidden)
     for start in (5, number):
         rope_into(empty(17, 96, 128), empty(17, 128), empty(17, 128), cache, cache, start)
@@ -206,6 +207,14 @@ def launch_others(dtype: torch.dtype) -> None:
     for laws in (logits[None, :16], None):
         accept(torch.zeros(1, 16, dtype=torch.int64), laws, logits[None], coins)
     pick(logits, coins[0])
+
+
+def launch_coded(dtype: torch.dtype) -> None:
+    """Kernels of weights and KV that are not dense."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
     for rows in (1, 17, 64):
         int4_matmul(empty(rows, 4096), quantise(torch.zeros(4096, 4096, dtype=dtype)))
     weight = encode(torch.zeros(64, 4096, dtype=torch.bfloat16))
@@ -251,6 +260,7 @@ def main(capability: int, which: str) -> None:
             compiled.clear()
         for dtype in (HALF, torch.float32) if which == "all" else (HALF,):
             launch_others(dtype)
+            launch_coded(dtype)
             rows += [(str(dtype), *kernel) for kernel in compiled]
             compiled.clear()
     print(json.dumps(rows))

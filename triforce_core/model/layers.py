@@ -51,13 +51,14 @@ class Attention(Described):
     window: number of tokens that a token attends to, itself included; None for all
     window_rope: whether it rotates as `ModelConfig.window_rope` says
     value_norm: whether values are normalised, by a norm without weights
-    values_from_keys: whether values are the keys as projected, and have no projection of their own
+    projects_values: whether values have a projection of their own; else they are the keys as
+        projected
     """
 
     _NEWER = frozenset(
         {
             *("norm_over_heads", "rotated", "scale", "window", "window_rope"),
-            *("value_norm", "values_from_keys"),
+            *("value_norm", "projects_values"),
         }
     )
 
@@ -73,7 +74,7 @@ class Attention(Described):
     window: int | None = None
     window_rope: bool = False
     value_norm: bool = False
-    values_from_keys: bool = False
+    projects_values: bool = True
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of heads or their size are impossible."""
@@ -96,19 +97,9 @@ class Attention(Described):
         """Number of columns of all key heads; all value heads have as many."""
         return self.kv_heads * self.head_dim
 
-    @property
-    def projected(self) -> int:
-        """Number of columns of the projection of queries, keys and values."""
-        return self.queries + self.keys * (1 + self.has_values)
-
-    @property
-    def has_values(self) -> bool:
-        """Whether values have a projection of their own."""
-        return not self.values_from_keys
-
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the mixer's tensors. hidden: width of the model"""
-        qkv = self.projected
+        qkv = self.queries + self.keys * (1 + self.projects_values)
         shapes: Shapes = {"qkv": (qkv, hidden)}
         if self.qkv_bias:
             shapes["qkv_bias"] = (qkv,)

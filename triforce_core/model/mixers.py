@@ -38,7 +38,7 @@ class AttentionMixer:
         if "input_norm" in w:
             hidden = self._norm(hidden, w["input_norm"])
         heads = linear(hidden, w["qkv"], w.get("qkv_bias")).view(batch.rows, -1, spec.head_dim)
-        if spec.values_from_keys:
+        if not spec.projects_values:
             heads = torch.cat((heads, heads[:, spec.heads :]), 1)
         queries, keys, values = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), 1)
         if spec.value_norm:

@@ -160,7 +160,7 @@ class Share:
             for own in self._heads(mixer)
         )
         if part in ("qkv", "qkv_bias"):
-            return [Window(queries), Window(keys), Window(keys)][: 2 + mixer.has_values]
+            return [Window(queries), Window(keys), Window(keys)][: 2 + mixer.projects_values]
         if part == "gate_up":
             return [Window(self.mlp[rank])] * 2
         if mixer.norm_over_heads and part in ("q_norm", "k_norm"):

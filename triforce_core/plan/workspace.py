@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.layers import Attention, LayerSpec
+from triforce_core.model.layers import Attention
 from triforce_core.model.tensors import matrices
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.limits import (
@@ -17,7 +20,7 @@ from triforce_kernels.limits import (
     WIDENED_BYTES,
 )
 from triforce_offload.kv.sizes import SCORED_TOKENS
-from triforce_offload.kv.windows.shape import SPARE_TOKENS, WINDOW_ROWS, window_capacity
+from triforce_offload.kv.windows.shape import WINDOW_ROWS, held_tokens, window_capacity
 
 # Temporaries of a distribution: scores, sorted values and order, softmax, cumulative sum and masks.
 # See `sampling.distribution`.
@@ -34,17 +37,8 @@ def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -
     whole = tokens * (config.hidden + keys + 2 * sum(sizes)) * itemsize
     # Angles and their cosines and sines, in float32.
     rope = tokens * max(sizes) * 4 * 4
-    layers = max(
-        _layer_bytes(
-            spec,
-            config.hidden,
-            chunk,
-            itemsize,
-            _prefill_bytes(spec.mixer, chunk, itemsize, tokens),
-        )
-        for spec in config.distinct_layers
-    )
-    return whole + max(rope, layers)
+    attention = partial(_prefill_bytes, rows=chunk, itemsize=itemsize, text_tokens=tokens)
+    return whole + max(rope, _layers_bytes(config, chunk, itemsize, attention))
 
 
 def forward_bytes(config: ModelConfig, tokens: int, itemsize: int, text_tokens: int) -> int:
@@ -53,29 +47,26 @@ def forward_bytes(config: ModelConfig, tokens: int, itemsize: int, text_tokens: 
 
     text_tokens: number of tokens of the longest sequence
     """
-    return max(
-        _layer_bytes(
-            spec,
-            config.hidden,
-            tokens,
-            itemsize,
-            _pass_bytes(spec.mixer, tokens, itemsize, text_tokens),
-        )
-        for spec in config.distinct_layers
-    )
+    attention = partial(_pass_bytes, tokens=tokens, itemsize=itemsize, text_tokens=text_tokens)
+    return _layers_bytes(config, tokens, itemsize, attention)
 
 
-def _layer_bytes(spec: LayerSpec, hidden: int, tokens: int, itemsize: int, attention: int) -> int:
-    """Return the bytes of a layer: the maximum of its mixer and its MLP.
+def _layers_bytes(
+    config: ModelConfig, tokens: int, itemsize: int, attention: Callable[[Attention], int]
+) -> int:
+    """Return the bytes of the largest layer: the maximum of its mixer and its MLP.
 
-    attention: bytes of the operation between the projections
+    attention: returns the bytes of the operation between the projections
     """
-    queries, keys = spec.mixer.queries, spec.mixer.keys
-    mixer = tokens * (hidden + queries + 2 * keys + queries * 7) * itemsize + attention
-    if spec.mixer.values_from_keys:
-        mixer += tokens * (queries + keys) * itemsize
-    mlp = tokens * (hidden * 2 + spec.mlp.width * 3) * itemsize
-    return max(mixer, mlp)
+    hidden, largest = config.hidden, 0
+    for spec in config.distinct_layers:
+        queries, keys = spec.mixer.queries, spec.mixer.keys
+        mixer = tokens * (hidden + queries + 2 * keys + queries * 7) * itemsize
+        if not spec.mixer.projects_values:
+            mixer += tokens * (queries + keys) * itemsize
+        mlp = tokens * (hidden * 2 + spec.mlp.width * 3) * itemsize
+        largest = max(largest, mixer + attention(spec.mixer), mlp)
+    return largest
 
 
 def _prefill_bytes(mixer: Attention, rows: int, itemsize: int, text_tokens: int) -> int:
@@ -87,7 +78,7 @@ def _prefill_bytes(mixer: Attention, rows: int, itemsize: int, text_tokens: int)
     """
     if not mixer.window:
         return _merged_bytes(mixer, rows)
-    past = min(mixer.window - 1 + SPARE_TOKENS, text_tokens)
+    past = held_tokens(mixer.window, text_tokens)
     at_once = min(rows, max(mixer.window, WINDOW_ROWS))
     seen = past + at_once
     own = 2 * mixer.keys * (2 * past + rows) * itemsize

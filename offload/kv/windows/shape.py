@@ -50,7 +50,7 @@ class WindowShape:
     @property
     def held(self) -> int:
         """Number of tokens that are always held, or all if the text has fewer."""
-        return _held_tokens(self.window, self.text_tokens)
+        return held_tokens(self.window, self.text_tokens)
 
     @property
     def kept_tokens(self) -> int:
@@ -88,8 +88,9 @@ def window_capacity(window: int, text_tokens: int, max_pass_tokens: int) -> int:
 
 def _kept_tokens(window: int, text_tokens: int) -> int:
     room = max(ROOM_TOKENS, window // _ROOM_SHARE)
-    return min(_held_tokens(window, text_tokens) + room, text_tokens)
+    return min(held_tokens(window, text_tokens) + room, text_tokens)
 
 
-def _held_tokens(window: int, text_tokens: int) -> int:
+def held_tokens(window: int, text_tokens: int) -> int:
+    """Return the number of tokens that are always held, see `WindowShape.held`."""
     return min(window - 1 + SPARE_TOKENS, text_tokens)

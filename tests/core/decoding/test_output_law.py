@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from engine_law import PROMPT, TOKENS, VOCAB, drawing, law_of_engine, outcomes
+from exact_distributions import PROMPT, TOKENS, VOCAB, distribution_of_engine, drawing, outcomes
 from helpers import BLOCK, PLACEMENTS, make_model
 from law_tests import LEAST_P, p_value
 from thread_ranks import ThreadLeader
@@ -257,7 +257,7 @@ def test_three_tokens_have_the_exact_law_whatever_bits_are_read(
     options = {"device": "cpu", "dtype": "bfloat16", "max_context": 64, "block_tokens": BLOCK}
     drafting = {"budget": 8, "chunk_size": 4, "draft_tokens": 2, "draft": "none"}
     with Engine.from_pretrained(models[0], method="autoregressive", **options) as plain:
-        exact = law_of_engine(plain)
+        exact = distribution_of_engine(plain)
     counts: Counter = Counter()
     accepted: Counter = Counter()
     patched = patch("triforce_kernels.weights.high_bits.high_bits_matmul", noisy_product)

@@ -74,6 +74,13 @@ def test_gguf_files_that_would_be_computed_wrongly_are_refused(
         open_checkpoint(tmp_path / "m.gguf")
 
 
+def test_gguf_with_capped_logits_is_refused_in_families_without_a_cap(tiny, tmp_path) -> None:
+    named = {"llama__final_logit_softcapping": 30}
+    write_gguf(tiny("llama")[1], tmp_path / "m.gguf", **named)
+    with pytest.raises(UnsupportedModelError, match=r"final_logit_softcapping \(30\) is not"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
 def test_gguf_of_layers_that_do_not_rotate(tmp_path) -> None:
     """Such files do not say which layers: in llama.cpp it is every fourth."""
     layers = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}

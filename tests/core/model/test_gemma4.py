@@ -21,26 +21,12 @@ from transformers.models.olmo2 import modeling_olmo2
 from triforce_core import Engine
 from triforce_core.model.checkpoints.sentence_piece import SentencePieceTokenizer, is_known
 from triforce_core.model.families.hf import from_hf
+from triforce_core.model.known.recent import RECENT
 from triforce_core.model.layers import NormKind
 from triforce_core.model.norms import Norm
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
-# The text part of Gemma 4 31B, as it was published, without fields that have their defaults.
-PUBLISHED = {
-    "model_type": "gemma4_text",
-    "hidden_size": 5376,
-    "intermediate_size": 21504,
-    "num_hidden_layers": 60,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "num_global_key_value_heads": 4,
-    "attention_k_eq_v": True,
-    "hidden_size_per_layer_input": 0,
-    "max_position_embeddings": 262144,
-    "sliding_window": 1024,
-    "final_logit_softcapping": 30.0,
-    "use_bidirectional_attention": "vision",
-}
+PUBLISHED = {**RECENT["gemma4-31b"], "use_bidirectional_attention": "vision"}
 FULL = [index for index in range(60) if index % 6 == 5]
 
 
@@ -50,7 +36,7 @@ def test_a_published_config() -> None:
     full, windowed = config.attention, config.windowed
     assert (full.heads, full.kv_heads, full.head_dim, full.window) == (32, 4, 512, None)
     assert (windowed.heads, windowed.kv_heads, windowed.head_dim) == (32, 16, 256)
-    assert (full.has_values, windowed.has_values, windowed.window) == (False, True, 1024)
+    assert (full.projects_values, windowed.projects_values, windowed.window) == (False, True, 1024)
     assert (full.scale, windowed.scale, full.value_norm, full.qk_norm) == (1, 1, True, True)
     assert (config.rope.type, config.rope.theta) == ("proportional", 1e6)
     assert (config.window_rope.type, config.window_rope.theta) == ("default", 1e4)

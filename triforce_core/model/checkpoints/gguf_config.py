@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ _FAMILIES = {
 _WITH_WINDOWS = {"olmo2": FAMILIES["olmo3"]}
 # Number of layers of Gemma 3 27B. llama.cpp knows by it how that model scales scores.
 _GEMMA3_27B = 62
+# What every model of Gemma 3 and 4 has.
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 _NORM_EPS = {NormKind.LAYER: "attention.layer_norm_epsilon"}
 # Names of numbers in the file, by their names in config.json.
 _NUMBERS = {
@@ -64,37 +66,31 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     _refuse_unsupported(fields)
     if any(name.startswith("rope_factors_") for name in names):
         raise UnsupportedModelError(f"{where}: rope factors of longrope are not supported")
-    more: dict[str, Any] = {}
-    if architecture == "gemma4":
-        fields, more = _gemma4(fields, names)
-    raw = _as_in_hf(fields, positions) | more
-    if architecture == "gemma3":
-        raw |= _gemma3(fields, raw)
-    described = Fields(raw, where)
+    own_fields = _OWN_FIELDS.get(architecture)
+    fields, more = own_fields(fields, names) if own_fields else (fields, {})
+    described = Fields(_as_in_hf(fields, positions) | more, where)
     layers = family.layers(described, layer_count(fields, "block_count"))
-    window = raw["sliding_window"]
-    if window and window < positions and "sliding_window" not in described.read:
-        raise UnsupportedModelError(
-            f"{where}: attention.sliding_window ({window}) is not supported in a {architecture} "
-            "model"
-        )
+    scales = family.scales(described)
+    _refuse_unread(described, positions, architecture)
     layers = tuple(_with_tensors(spec, names) for spec in layers)
-    head_dim = next((each.mixer.head_dim for each in layers if not each.mixer.window), 0)
+    head_dim = next(
+        (each.mixer.head_dim for each in layers if not each.mixer.window), described.raw["head_dim"]
+    )
     window_rope = _window_rope(fields, family)
     vocab = source.metadata.get("tokenizer.ggml.tokens")
     return ModelConfig(
         family=family.name,
         layers=layers if window_rope is None else with_own_rope(layers),
-        hidden=raw["hidden_size"],
+        hidden=described.raw["hidden_size"],
         vocab=fields.whole("vocab_size", getattr(vocab, "length", None)),
         norm_eps=fields.real(_NORM_EPS.get(family.norm_kind, "attention.layer_norm_rms_epsilon")),
         trained_positions=positions,
-        rope=_gguf_rope(fields, positions, head_dim or raw["head_dim"]),
+        rope=_gguf_rope(fields, positions, head_dim),
         window_rope=window_rope,
         norm_kind=family.norm_kind,
         tied="output.weight" not in names,
         eos_token_ids=_gguf_eos(source.metadata),
-        **family.scales(described),
+        **scales,
     )
 
 
@@ -111,6 +107,22 @@ def _refuse_unsupported(fields: Fields) -> None:
         )
 
 
+def _refuse_unread(described: Fields, positions: int, architecture: str) -> None:
+    """Raise UnsupportedModelError for a field that changes what a model computes, and that its
+    family does not have.
+    """
+    window = described.raw["sliding_window"]
+    said = {
+        "sliding_window": (window or 0) < positions and window,
+        "final_logit_softcapping": described.raw["final_logit_softcapping"],
+    }
+    for name, value in said.items():
+        if value and name not in described.read:
+            raise UnsupportedModelError(
+                f"{described.source}: {name} ({value}) is not supported in a {architecture} model"
+            )
+
+
 def _as_in_hf(fields: Fields, positions: int) -> dict[str, Any]:
     """Return the fields under their names in config.json, from which families read them."""
     hidden = fields.whole("embedding_length")
@@ -122,6 +134,7 @@ def _as_in_hf(fields: Fields, positions: int) -> dict[str, Any]:
         )
     return {
         **_windows(fields),
+        "final_logit_softcapping": fields.get("final_logit_softcapping"),
         "max_position_embeddings": positions,
         "hidden_size": hidden,
         "num_attention_heads": heads,
@@ -146,12 +159,13 @@ def _windows(fields: Fields) -> dict[str, Any]:
     return found
 
 
-def _gemma3(fields: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what files of Gemma 3 do not say."""
-    scalar = raw["head_dim"]
+def _gemma3(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file, and what files of Gemma 3 do not say. Raises CheckpointError."""
+    hidden, heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
+    scalar = fields.whole("attention.key_length", hidden // heads or 1)
     if fields.raw.get("block_count") == _GEMMA3_27B:
-        scalar = raw["hidden_size"] / raw["num_attention_heads"]
-    return {"query_pre_attn_scalar": scalar, **_gemma(fields)}
+        scalar = hidden / heads
+    return fields, {"query_pre_attn_scalar": scalar, **_GEMMA}
 
 
 def _of_layers(fields: Fields, name: str, count: int) -> list[int]:
@@ -160,11 +174,6 @@ def _of_layers(fields: Fields, name: str, count: int) -> list[int]:
     values = getattr(given, "values", [given] * count)
     each = values.tolist() if hasattr(values, "tolist") else list(values)
     return [Fields({name: value}, fields.source).whole(name) for value in each]
-
-
-def _gemma(fields: Fields) -> dict[str, Any]:
-    cap = fields.get("final_logit_softcapping")
-    return {"final_logit_softcapping": cap, "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
@@ -185,7 +194,7 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
         raise CheckpointError(f"{where}: rope_freqs.weight is missing")
     full, head_dim = slides.index(False), fields.whole("attention.key_length")
     more = {
-        **_gemma(fields),
+        **_GEMMA,
         "per_layer_config": {
             str(layer): {"head_dim": head_dim, "num_key_value_heads": each[layer]}
             for layer, has_window in enumerate(slides)
@@ -206,6 +215,14 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     for name in ("attention.key_length", "attention.value_length"):
         own[name] = own.get(f"{name}_swa", own.get(name))
     return Fields(own, where), more
+
+
+# What files of an architecture say in their own way: its functions return the fields under the
+# usual names, and further ones under names of config.json.
+_OWN_FIELDS: Mapping[str, Callable[[Fields, Set[str]], tuple[Fields, dict[str, Any]]]] = {
+    "gemma3": _gemma3,
+    "gemma4": _gemma4,
+}
 
 
 def _window_rope(fields: Fields, family: Family) -> RopeConfig | None:

@@ -193,18 +193,12 @@ def _layer_pieces(spec: LayerSpec, config: ModelConfig, naming: Naming) -> dict[
     mixer, width, hidden = spec.mixer, spec.mlp.width, config.hidden
     rope = config.rope_of(mixer) or config.rope
     order = head_order(mixer.head_dim, rope.rotated(mixer.head_dim), interleaved=naming.interleaved)
-    heads, qkv_orders, qkv = (
-        (mixer.queries, mixer.keys, mixer.keys),
-        (order, order, None),
-        naming.qkv,
-    )
-    if mixer.values_from_keys:
-        heads, qkv_orders, qkv = heads[:2], qkv_orders[:2], qkv[:2]
-    sizes = {"qkv": heads, "gate_up": (width, width)}
-    orders = {"qkv": qkv_orders, "gate_up": (None, None)}
+    projected = 2 + mixer.projects_values
+    sizes = {"qkv": (mixer.queries, mixer.keys, mixer.keys)[:projected], "gate_up": (width, width)}
+    orders = {"qkv": (order, order, None)[:projected], "gate_up": (None, None)}
     parts = {"output_scale": [Piece(naming.output_scale, 1)]}
     for suffix, ending in (("", "weight"), ("_bias", "bias")):
-        for part, names in (("qkv", qkv), ("gate_up", naming.gate_up)):
+        for part, names in (("qkv", naming.qkv[:projected]), ("gate_up", naming.gate_up)):
             named = [f"{name}.{ending}" for name in names]
             parts[part + suffix] = _pieces(named, sizes[part], orders[part])
         parts["o" + suffix] = [Piece(f"{naming.o}.{ending}", hidden)]

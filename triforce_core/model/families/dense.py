@@ -118,7 +118,7 @@ def _granite(fields: Fields, count: int) -> Layers:
 
 def _granite4(fields: Fields, count: int) -> Layers:
     """Granite 4 without recurrent layers and experts: Granite 3, but for names of fields."""
-    kinds = fields.get("layer_types") or fields.get("layers_block_type")
+    kinds = fields.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != count:
         raise CheckpointError(f"{fields.source}: layer_types must be a list of {count} names")
     for kind in kinds:

@@ -98,7 +98,7 @@ def _activation(fields: Fields, name: str) -> Activation:
 
 
 def with_windows(
-    fields: Fields, windows: Sequence[int | None], **same: bool | float | Norms
+    fields: Fields, windows: Sequence[int | None], **same: bool | float | str | Norms | None
 ) -> Layers:
     """Return layers that differ in their windows alone. same: fields of all, see `layer`"""
     kinds = {window: layer(fields, window=window, **same) for window in set(windows)}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from triforce_core.model.families.family import Family, Layers, layer
+from triforce_core.model.families.family import Family, Layers, layer, with_windows
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.windows import windows
 from triforce_core.model.layers import LayerSpec, NormKind, Norms
@@ -20,24 +20,22 @@ def _seen(fields: Fields, count: int) -> tuple[int | None, ...]:
 
 
 def _gemma3(fields: Fields, count: int) -> Layers:
-    bias = fields.flag("attention_bias", False)
     head_dim = fields.whole("head_dim")
     scalar = fields.real("query_pre_attn_scalar", head_dim)
-    found = _seen(fields, count)
-    kinds = {
-        window: layer(
-            fields,
-            norms=Norms.AROUND,
-            qkv_bias=bias,
-            output_bias=bias,
-            qk_norm=True,
-            scale=None if scalar == head_dim else scalar**-0.5,
-            window=window,
-            activation="hidden_activation",
-        )
-        for window in dict.fromkeys(found)
+    scale = None if scalar == head_dim else scalar**-0.5
+    return with_windows(fields, _seen(fields, count), scale=scale, **_both(fields))
+
+
+def _both(fields: Fields) -> dict[str, Any]:
+    """Return what layers of Gemma 3 and 4 have in common, see `layer`."""
+    bias = fields.flag("attention_bias", False)
+    return {
+        "norms": Norms.AROUND,
+        "qkv_bias": bias,
+        "output_bias": bias,
+        "qk_norm": True,
+        "activation": "hidden_activation",
     }
-    return tuple(kinds[window] for window in found)
 
 
 def _gemma4(fields: Fields, count: int) -> Layers:
@@ -64,19 +62,13 @@ def _gemma4(fields: Fields, count: int) -> Layers:
 def _gemma4_layer(fields: Fields, window: int | None, full: Mapping[str, Any]) -> LayerSpec:
     """full: fields of the heads of layers without a window"""
     own = fields if window else Fields({**fields.raw, **full}, fields.source, fields.read)
-    bias = fields.flag("attention_bias", False)
-    shares = fields.flag("attention_k_eq_v", False) and window is None
     spec = layer(
         own,
-        norms=Norms.AROUND,
-        qkv_bias=bias,
-        output_bias=bias,
-        qk_norm=True,
         value_norm=True,
-        values_from_keys=shares,
+        projects_values=window is not None or not fields.flag("attention_k_eq_v", False),
         scale=1.0,
         window=window,
-        activation="hidden_activation",
+        **_both(fields),
     )
     return replace(spec, output_scale=True)
 

@@ -135,13 +135,9 @@ def _refuse_unread(fields: Fields, family: Family, positions: int, count: int) -
     said = {
         "sliding_window": window and not longest and fields.raw.get("use_sliding_window", True),
         "layer_types": kinds is not None and kinds != [FULL] * count,
-        **{
-            name: fields.raw.get(name)
-            for name in (
-                *("query_pre_attn_scalar", "final_logit_softcapping"),
-                "use_bidirectional_attention",
-            )
-        },
+        "query_pre_attn_scalar": fields.raw.get("query_pre_attn_scalar"),
+        "final_logit_softcapping": fields.raw.get("final_logit_softcapping"),
+        "use_bidirectional_attention": fields.raw.get("use_bidirectional_attention"),
     }
     for name, active in said.items():
         if active and name not in fields.read:

@@ -67,7 +67,7 @@ def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
     mixer, width = spec.mixer, spec.mlp.width
     qkv = [("q", mixer.queries), ("k", mixer.keys), ("v", mixer.keys)]
     return {
-        "qkv": qkv if mixer.has_values else qkv[:2],
+        "qkv": qkv if mixer.projects_values else qkv[:2],
         "o": [("o", hidden)],
         "gate_up": [("gate", width), ("up", width)],
         "down": [("down", hidden)],
@@ -97,7 +97,7 @@ def _layer(name: str, layer: int, config: ModelConfig) -> Callable[[str], str]:
     layers, plain = len(config.layers), _MIXES[name]
     eighth = layers // 8
     # Values are counted among the layers that have a projection of them.
-    valued = [index for index, spec in enumerate(config.layers) if spec.mixer.has_values]
+    valued = [index for index, spec in enumerate(config.layers) if spec.mixer.projects_values]
     value = valued.index(layer) if layer in valued else 0
     queries_a_key = config.attention.heads // config.attention.kv_heads
     special: dict[str, str] = {}

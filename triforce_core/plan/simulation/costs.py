@@ -144,7 +144,11 @@ class Costs:
         touched = NORM_TOUCHES * self.config.hidden + ROTATE_TOUCHES * rotated
         work = self._product(tokens, self._elements[0], matrices.qkv, matrices.layer_read)
         work += self._touch(tokens, touched, launches.small_before)
-        return self._launched(work, launches.before, recorded)
+        layer = self._launched(work, launches.before, recorded)
+        if mixer.norm_over_heads:
+            # GPUs sum the squares of queries and of keys.
+            layer += self._told(4 * 2 * (tokens + 1))
+        return layer
 
     def after(self, tokens: int, *, recorded: bool = False) -> float:
         """Return the seconds of a layer after its attention, with its two sums over GPUs."""
@@ -153,9 +157,6 @@ class Costs:
         work = self._product(tokens, self._elements[1], matrices.rest, matrices.layer_read)
         work += self._touch(tokens, touched, launches.small_after)
         layer = self._launched(work, launches.after, recorded)
-        if self._layer.mixer.norm_over_heads:
-            # The sums of squares of queries and of keys.
-            layer += self._told(4 * 2 * (tokens + 1))
         return layer + 2 * self.all_reduce(tokens)
 
     def attend(

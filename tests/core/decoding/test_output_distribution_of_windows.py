@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_law import PROMPT, TOKENS, VOCAB, drawing, law_of_engine, outcomes
+from exact_distributions import PROMPT, TOKENS, VOCAB, distribution_of_engine, drawing, outcomes
 from helpers import BLOCK, PLACEMENTS, make_model
 from law_tests import LEAST_P, p_value
 
@@ -39,14 +39,14 @@ SAMPLES = 2_000
 
 
 @pytest.fixture(scope="module")
-def laws(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.Tensor]]:
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.Tensor]]:
     """A model of each family, and the exact distribution of its texts."""
     found = {}
     for family in ("gemma3", "gemma4"):
         path = tmp_path_factory.mktemp(family)
         make_model(family, path, **SIZES | {"initializer_range": FLAT[family]})
         with Engine.from_pretrained(path, method="autoregressive", **OPTIONS) as plain:
-            found[family] = path, law_of_engine(plain)
+            found[family] = path, distribution_of_engine(plain)
     return found
 
 
@@ -69,10 +69,10 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_three_tokens_have_the_exact_law(
-    laws, drafter: Path, family: str, way: str, samples: int
+def test_three_tokens_have_the_exact_distribution(
+    distributions, drafter: Path, family: str, way: str, samples: int
 ) -> None:
-    path, exact = laws[family]
+    path, exact = distributions[family]
     options = WAYS[way] | {"draft": str(WAYS[way].get("draft", "auto")).format(drafter=drafter)}
     assert exact.max() < 0.3, "no text is certain"
     counts: Counter = Counter()

@@ -23,7 +23,7 @@ _PLAIN = SamplingParams(temperature=1.0, top_p=1.0)
 
 
 def drawing(seed: int) -> SamplingParams:
-    """Parameters with which texts have the distribution of `law_of_engine`."""
+    """Parameters with which texts have the distribution of `distribution_of_engine`."""
     return replace(_PLAIN, max_new_tokens=TOKENS + 1, seed=seed)
 
 
@@ -32,7 +32,7 @@ def outcomes() -> Iterator[tuple[int, ...]]:
     return product(range(VOCAB), repeat=TOKENS)
 
 
-def law_of_engine(engine: Engine) -> torch.Tensor:
+def distribution_of_engine(engine: Engine) -> torch.Tensor:
     """Probabilities of all outcomes, in their order, by the engine's own logits: those of bfloat16
     are far from transformers' in float32."""
     context, each = Context(engine.models), {}
