@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from triforce_kernels.recurrent.delta import DeltaRows
+
 
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:
@@ -105,6 +107,21 @@ class ForwardBatch:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
         return torch.tensor(depths, device=self.positions.device)
 
+    def lineage(self, count: int) -> torch.Tensor:
+        """Return the `count` rows that end with each row, each following the one before it:
+        [rows, count] int64 on the device. -1 stands for the last token before the batch, -2 for
+        the one before that.
+        """
+        device = self.positions.device
+        if self.parents is None:
+            rows = torch.arange(self.first, self.end, device=device)
+            return rows.unsqueeze(1) + torch.arange(1 - count, 1, device=device)
+        seen = [[row] for row in range(self.rows)]
+        for line in seen:
+            while len(line) < count:
+                line.append(self.parents[line[-1]] if line[-1] >= 0 else line[-1] - 1)
+        return torch.tensor([line[::-1] for line in seen], device=device)
+
     def within(self, window: int, before: int) -> torch.Tensor:
         """Return which keys each row of a tree sees through a window, [rows, before + rows] bool on
         the device.
@@ -194,6 +211,31 @@ class Cache(Protocol):
         """Attend as `attend` does in a layer with a window, to the last tokens only.
 
         layer: index among the layers with a window
+        """
+
+    def convolve(
+        self,
+        layer: int,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Convolve each channel of the last tokens in a recurrent layer, and keep the inputs.
+
+        layer: index among the recurrent layers
+        inputs: [rows, channels]
+        weight: [channels, 1, taps], the last of which is for a row's own input
+        bias: [channels] or None
+
+        Returns [rows, channels]: each row sees the rows it follows and the context.
+        """
+
+    def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
+        """Apply the gated delta rule to a layer's state, after `convolve`. Returns [rows,
+        value_heads, value_dim] in the dtype of the values.
+
+        layer: index among the recurrent layers
         """
 
     def keep(self, rows: Sequence[int]) -> None:

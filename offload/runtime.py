@@ -12,7 +12,9 @@ from triforce_offload.conveyor import Conveyor
 from triforce_offload.copies import PassCopies
 from triforce_offload.errors import LinkError
 from triforce_offload.kv.leaving import StagingSlots
+from triforce_offload.kv.recent.stores import RecentStores
 from triforce_offload.kv.sequence import SequenceKV
+from triforce_offload.kv.states.store import StateStore
 from triforce_offload.kv.store import KVStore
 from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.link.link import Link
@@ -90,7 +92,7 @@ class Runtime:
 
     def sequence(self) -> SequenceKV:
         """Allocate memory for one sequence: its tail, its share of the KV blocks on the device, its
-        windows, and the temporaries of its forwards.
+        windows and states, and the temporaries of its forwards.
 
         Raises DoesNotFitError.
         """
@@ -108,11 +110,15 @@ class Runtime:
         )
         with ExitStack() as undo:
             undo.callback(kv.close)
-            windows = None
+            windows = states = None
             if needs.windows:
                 windows = WindowStore(needs.windows, needs.max_pass_tokens, self.memory)
                 undo.callback(windows.close)
-            sequence = SequenceKV(kv, self._copies, self.memory, plan, windows)
+            if needs.states:
+                states = StateStore(needs.states, needs.max_pass_tokens, self.memory)
+                undo.callback(states.close)
+            recent = RecentStores(windows, states)
+            sequence = SequenceKV(kv, self._copies, self.memory, plan, recent)
             undo.pop_all()
         return sequence
 

@@ -155,11 +155,16 @@ def _moved(
 def _computed(model: nn.Module, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What a forward computes, in the order of ForwardBound's fields."""
     hidden: list[torch.Tensor] = []
-    hook = model.model.norm.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    last = getattr(model.model, "norm", None) or model.model.embedding_norm
+    hook = last.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
     # A cache of its own keeps all tokens of layers with a window too.
-    result = model(text, output_attentions=True, past_key_values=DynamicCache())
+    recurrent = set(getattr(model.config, "layer_types", None) or ()) & {"linear_attention", "conv"}
+    cache = DynamicCache(config=model.config) if recurrent else DynamicCache()
+    result = model(text, output_attentions=True, past_key_values=cache)
     hook.remove()
     # A model whose last layers were cut off still has caches for these.
     layers = result.past_key_values.layers[: len(model.model.layers)]
-    keys_values = torch.cat([each.flatten() for it in layers for each in (it.keys, it.values)])
-    return hidden[0], keys_values, torch.stack(result.attentions), result.logits
+    stored = [it for it in layers if hasattr(it, "keys")]
+    keys_values = torch.cat([each.flatten() for it in stored for each in (it.keys, it.values)])
+    attentions = [each for each in result.attentions if each is not None]
+    return hidden[0], keys_values, torch.stack(attentions), result.logits

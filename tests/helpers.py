@@ -209,6 +209,19 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     # Full layers with more and fewer heads than the others, whose values are their keys.
     "gemma4": ("Gemma4", {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}),
     "gemma4-unified": ("Gemma4Unified", _GEMMA4),
+    # Recurrent layers before and after attention: the gated delta rule, and convolutions alone.
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+        },
+    ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
 }
 
 # Every mix of resident and streamed; more resident blocks than there are means all.
@@ -245,10 +258,12 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
     torch.manual_seed(sum(map(ord, family)))
     made = getattr(transformers, f"{kind}ForCausalLM")
     model = made(made.config_class(**{**_SIZES, **options, **overrides})).eval()
-    one = 0.0 if kind == "Gemma3" else 1.0
     for name, parameter in model.named_parameters():
+        # Their norms multiply by 1 + the weights, except those of recurrent layers.
+        from_zero = kind in ("Gemma3", "Qwen3_5") and "linear_attn" not in name
         if "norm" in name or name.endswith("bias"):
-            torch.nn.init.normal_(parameter, one if "norm" in name else 0.0, 0.2)
+            mean = float("norm" in name and not from_zero)
+            torch.nn.init.normal_(parameter, mean, 0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.normal_(buffer, 1.0, 0.2)

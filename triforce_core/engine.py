@@ -271,9 +271,9 @@ class Engine:
 
         about: texts to save with it. Raises UsageError if there is no context, or OutputError.
         """
-        shape, digest = self.models.whole_kv, self._loaded.digest
+        digest = self._loaded.digest
         with self.runtime.memory.typed_errors(), self.runtime.memory.current():
-            return write(path, self.snapshot(), shape, digest, about or {})
+            return write(path, self.snapshot(), self.models.whole_kv, digest, about or {})
 
     def load_context(self, path: str | Path) -> LoadedContext:
         """Load a context that `save_context` wrote. A prompt that begins with its tokens prefills
@@ -283,7 +283,7 @@ class Engine:
         """
         self._check_free()
         most, digest = self.memory_plan.requirements.context_tokens, self._loaded.digest
-        shapes = self.models.whole_kv, self.models.whole_windows
+        shapes = self.models.whole_kv, self.models.whole_recent
         own = (*shapes, digest, self.config.vocab, most)
         with self.runtime.memory.typed_errors(), reading(path, *own) as saved:
             self.restore(saved)

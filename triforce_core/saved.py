@@ -9,26 +9,30 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from triforce_core.decoding.contexts.snapshot import Snapshot
+from triforce_core.decoding.contexts.snapshot import SavedMarks, Snapshot
 from triforce_offload.checkpoint.opened import TensorsFile
 from triforce_offload.errors import CheckpointError, UsageError
 from triforce_offload.files import Output
+from triforce_offload.kv.recent.marks import MOST_MARKS
 from triforce_offload.kv.shape import KVShape
-from triforce_offload.kv.windows.marks import Mark
-from triforce_offload.kv.windows.shape import MOST_MARKS, WindowShape
+from triforce_offload.kv.states.shape import StateShape
+from triforce_offload.kv.windows.shape import WindowShape
+from triforce_offload.weights.formats import dtype_name
 
 _VERSION = "triforce-offload context 2"
 _OWN = ("format", "model", "scored_by")
 # Name of the last tensor: CRC-32 of the header and of each tensor before it, in order.
 _SUMS = "checksums"
 _HEADER = "header"
+# Names of the tensors of lengths at which there are marks, by the kind of store.
+_LENGTHS = {"window": "marks", "state": "state_marks"}
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 
 
@@ -68,12 +72,13 @@ def write(
         parts["scores"] = (torch.float32, tuple(saved.scores.shape))
     size = (2, shape.kv_heads, count, shape.head_dim)
     parts |= {f"kv.{layer}": (shape.dtype, size) for layer in range(saved.layers)}
-    if saved.marks:
-        parts["marks"] = (torch.int64, (len(saved.marks),))
-    parts |= {
-        f"window.{i}": (mark.rows.dtype, tuple(mark.rows.shape))
-        for i, mark in enumerate(saved.marks)
-    }
+    for kind, marks in saved.marks.items():
+        parts[_LENGTHS[kind]] = (torch.int64, (len(marks),))
+        for index, (_, tensors) in enumerate(marks):
+            parts |= {
+                f"{name}.{index}": (tensor.dtype, tuple(tensor.shape))
+                for name, tensor in tensors.items()
+            }
     parts[_SUMS] = (torch.int64, (1 + len(parts),))
     header: dict[str, object] = {
         "__metadata__": {
@@ -106,24 +111,25 @@ def _data(header: bytes, tokens: torch.Tensor, saved: Snapshot) -> Iterator[byte
         yield _bytes(saved.scores.float())
     for layer in range(saved.layers):
         yield _bytes(saved.layer_kv(layer))
-    if saved.marks:
-        yield _bytes(torch.tensor([mark.length for mark in saved.marks]))
-    for mark in saved.marks:
-        yield _bytes(mark.rows)
+    for marks in saved.marks.values():
+        yield _bytes(torch.tensor([length for length, _ in marks]))
+        for _, tensors in marks:
+            yield from map(_bytes, tensors.values())
 
 
 @contextmanager
 def reading(
     path: str | Path,
     shape: KVShape,
-    windows: WindowShape | None,
+    recent: Sequence[WindowShape | StateShape],
     model: str,
     vocab: int,
     most: int,
 ) -> Iterator[Snapshot]:
     """Open a context in a file. Its layers are read on demand, inside the `with` block.
 
-    shape, windows: shapes of the KV of full-attention layers, and of layers with a window
+    shape: shape of the KV of full-attention layers
+    recent: shapes of the recent stores
     model: digest of the model that it must belong to
     vocab: number of tokens of the model's vocabulary
     most: the most tokens that the context may have
@@ -148,7 +154,7 @@ def reading(
                 raise UsageError(
                     f"the context in {path} has {len(tokens)} tokens, and the engine takes {most}"
                 )
-            marks = _marks(file, windows, len(tokens)) if windows else []
+            marks = {each.kind: _marks(file, each, len(tokens)) for each in recent}
             yield Snapshot(
                 tokens.tolist(),
                 shape.layers,
@@ -162,27 +168,41 @@ def reading(
         raise UsageError(f"cannot read a context from {path}: {error}") from error
 
 
-def _marks(file: TensorsFile, windows: WindowShape, count: int) -> list[Mark]:
-    """Read the windows of a context of `count` tokens. Raises UsageError or CheckpointError."""
-    path = file.path
-    if "marks" not in file.stored:
-        raise UsageError(f"the context in {path} lacks marks")
-    _check_alike(file, "marks", (math.prod(file.stored["marks"].shape),), _NAMES[torch.int64])
-    lengths = _read(file, "marks", torch.int64).tolist()
+def _marks(file: TensorsFile, shape: WindowShape | StateShape, count: int) -> SavedMarks:
+    """Read the marks of a store of a context of `count` tokens. Raises UsageError or
+    CheckpointError.
+    """
+    path, name = file.path, _LENGTHS[shape.kind]
+    if name not in file.stored:
+        raise UsageError(f"the context in {path} lacks {name}")
+    _check_alike(file, name, (math.prod(file.stored[name].shape),), _NAMES[torch.int64])
+    lengths = _read(file, name, torch.int64).tolist()
     if lengths != sorted({*lengths, count}) or lengths[0] < 1 or len(lengths) > MOST_MARKS + 1:
-        raise UsageError(f"the context in {path} has windows at {lengths} of {count} tokens")
-    marks = []
-    for index, length in enumerate(lengths):
-        name = f"window.{index}"
-        found = file.stored.get(name)
-        if found is None:
-            raise UsageError(f"the context in {path} lacks {name}")
-        tokens = found.shape[3] if len(found.shape) == 5 else 0
-        _check_alike(file, name, windows.rows_shape(tokens), _NAMES[windows.dtype])
-        if not min(length, windows.past) <= tokens <= min(length, windows.kept_tokens):
-            raise UsageError(f"{name} of the context in {path} has {tokens} of {length} tokens")
-        marks.append(Mark(length, _read(file, name, windows.dtype)))
-    return marks
+        raise UsageError(f"the context in {path} has {name} at {lengths} of {count} tokens")
+    return [(length, _mark(file, shape, index, length)) for index, length in enumerate(lengths)]
+
+
+def _mark(
+    file: TensorsFile, shape: WindowShape | StateShape, index: int, length: int
+) -> dict[str, torch.Tensor]:
+    """Read the tensors of a mark. Raises UsageError or CheckpointError."""
+    names = {name: f"{name}.{index}" for name in shape.mark_tensors(0)}
+    for stored in names.values():
+        if stored not in file.stored:
+            raise UsageError(f"the context in {file.path} lacks {stored}")
+    held = shape.held_at(
+        length, {name: file.stored[stored].shape for name, stored in names.items()}
+    )
+    if held is None:
+        raise UsageError(
+            f"{shape.kind} {index} of the context in {file.path} does not hold {length} tokens"
+        )
+    found = {}
+    for name, tensor in shape.mark_tensors(held).items():
+        dtype = getattr(torch, dtype_name(tensor.dtype))
+        _check_alike(file, names[name], tensor.shape, _NAMES[dtype])
+        found[name] = _read(file, names[name], dtype)
+    return found
 
 
 def _read(file: TensorsFile, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -13,9 +13,9 @@ from triforce_offload.copies import PassCopies
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.kv.caches.attend import PassCache
 from triforce_offload.kv.caches.prefill import PrefillCache
+from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.store import KVStore
-from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placing import share_blocks
@@ -50,12 +50,12 @@ class SequenceKV:
         copies: PassCopies,
         memory: DeviceMemory,
         plan: MemoryPlan,
-        windows: WindowStore | None = None,
+        recent: RecentStores = NO_STORES,
     ) -> None:
-        """windows: the KV of layers with a window, if the model has any. Raises DoesNotFitError."""
+        """recent: the windows and states of the sequence. Raises DoesNotFitError."""
         self.kv = kv
-        self.windows = windows
-        self.cache = PassCache(kv, copies.conveyor, windows=windows)
+        self.recent = recent
+        self.cache = PassCache(kv, copies.conveyor, recent=recent)
         self._copies = copies
         self._memory = memory
         self._plan = plan
@@ -80,7 +80,7 @@ class SequenceKV:
     def collect(self, scores: ChunkScores | None) -> None:
         """Collect the scores of chunks in later forwards; None stops collecting."""
         self._scores = scores
-        self.cache = PassCache(self.kv, self._copies.conveyor, scores, self.windows)
+        self.cache = PassCache(self.kv, self._copies.conveyor, scores, self.recent)
 
     def reclaim(self, nbytes: int) -> None:
         """Use `nbytes` bytes of device memory, in total, that another owner gave back for good. The
@@ -167,7 +167,7 @@ class SequenceKV:
         if streams:
             self._copies.start([kv])
         conveyor = self._copies.conveyor
-        cache = PrefillCache(kv, conveyor, rows, gathered, self._scores, self.windows)
+        cache = PrefillCache(kv, conveyor, rows, gathered, self._scores, self.recent)
         del gathered
         try:
             yield cache
@@ -177,7 +177,8 @@ class SequenceKV:
         self._set_workspace(self._needs.pass_bytes)
 
     def restore(self, tokens: int, layer_kv: Callable[[int], torch.Tensor]) -> None:
-        """Fill an empty sequence with KV that was saved elsewhere. Windows are restored apart.
+        """Fill an empty sequence with KV that was saved elsewhere. Windows and states are restored
+        apart.
 
         layer_kv: returns the KV of a layer, [2, kv_heads, tokens, head_dim] on the host
 
@@ -198,14 +199,13 @@ class SequenceKV:
 
     def reachable(self, tokens: int) -> int:
         """Return the greatest length up to `tokens` to which `roll_back` can go."""
-        return self.windows.reachable(tokens) if self.windows else tokens
+        return self.recent.reachable(tokens)
 
     def leave_mark(self) -> None:
         """Make sure that `roll_back` can go back to the current length, however long the text
         becomes, until there are too many such lengths.
         """
-        if self.windows:
-            self.windows.want(self.length)
+        self.recent.want(self.length)
 
     def roll_back(self, tokens: int) -> None:
         """Drop all but the first `tokens` tokens, and any pass or prefill under way.
@@ -214,8 +214,7 @@ class SequenceKV:
         Raises LinkError.
         """
         self._copies.cancel()
-        if self.windows:
-            self.windows.roll_back(tokens)
+        self.recent.roll_back(tokens)
         self.kv.roll_back(tokens)
         if self._scores:
             self._scores.roll_back(tokens)
@@ -225,8 +224,7 @@ class SequenceKV:
         """Free all memory."""
         self._copies.cancel()
         self.kv.close()
-        if self.windows:
-            self.windows.close()
+        self.recent.close()
         self._memory.free(self._workspace)
 
     def _take_workspace(self) -> None:

@@ -214,6 +214,7 @@ class MemoryPlan:
             "weights": sum(layer.device_bytes for layer in self.layers) + ends,
             "kv": kv.device_bytes + needs.tail_bytes,
             "windows": needs.window_bytes,
+            "states": needs.state_bytes,
             "int4_copies": copies,
             "drafting": needs.drafting_bytes
             + (needs.gather_bytes if kv.resident < kv.blocks else 0),

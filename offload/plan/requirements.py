@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.states.shape import StateShape
 from triforce_offload.kv.windows.shape import WindowShape
 
 
@@ -29,6 +30,7 @@ class Requirements:
         host has buffers of the same size
     kv_layers: layers that store KV in blocks; empty if all do
     windows: geometry of the KV of layers with a window; None if there are none
+    states: geometry of the states of recurrent layers; None if there are none
     sequences: number of sequences in a pass, each of up to context_tokens. drafting_bytes and
         gather_bytes are for all sequences, temporaries for one
     """
@@ -49,6 +51,7 @@ class Requirements:
     low_bytes: tuple[int, ...] = ()
     kv_layers: tuple[int, ...] = ()
     windows: WindowShape | None = None
+    states: StateShape | None = None
     sequences: int = 1
 
     @property
@@ -83,6 +86,11 @@ class Requirements:
         return self.sequences * self.kv.tail_bytes(self.max_pass_tokens)
 
     @property
+    def recent(self) -> tuple[WindowShape | StateShape, ...]:
+        """Geometry of the stores that hold recent tokens only."""
+        return tuple(filter(None, (self.windows, self.states)))
+
+    @property
     def window_bytes(self) -> int:
         """Device bytes of the windows of all sequences."""
         if self.windows is None:
@@ -90,6 +98,13 @@ class Requirements:
         return self.sequences * self.windows.device_bytes(self.max_pass_tokens)
 
     @property
+    def state_bytes(self) -> int:
+        """Device bytes of the states of all sequences."""
+        if self.states is None:
+            return 0
+        return self.sequences * self.states.device_bytes(self.max_pass_tokens)
+
+    @property
     def marks_bytes(self) -> int:
-        """Host bytes of copies of the windows, to which contexts can be cut."""
-        return self.sequences * self.windows.marks_bytes if self.windows else 0
+        """Host bytes of copies of windows and states, to which contexts can be cut."""
+        return self.sequences * sum(shape.marks_bytes for shape in self.recent)

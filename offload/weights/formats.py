@@ -45,6 +45,8 @@ class Dtype:
 
 DTYPES = {t.name: t for t in (Dtype("float32", 4), Dtype("bfloat16", 2), Dtype("float16", 2))}
 
+FLOAT32 = DTYPES["float32"]
+
 
 def dtype_name(dtype: ElementType) -> str:
     """Return the name that torch has for an element type."""
@@ -128,7 +130,9 @@ class Dense(Format):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer.view(self.dtype).view(self.shape)
+        import torch
+
+        return buffer.view(getattr(torch, dtype_name(self.dtype))).view(self.shape)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from kv_stores import SHAPE
 
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.forward_batch import ForwardBatch
-from triforce_offload.kv.caches.dense import DenseKV
+from triforce_offload.kv.caches.dense import DenseKV, FixedDense
 from triforce_offload.kv.caches.rounded import RoundedKV
 from triforce_offload.kv.sizes import dense_bytes, rounded_bytes
 from triforce_offload.memory.device import DeviceMemory
@@ -133,8 +133,9 @@ def test_attention_is_that_over_what_the_numbers_stand_for(kv, on_device, count)
     for layer in range(SHAPE.layers):
         step = kv.scale[layer].unsqueeze(2)
         keys_values.copy_((keys_values / step).add(0.5).floor().clamp(-127, 127) * step)
-        end = torch.tensor([kv.end])
-        cache = kv.fixed(end, end) if on_device else kv
+        cache = FixedDense(kv, CPU) if on_device else kv
+        if on_device:
+            cache.begin()
         out = cache.attend(layer, qkv, batch)
         expected = dense.attend(layer, both, batch)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)

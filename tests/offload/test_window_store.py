@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from triforce_offload.forward_batch import ForwardBatch
-from triforce_offload.kv.windows.marks import Mark, Marks
+from triforce_offload.kv.recent.marks import MOST_MARKS, Mark, Marks
 from triforce_offload.kv.windows.prefill import WindowPrefill
-from triforce_offload.kv.windows.shape import MOST_MARKS, WindowShape
+from triforce_offload.kv.windows.shape import WindowShape
 from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.memory.device import DeviceMemory
 
@@ -65,7 +65,7 @@ def run_pass(store: WindowStore, rows: int, kept: int) -> None:
 
 def check(store: WindowStore) -> None:
     held = [(store.start, store.length, store.rows[:, :, :, : store.end])]
-    held += [(mark.start, mark.length, mark.rows) for mark in store.marks]
+    held += [(mark.start, mark.length, mark.parts[0]) for mark in store.marks]
     for start, length, rows in held:
         expected = torch.arange(start, length).float()[:, None].expand(2, 2, 1, -1, 2)
         assert torch.equal(rows, expected)
@@ -112,7 +112,7 @@ def test_windows_and_marks_hold_the_tokens_that_they_say(seed: int) -> None:
 def test_marks_are_few_and_the_longest_stays() -> None:
     marks = Marks()
     for length in (10, 20, 30, 40, 41, 50, 60, 70, 5):
-        marks.add(Mark(length, torch.zeros(1, 2, 1, 3, 1)))
+        marks.add(Mark(length, length - 3, ()))
         assert len(marks) <= MOST_MARKS
     lengths = [mark.length for mark in marks]
     assert lengths == sorted(lengths)

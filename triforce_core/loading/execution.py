@@ -8,9 +8,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from triforce_core.decoding.contexts.kv_parts import KVParts
+from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
 from triforce_core.decoding.contexts.models import Models, SmallModel
 from triforce_core.loading.layer_source import LayerSource, Readable
+from triforce_core.model.divided import divided
 from triforce_core.model.rope import Rope
 from triforce_core.model.share import Share
 from triforce_core.model.tensors import Layouts, dense_layouts
@@ -26,7 +27,6 @@ from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.memory.host import HostMemory
 from triforce_offload.plan.memory_plan import LayerPlan, Where
-from triforce_offload.plan.requirements import Requirements
 from triforce_offload.ranks import Ranks
 from triforce_offload.runtime import Runtime
 from triforce_offload.weights.formats import dtype_name
@@ -87,7 +87,7 @@ class Execution:
             runtime,
             replace(method, draft_kv=INT8) if sizes.rounds_kv else method,
             resolved.budget,
-            *self._kv_parts(plan.requirements),
+            *self._parts(),
             small,
             int4_copies,
             recorder,
@@ -95,15 +95,15 @@ class Execution:
             weights=resolved.weights,
         )
 
-    def _kv_parts(self, needs: Requirements) -> tuple[KVParts, KVParts]:
-        """Return the key-value heads of each rank, of the layers without a window and with one."""
-        if self.share:
-            heads = self.share.full.keys, self.share.windowed.keys
-        else:
-            windows = needs.windows or needs.kv
-            heads = [range(needs.kv.kv_heads)], [range(windows.kv_heads)]
-        full, windowed = (KVParts(self.ranks, each) for each in heads)
-        return full, windowed
+    def _parts(self) -> tuple[KVParts, tuple[StoreParts, ...]]:
+        """Return the heads of each rank in full-attention layers, and in each recent store."""
+        whole = self.share.whole if self.share else self.checkpoint.config
+        heads = [divided(mixer, self.ranks.count).heads for mixer in whole.stored_mixers]
+        full, *recent = (
+            StoreParts(KVParts(self.ranks, each.keys), KVParts(self.ranks, each.queries))
+            for each in heads
+        )
+        return full.keys, tuple(recent)
 
     def _report(self) -> Callable[[], None]:
         layers, read = len(self.checkpoint.config.layers), itertools.count(1)

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from triforce_core.model.layers import Attention, Described, LayerSpec, NormKind
+from triforce_core.model.layers import (
+    Attention,
+    Described,
+    Keeps,
+    LayerSpec,
+    Mixer,
+    NormKind,
+    Recurrent,
+)
 from triforce_offload.errors import UnsupportedModelError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
@@ -100,13 +108,15 @@ class ModelConfig(Described):
         windows = [self.layers[layer].mixer for layer in self.window_layers]
         if not full:
             raise UnsupportedModelError(
-                "a sliding_window in every layer is not supported (only in some layers)"
+                "a sliding_window or a recurrence in every layer is not supported (only in some)"
             )
         for kind, mixers in (("full-attention layers", full), ("layers with a window", windows)):
             if len({(each.kv_heads, each.head_dim, each.window) for each in mixers}) > 1:
                 raise UnsupportedModelError(
                     f"{kind} with different key-value heads or windows are not supported"
                 )
+        if len({self.layers[layer].mixer for layer in self.recurrent_layers}) > 1:
+            raise UnsupportedModelError("recurrent layers that differ are not supported")
 
     @property
     def attention(self) -> Attention:
@@ -120,22 +130,42 @@ class ModelConfig(Described):
         """
         return self.layers[self.window_layers[0]].mixer if self.window_layers else None
 
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """The mixer of the recurrent layers, None if there are none."""
+        return self.layers[self.recurrent_layers[0]].mixer if self.recurrent_layers else None
+
+    @property
+    def stored_mixers(self) -> tuple[Mixer, ...]:
+        """A mixer of each kind that the model has: of full-attention layers, then of layers with a
+        window, then of recurrent ones.
+        """
+        kinds = self.kv_layers, self.window_layers, self.recurrent_layers
+        return tuple(self.layers[kind[0]].mixer for kind in kinds if kind)
+
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
         """Indices of the full-attention layers. KV stores, chunk scores and retrieval caches number
         only these: their layer i is layer kv_layers[i] of the model.
         """
-        return tuple(i for i, each in enumerate(self.layers) if each.mixer.window is None)
+        return self._layers_of(Keeps.KV)
 
     @cached_property
     def window_layers(self) -> tuple[int, ...]:
         """Indices of the layers with a window, which stores of windows number likewise."""
-        return tuple(i for i, each in enumerate(self.layers) if each.mixer.window is not None)
+        return self._layers_of(Keeps.WINDOW)
+
+    @cached_property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Indices of the recurrent layers, which stores of states number likewise."""
+        return self._layers_of(Keeps.STATE)
 
     @cached_property
     def kv_places(self) -> tuple[int, ...]:
-        """Index of each layer among the full-attention layers, or among those with a window."""
-        kinds = self.kv_layers, self.window_layers
+        """Index of each layer among the full-attention layers, among those with a window, or among
+        the recurrent ones.
+        """
+        kinds = self.kv_layers, self.window_layers, self.recurrent_layers
         places = {layer: i for kind in kinds for i, layer in enumerate(kind)}
         return tuple(places[layer] for layer in range(len(self.layers)))
 
@@ -144,6 +174,11 @@ class ModelConfig(Described):
         """The model as it drafts: over so few tokens that its windows hide none or hardly any, all
         layers attend to all of them. Raises UnsupportedModelError if their KV differs in shape.
         """
+        if self.recurrent_layers:
+            raise UnsupportedModelError(
+                f"a {self.family} model cannot draft as a model of its own: its recurrent layers "
+                "cannot forget the oldest tokens"
+            )
         heads = {(each.mixer.kv_heads, each.mixer.head_dim) for each in self.layers}
         if len(heads) > 1:
             raise UnsupportedModelError(
@@ -164,14 +199,20 @@ class ModelConfig(Described):
             return None
         return self.window_rope if mixer.window_rope else self.rope
 
-    def rotation_of(self, mixer: Attention) -> RotationKind:
-        """Return what tells apart layers that need other cosines and sines."""
-        return self.rope_of(mixer), mixer.head_dim
+    def rotation_of(self, mixer: Mixer) -> RotationKind | None:
+        """Return what tells apart layers that need other cosines and sines, None for layers that
+        need none.
+        """
+        return (self.rope_of(mixer), mixer.head_dim) if isinstance(mixer, Attention) else None
 
     @cached_property
     def rotations(self) -> tuple[RotationKind, ...]:
         """The different kinds of cosines and sines that the layers need."""
-        return tuple(dict.fromkeys(self.rotation_of(spec.mixer) for spec in self.distinct_layers))
+        kinds = (self.rotation_of(spec.mixer) for spec in self.distinct_layers)
+        return tuple(dict.fromkeys(kind for kind in kinds if kind))
+
+    def _layers_of(self, keeps: Keeps) -> tuple[int, ...]:
+        return tuple(i for i, spec in enumerate(self.layers) if spec.mixer.keeps is keeps)
 
     @property
     def vocab_rows(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import Enum
+from typing import ClassVar
 
 from triforce_offload.errors import CheckpointError
 
@@ -15,6 +16,14 @@ _MAX_HEAD_DIM = 1024
 
 # Shapes of a layer's tensors by name, in the order in which they are used.
 Shapes = dict[str, tuple[int, ...]]
+
+
+class Keeps(Enum):
+    """What a mixer keeps of a text: the KV of all its tokens, that of the last ones, or a state."""
+
+    KV = "kv"
+    WINDOW = "window"
+    STATE = "state"
 
 
 class Described:
@@ -53,12 +62,14 @@ class Attention(Described):
     value_norm: whether values are normalised, by a norm without weights
     projects_values: whether values have a projection of their own; else they are the keys as
         projected
+    output_gate: whether the output is multiplied by the sigmoid of a gate, which is projected with
+        the queries: in "qkv" the gate of each head follows its query
     """
 
     _NEWER = frozenset(
         {
             *("norm_over_heads", "rotated", "scale", "window", "window_rope"),
-            *("value_norm", "projects_values"),
+            *("value_norm", "projects_values", "output_gate"),
         }
     )
 
@@ -75,6 +86,7 @@ class Attention(Described):
     window_rope: bool = False
     value_norm: bool = False
     projects_values: bool = True
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of heads or their size are impossible."""
@@ -88,6 +100,10 @@ class Attention(Described):
             )
 
     @property
+    def keeps(self) -> Keeps:
+        return Keeps.KV if self.window is None else Keeps.WINDOW
+
+    @property
     def queries(self) -> int:
         """Number of columns of all query heads."""
         return self.heads * self.head_dim
@@ -99,7 +115,7 @@ class Attention(Described):
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the mixer's tensors. hidden: width of the model"""
-        qkv = self.queries + self.keys * (1 + self.projects_values)
+        qkv = self.queries * (1 + self.output_gate) + self.keys * (1 + self.projects_values)
         shapes: Shapes = {"qkv": (qkv, hidden)}
         if self.qkv_bias:
             shapes["qkv_bias"] = (qkv,)
@@ -111,6 +127,99 @@ class Attention(Described):
         if self.output_bias:
             shapes["o_bias"] = (hidden,)
         return shapes
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated DeltaNet (Yang et al., 2025): a short convolution of queries, keys and values, and the
+    gated delta rule over them (`triforce_kernels/recurrent/delta`).
+
+    The first matrix, "qkv", projects queries, keys, values, output gates, rates and decays.
+    "decay" is the factor of what the decays go through, below 0.
+
+    key_heads: number of query and key heads; a group of value heads shares each
+    value_heads: number of value heads, each with a state
+    key_dim, value_dim: sizes of the heads
+    taps: number of tokens that the convolution sees, a token's own included
+    tiled_output: whether the columns of "o" are in the order of GGUF files: the first value head of
+        every key head, then the second of every one, ...
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    tiled_output: bool = False
+    keeps: ClassVar[Keeps] = Keeps.STATE
+
+    def __post_init__(self) -> None:
+        """Raise CheckpointError if the numbers of heads are impossible."""
+        if self.value_heads % self.key_heads:
+            raise CheckpointError(
+                f"{self.value_heads} value heads cannot share {self.key_heads} key heads"
+            )
+
+    @property
+    def keys(self) -> int:
+        """Number of columns of all key heads; all query heads have as many."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Number of columns of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shapes of the mixer's tensors. hidden: width of the model"""
+        return {
+            "qkv": (self.channels + self.values + 2 * self.value_heads, hidden),
+            "conv": (self.channels, 1, self.taps),
+            "decay": (self.value_heads,),
+            "decay_bias": (self.value_heads,),
+            "head_norm": (self.value_dim,),
+            "o": (hidden, self.values),
+        }
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A gated short convolution (LFM2; Liquid AI, 2025): of three projections, the product of the
+    first and the third is convolved and multiplied by the second.
+
+    channels: number of columns of each projection
+    taps: as in DeltaNet
+    bias: whether the projections and the convolution have a bias
+    """
+
+    channels: int
+    taps: int
+    bias: bool = False
+    keeps: ClassVar[Keeps] = Keeps.STATE
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shapes of the mixer's tensors. hidden: width of the model"""
+        shapes: Shapes = {
+            "qkv": (3 * self.channels, hidden),
+            "qkv_bias": (3 * self.channels,),
+            "conv": (self.channels, 1, self.taps),
+            "conv_bias": (self.channels,),
+            "o": (hidden, self.channels),
+            "o_bias": (hidden,),
+        }
+        return {name: s for name, s in shapes.items() if self.bias or not name.endswith("_bias")}
+
+
+# Mixers that keep a state instead of the KV of tokens.
+Recurrent = DeltaNet | ShortConv
+Mixer = Attention | Recurrent
+# Vectors that are kept in float32, whatever the dtype of the others.
+FLOAT32_PARTS = frozenset({"decay", "decay_bias"})
 
 
 class Activation(Enum):
@@ -177,7 +286,7 @@ class LayerSpec(Described):
 
     _NEWER = frozenset({"norms", "residual_scale", "parallel", "output_scale"})
 
-    mixer: Attention
+    mixer: Mixer
     mlp: DenseMLP
     norms: Norms = Norms.BEFORE
     residual_scale: float = 1.0

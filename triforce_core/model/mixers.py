@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import Protocol
 
-from triforce_core.model.layers import Attention
+import torch
+import torch.nn.functional as F
+
+from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, NormKind, ShortConv
 from triforce_core.model.norms import Norm
+from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_kernels.weights.linear import linear
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.ranks import Ranks
 from triforce_offload.weights.layouts import Views
+
+
+class MixerLayer(Protocol):
+    """The computation of a layer's mixer."""
+
+    def __call__(
+        self, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Return the mixer's output [rows, hidden]; if ranks share the model, this rank's summand.
+
+        hidden: hidden states before their norm, if the layer has one, [rows, hidden]
+        """
 
 
 class AttentionMixer:
@@ -30,14 +47,14 @@ class AttentionMixer:
     def __call__(
         self, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Return the mixer's output [rows, hidden]; if ranks share the model, this rank's summand.
-
-        hidden: hidden states before their norm, if the layer has one, [rows, hidden]
-        """
+        """MixerLayer.__call__."""
         spec = self._spec
-        if "input_norm" in w:
-            hidden = self._norm(hidden, w["input_norm"])
+        hidden = _normed(w, hidden, self._norm)
         heads = linear(hidden, w["qkv"], w.get("qkv_bias")).view(batch.rows, -1, spec.head_dim)
+        if spec.output_gate:
+            gated = heads[:, : 2 * spec.heads]
+            gate = gated[:, 1::2].flatten(1)
+            heads = torch.cat((gated[:, ::2], heads[:, 2 * spec.heads :]), 1)
         if not spec.projects_values:
             heads = torch.cat((heads, heads[:, spec.heads :]), 1)
         queries, keys, values = heads.split((spec.heads, spec.kv_heads, spec.kv_heads), 1)
@@ -55,6 +72,8 @@ class AttentionMixer:
             queries.mul_(batch.query_scale[:, None, None])
         attend = cache.attend if spec.window is None else cache.attend_window
         mixed = attend(self._kv_layer, heads, batch).transpose(0, 1).reshape(batch.rows, -1)
+        if spec.output_gate:
+            mixed *= gate.sigmoid_()
         return linear(mixed, w["o"], w.get("o_bias"))
 
     def _norm_over_ranks(
@@ -74,3 +93,80 @@ class AttentionMixer:
             parts, (queries, keys), (q_norm, k_norm), means.split(1, 1), strict=True
         ):
             into.copy_(self._norm.scaled(part, mean, weight).view(into.shape))
+
+
+class DeltaNetMixer:
+    """Gated DeltaNet, through a cache that keeps the inputs of the convolution and the state."""
+
+    def __init__(self, spec: DeltaNet, norm: Norm, place: int) -> None:
+        """place: index among the recurrent layers"""
+        self._spec = spec
+        self._norm = norm
+        # The norm of heads multiplies by its weights as they are, whatever the model's norms do.
+        self._head_norm = Norm(NormKind.RMS, norm.eps)
+        self._place = place
+
+    def __call__(
+        self, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """MixerLayer.__call__."""
+        spec = self._spec
+        projected = linear(_normed(w, hidden, self._norm), w["qkv"])
+        sizes = spec.channels, spec.values, spec.value_heads, spec.value_heads
+        inputs, gate, rates, decays = projected.split(sizes, 1)
+        mixed = F.silu(cache.convolve(self._place, inputs, w["conv"], None, batch))
+        queries, keys, values = mixed.split((spec.keys, spec.keys, spec.values), 1)
+        rows = DeltaRows(
+            queries.unflatten(1, (-1, spec.key_dim)),
+            keys.unflatten(1, (-1, spec.key_dim)),
+            values.unflatten(1, (-1, spec.value_dim)),
+            F.softplus(decays.float() + w["decay_bias"]) * w["decay"],
+            rates.sigmoid().float(),
+        )
+        out = cache.recur(self._place, rows, batch)
+        normed = self._head_norm(out, w["head_norm"]).flatten(1)
+        gated = (normed * F.silu(gate.float())).to(hidden.dtype)
+        if spec.tiled_output:
+            heads = gated.view(batch.rows, spec.key_heads, -1, spec.value_dim)
+            gated = heads.transpose(1, 2).reshape(gated.shape)
+        return linear(gated, w["o"])
+
+
+class ShortConvMixer:
+    """A gated short convolution, through a cache that keeps its inputs."""
+
+    def __init__(self, spec: ShortConv, norm: Norm, place: int) -> None:
+        """place: index among the recurrent layers"""
+        self._spec = spec
+        self._norm = norm
+        self._place = place
+
+    def __call__(
+        self, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """MixerLayer.__call__."""
+        projected = linear(_normed(w, hidden, self._norm), w["qkv"], w.get("qkv_bias"))
+        before, after, inputs = projected.split(self._spec.channels, 1)
+        mixed = cache.convolve(self._place, before * inputs, w["conv"], w.get("conv_bias"), batch)
+        return linear(mixed.mul_(after), w["o"], w.get("o_bias"))
+
+
+def mixer_layer(spec: LayerSpec, norm: Norm, place: int, ranks: Ranks) -> MixerLayer:
+    """Return the computation of a layer's mixer.
+
+    place: index of the layer among those that keep the same, see `ModelConfig.kv_places`
+    """
+    if isinstance(spec.mixer, Attention):
+        return AttentionMixer(spec.mixer, norm, place, ranks)
+    return _RECURRENT[type(spec.mixer)](spec.mixer, norm, place)
+
+
+_RECURRENT: dict[type, Callable[..., MixerLayer]] = {
+    DeltaNet: DeltaNetMixer,
+    ShortConv: ShortConvMixer,
+}
+
+
+def _normed(w: Views, hidden: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """Return the input of a mixer: the hidden states, normed if the layer has a norm before it."""
+    return norm(hidden, w["input_norm"]) if "input_norm" in w else hidden

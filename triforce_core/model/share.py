@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.layers import Attention, LayerSpec
+from triforce_core.model.divided import Heads, Window, divided, spread
+from triforce_core.model.layers import LayerSpec, Mixer
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import UsageError
 
@@ -18,61 +18,18 @@ _UNIT = 64
 Pieces = Callable[[str], Sequence[tuple[int, BlockType | None]]]
 
 
-class Window(NamedTuple):
-    """Rows and columns of a stored tensor; None for all."""
-
-    rows: range | None = None
-    columns: range | None = None
-
-
-class Heads(NamedTuple):
-    """Query heads and key-value heads of each rank. Every query head is on one rank, together with
-    its key-value head. If there are fewer key-value heads than ranks, several ranks have the same
-    one.
-    """
-
-    queries: tuple[range, ...]
-    keys: tuple[range, ...]
-
-    @classmethod
-    def divided(cls, mixer: Attention, ranks: int) -> Heads:
-        """Divide the heads of a mixer evenly; the first ranks get more. Raises UsageError if a rank
-        would get nothing.
-        """
-        group = mixer.heads // mixer.kv_heads
-        if ranks <= mixer.kv_heads:
-            keys = spread(mixer.kv_heads, ranks)
-            return cls(tuple(range(kv.start * group, kv.stop * group) for kv in keys), tuple(keys))
-        queries, keys = [], []
-        # Heads with fewer ranks come first.
-        for kv, sharing in enumerate(reversed(spread(ranks, mixer.kv_heads))):
-            if len(sharing) > group:
-                raise UsageError(
-                    f"{mixer.heads} attention heads over {mixer.kv_heads} key-value heads do not "
-                    f"spread over {ranks} GPUs: {len(sharing)} of them would share {group}"
-                )
-            keys += [range(kv, kv + 1)] * len(sharing)
-            first = kv * group
-            parts = spread(group, len(sharing))
-            queries += [range(first + part.start, first + part.stop) for part in parts]
-        return cls(tuple(queries), tuple(keys))
-
-
 @dataclass(frozen=True)
 class Share:
     """The part of a model that one rank has (tensor parallelism; Megatron-LM, Shoeybi et al.,
     2019).
 
     whole: config of the whole model
-    full, windowed: the heads of each rank in full-attention layers, and in layers with a window
     mlp: the MLP columns of each rank
     vocab: the vocabulary rows of each rank
     """
 
     whole: ModelConfig
     rank: int
-    full: Heads
-    windowed: Heads
     mlp: tuple[range, ...]
     vocab: tuple[range, ...]
 
@@ -92,8 +49,8 @@ class Share:
                 f"{config.family} models have a norm over all heads, and {ranks} GPUs would have "
                 f"some of {config.attention.kv_heads} key-value heads more often than others"
             )
-        full = Heads.divided(config.attention, ranks)
-        windowed = Heads.divided(config.windowed, ranks) if config.windowed else full
+        for spec in config.distinct_layers:
+            divided(spec.mixer, ranks)
         if min(mlp_width, config.vocab) < ranks:
             raise UsageError(
                 f"an MLP of {mlp_width} columns and a vocabulary of {config.vocab} do not spread "
@@ -103,7 +60,7 @@ class Share:
             unit //= 2
         units = spread(-(-mlp_width // unit), ranks)
         mlp = [range(part.start * unit, min(part.stop * unit, mlp_width)) for part in units]
-        return cls(config, rank, full, windowed, tuple(mlp), tuple(spread(config.vocab, ranks)))
+        return cls(config, rank, tuple(mlp), tuple(spread(config.vocab, ranks)))
 
     @property
     def ranks(self) -> int:
@@ -116,18 +73,12 @@ class Share:
         return replace(self.whole, layers=layers, shared_vocab=len(self.vocab[self.rank]))
 
     def _layer(self, whole: LayerSpec) -> LayerSpec:
-        rank, heads = self.rank, self._heads(whole.mixer)
-        mixer = replace(
-            whole.mixer,
-            heads=len(heads.queries[rank]),
-            kv_heads=len(heads.keys[rank]),
-            # Only one rank adds the bias, before the sum over ranks.
-            output_bias=whole.mixer.output_bias and rank == 0,
-        )
-        return replace(whole, mixer=mixer, mlp=replace(whole.mlp, width=len(self.mlp[rank])))
+        mlp = replace(whole.mlp, width=len(self.mlp[self.rank]))
+        return replace(whole, mixer=divided(whole.mixer, self.ranks).mixer(self.rank), mlp=mlp)
 
-    def _heads(self, mixer: Attention) -> Heads:
-        return self.full if mixer.window is None else self.windowed
+    def heads(self, mixer: Mixer) -> Heads:
+        """Return the heads of each rank in layers with this mixer of the whole model."""
+        return divided(mixer, self.ranks).heads
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -142,7 +93,7 @@ class Share:
         local: index of this rank on its machine
         """
         first = self.rank - local
-        sizes = [len(kv) for kv in self.full.keys[first : first + here]]
+        sizes = [len(kv) for kv in self.heads(self.whole.attention).keys[first : first + here]]
         return sizes[local] / sum(sizes)
 
     def windows(self, name: str) -> list[Window]:
@@ -154,19 +105,11 @@ class Share:
         rank = self.rank
         if not layer:
             return [Window(self.vocab[rank])] if part in ("embedding", "head") else [Window()]
-        mixer = self.whole.layers[int(layer[1])].mixer
-        queries, keys = (
-            range(own[rank].start * mixer.head_dim, own[rank].stop * mixer.head_dim)
-            for own in self._heads(mixer)
-        )
-        if part in ("qkv", "qkv_bias"):
-            return [Window(queries), Window(keys), Window(keys)][: 2 + mixer.projects_values]
         if part == "gate_up":
             return [Window(self.mlp[rank])] * 2
-        if mixer.norm_over_heads and part in ("q_norm", "k_norm"):
-            return [Window(queries if part == "q_norm" else keys)]
-        columns = {"o": queries, "down": self.mlp[rank]}
-        return [Window(None, columns.get(part))]
+        if part == "down":
+            return [Window(None, self.mlp[rank])]
+        return divided(self.whole.layers[int(layer[1])].mixer, self.ranks).windows(part, rank)
 
     def pieces(self, pieces: Pieces) -> Pieces:
         """Return the share's part of a model's pieces. If its columns would cut blocks in two, the
@@ -184,13 +127,6 @@ class Share:
             return found
 
         return shared
-
-
-def spread(count: int, over: int) -> list[range]:
-    """Divide `count` items into `over` ranges that are as even as possible, larger ones first."""
-    each, more = divmod(count, over)
-    ends = [(i + 1) * each + min(i + 1, more) for i in range(over)]
-    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def mlp_unit(config: ModelConfig, pieces: Pieces) -> int:

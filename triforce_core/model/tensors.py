@@ -8,11 +8,14 @@ from functools import cached_property
 from itertools import chain
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.layers import FLOAT32_PARTS, DeltaNet, ShortConv
 from triforce_core.model.share import Pieces
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.states.shape import StateShape
 from triforce_offload.kv.windows.shape import WindowShape
 from triforce_offload.weights.formats import (
+    FLOAT32,
     Dense,
     ElementType,
     Format,
@@ -43,20 +46,32 @@ def int4_layouts(config: ModelConfig, dtype: ElementType) -> tuple[FlatLayout, .
     """
     layouts = {
         spec: FlatLayout.of(
-            {name: _grouped(shape, dtype) for name, shape in spec.shapes(config.hidden).items()}
+            {
+                name: _grouped(name, shape, dtype)
+                for name, shape in spec.shapes(config.hidden).items()
+            }
         )
         for spec in config.distinct_layers
     }
     return tuple(layouts[spec] for spec in config.layers)
 
 
-def _grouped(shape: tuple[int, ...], dtype: ElementType) -> Format:
+def _grouped(name: str, shape: tuple[int, ...], dtype: ElementType) -> Format:
     group = next((group for group in _GROUPS if shape[-1] % group == 0), 0)
-    return Groups(*shape, group, dtype) if len(shape) == 2 and group else Dense(shape, dtype)
+    if len(shape) == 2 and group:
+        return Groups(*shape, group, dtype)
+    return _dense_tensor(name, shape, dtype)
+
+
+def _dense_tensor(name: str, shape: tuple[int, ...], dtype: ElementType) -> Dense:
+    """Return the format of a dense tensor, by its name in a layer."""
+    return Dense(shape, FLOAT32 if name in FLOAT32_PARTS else dtype)
 
 
 def _dense(shapes: Mapping[str, tuple[int, ...]], dtype: ElementType) -> FlatLayout:
-    return FlatLayout.of({name: Dense(shape, dtype) for name, shape in shapes.items()})
+    return FlatLayout.of(
+        {name: _dense_tensor(name, shape, dtype) for name, shape in shapes.items()}
+    )
 
 
 @dataclass(frozen=True)
@@ -148,7 +163,9 @@ def _layouts(
 
     def layout(shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> FlatLayout:
         formats: dict[str, Format] = {
-            name: matrix_format(prefix + name, shape) if len(shape) == 2 else Dense(shape, dtype)
+            name: matrix_format(prefix + name, shape)
+            if len(shape) == 2
+            else _dense_tensor(name, shape, dtype)
             for name, shape in shapes.items()
         }
         return FlatLayout.of(formats)
@@ -225,3 +242,16 @@ def window_shape(config: ModelConfig, tokens: int, dtype: ElementType) -> Window
         return None
     layers = len(config.window_layers)
     return WindowShape(layers, mixer.kv_heads, mixer.head_dim, mixer.window, dtype, tokens)
+
+
+def state_shape(config: ModelConfig, dtype: ElementType) -> StateShape | None:
+    """Return the shape of the states of recurrent layers, None if there are none."""
+    layers = len(config.recurrent_layers)
+    match config.recurrent:
+        case DeltaNet() as mixer:
+            heads = mixer.key_heads, mixer.value_heads, mixer.key_dim, mixer.value_dim
+            return StateShape(layers, mixer.channels, mixer.taps, dtype, *heads)
+        case ShortConv() as mixer:
+            return StateShape(layers, mixer.channels, mixer.taps, dtype)
+        case _:
+            return None

@@ -9,7 +9,7 @@ import torch
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import LayerSpec
-from triforce_core.model.mixers import AttentionMixer
+from triforce_core.model.mixers import mixer_layer
 from triforce_core.model.mlps import GatedMLP
 from triforce_core.model.norms import Norm
 from triforce_core.model.rope import Rope
@@ -69,7 +69,7 @@ class Model:
             self._embedding_scale = float(torch.tensor(config.embedding_scale).to(ends.norm.dtype))
         self._norm = Norm(config.norm_kind, config.norm_eps)
         self._mixers = [
-            AttentionMixer(spec.mixer, self._norm, place, self._ranks)
+            mixer_layer(spec, self._norm, place, self._ranks)
             for spec, place in zip(config.layers, config.kv_places, strict=True)
         ]
         self._mlps = [
@@ -98,7 +98,7 @@ class Model:
         """
         hidden = self._embed(batch.tokens)
         batch = replace(batch, query_scale=self.rope.query_scale(batch.positions, hidden))
-        parts = {
+        parts = {None: list(batch.parts(chunk))} | {
             kind: list(replace(batch, rotation=rotation).parts(chunk))
             for kind, rotation in self.rope.rotations(batch.positions, hidden).items()
         }

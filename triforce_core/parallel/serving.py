@@ -100,8 +100,8 @@ class _Served:
                 self._restore(call)
             case calls.LayerKV():
                 snapshot.layer_kv(context, call.layer)
-            case calls.WindowMark():
-                snapshot.window_mark(context, call.index)
+            case calls.MarkPart():
+                snapshot.mark_part(context, call.store, call.index, call.name)
             case calls.ChunkScores():
                 snapshot.known_scores(context)
             case calls.DropRetrieval():
@@ -128,7 +128,8 @@ class _Served:
 
     def _restore(self, call: calls.Restore) -> None:
         try:
-            snapshot.restore_from(self.context, call.tokens, call.scored, call.marks, None)
+            marks = {"window": call.windows, "state": call.states}
+            snapshot.restore_from(self.context, call.tokens, call.scored, marks, None)
         except Interrupted:
             # Nothing is kept, as on rank 0.
             self.context.roll_back(0)

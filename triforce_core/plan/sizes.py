@@ -12,6 +12,7 @@ from triforce_core.model.tensors import (
     int4_layouts,
     kv_shape,
     matrices,
+    state_shape,
     window_shape,
 )
 from triforce_core.plan.levels import (
@@ -152,6 +153,7 @@ class ModelSizes:
             kv=shape,
             kv_layers=config.kv_layers,
             windows=window_shape(config, self.max_context, self.dtype),
+            states=state_shape(config, self.dtype),
             context_tokens=self.max_context,
             max_pass_tokens=verified,
             drafting_bytes=self._drafting_bytes(shape, budget),

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.layers import Attention
+from triforce_core.model.layers import Attention, DeltaNet, Recurrent
 from triforce_core.model.tensors import matrices
-from triforce_core.plan.levels import DISTRIBUTION_ROWS
+from triforce_core.plan.levels import DISTRIBUTION_ROWS, LONGEST_RECORDED
 from triforce_kernels.limits import (
     DECODE_BYTES,
     DECODED_AT_ONCE,
@@ -20,6 +20,7 @@ from triforce_kernels.limits import (
     WIDENED_BYTES,
 )
 from triforce_offload.kv.sizes import SCORED_TOKENS
+from triforce_offload.kv.states.shape import FOLD_TOKENS
 from triforce_offload.kv.windows.shape import WINDOW_ROWS, held_tokens, window_capacity
 
 # Temporaries of a distribution: scores, sorted values and order, softmax, cumulative sum and masks.
@@ -60,13 +61,45 @@ def _layers_bytes(
     """
     hidden, largest = config.hidden, 0
     for spec in config.distinct_layers:
-        queries, keys = spec.mixer.queries, spec.mixer.keys
-        mixer = tokens * (hidden + queries + 2 * keys + queries * 7) * itemsize
-        if not spec.mixer.projects_values:
-            mixer += tokens * (queries + keys) * itemsize
+        if isinstance(spec.mixer, Attention):
+            mixer = _attention_bytes(spec.mixer, hidden, tokens, itemsize) + attention(spec.mixer)
+        else:
+            mixer = _recurrent_bytes(spec.mixer, hidden, tokens, itemsize)
         mlp = tokens * (hidden * 2 + spec.mlp.width * 3) * itemsize
-        largest = max(largest, mixer + attention(spec.mixer), mlp)
+        largest = max(largest, mixer, mlp)
     return largest
+
+
+def _attention_bytes(mixer: Attention, hidden: int, tokens: int, itemsize: int) -> int:
+    """Return the bytes of attention without the operation between its projections."""
+    queries, keys = mixer.queries, mixer.keys
+    nbytes = tokens * (hidden + queries + 2 * keys + queries * 7) * itemsize
+    if not mixer.projects_values or mixer.output_gate:
+        nbytes += tokens * (queries + keys) * itemsize
+    if mixer.output_gate:
+        nbytes += tokens * 2 * queries * itemsize
+    return nbytes
+
+
+def _recurrent_bytes(mixer: Recurrent, hidden: int, tokens: int, itemsize: int) -> int:
+    """Return the bytes of a recurrent mixer: the projections, the convolution in float32, and the
+    gated delta rule in float32.
+    """
+    projected = mixer.shapes(hidden)["qkv"][0]
+    nbytes = tokens * (2 * hidden + projected + 3 * mixer.channels) * itemsize
+    # Inputs of rows before, and the sum of the convolution with one term; of trees, all terms.
+    nbytes += (FOLD_TOKENS + mixer.taps) * mixer.channels * itemsize
+    taps = mixer.taps if tokens <= LONGEST_RECORDED else 2
+    convolution = tokens * mixer.channels * 4 * (1 + taps)
+    if not isinstance(mixer, DeltaNet):
+        return nbytes + convolution
+    heads, wide = mixer.value_heads, mixer.key_heads * mixer.key_dim
+    # Normed heads; keys and queries for each value head, and twice more while they are read.
+    rule = tokens * (4 * wide + heads * (4 * mixer.key_dim + 7 * mixer.value_dim)) * 4
+    # Products of rows with the rows before, in a chunk or with those that are not folded yet.
+    rule += tokens * heads * (2 * FOLD_TOKENS + min(tokens, LONGEST_RECORDED + FOLD_TOKENS)) * 4 * 5
+    rule += heads * mixer.key_dim * mixer.value_dim * 4 * 2
+    return nbytes + max(convolution, rule)
 
 
 def _prefill_bytes(mixer: Attention, rows: int, itemsize: int, text_tokens: int) -> int:

@@ -96,8 +96,8 @@ class Contexts:
             models, sequence = self.latest.models, self.latest.sequence
             shape = models.whole_kv
             nbytes = self.latest.length * shape.token_bytes * shape.layers
-            if windows := models.whole_windows:
-                nbytes += len(sequence.windows.saved_lengths) * windows.mark_bytes
+            for shape, store in zip(models.whole_recent, sequence.recent, strict=True):
+                nbytes += len(store.saved_lengths) * shape.mark_bytes
             check_available(nbytes, "a conversation's KV")
         return self.snapshot().copied()
 

@@ -12,11 +12,12 @@ import torch
 
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.layer import rope_into
+from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.conveyor import Conveyor
 from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.store import KVStore
-from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.schedule import kv_key
 
 
@@ -31,13 +32,13 @@ class PassCache:
         store: KVStore,
         conveyor: Conveyor,
         scores: ChunkScores | None = None,
-        windows: WindowStore | None = None,
+        recent: RecentStores = NO_STORES,
     ) -> None:
         """scores: collects the score of each chunk of keys, if given
-        windows: the KV of layers with a window, if the model has any
+        recent: the windows and states of the sequence
         """
         self._store = store
-        self._windows = windows
+        self._recent = recent
         self._conveyor = conveyor
         self._scores = scores
         self._batch: ForwardBatch | None = None
@@ -69,7 +70,25 @@ class PassCache:
 
     def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Cache.attend_window."""
-        return self._windows.attend(layer, qkv, batch, self._windows.end)
+        windows = self._recent.windows
+        return windows.attend(layer, qkv, batch, windows.end)
+
+    def convolve(
+        self,
+        layer: int,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Cache.convolve."""
+        states = self._recent.states
+        return states.convolve(layer, inputs, weight, bias, batch, states.end)
+
+    def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
+        """Cache.recur."""
+        states = self._recent.states
+        return states.recur(layer, rows, batch, states.end)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Cache.keep."""
@@ -77,8 +96,7 @@ class PassCache:
             raise RuntimeError("keep before a pass")
         self._batch.check_path(rows)
         self._store.keep(rows)
-        if self._windows:
-            self._windows.keep(rows)
+        self._recent.keep(rows)
         self._batch = None
 
 

@@ -8,12 +8,13 @@ import torch
 
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.layer import rope_into
+from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.gather import Reader
+from triforce_offload.kv.recent.drafted import Drafted
+from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import dense_bytes, dense_capacity
-from triforce_offload.kv.windows.drafted import DraftWindows
-from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.memory.device import DeviceMemory, put
 
 
@@ -33,11 +34,11 @@ class DenseKV:
         tokens: int,
         memory: DeviceMemory,
         purpose: str,
-        windows: WindowStore | None = None,
+        recent: RecentStores = NO_STORES,
     ) -> None:
-        """windows: the KV of layers with a window, if the model has any. Raises DoesNotFitError."""
+        """recent: the windows and states of the sequence. Raises DoesNotFitError."""
         self.end = 0
-        self.windows = DraftWindows(windows) if windows else None
+        self.recent = Drafted(recent)
         self.capacity = dense_capacity(tokens)
         self._memory = memory
         self._allocation = memory.allocate(dense_bytes(shape, tokens), purpose)
@@ -53,12 +54,27 @@ class DenseKV:
 
     def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Cache.attend_window."""
-        return self.windows.attend(layer, qkv, batch, self.windows.end)
+        return self.recent.stores.windows.attend(layer, qkv, batch, self.recent.windows_end)
+
+    def convolve(
+        self,
+        layer: int,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Cache.convolve."""
+        recent = self.recent
+        return recent.stores.states.convolve(layer, inputs, weight, bias, batch, recent.states_end)
+
+    def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
+        """Cache.recur."""
+        return self.recent.stores.states.recur(layer, rows, batch, self.recent.states_end)
 
     def has_room(self, rows: int) -> bool:
         """Whether a forward may write `rows` rows after the end."""
-        fits = self.windows is None or self.windows.has_room(rows)
-        return fits and self.end + rows <= self.capacity
+        return self.recent.has_room(rows) and self.end + rows <= self.capacity
 
     def attend_at(
         self, layer: int, qkv: torch.Tensor, start: int | torch.Tensor, batch: ForwardBatch
@@ -105,14 +121,7 @@ class DenseKV:
             kept = self.rows[:, :, :, self.end + put(list(rows), self.rows.device)]
             self.rows[:, :, :, self.end : self.end + count] = kept
         self.end += count
-        if self.windows:
-            self.windows.keep(rows)
-
-    def fixed(self, end: torch.Tensor, window_end: torch.Tensor) -> FixedDense:
-        """Return a cache for one forward with `end`, [1] int64 on the device, and likewise the end
-        of the windows.
-        """
-        return FixedDense(self, end, window_end)
+        self.recent.keep(rows)
 
     def close(self) -> None:
         self._memory.free(self._allocation)
@@ -120,14 +129,23 @@ class DenseKV:
 
 
 class FixedDense:
-    """One forward over a DenseKV whose end only the device knows: no address, shape or launch
-    depends on it. The caller makes sure that there is room.
+    """Forwards over a DenseKV whose ends only the device knows: no address, shape or launch depends
+    on them. The caller makes sure that there is room.
     """
 
-    def __init__(self, kv: DenseKV, end: torch.Tensor, window_end: torch.Tensor) -> None:
+    def __init__(self, kv: DenseKV, device: torch.device) -> None:
         self._kv = kv
-        self._end = end
-        self._window_end = window_end
+        self._stores = kv.recent.stores
+        # Each [1] int64.
+        self._end, self._windows_end, self._states_end = torch.zeros(
+            3, 1, dtype=torch.int64, device=device
+        )
+
+    def begin(self) -> None:
+        """Take the current ends of the KV, before a forward."""
+        self._end.fill_(self._kv.end)
+        self._windows_end.fill_(self._kv.recent.windows_end)
+        self._states_end.fill_(self._kv.recent.states_end)
 
     def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Cache.attend."""
@@ -135,4 +153,19 @@ class FixedDense:
 
     def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Cache.attend_window."""
-        return self._kv.windows.attend(layer, qkv, batch, self._window_end)
+        return self._stores.windows.attend(layer, qkv, batch, self._windows_end)
+
+    def convolve(
+        self,
+        layer: int,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Cache.convolve."""
+        return self._stores.states.convolve(layer, inputs, weight, bias, batch, self._states_end)
+
+    def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
+        """Cache.recur."""
+        return self._stores.states.recur(layer, rows, batch, self._states_end)

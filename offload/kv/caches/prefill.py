@@ -8,14 +8,16 @@ import torch
 
 from triforce_kernels.attention.attention import Partial, merge, partial_attention
 from triforce_kernels.layer import rope_into
+from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.conveyor import Conveyor
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.caches.attend import PassAttention
+from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.sizes import SCORED_TOKENS
+from triforce_offload.kv.states.prefill import StatePrefill
 from triforce_offload.kv.store import KVStore
 from triforce_offload.kv.windows.prefill import WindowPrefill
-from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.schedule import KV
 
 
@@ -38,19 +40,20 @@ class PrefillCache:
         rows: int,
         gathered: torch.Tensor,
         scores: ChunkScores | None = None,
-        windows: WindowStore | None = None,
+        recent: RecentStores = NO_STORES,
     ) -> None:
         """rows: number of rows of the whole forward batch
         gathered: flat uint8 device buffer for one layer's KV of the context and the forward batch
         scores: receives the score of each chunk by the last tokens, if given
-        windows: the KV of layers with a window, if the model has any
+        recent: the windows and states of the sequence
         """
         shape = store.shape
         self._store = store
         self._conveyor = conveyor
         self._rows = rows
         self._scores = scores
-        self._windows = WindowPrefill(windows, rows) if windows else None
+        self._windows = WindowPrefill(recent.windows, rows) if recent.windows else None
+        self._states = StatePrefill(recent.states, rows) if recent.states else None
         size = (2, shape.kv_heads, store.length + rows, shape.head_dim)
         self.gathered = gathered.view(shape.dtype).view(size)
 
@@ -72,13 +75,28 @@ class PrefillCache:
         """Cache.attend_window."""
         return self._windows.attend(layer, qkv, batch)
 
+    def convolve(
+        self,
+        layer: int,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Cache.convolve."""
+        return self._states.convolve(layer, inputs, weight, bias, batch)
+
+    def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
+        """Cache.recur."""
+        return self._states.recur(layer, rows, batch)
+
     def keep(self, rows: Sequence[int]) -> None:
         """Cache.keep. A prefill keeps all rows."""
         if list(rows) != list(range(self._rows)):
             raise RuntimeError(f"all {self._rows} rows of text that is read are kept")
         self._store.commit_fill(self._store.length + self._rows)
-        if self._windows:
-            self._windows.commit()
+        for part in filter(None, (self._windows, self._states)):
+            part.commit()
 
     def close(self) -> None:
         """Drop the gathered layer."""

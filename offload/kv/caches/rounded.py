@@ -12,9 +12,9 @@ from triforce_kernels.layer import rope_into
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.gather import Reader
+from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import layers_rounded_at_once, scale_bytes
-from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.memory.device import DeviceMemory
 
 # Largest number that the scales represent before any was measured.
@@ -43,14 +43,14 @@ class RoundedKV(DenseKV):
         tokens: int,
         memory: DeviceMemory,
         purpose: str,
-        windows: WindowStore | None = None,
+        recent: RecentStores = NO_STORES,
     ) -> None:
         """shape: shape of the exact KV. Raises DoesNotFitError."""
         self._dtype = shape.dtype
         self._scales = memory.allocate(scale_bytes(shape), purpose)
         try:
             rounded_shape = replace(shape, dtype=torch.int8, split=False)
-            super().__init__(rounded_shape, tokens, memory, purpose, windows)
+            super().__init__(rounded_shape, tokens, memory, purpose, recent)
         except BaseException:
             memory.free(self._scales)
             raise

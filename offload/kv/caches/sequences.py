@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
+from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.forward_batch import Cache, ForwardBatch
+
+Rows = TypeVar("Rows", torch.Tensor, DeltaRows)
 
 
 class SequenceCaches:
@@ -28,6 +32,25 @@ class SequenceCaches:
         parts = self._parts(qkv, batch)
         return torch.cat([cache.attend_window(layer, *part) for cache, *part in parts], 1)
 
+    def convolve(
+        self,
+        layer: int,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Cache.convolve."""
+        parts = self._parts(inputs, batch)
+        return torch.cat(
+            [cache.convolve(layer, own, weight, bias, part) for cache, own, part in parts]
+        )
+
+    def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
+        """Cache.recur."""
+        parts = self._parts(rows, batch)
+        return torch.cat([cache.recur(layer, *part) for cache, *part in parts])
+
     def keep(self, rows: Sequence[int]) -> None:
         """Cache.keep with a path of each sequence, given as rows of the whole forward batch."""
         first = 0
@@ -41,10 +64,8 @@ class SequenceCaches:
         for cache, path in zip(self._caches, paths, strict=True):
             cache.keep(path)
 
-    def _parts(
-        self, qkv: torch.Tensor, batch: ForwardBatch
-    ) -> Iterator[tuple[Cache, torch.Tensor, ForwardBatch]]:
+    def _parts(self, rows: Rows, batch: ForwardBatch) -> Iterator[tuple[Cache, Rows, ForwardBatch]]:
         """Yield each sequence's cache, with its rows and its forward batch."""
         self._batches = batch.alone
-        rows = qkv.split([own.rows for own in self._batches])
-        yield from zip(self._caches, rows, self._batches, strict=True)
+        parts = rows.split([own.rows for own in self._batches])
+        yield from zip(self._caches, parts, self._batches, strict=True)

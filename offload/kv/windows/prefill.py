@@ -8,12 +8,9 @@ from triforce_kernels.attention.attention import partial_attention
 from triforce_kernels.attention.streaming import window_mask
 from triforce_kernels.layer import rope_into
 from triforce_offload.forward_batch import ForwardBatch
-from triforce_offload.kv.windows.marks import Mark
-from triforce_offload.kv.windows.shape import MOST_MARKS, WINDOW_ROWS
+from triforce_offload.kv.recent.marks import Mark, MarkPlaces
+from triforce_offload.kv.windows.shape import WINDOW_ROWS
 from triforce_offload.kv.windows.store import WindowStore
-
-# A prefill leaves a mark after this many tokens, or fewer marks if there would be too many.
-MARK_TOKENS = 4096
 
 
 class WindowPrefill:
@@ -28,8 +25,7 @@ class WindowPrefill:
         self._store = store
         self._rows = rows
         self._recent = store.rows[0, :, :, :0]
-        room = MOST_MARKS - 1 - len(store.marks)
-        self._every = max(MARK_TOKENS, -(-rows // (room + 1))) if room > 0 else rows
+        self._places = MarkPlaces(len(store.marks), rows)
         self._marks: dict[int, torch.Tensor] = {}
         store.begin_fill()
 
@@ -47,7 +43,7 @@ class WindowPrefill:
         self._recent = whole[:, :, -shape.held :].clone()
         if batch.end == self._rows:
             store.fill(layer, self._recent)
-        elif self._is_due(batch):
+        elif self._places.due(batch.first, batch.end):
             self._mark(layer, store.length + batch.end)
         return _attend(query, keys, values, shape.window)
 
@@ -56,11 +52,7 @@ class WindowPrefill:
         store = self._store
         store.commit_fill(store.length + self._rows, self._recent.shape[2])
         for length, rows in self._marks.items():
-            store.marks.add(Mark(length, rows))
-
-    def _is_due(self, batch: ForwardBatch) -> bool:
-        """Whether a mark belongs at the end of this part."""
-        return batch.first // self._every != batch.end // self._every
+            store.marks.add(Mark(length, length - rows.shape[3], (rows,)))
 
     def _mark(self, layer: int, length: int) -> None:
         if length not in self._marks:

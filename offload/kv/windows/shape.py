@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
+from triforce_offload.kv.recent.marks import MOST_MARKS, Mark, MarkTensor
 from triforce_offload.weights.formats import ElementType, aligned
+
+if TYPE_CHECKING:
+    import torch
 
 # Tokens that are held before the window of the next one, so that a text can be cut by a few tokens
 # without a mark.
@@ -12,8 +18,6 @@ SPARE_TOKENS = 32
 # Least number of tokens that may be held beyond these, and the same as a share of the window, as a
 # divisor: so rows move once in many passes.
 ROOM_TOKENS, _ROOM_SHARE = 64, 4
-# Marks of a sequence, at most.
-MOST_MARKS = 6
 # Least number of rows of a prefill that attend at once through a window; rows that attend at once
 # see the keys of each other's windows too.
 WINDOW_ROWS = 256
@@ -25,6 +29,7 @@ _PADDING = 32
 class WindowShape:
     """The geometry of the KV of a sequence in the layers that have a window.
 
+    kind: name of the store in messages
     window: number of tokens that a token attends to, itself included
     dtype: a torch.dtype where there are tensors; sizes only need its `itemsize`
     text_tokens: number of tokens of the longest sequence
@@ -36,6 +41,7 @@ class WindowShape:
     window: int
     dtype: ElementType
     text_tokens: int
+    kind: ClassVar[str] = "window"
 
     @property
     def token_bytes(self) -> int:
@@ -69,6 +75,32 @@ class WindowShape:
 
     def device_bytes(self, max_pass_tokens: int) -> int:
         return aligned(self.layers * self.token_bytes * self.capacity(max_pass_tokens))
+
+    def whole(self, key_heads: int, value_heads: int) -> WindowShape:
+        """Return the shape with the heads of all ranks."""
+        return replace(self, kv_heads=key_heads)
+
+    def mark_tensors(self, held: int) -> dict[str, MarkTensor]:
+        """Return the tensors of a mark of `held` tokens, over all heads."""
+        return {
+            "window": MarkTensor((2 * self.layers, self.kv_heads, held, self.head_dim), self.dtype)
+        }
+
+    def held_at(self, length: int, tensors: Mapping[str, Sequence[int]]) -> int | None:
+        """Return how many tokens a saved mark at a length holds, by the shapes of its tensors; None
+        if it cannot hold so many.
+        """
+        (held,) = tensors["window"][2:3] or (0,)
+        return held if min(length, self.past) <= held <= min(length, self.kept_tokens) else None
+
+    def by_heads(self, mark: Mark) -> dict[str, torch.Tensor]:
+        """Return the tensors of a mark with heads in the second dimension."""
+        return {"window": mark.parts[0].flatten(0, 1)}
+
+    def mark_of(self, length: int, tensors: Mapping[str, torch.Tensor]) -> Mark:
+        """Return the mark of what `by_heads` returned."""
+        rows = tensors["window"].contiguous().unflatten(0, (-1, 2))
+        return Mark(length, length - rows.shape[3], (rows,))
 
     @property
     def mark_bytes(self) -> int:

@@ -17,6 +17,8 @@ from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.drafters.resident import ResidentModel, padded
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.caches.rounded import RoundedKV
+from triforce_offload.kv.recent.stores import RecentStores
+from triforce_offload.kv.states.store import StateStore
 from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.link.trace import NoTrace
 from triforce_offload.memory.device import DeviceMemory
@@ -47,11 +49,14 @@ def test_recorded_forwards_equal_eager_ones(tiny, family: str, kind: type[DenseK
     options = {"device": "cpu", "max_context": 200, "method": "autoregressive"}
     with Engine.from_pretrained(path, **options) as engine, torch.inference_mode():
         memory = DeviceMemory(CPU, None)
-        shape, windows = engine.runtime.plan.kv.shape, engine.runtime.plan.requirements.windows
+        needs = engine.runtime.plan.requirements
         both = []
         for how in (None, recorder):
-            own = windows and WindowStore(windows, 150, memory)
-            kv = kind(shape, 150, memory, "test", own)
+            recent = RecentStores(
+                needs.windows and WindowStore(needs.windows, 150, memory),
+                needs.states and StateStore(needs.states, 150, memory),
+            )
+            kv = kind(needs.kv, 150, memory, "test", recent)
             model = ResidentModel(
                 engine.model,
                 ResidentWeights(engine.runtime.weights),

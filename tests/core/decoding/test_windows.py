@@ -21,8 +21,9 @@ from triforce_core.decoding.contexts import context
 from triforce_core.decoding.contexts.context import Context, Interrupted
 from triforce_core.decoding.decoder import Ask
 from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.kv.recent import marks
+from triforce_offload.kv.recent.marks import Marks
 from triforce_offload.kv.windows import prefill, shape, store
-from triforce_offload.kv.windows.marks import Marks
 from triforce_offload.kv.windows.store import WindowStore
 
 WINDOW, NEW = 24, 40
@@ -40,7 +41,7 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows leave the windows every few tokens, and a text can hardly be cut without a mark."""
     monkeypatch.setattr(shape, "SPARE_TOKENS", 1)
     monkeypatch.setattr(shape, "ROOM_TOKENS", 2)
-    monkeypatch.setattr(prefill, "MARK_TOKENS", 16)
+    monkeypatch.setattr(marks, "MARK_TOKENS", 16)
     monkeypatch.setattr(context, "PREFILL_CHUNK", 8)
 
 
@@ -124,9 +125,9 @@ def test_logits_equal_those_of_a_fresh_model_wherever_a_text_is_cut(
 
                 with pytest.raises(Interrupted):
                     own.prefill(prompt, 20, interrupt)
-            marks = [mark.length for mark in own.sequence.windows.marks]
+            known_lengths = [mark.length for mark in own.sequence.recent.windows.marks]
             read = own.prefill(prompt, 20, lambda _: None)
-            by_mark += read.reused in marks and read.reused > 0
+            by_mark += read.reused in known_lengths and read.reused > 0
             between += 0 < read.reused < min(shared, len(prompt) - 1)
             with torch.no_grad():
                 expected = exact(torch.tensor([prompt])).logits[0, -1:]

@@ -117,13 +117,18 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     named = {"model_type": family, "num_hidden_layers": 2, "hidden_size": 256}
     named |= {"intermediate_size": 128, "num_attention_heads": 16, "vocab_size": 97}
     named |= {"max_position_embeddings": 4096, "sliding_window": None}
-    if family in ("exaone4", "granitemoehybrid") or family.startswith("gemma4"):
+    if family == "qwen3_5_text":
+        named["layer_types"] = ["linear_attention", "full_attention"]
+    elif family in ("exaone4", "granitemoehybrid") or family.startswith("gemma4"):
         named["layer_types"] = ["full_attention"] * 2
     if family == "granitemoehybrid":
         named["num_local_experts"] = 0
     if family.startswith("gemma4"):
         named |= {"sliding_window": 64, "hidden_size_per_layer_input": 0}
-    elif family not in ("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text"):
+    elif family not in (
+        *("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text", "qwen3_5_text"),
+        "lfm2",
+    ):
         # Published configs always say so.
         named["num_key_value_heads"] = 4
     theirs = getattr(transformers, f"{FAMILIES[family].hf_class}ForCausalLM").config_class(

@@ -16,9 +16,10 @@ from helpers import make_model
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.divided import spread
 from triforce_core.model.known.shapes import read_shape
 from triforce_core.model.layers import DenseMLP, LayerSpec
-from triforce_core.model.share import Share, mlp_unit, spread
+from triforce_core.model.share import Share, mlp_unit
 from triforce_core.model.tensors import Layouts, dense_layouts, stored_layouts
 from triforce_kernels.weights.linear import Weight, dense_rows
 from triforce_offload.checkpoint.opened import OpenedFile
@@ -41,23 +42,25 @@ def test_every_part_of_a_model_is_on_some_rank(heads: int, kv_heads: int, ranks:
     config = with_heads(heads, kv_heads)
     if (heads, kv_heads, ranks) == (9, 3, 8):
         # Ranks of each key-value head: 2, 3, 3.
-        assert [len(h) for h in Share.of(config, 0, 8).full.queries] == [2, 1, 1, 1, 1, 1, 1, 1]
+        queries = Share.of(config, 0, 8).heads(config.attention).queries
+        assert [len(part) for part in queries] == [2, 1, 1, 1, 1, 1, 1, 1]
     shares = [Share.of(config, rank, ranks) for rank in range(ranks)]
     share = shares[0]
+    divided = share.heads(config.attention)
     for parts, count in (
-        (share.full.queries, heads),
+        (divided.queries, heads),
         (share.mlp, config.layers[0].mlp.width),
         (share.vocab, config.vocab),
     ):
         assert [i for part in parts for i in part] == list(range(count))
-    assert {i for part in share.full.keys for i in part} == set(range(kv_heads))
+    assert {i for part in divided.keys for i in part} == set(range(kv_heads))
     group = heads // kv_heads
     for rank, own in enumerate(shares):
         local = own.config
-        attended = {head // group for head in share.full.queries[rank]}
-        assert attended == set(share.full.keys[rank]), "a head is where its keys are"
+        attended = {head // group for head in divided.queries[rank]}
+        assert attended == set(divided.keys[rank]), "a head is where its keys are"
         assert local.attention.heads % local.attention.kv_heads == 0
-        assert len(share.full.keys[rank]) == 1 or kv_heads >= ranks
+        assert len(divided.keys[rank]) == 1 or kv_heads >= ranks
         assert local.layers[0].mlp.width % 64 == 0
         assert local.vocab == config.vocab
     sizes = [own.config.attention.heads for own in shares]

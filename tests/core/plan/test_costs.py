@@ -15,7 +15,7 @@ from triforce_core.model.layers import Attention, DenseMLP, LayerSpec
 from triforce_core.model.transformer import Model
 from triforce_core.plan.simulation import costs as constants
 from triforce_core.plan.simulation.case import Case
-from triforce_core.plan.simulation.costs import FUSED, SMALL_KERNEL_SECONDS
+from triforce_core.plan.simulation.launches import FUSED, SMALL_KERNEL_SECONDS
 from triforce_core.plan.simulation.search import choose
 from triforce_kernels import layer
 from triforce_kernels.attention import streaming

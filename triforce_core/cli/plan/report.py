@@ -132,6 +132,7 @@ def _places(prediction: Prediction, gpus: int) -> Table:
         (f"KV, {kept - lent} of {blocks} blocks and the tail", "device", "resident_kv_bytes"),
         (f"KV, {blocks - kept} blocks", "host, streamed", "streamed_kv_bytes"),
         ("KV of layers with a window", "device", "windows_bytes"),
+        ("states of recurrent layers", "device", "states_bytes"),
         (f"{placement['int4_layers']} layers in 4 bits", "device", "int4_bytes"),
         (f"what drafts, budget {placement['budget']}", "device", "drafting_bytes"),
         ("slots", "device", "slots_bytes"),

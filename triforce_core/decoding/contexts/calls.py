@@ -136,12 +136,13 @@ class Restore(ContextCall):
     """Restore KV that the first rank sends.
 
     scored: whether the scores of chunks follow
-    marks: lengths of the saved windows, which follow too
+    windows, states: lengths of the saved windows and states, which follow too
     """
 
     tokens: list[int]
     scored: bool
-    marks: list[int]
+    windows: list[int]
+    states: list[int]
 
 
 @dataclass(frozen=True)
@@ -152,10 +153,17 @@ class LayerKV(ContextCall):
 
 
 @dataclass(frozen=True)
-class WindowMark(ContextCall):
-    """Send this rank's heads of a saved window. index: index among the saved ones"""
+class MarkPart(ContextCall):
+    """Send this rank's heads of a tensor of a mark.
 
+    store: kind of the store
+    index: index among the saved marks
+    name: name of the tensor
+    """
+
+    store: str
     index: int
+    name: str
 
 
 @dataclass(frozen=True)
@@ -181,7 +189,7 @@ class Close(ContextCall):
 CALLS: tuple[type[Call], ...] = (
     *(Load, Finish, Open, GoOn, Stop, RankStats, Spans, ClearTrace),
     *(Prefill, RunPass, Keep, Refresh, Draft, KeepDrafted, End, Restore),
-    *(LayerKV, WindowMark, ChunkScores, DropRetrieval, Lend, Close),
+    *(LayerKV, MarkPart, ChunkScores, DropRetrieval, Lend, Close),
 )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from triforce_offload.errors import RankError
+from triforce_offload.kv.recent.marks import MarkTensor
 from triforce_offload.ranks import Call, Ranks
 
 
@@ -81,3 +83,14 @@ class KVParts:
         # Lost ranks do not wait.
         with suppress(RankError):
             self.ranks.hand(None)
+
+
+class StoreParts(NamedTuple):
+    """The heads of each rank in a recent store: key heads, and value heads if these differ."""
+
+    keys: KVParts
+    values: KVParts
+
+    def of(self, tensor: MarkTensor) -> KVParts:
+        """Return the heads by which a tensor of a mark is divided."""
+        return self.keys if tensor.by_keys else self.values

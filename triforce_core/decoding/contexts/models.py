@@ -5,11 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from triforce_core.decoding.contexts.kv_parts import KVParts
+from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
 from triforce_core.model.transformer import Model
 from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, SPLIT, STORED, MethodSettings
 from triforce_offload.graphs import Recorder
 from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.states.shape import StateShape
 from triforce_offload.kv.windows.shape import WindowShape
 from triforce_offload.ranks import Ranks
 from triforce_offload.runtime import Runtime
@@ -61,8 +62,8 @@ class Models:
     target: the full model; the runtime has its weights
     method: the settings asked for, without the levels that were dropped
     budget: number of tokens of the retrieval cache, 0 if there is no retrieval level
-    kv_parts, window_parts: the key-value heads of each rank that shares the target, in layers
-        without a window and with one
+    kv_parts: the key-value heads of each rank that shares the target, in full-attention layers
+    recent_parts: the heads of each rank in each recent store
     small: the draft model, if there is one
     int4_copies: int4 draft copies of the layers that the retrieval level does not take from the
         target, if it has any
@@ -78,7 +79,7 @@ class Models:
     method: MethodSettings
     budget: int
     kv_parts: KVParts
-    window_parts: KVParts
+    recent_parts: tuple[StoreParts, ...]
     small: SmallModel | None = None
     int4_copies: Int4Copies | None = None
     recorder: Recorder | None = None
@@ -105,10 +106,10 @@ class Models:
         return replace(self.runtime.plan.kv.shape, kv_heads=self.kv_parts.count)
 
     @property
-    def whole_windows(self) -> WindowShape | None:
-        """Likewise, of the layers with a window; None if there are none."""
-        windows = self.runtime.plan.requirements.windows
-        return windows and replace(windows, kv_heads=self.window_parts.count)
+    def whole_recent(self) -> list[WindowShape | StateShape]:
+        """Likewise, the shape of each recent store."""
+        shapes = zip(self.runtime.plan.requirements.recent, self.recent_parts, strict=True)
+        return [shape.whole(parts.keys.count, parts.values.count) for shape, parts in shapes]
 
     @property
     def reads_high_bits(self) -> bool:

@@ -9,8 +9,13 @@ import torch
 
 from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.kv_parts import StoreParts
 from triforce_core.decoding.contexts.text import Text
-from triforce_offload.kv.windows.marks import Mark
+from triforce_offload.kv.recent.marks import Mark
+from triforce_offload.kv.recent.store import RecentStore
+
+# Marks of a store: a length of the text, and tensors by name.
+SavedMarks = Sequence[tuple[int, Mapping[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class Snapshot:
     scores: mass of each chunk so far, [layers, kv_heads, chunks] float32 on the host; None without
         a retrieval level
     scored_by: policy and chunk size of the scores
-    marks: KV of layers with a window, the last at the length of the tokens; empty if there are none
+    marks: what each recent store holds at some lengths, by its kind: for each length, the tensors
+        by name, with all heads; the last is at the length of the tokens
     about: additional texts that were saved with the context
     """
 
@@ -32,7 +38,7 @@ class Snapshot:
     layer_kv: Callable[[int], torch.Tensor]
     scores: torch.Tensor | None = None
     scored_by: str = ""
-    marks: Sequence[Mark] = ()
+    marks: Mapping[str, SavedMarks] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
 
     def has_scores(self, by: str, chunk_size: int) -> bool:
@@ -71,20 +77,32 @@ def layer_kv(context: Context, layer: int) -> torch.Tensor:
     return context.models.kv_parts.gathered(own, context.tell.signed(calls.LayerKV(layer)))
 
 
-def known_marks(context: Context) -> list[Mark]:
+def known_marks(context: Context) -> dict[str, SavedMarks]:
     """Snapshot.marks. Raises RankError."""
-    windows = context.sequence.windows
-    count = len(windows.saved_lengths) if windows else 0
-    return [window_mark(context, index) for index in range(count)]
+    found = {}
+    for store in context.sequence.recent:
+        kind, names = store.shape.kind, store.shape.mark_tensors(0)
+        found[kind] = [
+            (length, {name: mark_part(context, kind, index, name) for name in names})
+            for index, length in enumerate(store.saved_lengths)
+        ]
+    return found
 
 
-def window_mark(context: Context, index: int) -> Mark:
-    """Return one of the saved windows, with the heads of all ranks. Raises RankError."""
-    mark = context.sequence.windows.saved(index)
-    call = context.tell.signed(calls.WindowMark(index))
-    # As [layers * 2, kv_heads, tokens, head_dim], in which heads are gathered.
-    rows = context.models.window_parts.gathered(mark.rows.flatten(0, 1), call)
-    return Mark(mark.length, rows.unflatten(0, (-1, 2)))
+def mark_part(context: Context, kind: str, index: int, name: str) -> torch.Tensor:
+    """Return a tensor of one of a store's saved marks, with the heads of all ranks. Raises
+    RankError.
+    """
+    store, parts = _store(context, kind)
+    own = store.shape.by_heads(store.saved(index))[name]
+    call = context.tell.signed(calls.MarkPart(kind, index, name))
+    return parts.of(store.shape.mark_tensors(0)[name]).gathered(own, call)
+
+
+def _store(context: Context, kind: str) -> tuple[RecentStore, StoreParts]:
+    """Return a recent store, and the heads of each rank in it."""
+    stores = zip(context.sequence.recent, context.models.recent_parts, strict=True)
+    return next(each for each in stores if each[0].shape.kind == kind)
 
 
 def known_scores(context: Context) -> torch.Tensor:
@@ -105,8 +123,9 @@ def restore(context: Context, saved: Snapshot) -> None:
         method.scored_by, method.chunk_size
     )
     try:
-        lengths = [mark.length for mark in saved.marks]
-        context.tell(calls.Restore(saved.tokens, scored, lengths))
+        lengths = {kind: [length for length, _ in marks] for kind, marks in saved.marks.items()}
+        each = (lengths.get(kind, []) for kind in ("window", "state"))
+        context.tell(calls.Restore(saved.tokens, scored, *each))
         restore_from(context, saved.tokens, scored, lengths, saved)
     except BaseException:
         context.models.kv_parts.give_up()
@@ -117,25 +136,26 @@ def restore_from(
     context: Context,
     tokens: Sequence[int],
     scored: bool,
-    marks: Sequence[int],
+    marks: Mapping[str, Sequence[int]],
     saved: Snapshot | None,
 ) -> None:
     """Restore on this rank; `restore` also tells the others.
 
-    marks: lengths of the marks
+    marks: lengths of the marks of each kind of store
     saved: the snapshot, None except on the first rank
     """
-    parts, windows = context.models.kv_parts, context.models.window_parts
+    parts = context.models.kv_parts
     context.reset(0, len(tokens), 0)
     context.sequence.restore(
         len(tokens), lambda layer: parts.scattered(saved and saved.layer_kv(layer))
     )
-    if context.sequence.windows:
-        context.sequence.windows.restore(
+    for store in context.sequence.recent:
+        kind = store.shape.kind
+        known = saved.marks[kind] if saved else [None] * len(marks[kind])
+        store.restore(
             [
-                Mark(length, rows.contiguous().unflatten(0, (-1, 2)))
-                for index, length in enumerate(marks)
-                for rows in [windows.scattered(saved and saved.marks[index].rows.flatten(0, 1))]
+                _restored(context, kind, length, each and each[1])
+                for length, each in zip(marks[kind], known, strict=True)
             ]
         )
     if scored:
@@ -143,3 +163,15 @@ def restore_from(
         sums[..., : own.shape[2]] = own.to(sums.device)
     parts.agree()
     context.text = Text(list(tokens))
+
+
+def _restored(
+    context: Context, kind: str, length: int, whole: Mapping[str, torch.Tensor] | None
+) -> Mark:
+    """Return this rank's part of a mark, whose tensors the first rank provides."""
+    store, parts = _store(context, kind)
+    tensors = {
+        name: parts.of(tensor).scattered(whole and whole[name])
+        for name, tensor in store.shape.mark_tensors(0).items()
+    }
+    return store.shape.mark_of(length, tensors)

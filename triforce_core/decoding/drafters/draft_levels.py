@@ -180,7 +180,7 @@ def retrieval_cache(models: Models, sequence: SequenceKV, scores: ChunkScores) -
         budget,
         method.chunk_size,
         method.max_draft_tokens,
-        windows=sequence.windows,
+        recent=sequence.recent,
         rounded=models.rounds_kv,
     )
 

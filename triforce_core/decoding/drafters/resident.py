@@ -17,7 +17,7 @@ from triforce_core.plan.levels import LONGEST_RECORDED
 from triforce_kernels import warmup
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.graphs import Recorder, Run
-from triforce_offload.kv.caches.dense import DenseKV
+from triforce_offload.kv.caches.dense import DenseKV, FixedDense
 from triforce_offload.link.trace import Tracer
 from triforce_offload.memory.device import put
 from triforce_offload.weights.store import ResidentWeights
@@ -138,11 +138,9 @@ class _FixedForward:
         self.uses = 0
         self._model = model
         self._weights = weights
-        self._kv = kv
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
-        self._end = torch.zeros(1, dtype=torch.int64, device=device)
-        self._window_end = torch.zeros(1, dtype=torch.int64, device=device)
+        self._cache = FixedDense(kv, device)
         self._replay: Run | None = None
 
     @property
@@ -153,9 +151,7 @@ class _FixedForward:
         """Set the inputs."""
         self._tokens[: tokens.shape[0]] = tokens
         self._position.fill_(position)
-        self._end.fill_(self._kv.end)
-        if self._kv.windows:
-            self._window_end.fill_(self._kv.windows.end)
+        self._cache.begin()
 
     def run(self) -> torch.Tensor:
         """Return logits [size, vocab]; a recorded forward returns the same tensor each time."""
@@ -167,5 +163,4 @@ class _FixedForward:
 
     def _compute(self) -> torch.Tensor:
         batch = ForwardBatch.text(self._tokens, self._position, self._tokens.device)
-        cache = self._kv.fixed(self._end, self._window_end)
-        return self._model.logits(self._model.forward(batch, self._weights, cache))
+        return self._model.logits(self._model.forward(batch, self._weights, self._cache))

@@ -9,9 +9,9 @@ from triforce_kernels.kv.selection import choose_chunks
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.caches.rounded import RoundedKV
 from triforce_offload.kv.gather import Reader
+from triforce_offload.kv.recent.stores import NO_STORES, RecentStores
 from triforce_offload.kv.scores import ChunkScores, Score
 from triforce_offload.kv.store import KVStore
-from triforce_offload.kv.windows.store import WindowStore
 from triforce_offload.link.waiting import number
 from triforce_offload.memory.device import DeviceMemory
 
@@ -47,12 +47,12 @@ class RetrievalCache:
         chunk_tokens: int,
         max_draft_tokens: int,
         *,
-        windows: WindowStore | None = None,
+        recent: RecentStores = NO_STORES,
         rounded: bool = False,
     ) -> None:
         """reader: copies the chosen chunks to the device
         budget: number of tokens in chunks, a multiple of chunk_tokens
-        windows: the KV of layers with a window, if the model has any
+        recent: the windows and states of the sequence
         rounded: whether the cache keeps its tokens in 8 bits
         Raises DoesNotFitError.
         """
@@ -70,7 +70,7 @@ class RetrievalCache:
         self._allocation = memory.allocate(chosen_bytes(shape, self._slots), "chosen chunks")
         try:
             kind = RoundedKV if rounded else DenseKV
-            self.kv = kind(shape, tokens, memory, "retrieval cache", windows)
+            self.kv = kind(shape, tokens, memory, "retrieval cache", recent)
         except BaseException:
             memory.free(self._allocation)
             raise
@@ -163,8 +163,7 @@ class RetrievalCache:
     def _forget_drafted(self, end: int) -> None:
         """Set the end of the cache, which has no drafted tokens."""
         self.kv.end = end
-        if self.kv.windows:
-            self.kv.windows.forget()
+        self.kv.recent.forget()
 
     def _is_due(self, tokens: int) -> bool:
         grown = self._store.length + tokens - self._chosen_at

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.gguf_config import gguf_config
-from triforce_core.model.checkpoints.names import HF_PREFIXES, Piece, gguf_names, hf_names
+from triforce_core.model.checkpoints.names import HF_PREFIXES, gguf_names, hf_names
+from triforce_core.model.checkpoints.pieces import Piece
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, reads_images
 from triforce_core.model.share import Share
@@ -167,8 +168,8 @@ class Checkpoint:
             part = rows_of(into, first, first + piece.rows)
             first += piece.rows
             try:
-                if piece.more:
-                    _read_less(self._source, piece, part)
+                if piece.change:
+                    _read_changed(self._source, piece, part)
                 else:
                     read_into(self._source, piece.name, part, piece.corner, piece.order)
             except SplitError as error:
@@ -199,7 +200,7 @@ class Checkpoint:
                 f"({len(unused)} such tensors)"
             )
         for name, shape in expected.items():
-            if name in held and (stored := self._source.shape(name)) != shape:
+            if name in held and _filled(stored := self._source.shape(name)) != _filled(shape):
                 yield CheckpointError(
                     f"{self.path}: {name} has shape {list(stored)}, its config says {list(shape)}"
                 )
@@ -237,15 +238,20 @@ class Checkpoint:
             yield self._rope_factors, (config.attention.head_dim // 2,)
 
 
-def _read_less(source: TensorSource, piece: Piece, into: torch.Tensor) -> None:
-    """Read a piece whose stored numbers are more than the model's. The difference is rounded."""
+def _filled(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without dimensions of size 1, which formats leave out or not."""
+    return tuple(size for size in shape if size != 1)
+
+
+def _read_changed(source: TensorSource, piece: Piece, into: torch.Tensor) -> None:
+    """Read a piece whose stored numbers are not the model's. What they become is rounded."""
     import torch
 
     from triforce_offload.checkpoint.reading import read_into
 
     numbers = torch.empty(into.shape)
     read_into(source, piece.name, numbers, piece.corner, piece.order)
-    into.copy_(numbers - piece.more)
+    into.copy_(piece.change(numbers))
 
 
 def resolve(model: str | Path) -> Path:

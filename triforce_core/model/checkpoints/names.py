@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 
+from triforce_core.model.checkpoints.pieces import (
+    Change,
+    Piece,
+    head_order,
+    less_one,
+    pieces_of,
+)
+from triforce_core.model.checkpoints.recurrent_names import (
+    GGUF_DELTA_NET,
+    GGUF_SHORT_CONV,
+    HF_DELTA_NET,
+    HF_SHORT_CONV,
+    RecurrentNames,
+    recurrent_pieces,
+)
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.layers import LayerSpec, NormKind
-from triforce_core.model.share import Window
-from triforce_offload.checkpoint.source import WHOLE, Corner
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor of the checkpoint that makes up some rows of a tensor of the model.
-
-    rows: number of rows
-    order: which stored row of a head each row is (see `head_order`); None for rows as stored
-    corner: first row and column of the part that is read; it is as wide as the model's tensor
-    more: how much more than the model's the stored numbers are
-    """
-
-    name: str
-    rows: int
-    order: tuple[int, ...] | None = None
-    corner: Corner = WHOLE
-    more: float = 0.0
-
-    def within(self, window: Window) -> Piece:
-        """Return the part of the piece in a window, which covers whole heads."""
-        rows = self.rows if window.rows is None else len(window.rows)
-        first = 0 if window.rows is None else window.rows.start
-        column = 0 if window.columns is None else window.columns.start
-        corner = Corner(self.corner.row + first, self.corner.column + column)
-        return replace(self, rows=rows, corner=corner)
+from triforce_core.model.layers import Attention, LayerSpec, NormKind
 
 
 @dataclass(frozen=True)
@@ -47,6 +34,8 @@ class Naming:
         frequency side by side, not half a head apart
     stored_norms: how norms are computed from their stored weights; None for as in the model
     output_scale: full name of the factor of a layer's output
+    last_norm: full name of the norm after the last layer
+    recurrent: names of the tensors of recurrent layers
     """
 
     norms: Mapping[str, str]
@@ -57,6 +46,8 @@ class Naming:
     interleaved: bool = False
     stored_norms: NormKind | None = None
     output_scale: str = "layer_scalar"
+    last_norm: str = "norm.weight"
+    recurrent: RecurrentNames = field(default_factory=RecurrentNames)
 
 
 _HF_HEADS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
@@ -87,6 +78,20 @@ _HF = {
     ),
     "phi3": Naming(_HF_BEFORE, qkv=("self_attn.qkv_proj",), gate_up=_ONE_GATE_UP),
     "ernie4_5": Naming(_HF_BEFORE, interleaved=True),
+    "qwen3_5_text": Naming(_HF_BEFORE, recurrent=HF_DELTA_NET),
+    "lfm2": Naming(
+        {
+            "input_norm": "operator_norm",
+            "post_norm": "ffn_norm",
+            "q_norm": "self_attn.q_layernorm",
+            "k_norm": "self_attn.k_layernorm",
+        },
+        o="self_attn.out_proj",
+        gate_up=("feed_forward.w1", "feed_forward.w3"),
+        down="feed_forward.w2",
+        last_norm="embedding_norm.weight",
+        recurrent=HF_SHORT_CONV,
+    ),
 }
 # Where the language model is, and its output matrix: alone, or in a model that also reads images.
 HF_PREFIXES = (
@@ -105,6 +110,7 @@ _GGUF = Naming(
     down="ffn_down",
     stored_norms=NormKind.RMS,
     output_scale="layer_output_scale.weight",
+    last_norm="output_norm.weight",
 )
 # llama.cpp rotates neighbouring pairs in some families. For these its converter stores q and k
 # accordingly, unless transformers stores them so itself.
@@ -118,6 +124,12 @@ _GGUF_FAMILIES = {
         ("gemma3_text", "gemma4_text"), replace(_GGUF, norms=_GGUF_BEFORE | _GGUF_AFTER)
     ),
     "phi3": replace(_GGUF, qkv=("attn_qkv",), gate_up=("ffn_up",)),
+    "qwen3_5_text": replace(
+        _GGUF,
+        norms=_GGUF_BEFORE | {"post_norm": "post_attention_norm"},
+        recurrent=GGUF_DELTA_NET,
+    ),
+    "lfm2": replace(_GGUF, last_norm="token_embd_norm.weight", recurrent=GGUF_SHORT_CONV),
 }
 
 
@@ -128,51 +140,36 @@ def hf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str],
     """
     first = {name.split("layers.")[0] for name in held}
     prefix, head = next((each for each in HF_PREFIXES if each[0] in first), HF_PREFIXES[0])
+    naming = _HF.get(config.family, Naming(_HF_BEFORE))
     embedding = f"{prefix}embed_tokens.weight"
     ends = {
         "embedding": embedding,
         "head": embedding if config.tied else head,
-        "norm": f"{prefix}norm.weight",
+        "norm": prefix + naming.last_norm,
     }
-    naming = _HF.get(config.family, Naming(_HF_BEFORE))
     return _named(config, ends, naming, prefix + "layers.{}.")
 
 
 def gguf_names(config: ModelConfig) -> Callable[[str], list[Piece]]:
     """Return the pieces of each tensor in a GGUF file."""
+    naming = _GGUF_FAMILIES.get(config.family, _GGUF)
     ends = {
         "embedding": "token_embd.weight",
         "head": "token_embd.weight" if config.tied else "output.weight",
-        "norm": "output_norm.weight",
+        "norm": naming.last_norm,
     }
-    return _named(config, ends, _GGUF_FAMILIES.get(config.family, _GGUF), "blk.{}.")
-
-
-def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> tuple[int, ...] | None:
-    """Return which number of a stored head each number of ours is; None if they are the same.
-
-    Ours are rotated in pairs half a head apart. Of heads that are rotated in part, pairs that stay
-    as they are come after those that are rotated, in each half.
-
-    rotated: how many numbers of a head are rotated; in files they come first
-    """
-    pairs, still = rotated // 2, head_dim // 2 - rotated // 2
-    step, second = (2, 1) if interleaved else (1, pairs)
-    rest = list(range(rotated, head_dim))
-    order = [step * i for i in range(pairs)] + rest[:still]
-    order += [step * i + second for i in range(pairs)] + rest[still:]
-    return None if order == list(range(head_dim)) else tuple(order)
+    return _named(config, ends, naming, "blk.{}.")
 
 
 def _named(
     config: ModelConfig, ends: Mapping[str, str], naming: Naming, prefix: str
 ) -> Callable[[str], list[Piece]]:
     """Return a function from `embedding`, `layers.3.qkv`, ... to the pieces of the checkpoint."""
-    more = _more_in_norms(config, naming)
+    change = _change_of_norms(config, naming)
     whole = {
         "embedding": [Piece(ends["embedding"], config.vocab)],
         "head": [Piece(ends["head"], config.vocab)],
-        "norm": [Piece(ends["norm"], config.hidden, more=more)],
+        "norm": [Piece(ends["norm"], config.hidden, change=change)],
     }
     parts = {spec: _layer_pieces(spec, config, naming) for spec in config.distinct_layers}
 
@@ -190,41 +187,48 @@ def _named(
 
 def _layer_pieces(spec: LayerSpec, config: ModelConfig, naming: Naming) -> dict[str, list[Piece]]:
     """Return the pieces of the checkpoint that make up each tensor of a layer."""
-    mixer, width, hidden = spec.mixer, spec.mlp.width, config.hidden
-    rope = config.rope_of(mixer) or config.rope
-    order = head_order(mixer.head_dim, rope.rotated(mixer.head_dim), interleaved=naming.interleaved)
-    projected = 2 + mixer.projects_values
-    sizes = {"qkv": (mixer.queries, mixer.keys, mixer.keys)[:projected], "gate_up": (width, width)}
-    orders = {"qkv": (order, order, None)[:projected], "gate_up": (None, None)}
-    parts = {"output_scale": [Piece(naming.output_scale, 1)]}
-    for suffix, ending in (("", "weight"), ("_bias", "bias")):
-        for part, names in (("qkv", naming.qkv[:projected]), ("gate_up", naming.gate_up)):
-            named = [f"{name}.{ending}" for name in names]
-            parts[part + suffix] = _pieces(named, sizes[part], orders[part])
-        parts["o" + suffix] = [Piece(f"{naming.o}.{ending}", hidden)]
-        parts["down" + suffix] = [Piece(f"{naming.down}.{ending}", hidden)]
+    width, hidden, change = spec.mlp.width, config.hidden, _change_of_norms(config, naming)
+    gate_up = [f"{name}.weight" for name in naming.gate_up]
+    parts = {
+        "output_scale": [Piece(naming.output_scale, 1)],
+        "gate_up": pieces_of(gate_up, (width, width), (None, None)),
+        "down": [Piece(f"{naming.down}.weight", hidden)],
+    }
     for part, name in naming.norms.items():
-        rows, each = spec.shapes(hidden).get(part, (0,))[0], None
-        if part in ("q_norm", "k_norm"):
-            each = order
-        parts[part] = [Piece(f"{name}.weight", rows, each, more=_more_in_norms(config, naming))]
+        rows = spec.shapes(hidden).get(part, (0,))[0]
+        parts[part] = [Piece(f"{name}.weight", rows, change=change)]
+    if isinstance(spec.mixer, Attention):
+        return parts | _attention_pieces(spec.mixer, config, naming)
+    return parts | recurrent_pieces(spec.mixer, hidden, naming.recurrent)
+
+
+def _attention_pieces(
+    mixer: Attention, config: ModelConfig, naming: Naming
+) -> dict[str, list[Piece]]:
+    """Likewise, of the tensors of attention."""
+    rope = config.rope_of(mixer) or config.rope
+    rotated = rope.rotated(mixer.head_dim)
+    order = head_order(mixer.head_dim, rotated, interleaved=naming.interleaved)
+    queries, gated = mixer.queries, order
+    if mixer.output_gate:
+        queries *= 2
+        gated = order and (*order, *range(mixer.head_dim, 2 * mixer.head_dim))
+    projected = 2 + mixer.projects_values
+    sizes, orders = (queries, mixer.keys, mixer.keys), (gated, order, None)
+    parts = {}
+    for suffix, ending in (("", "weight"), ("_bias", "bias")):
+        named = [f"{name}.{ending}" for name in naming.qkv[:projected]]
+        parts["qkv" + suffix] = pieces_of(named, sizes[:projected], orders[:projected])
+        parts["o" + suffix] = [Piece(f"{naming.o}.{ending}", config.hidden)]
+    for part in ("q_norm", "k_norm"):
+        if shape := mixer.shapes(config.hidden).get(part):
+            change = _change_of_norms(config, naming)
+            name = f"{naming.norms[part]}.weight"
+            parts[part] = [Piece(name, shape[0], order, change=change)]
     return parts
 
 
-def _more_in_norms(config: ModelConfig, naming: Naming) -> float:
-    """Return how much more than the model's the stored weights of norms are."""
+def _change_of_norms(config: ModelConfig, naming: Naming) -> Change | None:
+    """Return what turns the stored weights of norms into the model's."""
     folded = config.norm_kind is NormKind.RMS_PLUS_ONE and naming.stored_norms is NormKind.RMS
-    return 1.0 if folded else 0.0
-
-
-def _pieces(
-    names: Sequence[str], sizes: Sequence[int], orders: Sequence[tuple[int, ...] | None]
-) -> list[Piece]:
-    """Return pieces of tensors of their own, or of one tensor that has all of them."""
-    if len(names) == len(sizes):
-        return [Piece(*each) for each in zip(names, sizes, orders, strict=True)]
-    firsts = accumulate(sizes, initial=0)
-    return [
-        Piece(names[0], rows, order, Corner(first, 0))
-        for rows, order, first in zip(sizes, orders, firsts, strict=False)
-    ]
+    return less_one if folded else None

@@ -11,6 +11,7 @@ from dataclasses import replace
 from triforce_core.model.families.family import Family, Layers, layer, with_windows
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.gemma import GEMMA
+from triforce_core.model.families.recurrent import RECURRENT
 from triforce_core.model.families.windows import FULL, windows, windows_if_shorter
 from triforce_core.model.layers import NormKind, Norms
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
@@ -280,7 +281,9 @@ FAMILIES = {
             _cohere2_scales,
             defaults=_COHERE2,
             norm_kind=NormKind.LAYER,
+            norm_eps="layer_norm_eps",
         ),
         *GEMMA,
+        *RECURRENT,
     )
 }

@@ -35,6 +35,8 @@ class Family:
     defaults: values of fields that a config does not mention, where they are not the usual ones
     norm_kind: how norms are computed
     unscaled_windows: whether a scaled rotary embedding is not scaled in layers with a window
+    norm_eps: the field of what norms add to the mean of squares
+    renamed: names of fields in old configs, and what they are called now
     """
 
     name: str
@@ -44,16 +46,14 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     norm_kind: NormKind = NormKind.RMS
     unscaled_windows: bool = False
-
-    @property
-    def norm_eps(self) -> str:
-        """The field of what norms add to the mean of squares."""
-        return "layer_norm_eps" if self.norm_kind is NormKind.LAYER else "rms_norm_eps"
+    norm_eps: str = "rms_norm_eps"
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def completed(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return a config with the family's defaults. null is a default too, except that it says
         that there is no window.
         """
+        raw = {self.renamed.get(name, name): value for name, value in raw.items()}
         absent = {
             name: value
             for name, value in self.defaults.items()

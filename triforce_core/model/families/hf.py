@@ -11,7 +11,7 @@ from triforce_core.model.families.family import Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.ropes import hf_ropes
 from triforce_core.model.families.windows import FULL, with_own_rope
-from triforce_core.model.layers import LayerSpec
+from triforce_core.model.layers import Attention, LayerSpec
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 SOURCE = "config.json"
@@ -28,6 +28,7 @@ _AROUND_TEXT = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
 }
 # Fields of what is not computed here, if they are set.
 _UNSUPPORTED = ("mlp_bias", "use_bias", "attn_logit_softcapping")
@@ -73,8 +74,9 @@ def _head_dims(layers: Sequence[LayerSpec]) -> tuple[int, int]:
     """Return the size of the heads of layers without a window and with one; the other's if there
     are none.
     """
-    first = layers[0].mixer.head_dim
-    kinds = {each.mixer.window is None: each.mixer.head_dim for each in layers}
+    mixers = [each.mixer for each in layers if isinstance(each.mixer, Attention)]
+    kinds = {each.window is None: each.head_dim for each in mixers}
+    first = next(iter(kinds.values()), 2)
     return kinds.get(True, first), kinds.get(False, first)
 
 

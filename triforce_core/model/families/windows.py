@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from triforce_core.model.families.fields import Fields
-from triforce_core.model.layers import LayerSpec
+from triforce_core.model.layers import Keeps, LayerSpec
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -77,6 +77,6 @@ def layer_types(fields: Fields, count: int) -> list[str] | None:
 def with_own_rope(layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
     """Return layers of which those with a window rotate as `ModelConfig.window_rope` says."""
     return tuple(
-        replace(spec, mixer=replace(spec.mixer, window_rope=spec.mixer.window is not None))
+        replace(spec, mixer=replace(spec.mixer, window_rope=spec.mixer.keeps is Keeps.WINDOW))
         for spec in layers
     )

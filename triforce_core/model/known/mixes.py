@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.layers import LayerSpec
+from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, Mixer, ShortConv
 from triforce_core.model.tensors import Pieces
 from triforce_kernels.weights.block_types import BLOCK_TYPES, BlockType
 from triforce_offload.errors import UsageError
@@ -30,6 +30,8 @@ _MIXES = {
     "IQ4_XS": "IQ4_XS",
 }
 NAMES = tuple(_MIXES)
+# Stands for matrices that are never quantised.
+_DENSE = ""
 # llama.cpp's replacements for rows that are not whole blocks of 256 numbers.
 _SMALLER_BLOCKS = {
     "Q2_K": "IQ4_NL",
@@ -55,23 +57,43 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
         _, layer, part = tensor.split(".")
         kinds = _layer(name, int(layer), config)
         spec = config.layers[int(layer)]
-        columns = {"o": spec.mixer.queries, "down": spec.mlp.width}
+        columns = {"o": spec.mixer.shapes(config.hidden)["o"][1], "down": spec.mlp.width}
         whole = partial(_whole, columns=columns.get(part, config.hidden))
-        return [(count, whole(kinds(which))) for which, count in _rows(spec, config.hidden)[part]]
+        return [
+            (count, whole(kinds(which)) if which != _DENSE else None)
+            for which, count in _rows(spec, config.hidden)[part]
+        ]
 
     return pieces
 
 
 def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
     """Return the name and rows of each matrix that a tensor is made of."""
-    mixer, width = spec.mixer, spec.mlp.width
-    qkv = [("q", mixer.queries), ("k", mixer.keys), ("v", mixer.keys)]
+    width = spec.mlp.width
     return {
-        "qkv": qkv if mixer.projects_values else qkv[:2],
+        "qkv": _projections(spec.mixer),
         "o": [("o", hidden)],
         "gate_up": [("gate", width), ("up", width)],
         "down": [("down", hidden)],
     }
+
+
+def _projections(mixer: Mixer) -> list[tuple[str, int]]:
+    match mixer:
+        case Attention():
+            queries = mixer.queries * (1 + mixer.output_gate)
+            qkv = [("q", queries), ("k", mixer.keys), ("v", mixer.keys)]
+            return qkv if mixer.projects_values else qkv[:2]
+        case DeltaNet():
+            rates = [(_DENSE, mixer.value_heads)] * 2
+            return [*_joint(mixer), ("gate", mixer.values), *rates]
+        case ShortConv():
+            return [("in", mixer.channels)] * 3
+
+
+def _joint(mixer: DeltaNet) -> list[tuple[str, int]]:
+    """Queries, keys and values of one tensor."""
+    return [("joint", mixer.keys), ("joint", mixer.keys), ("joint", mixer.values)]
 
 
 def _whole(kind: str, columns: int) -> BlockType | None:
@@ -96,28 +118,31 @@ def _layer(name: str, layer: int, config: ModelConfig) -> Callable[[str], str]:
     """Return a function from a matrix of a layer to its block type."""
     layers, plain = len(config.layers), _MIXES[name]
     eighth = layers // 8
-    # Values are counted among the layers that have a projection of them.
-    valued = [index for index, spec in enumerate(config.layers) if spec.mixer.projects_values]
+    # Values are counted among the layers that have a projection of them alone.
+    mixers = [spec.mixer for spec in config.layers]
+    valued = [i for i, each in enumerate(mixers) if getattr(each, "projects_values", False)]
     value = valued.index(layer) if layer in valued else 0
+    counted = len(valued) + sum(isinstance(each, DeltaNet) for each in mixers)
     queries_a_key = config.attention.heads // config.attention.kv_heads
     special: dict[str, str] = {}
     if name in ("Q4_K_M", "Q5_K_M"):
         if _has_more_bits(layer, layers):
             special["down"] = "Q6_K"
-        if _has_more_bits(value, len(valued)):
+        if _has_more_bits(value, counted):
             special["v"] = "Q6_K"
+        special["joint"] = "Q5_K" if name == "Q4_K_M" else "Q6_K"
     elif name == "Q4_K_S":
         if value < 4:
             special["v"] = "Q5_K"
         if layer < eighth:
             special["down"] = "Q5_K"
     elif name == "Q3_K_M":
-        special = {"v": "Q5_K" if value < 2 else "Q4_K", "o": "Q4_K"}
+        special = {"v": "Q5_K" if value < 2 else "Q4_K", "o": "Q4_K", "joint": "Q4_K"}
         special["down"] = "Q5_K" if layer < layers // 16 else "Q4_K"
     elif name == "Q2_K":
         special = {"v": "Q4_K" if queries_a_key >= 4 else "Q3_K", "o": "Q3_K", "down": "Q3_K"}
     elif name == "IQ4_XS":
-        if queries_a_key >= 4 or value < len(valued) // 8:
+        if queries_a_key >= 4 or value < counted // 8:
             special["v"] = "Q5_K"
         if layer < eighth:
             special["down"] = "Q5_K"

@@ -29,6 +29,20 @@ _GEMMA3 = {
     "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     "dtype": "bfloat16",
 }
+# The text part of Qwen3.5 and its successors, whose other fields have their defaults.
+_QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+    },
+    "dtype": "bfloat16",
+}
 
 RECENT: Mapping[str, Mapping[str, Any]] = {
     "mistral-small3.2": MISTRAL_SMALL | {"max_position_embeddings": 131072, "rope_theta": 1e9},
@@ -145,6 +159,37 @@ RECENT: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 1024,
         "final_logit_softcapping": 30.0,
         "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    },
+    # The text part of Qwen3.8, 3.6 and 3.5, which have one shape.
+    "qwen3.8-27b": _QWEN3_5
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+    },
+    "qwen3.5-9b": _QWEN3_5
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+    },
+    "lfm2-1.2b": {
+        "model_type": "lfm2",
+        "hidden_size": 2048,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 65536,
+        "max_position_embeddings": 128000,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
         "dtype": "bfloat16",
     },
     "olmo3-32b": {

@@ -14,82 +14,41 @@ from itertools import pairwise
 from math import prod
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.layers import Attention, LayerSpec
-from triforce_core.model.tensors import MatrixBytes, dense_layouts
+from triforce_core.model.layers import (
+    Attention,
+    DeltaNet,
+    Keeps,
+    LayerSpec,
+    Mixer,
+    Recurrent,
+)
+from triforce_core.model.tensors import MatrixBytes, dense_layouts, state_shape
+from triforce_core.plan.simulation.launches import (
+    CONVOLVE_LAUNCHES,
+    DECODE_OPERATIONS,
+    DISTRIBUTION_BYTES,
+    FUSED,
+    LAW_PASSES,
+    LAW_SEARCH_STEPS,
+    LAW_STEP_NUMBERS,
+    LAW_STEP_SECONDS,
+    MLP_TOUCHES,
+    NORM_PARTS,
+    NORM_TOUCHES,
+    OPERATIONS,
+    PLAIN,
+    RECUR_LAUNCHES,
+    ROTATE_TOUCHES,
+    ROUND_LAUNCHES,
+    SCORED_KEYS,
+    SMALL_KERNEL_SECONDS,
+    Launches,
+)
 from triforce_kernels.limits import FEW_ROWS
 from triforce_offload.kv.shape import KVShape
+from triforce_offload.kv.states.shape import FOLD_TOKENS
 from triforce_offload.machine.profiles import Hardware
 from triforce_offload.weights.formats import ElementType, Read
-
-
-@dataclass(frozen=True)
-class Launches:
-    """Numbers of kernel launches, counted in the code.
-
-    before, after: launches of a layer before its attention and after it (`model`)
-    attend: launches for each piece of keys (`attend`)
-    score: additional launches for each piece of keys whose chunks are scored
-    merge: launches of a layer after all its keys
-    distribution: launches from logits to distributions (`sampling`)
-    small_before, small_after: those of `before` and `after` that compute almost nothing: all except
-        the products with weights
-    """
-
-    before: int
-    attend: int
-    score: int
-    merge: int
-    after: int
-    distribution: int
-    small_before: int = 0
-    small_after: int = 0
-
-    @property
-    def layer(self) -> int:
-        """Number of launches of a layer with one piece of keys."""
-        return self.before + self.attend + self.merge + self.after
-
-
-# PyTorch's operations, views included, which compute on a CPU.
-PLAIN = Launches(before=21, attend=12, score=8, merge=12, after=15, distribution=20)
-# Triton's kernels: norm, product, rotation; one for blocks, one for the tail and one for scores;
-# a copy that puts heads side by side, product, norm with residual, product, SwiGLU, product, sum.
-FUSED = Launches(
-    before=3, attend=1, score=0, merge=2, after=7, distribution=1, small_before=2, small_after=4
-)
-# Duration of a GPU kernel that computes almost nothing: 2.9 us, from "Getting Started with CUDA
-# Graphs" (NVIDIA technical blog).
-SMALL_KERNEL_SECONDS = 2.9e-6
-# On a GPU, one program computes the distribution of a row. It goes through the vocabulary four
-# times, in steps of 4096 numbers; then top-p goes through a short list once for each of 32 bits,
-# and twice more (`distribution_triton`). Each step waits for the one before: a read of the L2
-# cache, about 270 cycles (Luo et al., arXiv 2402.13499), 8 numbers a thread, and a sum over 16
-# warps. Assumed to take about 2,500 cycles.
-LAW_STEP_NUMBERS, LAW_PASSES, LAW_SEARCH_STEPS, LAW_STEP_SECONDS = 4096, 4, 34, 1e-6
-# Integer instructions for each element of a matrix, as pairs (most rows of the product,
-# instructions): counted in the loops that Triton 3.9 compiles for compute capabilities 8.0 and 8.9.
-# With more than 16 rows, several warps of a program decode the same elements.
-OPERATIONS = {
-    Read.SPLIT_BF16: ((16, 13.0), (FEW_ROWS, 50.0)),
-    Read.HIGH: ((16, 12.0), (FEW_ROWS, 23.0)),
-    # Conversions to floats included.
-    Read.GROUPS: ((16, 4.0), (FEW_ROWS, 15.0)),
-}
-# Integer instructions for each element that is decoded to memory: of a matrix before a product with
-# more rows, or of a block of KV.
-DECODE_OPERATIONS = 15.0
-# Default number of keys of a chunk that is scored (`settings.chunk_size`).
-SCORED_KEYS = 8
-# Bytes that a distribution and its acceptance rule read and write for each token of the vocabulary:
-# about 70 for the distribution (scores, softmax, shortlist, mask and sums), 50 for the rule (the
-# residual and its sums in float64).
-DISTRIBUTION_BYTES = 120.0
-# How often a norm reads or writes its row, a rotation its heads, and SwiGLU its row.
-NORM_TOUCHES, ROTATE_TOUCHES, MLP_TOUCHES = 18, 12, 5
-# Launches of a round of `levels.speculate` outside its forward: the rule, one wait, and the copies
-# back to the device.
-ROUND_LAUNCHES = 30
-NORM_PARTS = ("input_norm", "qkv")
 
 
 def prefill_flops(config: ModelConfig, tokens: int) -> float:
@@ -100,9 +59,22 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
     for spec in config.layers:
         shapes = spec.shapes(config.hidden).values()
         numbers += sum(prod(shape) for shape in shapes if len(shape) == 2)
-        window = spec.mixer.window
-        numbers += 2 * spec.mixer.queries * min(tokens / 2, window or tokens)
+        numbers += _mixed_numbers(spec.mixer, tokens)
     return 2.0 * tokens * numbers
+
+
+def _mixed_numbers(mixer: Mixer, tokens: int) -> float:
+    """Return the multiplications of a mixer between its projections, for each token of a prompt."""
+    match mixer:
+        case Attention():
+            return 2 * mixer.queries * min(tokens / 2, mixer.window or tokens)
+        case DeltaNet():
+            # By key, by query and in the fold with the state; the same with the rows of a chunk.
+            states = 3 * mixer.key_dim * mixer.value_dim
+            rows = 2 * FOLD_TOKENS * (mixer.key_dim + mixer.value_dim)
+            return mixer.value_heads * (states + rows) + mixer.channels * mixer.taps
+        case _:
+            return mixer.channels * mixer.taps
 
 
 @dataclass(frozen=True)
@@ -124,8 +96,9 @@ class Costs:
 
     @property
     def _layer(self) -> LayerSpec:
-        """The layer whose small kernels stand for those of all."""
-        return self.config.layers[0]
+        """The layer whose small kernels stand for those of all: the first with attention."""
+        layers = self.config.layers
+        return next(spec for spec in layers if isinstance(spec.mixer, Attention))
 
     @property
     def launches(self) -> Launches:
@@ -191,16 +164,33 @@ class Costs:
         launches = self.launches.attend + (self.launches.score if scored else 0)
         return self._attended(keys * token_bytes, nbytes, flops, launches, recorded=recorded)
 
-    def attend_window(self, tokens: int, keys: int, *, recorded: bool = False) -> float:
-        """Return the seconds of attention of `tokens` queries in a layer with a window.
+    def recent(self, mixer: Mixer, tokens: int, keys: int, *, recorded: bool = False) -> float:
+        """Return the seconds of `tokens` rows of a mixer that keeps recent tokens or a state,
+        without its projections.
 
         keys: number of keys of the context
         """
-        mixer = self.config.windowed
+        if mixer.keeps is Keeps.STATE:
+            return self._recur(mixer, tokens, recorded=recorded)
         seen = min(keys, mixer.window - 1 + tokens)
         nbytes = seen * _token_bytes(mixer, self.dtype)
         flops = 4.0 * tokens * mixer.queries * seen
         return self._attended(nbytes, nbytes, flops, self.launches.attend, recorded=recorded)
+
+    def _recur(self, mixer: Recurrent, tokens: int, *, recorded: bool) -> float:
+        """Return the seconds of a convolution, and of a recurrence if the mixer has one: its state
+        is read, and half of the most rows that are not folded yet.
+        """
+        shape, launches = state_shape(self.config, self.dtype), RECUR_LAUNCHES
+        rows = (FOLD_TOKENS // 2 + 3 * tokens) * shape.row_bytes
+        nbytes = (shape.state_bytes + rows) / shape.layers
+        numbers = 0
+        if isinstance(mixer, DeltaNet):
+            numbers = 2 * mixer.value_heads * mixer.key_dim * mixer.value_dim
+        else:
+            launches = CONVOLVE_LAUNCHES
+        count = launches[self.hardware.asynchronous]
+        return self.piece(nbytes, 2.0 * tokens * numbers, count, recorded=recorded)
 
     def _attended(
         self, kv: float, nbytes: float, flops: float, launches: int, *, recorded: bool
@@ -264,15 +254,20 @@ class Costs:
         self, tokens: int, keys: int, *, recorded: bool = True, rounded: bool = False
     ) -> float:
         """Return the seconds of a layer whose weights and KV are all on the device, the average of
-        all layers if some have a window.
+        all layers if they differ.
         """
         # A separate kernel merges the parts into which attention divides the keys.
         merged = self.small(1, recorded=recorded) if self.hardware.asynchronous else 0.0
-        share = len(self.config.window_layers) / len(self.config.layers)
-        attended = self.attend(tokens, keys, recorded=recorded, rounded=rounded)
-        if share:
-            attended *= 1 - share
-            attended += share * self.attend_window(tokens, keys, recorded=recorded)
+        config, attended = (
+            self.config,
+            self.attend(tokens, keys, recorded=recorded, rounded=rounded),
+        )
+        if len(config.kv_layers) < len(config.layers):
+            attended *= len(config.kv_layers)
+            for layers in filter(None, (config.window_layers, config.recurrent_layers)):
+                mixer = config.layers[layers[0]].mixer
+                attended += len(layers) * self.recent(mixer, tokens, keys, recorded=recorded)
+            attended /= len(config.layers)
         return (
             self.before(tokens, recorded=recorded)
             + attended

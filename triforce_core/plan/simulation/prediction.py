@@ -127,6 +127,7 @@ def _memory(chosen: Candidate) -> dict[str, Any]:
         "weights_bytes": parts["weights"],
         "resident_kv_bytes": parts["kv"],
         "windows_bytes": parts["windows"],
+        "states_bytes": parts["states"],
         "int4_bytes": parts["int4_copies"],
         "drafting_bytes": parts["drafting"],
         "slots_bytes": parts["slots"],

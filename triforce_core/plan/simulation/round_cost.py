@@ -95,8 +95,7 @@ class RoundCost:
         """Compute time of a pass, its head included, without waits."""
         seconds, full = self._seconds, self._shape.layers
         layer = seconds[Kind.BEFORE] + self._blocks * seconds[Kind.BLOCK] + seconds[Kind.AFTER]
-        others = len(self.memory.layers) - full
-        return full * layer + others * self._window_seconds + self.head_seconds
+        return full * layer + sum(self._recent_seconds.values()) + self.head_seconds
 
     @property
     def head_seconds(self) -> float:
@@ -129,7 +128,7 @@ class RoundCost:
             # A BLOCK piece computes only attention.
             own = attend if kind is Kind.BLOCK else seconds[kind] + blocks * attend
             if kind is Kind.AFTER and self.places.kv_index[layer] is None:
-                own = self._window_seconds - seconds[Kind.BEFORE]
+                own = self._recent_seconds[layer] - seconds[Kind.BEFORE]
             works.append(Work("layer", own, needs, releases, layer))
         if not self.early_head:
             works.append(head)
@@ -182,13 +181,14 @@ class RoundCost:
         return self.memory.kv.shape
 
     @cached_property
-    def _window_seconds(self) -> float:
-        """Seconds of a layer with a window; 0 if there are none."""
-        costs, tokens = self.costs, self.tokens
-        if costs.config.windowed is None:
-            return 0.0
-        attended = costs.attend_window(tokens, self.length + tokens)
-        return costs.before(tokens) + attended + costs.after(tokens)
+    def _recent_seconds(self) -> dict[int, float]:
+        """Seconds of each layer that keeps no KV in blocks."""
+        costs, tokens, config = self.costs, self.tokens, self.costs.config
+        found = {}
+        for layers in filter(None, (config.window_layers, config.recurrent_layers)):
+            mixed = costs.recent(config.layers[layers[0]].mixer, tokens, self.length + tokens)
+            found |= dict.fromkeys(layers, costs.before(tokens) + mixed + costs.after(tokens))
+        return found
 
     @cached_property
     def _seconds(self) -> dict[Kind, float]:

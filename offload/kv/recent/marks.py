@@ -1,30 +1,34 @@
-"""Marks: copies of the windows at some lengths of a text, to which it can be cut."""
+"""Marks: copies of windows or of states at some lengths of a text, to which it can be cut."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+from triforce_offload.weights.formats import ElementType
 
-from triforce_offload.kv.windows.shape import MOST_MARKS
+if TYPE_CHECKING:
+    import torch
+
+# Marks of a sequence, at most.
+MOST_MARKS = 6
+# A prefill leaves a mark after this many tokens, or fewer marks if there would be too many.
+MARK_TOKENS = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """The KV of the last tokens of a text, at one of its lengths.
+    """What a store holds at one of a text's lengths.
 
     length: number of tokens of the text
-    rows: [layers, 2, kv_heads, tokens, head_dim] on the host
+    start: number of tokens before those whose rows are held
+    parts: tensors on the host, as the store's shape says (`mark_parts`)
     """
 
     length: int
-    rows: torch.Tensor
-
-    @property
-    def start(self) -> int:
-        """Number of tokens of the text before the rows."""
-        return self.length - self.rows.shape[3]
+    start: int
+    parts: tuple[torch.Tensor, ...]
 
     def reaches(self, tokens: int, past: int) -> int | None:
         """Return the greatest length up to `tokens` to which the text can be cut with this mark, or
@@ -41,6 +45,17 @@ def reaches(start: int, length: int, tokens: int, past: int) -> int | None:
     """
     cut = min(length, tokens)
     return cut if start <= max(0, cut - past) else None
+
+
+class MarkTensor(NamedTuple):
+    """A tensor of a mark, with heads in the second dimension.
+
+    by_keys: whether its heads are key heads; else they are value heads
+    """
+
+    shape: tuple[int, ...]
+    dtype: ElementType
+    by_keys: bool = True
 
 
 class Marks:
@@ -83,3 +98,16 @@ class Marks:
     def replace(self, marks: Sequence[Mark]) -> None:
         """Replace all marks."""
         self._marks = list(marks)
+
+
+class MarkPlaces:
+    """Where a prefill leaves marks: at the ends of parts, at about equal distances."""
+
+    def __init__(self, marks: int, rows: int) -> None:
+        """marks: number of marks that the sequence has. rows: number of rows of the prefill"""
+        room = MOST_MARKS - 1 - marks
+        self._every = max(MARK_TOKENS, -(-rows // (room + 1))) if room > 0 else rows
+
+    def due(self, first: int, end: int) -> bool:
+        """Whether a mark belongs at the end of a part from row `first` to row `end`."""
+        return first // self._every != end // self._every

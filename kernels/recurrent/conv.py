@@ -1,0 +1,33 @@
+"""Short causal convolutions over each channel, whose rows may be a tree."""
+
+from __future__ import annotations
+
+import torch
+
+
+def convolve(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lineage: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the convolution of the last rows, [rows, channels], in the dtype of the inputs.
+
+    inputs: [before + rows, channels]: the inputs of tokens before the rows, and of the rows. At
+        least taps - 1 are before them
+    weight: [channels, 1, taps], the last of which is for a row's own input
+    bias: [channels] or None
+    lineage: indices of the inputs that each row sees, [rows, taps], its own last; None if each row
+        follows the one before it and taps - 1 inputs are before the first
+    """
+    channels, _, taps = weight.shape
+    if lineage is None:
+        out = inputs.new_zeros((len(inputs) - taps + 1, channels), dtype=torch.float32)
+        rows = len(out)
+        for tap in range(taps):
+            out.addcmul_(inputs[tap : tap + rows].float(), weight[:, 0, tap].float())
+    else:
+        out = (inputs[lineage].float() * weight[:, 0].T.float()).sum(1)
+    if bias is not None:
+        out += bias.float()
+    return out.to(inputs.dtype)

@@ -1,0 +1,113 @@
+"""Prefill of recurrent layers, layer by layer and part by part."""
+
+from __future__ import annotations
+
+import torch
+
+from triforce_kernels.recurrent.conv import convolve
+from triforce_kernels.recurrent.delta import DeltaRows, Folded, delta_chunks, delta_rule, fold
+from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.kv.recent.marks import Mark, MarkPlaces
+from triforce_offload.kv.states.shape import FOLD_TOKENS
+from triforce_offload.kv.states.store import StateStore
+
+
+class StatePrefill:
+    """The part of a prefill that is in the recurrent layers.
+
+    The store keeps its length until `commit`, but its states advance. If the prefill ends before
+    that, the store can be cut to that length again, by a mark.
+    """
+
+    def __init__(self, store: StateStore, rows: int) -> None:
+        """rows: number of rows of the whole forward batch"""
+        self._store = store
+        self._rows = rows
+        self._places = MarkPlaces(len(store.marks), rows)
+        self._marks: dict[int, Mark] = {}
+        self._recent = store.inputs[0, :0]
+        self._held = 0
+        store.begin_fill()
+
+    def convolve(
+        self,
+        layer: int,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Cache.convolve."""
+        store = self._store
+        before = store.shape.before
+        if not batch.first:
+            self._recent = store.inputs[layer, : before + store.end]
+        self._recent = torch.cat((self._recent, inputs))
+        out = convolve(self._recent[-before - batch.rows :], weight, bias, None)
+        length = store.length + batch.end
+        kept = before + length % FOLD_TOKENS
+        # A copy, so that the inputs before it are released.
+        self._recent = self._recent[-before - FOLD_TOKENS :].clone()
+        if batch.end == self._rows:
+            store.fill_inputs(layer, self._recent[-kept:])
+        if not store.shape.value_heads:
+            self._end_part(layer, batch)
+        return out
+
+    def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
+        """Cache.recur."""
+        store = self._store
+        if not batch.first:
+            self._held = store.end
+        normed, outs, first = rows.normed(), [], 0
+        if self._held:
+            first = min(FOLD_TOKENS - self._held, batch.rows)
+            outs.append(self._rows_alone(layer, normed.heads_part(0, first)))
+        whole = first + (batch.rows - first) // FOLD_TOKENS * FOLD_TOKENS
+        if whole > first:
+            chunks = normed.heads_part(first, whole)
+            outs.append(delta_chunks(chunks, store.state[layer], FOLD_TOKENS))
+        if whole < batch.rows:
+            outs.append(self._rows_alone(layer, normed.heads_part(whole, batch.rows)))
+        self._end_part(layer, batch)
+        return torch.cat(outs, 1).transpose(0, 1).to(rows.values.dtype)
+
+    def commit(self) -> None:
+        """Make the rows tokens of the text."""
+        store = self._store
+        length = store.length + self._rows
+        store.commit_fill(length, length % FOLD_TOKENS)
+        for mark in self._marks.values():
+            store.marks.add(mark)
+
+    def _rows_alone(self, layer: int, rows: DeltaRows) -> torch.Tensor:
+        """Compute rows that are no whole chunk, and leave them behind; fold them if they complete
+        one. Return their output.
+        """
+        store = self._store
+        held = Folded(*(each[layer] for each in store.rows))
+        out, own = delta_rule(rows, store.state[layer], held.part(0, self._held))
+        store.leave(layer, own, self._held)
+        self._held += own.keys.shape[1]
+        if self._held == FOLD_TOKENS:
+            fold(store.state[layer], held.part(0, FOLD_TOKENS))
+            self._held = 0
+        return out
+
+    def _end_part(self, layer: int, batch: ForwardBatch) -> None:
+        """Copy the layer to a mark, if one belongs at the end of this part."""
+        if batch.end == self._rows or not self._places.due(batch.first, batch.end):
+            return
+        store, length = self._store, self._store.length + batch.end
+        held = length % FOLD_TOKENS
+        kept = store.shape.before + held
+        rows = (each[layer, :, :held] for each in store.rows)
+        parts = (store.state[layer], *rows, self._recent[-kept:])
+        if length not in self._marks:
+            sizes = ((store.shape.layers, *part.shape) for part in parts)
+            whole = tuple(
+                torch.empty(size, dtype=part.dtype) for size, part in zip(sizes, parts, strict=True)
+            )
+            self._marks[length] = Mark(length, length - held, whole)
+        for to, part in zip(self._marks[length].parts, parts, strict=True):
+            to[layer] = part

@@ -1,0 +1,81 @@
+"""Pieces of a checkpoint that make up the tensors of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from triforce_core.model.divided import Window
+from triforce_offload.checkpoint.source import WHOLE, Corner
+
+if TYPE_CHECKING:
+    import torch
+
+# Turns the numbers of a small tensor, in float32, into those of the model.
+Change = Callable[["torch.Tensor"], "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the checkpoint that makes up some rows of a tensor of the model.
+
+    rows: number of rows
+    order: which stored row of a head each row is (see `head_order`); None for rows as stored
+    corner: first row and column of the part that is read; it is as wide as the model's tensor
+    change: turns the stored numbers into the model's; None if they are the same
+    """
+
+    name: str
+    rows: int
+    order: tuple[int, ...] | None = None
+    corner: Corner = WHOLE
+    change: Change | None = None
+
+    def within(self, window: Window) -> Piece:
+        """Return the part of the piece in a window, which covers whole heads."""
+        rows = self.rows if window.rows is None else len(window.rows)
+        first = 0 if window.rows is None else window.rows.start
+        column = 0 if window.columns is None else window.columns.start
+        corner = Corner(self.corner.row + first, self.corner.column + column)
+        return replace(self, rows=rows, corner=corner)
+
+
+def pieces_of(
+    names: Sequence[str], sizes: Sequence[int], orders: Sequence[tuple[int, ...] | None]
+) -> list[Piece]:
+    """Return pieces of tensors of their own, or of one tensor that has all of them."""
+    if len(names) == len(sizes):
+        return [Piece(*each) for each in zip(names, sizes, orders, strict=True)]
+    firsts = accumulate(sizes, initial=0)
+    return [
+        Piece(names[0], rows, order, Corner(first, 0))
+        for rows, order, first in zip(sizes, orders, firsts, strict=False)
+    ]
+
+
+def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> tuple[int, ...] | None:
+    """Return which number of a stored head each number of ours is; None if they are the same.
+
+    Ours are rotated in pairs half a head apart. Of heads that are rotated in part, pairs that stay
+    as they are come after those that are rotated, in each half.
+
+    rotated: how many numbers of a head are rotated; in files they come first
+    """
+    pairs, still = rotated // 2, head_dim // 2 - rotated // 2
+    step, second = (2, 1) if interleaved else (1, pairs)
+    rest = list(range(rotated, head_dim))
+    order = [step * i for i in range(pairs)] + rest[:still]
+    order += [step * i + second for i in range(pairs)] + rest[still:]
+    return None if order == list(range(head_dim)) else tuple(order)
+
+
+def less_one(numbers: torch.Tensor) -> torch.Tensor:
+    """The weights of a norm whose files have 1 + the weights."""
+    return numbers - 1
+
+
+def minus_exp(numbers: torch.Tensor) -> torch.Tensor:
+    """The factor of decays of which files have the logarithm of its size."""
+    return -numbers.exp()

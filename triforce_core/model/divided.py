@@ -1,0 +1,175 @@
+"""How the mixers of a model are divided over ranks, with one class for each kind of mixer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple, Protocol
+
+from triforce_core.model.layers import Attention, DeltaNet, Mixer, ShortConv
+from triforce_offload.errors import UsageError
+
+
+class Window(NamedTuple):
+    """Rows and columns of a stored tensor; None for all."""
+
+    rows: range | None = None
+    columns: range | None = None
+
+
+class Heads(NamedTuple):
+    """Query heads and key-value heads of each rank. Every query head is on one rank, together with
+    its key-value head. If there are fewer key-value heads than ranks, several ranks have the same
+    one.
+    """
+
+    queries: tuple[range, ...]
+    keys: tuple[range, ...]
+
+    @classmethod
+    def divided(cls, heads: int, kv_heads: int, ranks: int) -> Heads:
+        """Divide `heads` heads, of which a group shares each of `kv_heads`, evenly; the first ranks
+        get more. Raises UsageError if a rank would get nothing.
+        """
+        group = heads // kv_heads
+        if ranks <= kv_heads:
+            keys = spread(kv_heads, ranks)
+            return cls(tuple(range(kv.start * group, kv.stop * group) for kv in keys), tuple(keys))
+        queries, keys = [], []
+        # Heads with fewer ranks come first.
+        for kv, sharing in enumerate(reversed(spread(ranks, kv_heads))):
+            if len(sharing) > group:
+                raise UsageError(
+                    f"{heads} attention heads over {kv_heads} key-value heads do not "
+                    f"spread over {ranks} GPUs: {len(sharing)} of them would share {group}"
+                )
+            keys += [range(kv, kv + 1)] * len(sharing)
+            first = kv * group
+            parts = spread(group, len(sharing))
+            queries += [range(first + part.start, first + part.stop) for part in parts]
+        return cls(tuple(queries), tuple(keys))
+
+
+class Divided(Protocol):
+    """A mixer that ranks share.
+
+    heads: the heads of each rank
+    """
+
+    heads: Heads
+
+    def mixer(self, rank: int) -> Mixer:
+        """Return a rank's part of the mixer."""
+
+    def windows(self, part: str, rank: int) -> list[Window]:
+        """Return the window of each piece of a tensor that a rank has."""
+
+
+@dataclass(frozen=True)
+class DividedAttention:
+    """Attention, divided by heads."""
+
+    whole: Attention
+    heads: Heads
+
+    def mixer(self, rank: int) -> Attention:
+        """Divided.mixer."""
+        return replace(
+            self.whole,
+            heads=len(self.heads.queries[rank]),
+            kv_heads=len(self.heads.keys[rank]),
+            # Only one rank adds the bias, before the sum over ranks.
+            output_bias=self.whole.output_bias and rank == 0,
+        )
+
+    def windows(self, part: str, rank: int) -> list[Window]:
+        """Divided.windows."""
+        whole = self.whole
+        queries, keys = (_columns(own[rank], whole.head_dim) for own in self.heads)
+        if part in ("qkv", "qkv_bias"):
+            first = queries
+            if whole.output_gate:
+                first = _columns(self.heads.queries[rank], 2 * whole.head_dim)
+            return [Window(first), Window(keys), Window(keys)][: 2 + whole.projects_values]
+        if whole.norm_over_heads and part in ("q_norm", "k_norm"):
+            return [Window(queries if part == "q_norm" else keys)]
+        return [Window(None, queries if part == "o" else None)]
+
+
+@dataclass(frozen=True)
+class DividedDeltaNet:
+    """Gated DeltaNet, divided by heads: value heads as `queries`, and their key heads."""
+
+    whole: DeltaNet
+    heads: Heads
+
+    def mixer(self, rank: int) -> DeltaNet:
+        """Divided.mixer."""
+        values, keys = (len(own[rank]) for own in self.heads)
+        return replace(self.whole, key_heads=keys, value_heads=values)
+
+    def windows(self, part: str, rank: int) -> list[Window]:
+        """Divided.windows."""
+        own = self.heads.queries[rank]
+        values = _columns(own, self.whole.value_dim)
+        keys = _columns(self.heads.keys[rank], self.whole.key_dim)
+        channels = [Window(keys), Window(keys), Window(values)]
+        if part == "qkv":
+            return [*channels, Window(values), Window(own), Window(own)]
+        if part == "conv":
+            return channels
+        if part in ("decay", "decay_bias"):
+            return [Window(own)]
+        return [Window(None, values if part == "o" else None)]
+
+
+@dataclass(frozen=True)
+class DividedShortConv:
+    """A short convolution, divided by channels, each of which counts as a head."""
+
+    whole: ShortConv
+    heads: Heads
+
+    def mixer(self, rank: int) -> ShortConv:
+        """Divided.mixer. Every rank would add the output's bias, so models with one are refused."""
+        return replace(self.whole, channels=len(self.heads.keys[rank]))
+
+    def windows(self, part: str, rank: int) -> list[Window]:
+        """Divided.windows."""
+        own = self.heads.keys[rank]
+        if part in ("qkv", "qkv_bias"):
+            return [Window(own)] * 3
+        if part in ("conv", "conv_bias"):
+            return [Window(own)]
+        return [Window(None, own if part == "o" else None)]
+
+
+@cache
+def divided(mixer: Mixer, ranks: int) -> Divided:
+    """Divide a mixer over ranks. Raises UsageError if a rank would get nothing."""
+    match mixer:
+        case Attention():
+            return DividedAttention(mixer, Heads.divided(mixer.heads, mixer.kv_heads, ranks))
+        case DeltaNet():
+            if mixer.tiled_output and ranks > 1:
+                raise UsageError(
+                    "recurrent layers of a GGUF file, whose heads are in another order, do not "
+                    f"spread over {ranks} GPUs: use the model in safetensors files"
+                )
+            heads = Heads.divided(mixer.value_heads, mixer.key_heads, ranks)
+            return DividedDeltaNet(mixer, heads)
+        case ShortConv():
+            if mixer.bias and ranks > 1:
+                raise UsageError(f"convolutions with a bias do not spread over {ranks} GPUs")
+            return DividedShortConv(mixer, Heads.divided(mixer.channels, mixer.channels, ranks))
+
+
+def spread(count: int, over: int) -> list[range]:
+    """Divide `count` items into `over` ranges that are as even as possible, larger ones first."""
+    each, more = divmod(count, over)
+    ends = [(i + 1) * each + min(i + 1, more) for i in range(over)]
+    return [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _columns(heads: range, size: int) -> range:
+    return range(heads.start * size, heads.stop * size)

@@ -1,0 +1,125 @@
+"""Families with recurrent layers: what their config.json says of their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from triforce_core.model.families.family import Family, Layers, layer
+from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.windows import FULL
+from triforce_core.model.layers import DeltaNet, Mixer, NormKind, ShortConv
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
+
+LINEAR, CONV = "linear_attention", "conv"
+
+
+def _qwen3_5(fields: Fields, count: int) -> Layers:
+    """Without layer_types, every fourth layer is attention and the others are recurrent."""
+    every = fields.whole("full_attention_interval", 4)
+    default = [FULL if (index + 1) % every == 0 else LINEAR for index in range(count)]
+    if not fields.flag("attn_output_gate", True):
+        raise UnsupportedModelError(
+            f"{fields.source}: attn_output_gate false is not supported in a qwen3_5_text model"
+        )
+    mixer = DeltaNet(
+        key_heads=fields.whole("linear_num_key_heads"),
+        value_heads=fields.whole("linear_num_value_heads"),
+        key_dim=fields.whole("linear_key_head_dim"),
+        value_dim=fields.whole("linear_value_head_dim"),
+        taps=fields.whole("linear_conv_kernel_dim", least=2),
+        tiled_output=fields.flag("tiled_output", False),
+    )
+    if fields.get("output_gate_type") not in (None, "swish", "silu"):
+        raise UnsupportedModelError(
+            f"{fields.source}: output_gate_type {fields.raw['output_gate_type']!r} is not supported"
+        )
+    bias = fields.flag("attention_bias", False)
+    same = {"qkv_bias": bias, "output_bias": bias, "qk_norm": True, "output_gate": True}
+    return _alternating(fields, default, LINEAR, mixer, **same)
+
+
+def _lfm2(fields: Fields, count: int) -> Layers:
+    """Without layer_types, layers that are not in full_attn_idxs are convolutions."""
+    full = fields.get("full_attn_idxs")
+    full = list(range(count)) if full is None else full
+    if not isinstance(full, list) or not all(isinstance(index, int) for index in full):
+        raise CheckpointError(f"{fields.source}: full_attn_idxs must be a list, got {full!r}")
+    default = [FULL if index in full else CONV for index in range(count)]
+    mixer = ShortConv(
+        channels=fields.whole("hidden_size"),
+        taps=fields.whole("conv_L_cache", least=2),
+        bias=fields.flag("conv_bias", False),
+    )
+    width = {"intermediate_size": _lfm2_width(fields)}
+    own = Fields({**fields.raw, **width}, fields.source, fields.read)
+    return _alternating(own, default, CONV, mixer, qk_norm=True)
+
+
+def _lfm2_width(fields: Fields) -> int:
+    """Return the width of the MLP, which configs give before an adjustment."""
+    width = fields.whole("intermediate_size")
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return width
+    width = int(2 * width / 3)
+    if fields.get("block_ffn_dim_multiplier") is None:
+        return width
+    unit = fields.whole("block_multiple_of", 256)
+    return unit * -(-int(fields.real("block_ffn_dim_multiplier") * width) // unit)
+
+
+def _alternating(
+    fields: Fields, default: Sequence[str], recurrent: str, mixer: Mixer, **attention: bool
+) -> Layers:
+    """Return layers of which those that layer_types calls `recurrent` have this mixer, and the
+    others attention. Raises CheckpointError or UnsupportedModelError.
+    """
+    kinds = fields.get("layer_types")
+    kinds = default if kinds is None else kinds
+    if not isinstance(kinds, Sequence) or len(kinds) != len(default):
+        raise CheckpointError(
+            f"{fields.source}: layer_types must be a list of {len(default)} names, one for each "
+            f"layer, got {kinds!r}"
+        )
+    for kind in kinds:
+        if kind not in (FULL, recurrent):
+            raise UnsupportedModelError(
+                f"{fields.source}: layer_types names {kind!r}, which is not supported (only {FULL} "
+                f"and {recurrent})"
+            )
+    full = layer(fields, **attention)
+    return tuple(full if kind == FULL else replace(full, mixer=mixer) for kind in kinds)
+
+
+# What transformers' configs take for fields that are not there.
+_QWEN3_5 = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_LFM2 = {
+    "num_key_value_heads": 8,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "conv_L_cache": 3,
+    "max_position_embeddings": 128_000,
+    "tie_word_embeddings": True,
+    "block_ffn_dim_multiplier": 1.0,
+}
+# Names in the first configs, and what they are called now.
+_LFM2_RENAMED = {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"}
+RECURRENT = (
+    Family(
+        "qwen3_5_text",
+        "Qwen3_5",
+        _qwen3_5,
+        defaults=_QWEN3_5,
+        norm_kind=NormKind.RMS_PLUS_ONE,
+    ),
+    Family("lfm2", "Lfm2", _lfm2, defaults=_LFM2, norm_eps="norm_eps", renamed=_LFM2_RENAMED),
+)

@@ -1,0 +1,81 @@
+"""Numbers of kernel launches and of what kernels read and compute, counted in the code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triforce_kernels.limits import FEW_ROWS
+from triforce_offload.weights.formats import Read
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Numbers of kernel launches, counted in the code.
+
+    before, after: launches of a layer before its attention and after it (`model`)
+    attend: launches for each piece of keys (`attend`)
+    score: additional launches for each piece of keys whose chunks are scored
+    merge: launches of a layer after all its keys
+    distribution: launches from logits to distributions (`sampling`)
+    small_before, small_after: those of `before` and `after` that compute almost nothing: all except
+        the products with weights
+    """
+
+    before: int
+    attend: int
+    score: int
+    merge: int
+    after: int
+    distribution: int
+    small_before: int = 0
+    small_after: int = 0
+
+    @property
+    def layer(self) -> int:
+        """Number of launches of a layer with one piece of keys."""
+        return self.before + self.attend + self.merge + self.after
+
+
+# PyTorch's operations, views included, which compute on a CPU.
+PLAIN = Launches(before=21, attend=12, score=8, merge=12, after=15, distribution=20)
+# Triton's kernels: norm, product, rotation; one for blocks, one for the tail and one for scores;
+# a copy that puts heads side by side, product, norm with residual, product, SwiGLU, product, sum.
+FUSED = Launches(
+    before=3, attend=1, score=0, merge=2, after=7, distribution=1, small_before=2, small_after=4
+)
+# Duration of a GPU kernel that computes almost nothing: 2.9 us, from "Getting Started with CUDA
+# Graphs" (NVIDIA technical blog).
+SMALL_KERNEL_SECONDS = 2.9e-6
+# On a GPU, one program computes the distribution of a row. It goes through the vocabulary four
+# times, in steps of 4096 numbers; then top-p goes through a short list once for each of 32 bits,
+# and twice more (`distribution_triton`). Each step waits for the one before: a read of the L2
+# cache, about 270 cycles (Luo et al., arXiv 2402.13499), 8 numbers a thread, and a sum over 16
+# warps. Assumed to take about 2,500 cycles.
+LAW_STEP_NUMBERS, LAW_PASSES, LAW_SEARCH_STEPS, LAW_STEP_SECONDS = 4096, 4, 34, 1e-6
+# Integer instructions for each element of a matrix, as pairs (most rows of the product,
+# instructions): counted in the loops that Triton 3.9 compiles for compute capabilities 8.0 and 8.9.
+# With more than 16 rows, several warps of a program decode the same elements.
+OPERATIONS = {
+    Read.SPLIT_BF16: ((16, 13.0), (FEW_ROWS, 50.0)),
+    Read.HIGH: ((16, 12.0), (FEW_ROWS, 23.0)),
+    # Conversions to floats included.
+    Read.GROUPS: ((16, 4.0), (FEW_ROWS, 15.0)),
+}
+# Integer instructions for each element that is decoded to memory: of a matrix before a product with
+# more rows, or of a block of KV.
+DECODE_OPERATIONS = 15.0
+# Default number of keys of a chunk that is scored (`settings.chunk_size`).
+SCORED_KEYS = 8
+# Bytes that a distribution and its acceptance rule read and write for each token of the vocabulary:
+# about 70 for the distribution (scores, softmax, shortlist, mask and sums), 50 for the rule (the
+# residual and its sums in float64).
+DISTRIBUTION_BYTES = 120.0
+# How often a norm reads or writes its row, a rotation its heads, and SwiGLU its row.
+NORM_TOUCHES, ROTATE_TOUCHES, MLP_TOUCHES = 18, 12, 5
+# Launches of a round of `levels.speculate` outside its forward: the rule, one wait, and the copies
+# back to the device.
+ROUND_LAUNCHES = 30
+# Launches of a convolution, and of one with the gated delta rule, in PyTorch and in Triton: there,
+# a kernel each for the convolution and the rule, and two for gates and norms.
+CONVOLVE_LAUNCHES, RECUR_LAUNCHES = (12, 2), (75, 5)
+NORM_PARTS = ("input_norm", "qkv")
