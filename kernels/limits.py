@@ -33,3 +33,6 @@ KV_BLOCKS_AT_ONCE = 4
 # one head: the temporaries stay in a processor's cache. Then the bytes for each number.
 KV_CODED_AT_ONCE = 1 << 17
 KV_CODING_BYTES = 14
+# Number of rows of a prefill that the gated delta rule computes at once, a multiple of the rows
+# that are folded at a time.
+DELTA_ROWS = 256

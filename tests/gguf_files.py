@@ -42,7 +42,7 @@ def in_blocks(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
 _ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 _RENAMED = {
     **{"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"},
-    **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4"},
+    **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4", "qwen3_5_text": "qwen35"},
 }
 # Those whose q and k llama.cpp's converter permutes.
 _PERMUTED = ("llama", "smollm3", "granite")
@@ -70,17 +70,20 @@ def write_gguf(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    mlp = model.model.layers[0].feed_forward.w1 if architecture == "lfm2" else None
+    writer.add_feed_forward_length(mlp.out_features if mlp else config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     if architecture == "gemma4":
         _describe_gemma4(writer, config)
+    elif architecture in ("qwen35", "lfm2"):
+        _describe_recurrent(writer, config)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
     if architecture == "cohere2":
         writer.add_layer_norm_eps(config.layer_norm_eps)
         writer.add_logit_scale(config.logit_scale)
     else:
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", None) or config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
     # The layers of Gemma 4 have a config each.
     first = config.per_layer_config[0] if architecture == "gemma4" else config
@@ -124,6 +127,10 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
             )
         if architecture == "gemma3" and "norm" in name:
             array = array + 1
+        if architecture == "qwen35":
+            name, array = _of_qwen35(config, name, array)
+        if name.endswith("conv.conv.weight"):
+            array = array.squeeze(1)
         if name.endswith("layer_scalar"):
             name += ".weight"
         tensors[names.get_name(name, (".weight", ".bias"))] = array
@@ -132,6 +139,54 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
         still = [1e30] * (full // 2 - full // 8)
         tensors["rope_freqs.weight"] = np.array([1.0] * (full // 8) + still, np.float32)
     return tensors
+
+
+def _of_qwen35(config: object, name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
+    """A tensor of Qwen3.5 as the converter stores it: norms with 1 added, decays as factors, value
+    heads of all key heads side by side.
+    """
+    keys, size = config.linear_num_key_heads, config.linear_value_head_dim
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return name, array + 1
+    if name.endswith("conv1d.weight"):
+        array = array.squeeze(1)
+    if name.endswith("A_log"):
+        array = -np.exp(array)
+    before = 2 * keys * config.linear_key_head_dim
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        array = np.concatenate((array[:before], _tiled(array[before:], keys, size)))
+    elif name.endswith("in_proj_z.weight"):
+        array = _tiled(array, keys, size)
+    elif name.endswith(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")):
+        array = _tiled(array, keys, 1)
+    elif name.endswith("out_proj.weight"):
+        array = _tiled(array.T, keys, size).T
+    return name.replace("dt_bias", "dt_proj.bias"), array
+
+
+def _tiled(rows: np.ndarray, keys: int, size: int) -> np.ndarray:
+    """Rows of value heads, of which those of a key head were side by side."""
+    heads = rows.reshape(keys, -1, size, *rows.shape[1:])
+    return heads.swapaxes(0, 1).reshape(rows.shape)
+
+
+def _describe_recurrent(writer: gguf.GGUFWriter, config: object) -> None:
+    """Adds what the converter adds of recurrent layers."""
+    if config.model_type == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        heads = config.num_key_value_heads
+        writer.add_head_count_kv(
+            [heads if kind == "full_attention" else 0 for kind in config.layer_types]
+        )
+        return
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def _describe_gemma4(writer: gguf.GGUFWriter, config: object) -> None:

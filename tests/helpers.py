@@ -221,7 +221,8 @@ FAMILIES: dict[str, tuple[str, dict]] = {
             "linear_value_head_dim": 12,
         },
     ),
-    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2-bias": ("Lfm2", {"layer_types": ["full_attention", "conv", "conv"], "conv_bias": True}),
 }
 
 # Every mix of resident and streamed; more resident blocks than there are means all.

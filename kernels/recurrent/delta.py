@@ -51,10 +51,6 @@ class DeltaRows(NamedTuple):
         queries *= queries.shape[-1] ** -0.5
         return DeltaRows(queries, keys, values, self.decays.T, self.rates.T)
 
-    def heads_part(self, first: int, end: int) -> DeltaRows:
-        """Return rows `first` to `end` of rows with heads first."""
-        return DeltaRows(*(each[:, first:end] for each in self))
-
 
 class Folded(NamedTuple):
     """What rows leave behind, from which they are folded into the state.

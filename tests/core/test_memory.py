@@ -32,8 +32,8 @@ def two_threads():
         *product(
             ("llama", "qwen3", "glm4", "gemma3"), ("autoregressive", "ngram", "model", "mean")
         ),
-        # A model whose layers have different heads does not draft.
-        *product(("gemma4",), ("autoregressive", "ngram", "mean")),
+        # Models whose layers have different heads, or a state, do not draft.
+        *product(("gemma4", "qwen3_5", "lfm2"), ("autoregressive", "ngram", "mean")),
     ],
 )
 @pytest.mark.parametrize("placement", ["resident", "kv", "weights", "both"])
@@ -64,16 +64,15 @@ def test_accounted_bytes_cover_what_is_allocated(
             block_tokens=4 * BLOCK,
             **placed(placement, options),
         ) as engine:
-            stats.update(
-                engine.generate(
-                    random_ids(prompt_tokens), SamplingParams(max_new_tokens=new_tokens)
-                ).stats
-            )
+            prompt, params = random_ids(prompt_tokens), SamplingParams(max_new_tokens=new_tokens)
+            stats.update(engine.generate(prompt, params).stats)
+            stats["marks"] = engine.memory_plan.requirements.marks_bytes
 
     peak = allocated_peak(run, (tmp_path / "model.safetensors").stat().st_size)
     accounted = stats["memory"]["device_peak_bytes"]
     assert accounted <= stats["memory"]["device_budget_bytes"]
-    assert peak <= accounted
+    # Marks are in host memory, which is the device's here.
+    assert peak <= accounted + stats["marks"]
     if prompt_tokens > new_tokens:  # the workspace is for a prompt that fills the context
         assert accounted <= 1.35 * peak
 

@@ -35,7 +35,7 @@ def engine(path: Path, placement: str = "kv-in-part", **options: object) -> Engi
 
 
 @pytest.mark.one_in(9)
-@pytest.mark.parametrize("family", ["llama", "exaone4-windows"])
+@pytest.mark.parametrize("family", ["llama", "exaone4-windows", "qwen3_5", "lfm2"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_what_was_saved_goes_on_as_it_would_have(
     tiny, tmp_path, family: str, placement: str
@@ -185,14 +185,41 @@ def test_damaged_windows_are_refused_in_a_sentence(tiny, tmp_path) -> None:
             "lacks marks": {n: t for n, t in parts.items() if n != "marks"},
             "lacks window.0": {n: t for n, t in parts.items() if n != "window.0"},
             "lacks window.1": parts | {"marks": torch.tensor([89, 90])},
-            r"windows at \[91\] of 90": parts | {"marks": torch.tensor([91])},
-            r"windows at \[\] of 90": parts | {"marks": torch.tensor([], dtype=torch.int64)},
-            "has 9 of 90 tokens": parts | {"window.0": windows[..., :9, :].contiguous()},
+            r"marks at \[91\] of 90": parts | {"marks": torch.tensor([91])},
+            r"marks at \[\] of 90": parts | {"marks": torch.tensor([], dtype=torch.int64)},
+            "does not hold 90 tokens": parts | {"window.0": windows[..., :9, :].contiguous()},
             "window.0 of the context": parts | {"window.0": windows[:1].clone()},
             "marks of the context": parts | {"marks": torch.tensor([[90]])},
             "marks of the context in .* is F32": parts | {"marks": torch.tensor([90.0])},
         }
         for named, content in cases.items():
+            content["checksums"] = torch.zeros(len(content), dtype=torch.int64)
+            save_file(content, damaged, metadata=about)
+            damaged.write_bytes(with_sums(damaged.read_bytes()))
+            with pytest.raises(UsageError, match=named):
+                running.load_context(damaged)
+            assert running.generate(PROMPT, SamplingParams(1)).stats["new_tokens"] == 1, named
+
+
+def test_damaged_states_are_refused_in_a_sentence(tiny, tmp_path) -> None:
+    path, _ = tiny("qwen3_5")
+    saved, damaged = tmp_path / "context", tmp_path / "damaged"
+    with engine(path) as running:
+        running.generate(PROMPT, SamplingParams(1))
+        running.save_context(saved)
+        whole, parts = saved.read_bytes(), load_file(saved)
+        about = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["__metadata__"]
+        cases = {
+            "lacks state_marks": {n: t for n, t in parts.items() if n != "state_marks"},
+            "lacks state.0": {n: t for n, t in parts.items() if n != "state.0"},
+            "lacks key_inputs.0": {n: t for n, t in parts.items() if n != "key_inputs.0"},
+            "state_keys.0 of the context": parts
+            | {"state_keys.0": parts["state_keys.0"][:, :, 1:]},
+            "state.0 of the context in .* is BF16": parts
+            | {"state.0": parts["state.0"].bfloat16()},
+        }
+        for named, content in cases.items():
+            content = {name: tensor.contiguous() for name, tensor in content.items()}
             content["checksums"] = torch.zeros(len(content), dtype=torch.int64)
             save_file(content, damaged, metadata=about)
             damaged.write_bytes(with_sums(damaged.read_bytes()))

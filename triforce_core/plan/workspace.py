@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.layers import Attention, DeltaNet, Recurrent
+from triforce_core.model.layers import Attention, DeltaNet, Mixer, Recurrent
 from triforce_core.model.tensors import matrices
-from triforce_core.plan.levels import DISTRIBUTION_ROWS, LONGEST_RECORDED
+from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.limits import (
     DECODE_BYTES,
     DECODED_AT_ONCE,
+    DELTA_ROWS,
     GROUPS_AT_ONCE,
     GROUPS_BYTES,
     SPLIT_AT_ONCE_ON_GPU,
@@ -38,33 +39,31 @@ def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -
     whole = tokens * (config.hidden + keys + 2 * sum(sizes)) * itemsize
     # Angles and their cosines and sines, in float32.
     rope = tokens * max(sizes) * 4 * 4
-    attention = partial(_prefill_bytes, rows=chunk, itemsize=itemsize, text_tokens=tokens)
-    return whole + max(rope, _layers_bytes(config, chunk, itemsize, attention))
+    mixed = partial(_prefill_bytes, rows=chunk, itemsize=itemsize, text_tokens=tokens)
+    return whole + max(rope, _layers_bytes(config, chunk, itemsize, mixed))
 
 
 def forward_bytes(config: ModelConfig, tokens: int, itemsize: int, text_tokens: int) -> int:
     """Return the bytes of temporaries of a forward over `tokens` tokens after the prefill: the
-    maximum of attention and MLP, without what attention keeps between blocks.
+    maximum of mixer and MLP, without what attention keeps between blocks.
 
     text_tokens: number of tokens of the longest sequence
     """
-    attention = partial(_pass_bytes, tokens=tokens, itemsize=itemsize, text_tokens=text_tokens)
-    return _layers_bytes(config, tokens, itemsize, attention)
+    mixed = partial(_pass_bytes, tokens=tokens, itemsize=itemsize, text_tokens=text_tokens)
+    return _layers_bytes(config, tokens, itemsize, mixed)
 
 
 def _layers_bytes(
-    config: ModelConfig, tokens: int, itemsize: int, attention: Callable[[Attention], int]
+    config: ModelConfig, tokens: int, itemsize: int, mixed: Callable[[Mixer], int]
 ) -> int:
     """Return the bytes of the largest layer: the maximum of its mixer and its MLP.
 
-    attention: returns the bytes of the operation between the projections
+    mixed: returns the bytes of a mixer's operation between its projections
     """
     hidden, largest = config.hidden, 0
     for spec in config.distinct_layers:
-        if isinstance(spec.mixer, Attention):
-            mixer = _attention_bytes(spec.mixer, hidden, tokens, itemsize) + attention(spec.mixer)
-        else:
-            mixer = _recurrent_bytes(spec.mixer, hidden, tokens, itemsize)
+        projections = _attention_bytes if isinstance(spec.mixer, Attention) else _recurrent_bytes
+        mixer = projections(spec.mixer, hidden, tokens, itemsize) + mixed(spec.mixer)
         mlp = tokens * (hidden * 2 + spec.mlp.width * 3) * itemsize
         largest = max(largest, mixer, mlp)
     return largest
@@ -82,33 +81,25 @@ def _attention_bytes(mixer: Attention, hidden: int, tokens: int, itemsize: int) 
 
 
 def _recurrent_bytes(mixer: Recurrent, hidden: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of a recurrent mixer: the projections, the convolution in float32, and the
-    gated delta rule in float32.
+    """Return the bytes of a recurrent mixer without the operation between its projections: these,
+    the inputs of the convolution, those of the tokens before, and its results.
     """
-    projected = mixer.shapes(hidden)["qkv"][0]
-    nbytes = tokens * (2 * hidden + projected + 3 * mixer.channels) * itemsize
-    # Inputs of rows before, and the sum of the convolution with one term; of trees, all terms.
-    nbytes += (FOLD_TOKENS + mixer.taps) * mixer.channels * itemsize
-    taps = mixer.taps if tokens <= LONGEST_RECORDED else 2
-    convolution = tokens * mixer.channels * 4 * (1 + taps)
-    if not isinstance(mixer, DeltaNet):
-        return nbytes + convolution
-    heads, wide = mixer.value_heads, mixer.key_heads * mixer.key_dim
-    # Normed heads; keys and queries for each value head, and twice more while they are read.
-    rule = tokens * (4 * wide + heads * (4 * mixer.key_dim + 7 * mixer.value_dim)) * 4
-    # Products of rows with the rows before, in a chunk or with those that are not folded yet.
-    rule += tokens * heads * (2 * FOLD_TOKENS + min(tokens, LONGEST_RECORDED + FOLD_TOKENS)) * 4 * 5
-    rule += heads * mixer.key_dim * mixer.value_dim * 4 * 2
-    return nbytes + max(convolution, rule)
+    projected, mixed = mixer.shapes(hidden)["qkv"][0], mixer.shapes(hidden)["o"][1]
+    nbytes = tokens * (2 * hidden + projected + 3 * mixer.channels + 2 * mixed) * itemsize
+    return nbytes + 2 * (FOLD_TOKENS + mixer.taps) * mixer.channels * itemsize
 
 
-def _prefill_bytes(mixer: Attention, rows: int, itemsize: int, text_tokens: int) -> int:
-    """Return the bytes of the attention of `rows` rows of a prefill.
+def _prefill_bytes(mixer: Mixer, rows: int, itemsize: int, text_tokens: int) -> int:
+    """Return the bytes of the operation of a mixer over `rows` rows of a prefill.
 
-    Without a window: two parts that are merged in float32. With one: keys and values of the rows
-    and of the tokens before them, and a copy of the last of these; those that some rows see at
-    once, for each query head; and the mask of these.
+    Recurrent: the sum of the convolution, or what the gated delta rule computes at once, in
+    float32. Without a window: two parts that are merged in float32. With one: keys and values of
+    the rows and of the tokens before them, and a copy of the last of these; those that some rows
+    see at once, for each query head; and the mask of these.
     """
+    if not isinstance(mixer, Attention):
+        at_once = min(rows, DELTA_ROWS)
+        return max(rows * mixer.channels * 4 * 2, _delta_bytes(mixer, at_once, FOLD_TOKENS))
     if not mixer.window:
         return _merged_bytes(mixer, rows)
     past = held_tokens(mixer.window, text_tokens)
@@ -118,16 +109,35 @@ def _prefill_bytes(mixer: Attention, rows: int, itemsize: int, text_tokens: int)
     return own + 2 * mixer.queries * seen * itemsize + _mask_bytes(at_once, seen, itemsize)
 
 
-def _pass_bytes(mixer: Attention, tokens: int, itemsize: int, text_tokens: int) -> int:
-    """Return the bytes of the attention of `tokens` tokens after the prefill: parts that are
+def _pass_bytes(mixer: Mixer, tokens: int, itemsize: int, text_tokens: int) -> int:
+    """Return the bytes of the operation of a mixer over `tokens` tokens after the prefill.
+
+    Recurrent: the inputs that each row of a tree sees, or what the gated delta rule computes; rows
+    see all that are not folded yet, and those that were drafted before. Attention: parts that are
     merged, and in a layer with a window a mask. It has a row for each query head of a KV head, and
     may cover all keys that the layer has room for.
     """
+    if not isinstance(mixer, Attention):
+        seen = FOLD_TOKENS + 2 * tokens
+        convolution = tokens * mixer.channels * (mixer.taps * (itemsize + 4) + 4)
+        return max(convolution, _delta_bytes(mixer, tokens, seen))
     merged = _merged_bytes(mixer, tokens)
     if not mixer.window:
         return merged
     keys = window_capacity(mixer.window, text_tokens, tokens)
     return merged + _mask_bytes(tokens * mixer.heads // mixer.kv_heads, keys, itemsize)
+
+
+def _delta_bytes(mixer: Recurrent, rows: int, seen: int) -> int:
+    """Return the bytes of what the gated delta rule computes for `rows` rows, in float32: heads as
+    they are normed, for each value head, read by the state and as updates; and products with the
+    `seen` rows that each row sees, by key and by query.
+    """
+    if not isinstance(mixer, DeltaNet):
+        return 0
+    wide, heads = mixer.key_heads * mixer.key_dim, mixer.value_heads
+    each = 6 * wide + heads * (4 * mixer.key_dim + 6 * mixer.value_dim + 7 * seen)
+    return (rows * each + 2 * heads * mixer.key_dim * mixer.value_dim) * 4
 
 
 def _merged_bytes(mixer: Attention, tokens: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from triforce_kernels.limits import DELTA_ROWS
 from triforce_kernels.recurrent.conv import convolve
 from triforce_kernels.recurrent.delta import DeltaRows, Folded, delta_chunks, delta_rule, fold
 from triforce_offload.forward_batch import ForwardBatch
@@ -56,21 +57,14 @@ class StatePrefill:
 
     def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
         """Cache.recur."""
-        store = self._store
         if not batch.first:
-            self._held = store.end
-        normed, outs, first = rows.normed(), [], 0
-        if self._held:
-            first = min(FOLD_TOKENS - self._held, batch.rows)
-            outs.append(self._rows_alone(layer, normed.heads_part(0, first)))
-        whole = first + (batch.rows - first) // FOLD_TOKENS * FOLD_TOKENS
-        if whole > first:
-            chunks = normed.heads_part(first, whole)
-            outs.append(delta_chunks(chunks, store.state[layer], FOLD_TOKENS))
-        if whole < batch.rows:
-            outs.append(self._rows_alone(layer, normed.heads_part(whole, batch.rows)))
+            self._held = self._store.end
+        out = torch.empty_like(rows.values)
+        sizes = self._parts(batch.rows)
+        for part, into in zip(rows.split(sizes), out.split(sizes), strict=True):
+            into.copy_(self._compute(layer, part.normed()).transpose(0, 1))
         self._end_part(layer, batch)
-        return torch.cat(outs, 1).transpose(0, 1).to(rows.values.dtype)
+        return out
 
     def commit(self) -> None:
         """Make the rows tokens of the text."""
@@ -80,17 +74,29 @@ class StatePrefill:
         for mark in self._marks.values():
             store.marks.add(mark)
 
-    def _rows_alone(self, layer: int, rows: DeltaRows) -> torch.Tensor:
-        """Compute rows that are no whole chunk, and leave them behind; fold them if they complete
-        one. Return their output.
+    def _parts(self, rows: int) -> list[int]:
+        """Return the sizes of the parts in which rows are computed: what completes a chunk, whole
+        chunks, and the rest.
         """
-        store = self._store
-        held = Folded(*(each[layer] for each in store.rows))
-        out, own = delta_rule(rows, store.state[layer], held.part(0, self._held))
-        store.leave(layer, own, self._held)
-        self._held += own.keys.shape[1]
+        sizes = [min(FOLD_TOKENS - self._held, rows)] if self._held else []
+        left = rows - sum(sizes)
+        whole = left // FOLD_TOKENS * FOLD_TOKENS
+        sizes += [min(DELTA_ROWS, whole - first) for first in range(0, whole, DELTA_ROWS)]
+        return [size for size in (*sizes, left - whole) if size]
+
+    def _compute(self, layer: int, rows: DeltaRows) -> torch.Tensor:
+        """Return the output of a part, [value_heads, rows, value_dim]. Rows that are no whole chunk
+        are left behind; those that complete one are folded.
+        """
+        state, count = self._store.state[layer], rows.keys.shape[1]
+        if not self._held and not count % FOLD_TOKENS:
+            return delta_chunks(rows, state, FOLD_TOKENS)
+        held = Folded(*(each[layer] for each in self._store.rows))
+        out, own = delta_rule(rows, state, held.part(0, self._held))
+        self._store.leave(layer, own, self._held)
+        self._held += count
         if self._held == FOLD_TOKENS:
-            fold(store.state[layer], held.part(0, FOLD_TOKENS))
+            fold(state, held.part(0, FOLD_TOKENS))
             self._held = 0
         return out
 

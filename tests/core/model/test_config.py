@@ -33,7 +33,7 @@ def test_what_transformers_saves_is_understood(tiny, family: str) -> None:
     rope = rope.get("full_attention", rope)
     assert (config.rope.type, config.rope.theta) == (rope["rope_type"], rope["rope_theta"])
     normed = ("qwen3", "olmo2", "olmo3", "exaone4", "gemma3", "gemma4", "gemma4-unified")
-    normed += ("qwen3_5", "lfm2")
+    normed += ("qwen3_5", "lfm2", "lfm2-bias")
     assert config.attention.qk_norm == (family.removesuffix("-windows") in normed)
 
 

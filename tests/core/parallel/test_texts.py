@@ -33,7 +33,7 @@ METHODS = {
 # Of these, ranks share heads and columns with biases, partial rotations or fused tensors.
 RANKED = ("llama-tied", "llama-bias", "qwen2", "qwen3")
 RANKED += ("seed-oss", "smollm3", "granite", "glm4", "phi3-partial", "ernie4_5", "exaone4")
-RANKED += ("qwen3-windows", "exaone4-windows", "gemma4", "olmo2", "olmo3")
+RANKED += ("qwen3-windows", "exaone4-windows", "gemma4", "olmo2", "olmo3", "qwen3_5", "lfm2")
 
 
 def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:

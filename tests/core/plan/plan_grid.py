@@ -24,6 +24,7 @@ from triforce_core.model.known.shapes import SHAPES, read_model
 RECORD = Path(__file__).with_name("grid.json")
 COUNT = 320
 NEWER = ("mistral-small3.2", "seed-oss-36b", "glm4-32b", "phi4-14b", "granite3.3-8b", "smollm3-3b")
+RECURRENT = ("qwen3.8-27b", "qwen3.5-9b", "lfm2-1.2b")
 WINDOWED = ("gemma3-4b", "gemma3-12b", "gemma3-27b", "gemma4-31b", "olmo3-32b", "exaone4-32b")
 # Of what `triforce plan --json` prints: names and figures of the plan, and of its parts.
 FIGURES = (
@@ -43,8 +44,8 @@ def cases() -> list[list[str]]:
     came later are drawn after the others, so that these cases stay as they are.
     """
     every = []
-    first = [name for name in SHAPES if name not in (*NEWER, *WINDOWED)]
-    for count, names in ((COUNT, first), (40, NEWER), (30, WINDOWED)):
+    first = [name for name in SHAPES if name not in (*NEWER, *WINDOWED, *RECURRENT)]
+    for count, names in ((COUNT, first), (40, NEWER), (30, WINDOWED), (20, RECURRENT)):
         draw = random.Random(33)
         some = [[name, "--gpu", "rtx4090"] for name in names]
         while len(some) < count:

@@ -157,6 +157,9 @@ def test_layers_of_every_family_cost_something(family: str) -> None:
     if family in ("exaone4", "olmo3", "cohere2", "qwen3") or family.startswith("gemma"):
         kinds[:3] = ["sliding_attention"] * 3
         raw |= {"layer_types": kinds, "sliding_window": 64, "use_sliding_window": True}
+    elif family in ("qwen3_5_text", "lfm2"):
+        kinds[:3] = [{"lfm2": "conv"}.get(family, "linear_attention")] * 3
+        raw |= {"layer_types": kinds, "partial_rotary_factor": 1.0}
     else:
         raw |= {"sliding_window": None}
     if family == "granitemoehybrid":
@@ -168,6 +171,9 @@ def test_layers_of_every_family_cost_something(family: str) -> None:
     chosen = choose(case)
     assert chosen.seconds_per_token > 0
     assert bool(chosen.memory.requirements.window_bytes) == ("sliding_attention" in kinds)
+    assert bool(chosen.memory.requirements.state_bytes) == bool(config.recurrent_layers)
+    if config.recurrent_layers:
+        return
     one = case.costs.resident_layer(1, 4000)
     full = replace(case, config=config.as_drafter).costs.resident_layer(1, 4000)
     assert one <= full if "sliding_attention" in kinds else one == full

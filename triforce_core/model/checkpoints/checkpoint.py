@@ -57,10 +57,12 @@ class Checkpoint:
         rope_factors: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         *,
+        of_drafts: tuple[str, ...] = (),
         checked: bool = True,
     ) -> None:
         """rope_factors: name of the tensor of rope factors, if there is one
         metadata: metadata of a GGUF file, which contains the tokenizer
+        of_drafts: with what the names of tensors begin that only draft, which are not used
         checked: whether to raise the first fault
         """
         self.path = path
@@ -69,6 +71,7 @@ class Checkpoint:
         self._source = source
         self._names = names
         self._rope_factors = rope_factors
+        self._of_drafts = of_drafts
         self._share: Share | None = None
         try:
             for fault in self.faults() if checked else ():
@@ -192,7 +195,9 @@ class Checkpoint:
         unused = sorted(
             name
             for name in held - expected.keys()
-            if name.startswith(_OF_LAYERS) and not name.endswith(_UNUSED)
+            if name.startswith(_OF_LAYERS)
+            and not name.endswith(_UNUSED)
+            and not name.startswith(self._of_drafts)
         )
         if unused:
             yield UnsupportedModelError(
@@ -317,7 +322,19 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         raise
     factors = "rope_freqs.weight" if "rope_freqs.weight" in source.names() else None
     names = gguf_names(config)
-    return Checkpoint(path, config, source, names, factors, source.metadata, checked=checked)
+    further = source.metadata.get(f"{source.metadata['general.architecture']}.nextn_predict_layers")
+    first = len(config.layers)
+    drafts = tuple(f"blk.{layer}." for layer in range(first, first + (further or 0)))
+    return Checkpoint(
+        path,
+        config,
+        source,
+        names,
+        factors,
+        source.metadata,
+        of_drafts=drafts,
+        checked=checked,
+    )
 
 
 def _text_alone(path: Path, config: ModelConfig, held: Collection[str]) -> ModelConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,11 @@ from triforce_core.model.config import ModelConfig, RopeConfig
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.family import Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
+from triforce_core.model.families.gguf_fields import OWN_FIELDS
 from triforce_core.model.families.ropes import check_rope
 from triforce_core.model.families.windows import FULL, SLIDING, with_own_rope
-from triforce_core.model.layers import LayerSpec, NormKind
-from triforce_offload.errors import CheckpointError, UnsupportedModelError
+from triforce_core.model.layers import Attention, Keeps, LayerSpec, NormKind, ShortConv
+from triforce_offload.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from triforce_offload.checkpoint.gguf import GGUFSource
@@ -24,15 +25,15 @@ _FAMILIES = {
     name: FAMILIES[name]
     for name in (
         *("llama", "qwen2", "qwen3", "seed_oss", "smollm3", "olmo2", "exaone4", "granite"),
-        *("glm4", "phi3", "ernie4_5", "cohere2"),
+        *("glm4", "phi3", "ernie4_5", "cohere2", "lfm2"),
     )
-} | {"gemma3": FAMILIES["gemma3_text"], "gemma4": FAMILIES["gemma4_text"]}
+} | {
+    "gemma3": FAMILIES["gemma3_text"],
+    "gemma4": FAMILIES["gemma4_text"],
+    "qwen35": FAMILIES["qwen3_5_text"],
+}
 # Families of files with windows, by an architecture that is another one's without them.
 _WITH_WINDOWS = {"olmo2": FAMILIES["olmo3"]}
-# Number of layers of Gemma 3 27B. llama.cpp knows by it how that model scales scores.
-_GEMMA3_27B = 62
-# What every model of Gemma 3 and 4 has.
-_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
 _NORM_EPS = {NormKind.LAYER: "attention.layer_norm_epsilon"}
 # Names of numbers in the file, by their names in config.json.
 _NUMBERS = {
@@ -63,19 +64,18 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     fields = Fields(own, where)
     names = source.names()
     positions = fields.whole("context_length")
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, architecture)
     if any(name.startswith("rope_factors_") for name in names):
         raise UnsupportedModelError(f"{where}: rope factors of longrope are not supported")
-    own_fields = _OWN_FIELDS.get(architecture)
+    own_fields = OWN_FIELDS.get(architecture)
     fields, more = own_fields(fields, names) if own_fields else (fields, {})
     described = Fields(_as_in_hf(fields, positions) | more, where)
     layers = family.layers(described, layer_count(fields, "block_count"))
     scales = family.scales(described)
     _refuse_unread(described, positions, architecture)
-    layers = tuple(_with_tensors(spec, names) for spec in layers)
-    head_dim = next(
-        (each.mixer.head_dim for each in layers if not each.mixer.window), described.raw["head_dim"]
-    )
+    layers = tuple(_with_tensors(spec, index, names) for index, spec in enumerate(layers))
+    full = (each.mixer.head_dim for each in layers if each.mixer.keeps is Keeps.KV)
+    head_dim = next(full, described.raw["head_dim"])
     window_rope = _window_rope(fields, family)
     vocab = source.metadata.get("tokenizer.ggml.tokens")
     return ModelConfig(
@@ -94,13 +94,13 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     )
 
 
-def _refuse_unsupported(fields: Fields) -> None:
+def _refuse_unsupported(fields: Fields, architecture: str) -> None:
     where, own = fields.source, fields.raw
     if own.get("expert_count"):
         raise UnsupportedModelError(f"{where}: mixture of experts (expert_count) is not supported")
     if own.get("attn_logit_softcapping"):
         raise UnsupportedModelError(f"{where}: attn_logit_softcapping is not supported")
-    if own.get("rope.dimension_sections") is not None:
+    if own.get("rope.dimension_sections") is not None and architecture != "qwen35":
         # Such files have the rows of their heads in another order.
         raise UnsupportedModelError(
             f"{where}: a model that reads images (rope.dimension_sections) is not supported as GGUF"
@@ -159,72 +159,6 @@ def _windows(fields: Fields) -> dict[str, Any]:
     return found
 
 
-def _gemma3(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
-    """Return the fields of a file, and what files of Gemma 3 do not say. Raises CheckpointError."""
-    hidden, heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
-    scalar = fields.whole("attention.key_length", hidden // heads or 1)
-    if fields.raw.get("block_count") == _GEMMA3_27B:
-        scalar = hidden / heads
-    return fields, {"query_pre_attn_scalar": scalar, **_GEMMA}
-
-
-def _of_layers(fields: Fields, name: str, count: int) -> list[int]:
-    """Return a number of each layer, of a field that gives one or each. Raises CheckpointError."""
-    given = fields.get(name)
-    values = getattr(given, "values", [given] * count)
-    each = values.tolist() if hasattr(values, "tolist") else list(values)
-    return [Fields({name: value}, fields.source).whole(name) for value in each]
-
-
-def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
-    """Return the fields of a file with those of layers with a window under the usual names, and
-    what differs in the others, under names of config.json.
-
-    Raises CheckpointError or UnsupportedModelError.
-    """
-    where, own = fields.source, dict(fields.raw)
-    slides = list(map(bool, getattr(own.get("attention.sliding_window_pattern"), "values", [])))
-    each = _of_layers(fields, "attention.head_count_kv", len(slides))
-    if True not in slides or False not in slides or len(each) != len(slides):
-        raise CheckpointError(
-            f"{where}: attention.sliding_window_pattern and attention.head_count_kv must give "
-            "windows and numbers of heads by layer"
-        )
-    if "rope_freqs.weight" not in names:
-        raise CheckpointError(f"{where}: rope_freqs.weight is missing")
-    full, head_dim = slides.index(False), fields.whole("attention.key_length")
-    more = {
-        **_GEMMA,
-        "per_layer_config": {
-            str(layer): {"head_dim": head_dim, "num_key_value_heads": each[layer]}
-            for layer, has_window in enumerate(slides)
-            if not has_window
-        },
-        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in names,
-        "hidden_size_per_layer_input": own.get("embedding_length_per_layer_input"),
-        "num_kv_shared_layers": own.get("attention.shared_kv_layers"),
-    }
-    widths = set(_of_layers(fields, "feed_forward_length", len(slides)))
-    if len(widths) > 1:
-        raise UnsupportedModelError(
-            f"{where}: feed_forward_length of {min(widths)} to {max(widths)} by layer is not "
-            "supported"
-        )
-    own["feed_forward_length"] = widths.pop()
-    own["attention.head_count_kv"] = each[slides.index(True)]
-    for name in ("attention.key_length", "attention.value_length"):
-        own[name] = own.get(f"{name}_swa", own.get(name))
-    return Fields(own, where), more
-
-
-# What files of an architecture say in their own way: its functions return the fields under the
-# usual names, and further ones under names of config.json.
-_OWN_FIELDS: Mapping[str, Callable[[Fields, Set[str]], tuple[Fields, dict[str, Any]]]] = {
-    "gemma3": _gemma3,
-    "gemma4": _gemma4,
-}
-
-
 def _window_rope(fields: Fields, family: Family) -> RopeConfig | None:
     """Return the rotary embedding of layers with a window, None if it is that of the others."""
     own = family.defaults.get("rope_parameters", {}).get(SLIDING, {})
@@ -234,14 +168,19 @@ def _window_rope(fields: Fields, family: Family) -> RopeConfig | None:
     return theta and RopeConfig(theta=fields.real("rope.freq_base_swa", theta))
 
 
-def _with_tensors(spec: LayerSpec, names: Set[str]) -> LayerSpec:
+def _with_tensors(spec: LayerSpec, index: int, names: Set[str]) -> LayerSpec:
     """Return a layer with the biases and norms that the file has tensors of."""
-    mixer = replace(
-        spec.mixer,
-        qkv_bias=not names.isdisjoint(("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")),
-        output_bias="blk.0.attn_output.bias" in names,
-        qk_norm="blk.0.attn_q_norm.weight" in names,
-    )
+    mixer, prefix = spec.mixer, f"blk.{index}."
+    if isinstance(mixer, Attention):
+        joint = f"{prefix}attn_q.bias", f"{prefix}attn_qkv.bias"
+        mixer = replace(
+            mixer,
+            qkv_bias=not names.isdisjoint(joint),
+            output_bias=f"{prefix}attn_output.bias" in names,
+            qk_norm=f"{prefix}attn_q_norm.weight" in names,
+        )
+    elif isinstance(mixer, ShortConv):
+        mixer = replace(mixer, bias=f"{prefix}shortconv.conv.bias" in names)
     return replace(spec, mixer=mixer)
 
 

@@ -1,0 +1,131 @@
+"""What GGUF files of some architectures say in their own way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.recurrent import CONV, LINEAR
+from triforce_core.model.families.windows import FULL
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
+
+# Number of layers of Gemma 3 27B. llama.cpp knows by it how that model scales scores.
+_GEMMA3_27B = 62
+# What every model of Gemma 3 and 4 has.
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _gemma3(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file, and what files of Gemma 3 do not say. Raises CheckpointError."""
+    hidden, heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
+    scalar = fields.whole("attention.key_length", hidden // heads or 1)
+    if fields.raw.get("block_count") == _GEMMA3_27B:
+        scalar = hidden / heads
+    return fields, {"query_pre_attn_scalar": scalar, **_GEMMA}
+
+
+def _of_layers(fields: Fields, name: str, count: int) -> list[int]:
+    """Return a number of each layer, of a field that gives one or each. Raises CheckpointError."""
+    given = fields.get(name)
+    values = getattr(given, "values", [given] * count)
+    each = values.tolist() if hasattr(values, "tolist") else list(values)
+    return [Fields({name: value}, fields.source).whole(name) for value in each]
+
+
+def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file with those of layers with a window under the usual names, and
+    what differs in the others, under names of config.json.
+
+    Raises CheckpointError or UnsupportedModelError.
+    """
+    where, own = fields.source, dict(fields.raw)
+    slides = list(map(bool, getattr(own.get("attention.sliding_window_pattern"), "values", [])))
+    each = _of_layers(fields, "attention.head_count_kv", len(slides))
+    if True not in slides or False not in slides or len(each) != len(slides):
+        raise CheckpointError(
+            f"{where}: attention.sliding_window_pattern and attention.head_count_kv must give "
+            "windows and numbers of heads by layer"
+        )
+    if "rope_freqs.weight" not in names:
+        raise CheckpointError(f"{where}: rope_freqs.weight is missing")
+    full, head_dim = slides.index(False), fields.whole("attention.key_length")
+    more = {
+        **_GEMMA,
+        "per_layer_config": {
+            str(layer): {"head_dim": head_dim, "num_key_value_heads": each[layer]}
+            for layer, has_window in enumerate(slides)
+            if not has_window
+        },
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in names,
+        "hidden_size_per_layer_input": own.get("embedding_length_per_layer_input"),
+        "num_kv_shared_layers": own.get("attention.shared_kv_layers"),
+    }
+    widths = set(_of_layers(fields, "feed_forward_length", len(slides)))
+    if len(widths) > 1:
+        raise UnsupportedModelError(
+            f"{where}: feed_forward_length of {min(widths)} to {max(widths)} by layer is not "
+            "supported"
+        )
+    own["feed_forward_length"] = widths.pop()
+    own["attention.head_count_kv"] = each[slides.index(True)]
+    for name in ("attention.key_length", "attention.value_length"):
+        own[name] = own.get(f"{name}_swa", own.get(name))
+    return Fields(own, where), more
+
+
+def _qwen35(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file without its layers that only draft, and those of its recurrent
+    layers. Raises CheckpointError.
+    """
+    own, heads = dict(fields.raw), fields.whole("ssm.time_step_rank")
+    count = fields.whole("block_count") - (own.get("nextn_predict_layers") or 0)
+    own["block_count"] = count
+    every = fields.whole("full_attention_interval", 4)
+    kinds = [FULL if (index + 1) % every == 0 else LINEAR for index in range(count)]
+    own, kinds = _by_layer(own, fields.source, LINEAR, kinds)
+    return Fields(own, fields.source), {
+        "layer_types": kinds,
+        "linear_num_key_heads": fields.whole("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": fields.whole("ssm.state_size"),
+        "linear_value_head_dim": fields.whole("ssm.inner_size") // heads,
+        "linear_conv_kernel_dim": fields.whole("ssm.conv_kernel"),
+        "tiled_output": True,
+    }
+
+
+def _lfm2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file, and those of its convolutions. Raises CheckpointError."""
+    kinds = [FULL] * fields.whole("block_count")
+    own, kinds = _by_layer(dict(fields.raw), fields.source, CONV, kinds)
+    more = {"layer_types": kinds, "conv_L_cache": fields.whole("shortconv.l_cache")}
+    return Fields(own, fields.source), {**more, "block_auto_adjust_ff_dim": False}
+
+
+def _by_layer(
+    own: dict[str, Any], where: str, recurrent: str, kinds: list[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the fields with one number of key-value heads, and the kind of each layer: recurrent
+    ones have no heads, if the file gives them by layer. Raises CheckpointError.
+    """
+    name = "attention.head_count_kv"
+    given = getattr(own.get(name), "values", None)
+    if given is None:
+        return own, kinds
+    each = given.tolist() if hasattr(given, "tolist") else list(given)
+    counts = {count for count in each if count}
+    if len(each) < len(kinds) or len(counts) != 1:
+        raise CheckpointError(f"{where}: {name} must give one number or none by layer, got {each}")
+    kinds = [FULL if count else recurrent for count in each[: len(kinds)]]
+    return own | {name: counts.pop()}, kinds
+
+
+# What files of an architecture say in their own way: its functions return the fields under the
+# usual names, and further ones under names of config.json.
+OWN_FIELDS: Mapping[str, Callable[[Fields, Set[str]], tuple[Fields, dict[str, Any]]]] = {
+    "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "qwen35": _qwen35,
+    "lfm2": _lfm2,
+}
