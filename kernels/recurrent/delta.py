@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 
+from triforce_kernels.threads import threads_for
+
 # As in transformers and flash-linear-attention.
 _EPS = 1e-6
 
@@ -45,7 +47,7 @@ class DeltaRows(NamedTuple):
         key_dim] of length 1, queries scaled, values [value_heads, rows, value_dim], decays and
         rates [value_heads, rows].
         """
-        queries, keys, values = (each.transpose(0, 1).float() for each in self[:3])
+        queries, keys, values = (each.transpose(0, 1).float().contiguous() for each in self[:3])
         keys = keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + _EPS)
         queries = queries * torch.rsqrt(queries.square().sum(-1, keepdim=True) + _EPS)
         queries *= queries.shape[-1] ** -0.5
@@ -85,6 +87,38 @@ def delta_rule(
     visible: which rows each row follows, itself included, [rows, rows] bool; None if each row
         follows the one before it
     """
+    with threads_for(2 * rows.keys.shape[1] * state.numel(), state.device):
+        return reference_rule(rows, state, past, seen, visible)
+
+
+def fold(state: torch.Tensor, rows: Folded) -> None:
+    """Fold rows, each of which follows the one before it, into a state in place.
+
+    state: [value_heads, key_dim, value_dim] float32
+    """
+    with threads_for(rows.keys.shape[1] * state.numel(), state.device):
+        reference_fold(state, rows)
+
+
+def delta_chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Return the output of whole chunks of rows, [value_heads, rows, value_dim] float32, and fold
+    them into the state, one chunk after the other.
+
+    rows: as `DeltaRows.normed` returns them; a multiple of `chunk` rows
+    state: [value_heads, key_dim, value_dim] float32
+    """
+    with threads_for(chunk * state.numel(), state.device):
+        return reference_chunks(rows, state, chunk)
+
+
+def reference_rule(
+    rows: DeltaRows,
+    state: torch.Tensor,
+    past: Folded,
+    seen: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Folded]:
+    """The same, in PyTorch."""
     count, group = rows.keys.shape[1], len(state) // len(rows.keys)
     decays = past.decays if seen is None else past.decays.masked_fill(~seen, 0.0)
     before = decays.cumsum(1)
@@ -121,11 +155,8 @@ def delta_rule(
     return out, Folded(rows.keys, updates, rows.decays)
 
 
-def fold(state: torch.Tensor, rows: Folded) -> None:
-    """Fold rows, each of which follows the one before it, into a state in place.
-
-    state: [value_heads, key_dim, value_dim] float32
-    """
+def reference_fold(state: torch.Tensor, rows: Folded) -> None:
+    """The same, in PyTorch."""
     total = rows.decays.cumsum(1)
     left = (total[:, -1:] - total).exp_()
     keys = rows.keys.repeat_interleave(len(state) // len(rows.keys), 0)
@@ -133,13 +164,8 @@ def fold(state: torch.Tensor, rows: Folded) -> None:
     state.baddbmm_((keys * left.unsqueeze(2)).transpose(1, 2), rows.updates)
 
 
-def delta_chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Return the output of whole chunks of rows, [value_heads, rows, value_dim] float32, and fold
-    them into the state, one chunk after the other.
-
-    rows: as `DeltaRows.normed` returns them; a multiple of `chunk` rows
-    state: [value_heads, key_dim, value_dim] float32
-    """
+def reference_chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
+    """The same, in PyTorch."""
     group = len(state) // len(rows.keys)
     queries, keys, values = (each.unflatten(1, (-1, chunk)) for each in rows[:3])
     rates = rows.rates.unflatten(1, (-1, chunk)).unsqueeze(3)
