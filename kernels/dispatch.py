@@ -43,6 +43,8 @@ KERNELS = {
     "round_chunks": ("kv.rounding.reference_round_chunks", "kv.rounding_triton.round_chunks"),
     "geglu": ("layer.reference_geglu", "layer_triton.geglu"),
     "swiglu": ("layer.reference_swiglu", "layer_triton.swiglu"),
+    "convolve": ("recurrent.conv.reference_convolve", "recurrent.conv_triton.convolve"),
+    "delta_rule": ("recurrent.delta.reference_rule", "recurrent.delta_triton.rule"),
     "distribution": (
         "sampling.sampling.reference_distribution",
         "sampling.distribution_triton.distribution",

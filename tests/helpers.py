@@ -265,6 +265,9 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
         if "norm" in name or name.endswith("bias"):
             mean = float("norm" in name and not from_zero)
             torch.nn.init.normal_(parameter, mean, 0.2)
+        if name.endswith("A_log"):
+            # States that remember a hundred tokens.
+            torch.nn.init.normal_(parameter, -4.0, 1.0)
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.normal_(buffer, 1.0, 0.2)

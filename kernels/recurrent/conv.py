@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from triforce_kernels.checks import alike, require
+from triforce_kernels.dispatch import implementation
+
 
 def convolve(
     inputs: torch.Tensor,
@@ -19,7 +22,31 @@ def convolve(
     bias: [channels] or None
     lineage: indices of the inputs that each row sees, [rows, taps], its own last; None if each row
         follows the one before it and taps - 1 inputs are before the first
+
+    Raises ValueError for inputs that do not fit.
     """
+    channels, _, taps = weight.shape
+    require(
+        "convolve",
+        alike(inputs, weight, bias)
+        and weight.is_contiguous()
+        and inputs.shape[1:] == (channels,)
+        and (bias is None or bias.shape == (channels,))
+        and (len(inputs) >= taps if lineage is None else lineage.shape[1:] == (taps,)),
+        inputs=inputs,
+        weight=weight,
+        bias=bias,
+        lineage=lineage,
+    )
+    return implementation("convolve", inputs.device)(inputs, weight, bias, lineage)
+
+
+def reference_convolve(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lineage: torch.Tensor | None,
+) -> torch.Tensor:
     channels, _, taps = weight.shape
     if lineage is None:
         out = inputs.new_zeros((len(inputs) - taps + 1, channels), dtype=torch.float32)

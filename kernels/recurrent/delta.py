@@ -4,9 +4,10 @@ The state S [key_dim, value_dim] of a head becomes, with each row,
 
     S' = a S + k u^T,   u = b (v - a S^T k),   out = S'^T q
 
-where `a` is the row's decay and `b` its rate. Of several rows, all `u` come from one triangular
-system, so S is read once and is not written. Rows that were computed before but are not in S yet
-are given by their keys and their `u`.
+where `a` is the row's decay and `b` its rate; k has length 1, and q length key_dim ** -0.5. Of
+several rows, all `u` come from one triangular system, so S is read once and is not written. Rows
+leave their keys, updates `u` and decays behind, in which later rows find them, until they are
+folded into S.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from typing import NamedTuple
 
 import torch
 
+from triforce_kernels.checks import alike, require
+from triforce_kernels.dispatch import implementation
 from triforce_kernels.threads import threads_for
 
 # As in transformers and flash-linear-attention.
-_EPS = 1e-6
+EPS = 1e-6
 
 
 class DeltaRows(NamedTuple):
     """What the rows of a forward bring to a layer.
 
-    queries, keys: [rows, key_heads, key_dim]
+    queries, keys: [rows, key_heads, key_dim], of any length
     values: [rows, value_heads, value_dim]
     decays: logarithms of the decays, [rows, value_heads] float32
     rates: [rows, value_heads] float32
@@ -44,18 +47,18 @@ class DeltaRows(NamedTuple):
 
     def normed(self) -> DeltaRows:
         """Return the rows with heads first, in float32: queries and keys [key_heads, rows,
-        key_dim] of length 1, queries scaled, values [value_heads, rows, value_dim], decays and
-        rates [value_heads, rows].
+        key_dim], normed and scaled, values [value_heads, rows, value_dim], decays and rates
+        [value_heads, rows].
         """
         queries, keys, values = (each.transpose(0, 1).float().contiguous() for each in self[:3])
-        keys = keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + _EPS)
-        queries = queries * torch.rsqrt(queries.square().sum(-1, keepdim=True) + _EPS)
+        keys = keys * torch.rsqrt(keys.square().sum(-1, keepdim=True) + EPS)
+        queries = queries * torch.rsqrt(queries.square().sum(-1, keepdim=True) + EPS)
         queries *= queries.shape[-1] ** -0.5
         return DeltaRows(queries, keys, values, self.decays.T, self.rates.T)
 
 
-class Folded(NamedTuple):
-    """What rows leave behind, from which they are folded into the state.
+class LeftRows(NamedTuple):
+    """What rows left behind, from which they are folded into the state.
 
     keys: [key_heads, rows, key_dim] float32, of length 1
     updates: `u` of each row, [value_heads, rows, value_dim] float32
@@ -66,110 +69,138 @@ class Folded(NamedTuple):
     updates: torch.Tensor
     decays: torch.Tensor
 
-    def part(self, first: int, end: int) -> Folded:
+    def part(self, first: int, end: int) -> LeftRows:
         """Return rows `first` to `end`."""
-        return Folded(*(each[:, first:end] for each in self))
+        return LeftRows(*(each[:, first:end] for each in self))
 
 
 def delta_rule(
     rows: DeltaRows,
     state: torch.Tensor,
-    past: Folded,
-    seen: torch.Tensor | None = None,
+    left: LeftRows,
+    first: int | torch.Tensor,
     visible: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Folded]:
-    """Return the output of rows [value_heads, rows, value_dim] float32, and what they leave behind.
+) -> torch.Tensor:
+    """Return the output of rows, [rows, value_heads, value_dim] in the dtype of the values.
 
-    rows: as `DeltaRows.normed` returns them
-    state: [value_heads, key_dim, value_dim] float32; value heads of a key head are side by side
-    past: rows that came before and are not in the state
-    seen: which past rows there are, [past] bool; None for all
+    state: [value_heads, key_dim, value_dim] float32, contiguous; value heads of a key head are side
+        by side
+    left: rows that came before, which are not in the state; has room for these rows too, which are
+        left behind from `first` on
+    first: number of rows that came before, or [1] int64 on the device
     visible: which rows each row follows, itself included, [rows, rows] bool; None if each row
         follows the one before it
+
+    Raises ValueError for inputs that do not fit.
     """
-    with threads_for(2 * rows.keys.shape[1] * state.numel(), state.device):
-        return reference_rule(rows, state, past, seen, visible)
-
-
-def fold(state: torch.Tensor, rows: Folded) -> None:
-    """Fold rows, each of which follows the one before it, into a state in place.
-
-    state: [value_heads, key_dim, value_dim] float32
-    """
-    with threads_for(rows.keys.shape[1] * state.numel(), state.device):
-        reference_fold(state, rows)
+    count, (value_heads, key_dim, value_dim) = len(rows.keys), state.shape
+    key_heads, room = left.keys.shape[:2]
+    require(
+        "delta_rule",
+        alike(rows.queries, rows.keys, rows.values)
+        and alike(state, rows.decays, rows.rates, *left)
+        and state.dtype == torch.float32
+        and state.is_contiguous()
+        and rows.queries.shape == rows.keys.shape == (count, key_heads, key_dim)
+        and rows.values.shape == (count, value_heads, value_dim)
+        and rows.decays.shape == rows.rates.shape == (count, value_heads)
+        and left.keys.shape == (key_heads, room, key_dim)
+        and left.updates.shape == (value_heads, room, value_dim)
+        and left.decays.shape == (value_heads, room)
+        and value_heads % key_heads == 0
+        and (isinstance(first, torch.Tensor) or 0 <= first <= room - count)
+        and (visible is None or visible.shape == (count, count)),
+        **rows._asdict(),
+        state=state,
+        left_keys=left.keys,
+        left_updates=left.updates,
+        left_decays=left.decays,
+        first=first,
+        visible=visible,
+    )
+    with threads_for(2 * count * state.numel(), state.device):
+        return implementation("delta_rule", state.device)(rows, state, left, first, visible)
 
 
 def delta_chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Return the output of whole chunks of rows, [value_heads, rows, value_dim] float32, and fold
-    them into the state, one chunk after the other.
+    """Return the output of whole chunks of rows, each of which follows the one before it, [rows,
+    value_heads, value_dim] in the dtype of the values. Fold them into the state, one chunk after
+    the other.
 
-    rows: as `DeltaRows.normed` returns them; a multiple of `chunk` rows
-    state: [value_heads, key_dim, value_dim] float32
+    rows: a multiple of `chunk` rows
+    state: as for `delta_rule`
     """
     with threads_for(chunk * state.numel(), state.device):
-        return reference_chunks(rows, state, chunk)
+        return _chunks(rows, state, chunk)
+
+
+def fold(state: torch.Tensor, rows: LeftRows) -> None:
+    """Fold rows, each of which follows the one before it, into a state in place. state: as for
+    `delta_rule`
+    """
+    with threads_for(rows.keys.shape[1] * state.numel(), state.device):
+        total = rows.decays.cumsum(1)
+        left = (total[:, -1:] - total).exp_()
+        keys = rows.keys.repeat_interleave(len(state) // len(rows.keys), 0)
+        state.mul_(total[:, -1, None, None].exp())
+        state.baddbmm_((keys * left.unsqueeze(2)).transpose(1, 2), rows.updates)
 
 
 def reference_rule(
     rows: DeltaRows,
     state: torch.Tensor,
-    past: Folded,
-    seen: torch.Tensor | None = None,
-    visible: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Folded]:
-    """The same, in PyTorch."""
-    count, group = rows.keys.shape[1], len(state) // len(rows.keys)
-    decays = past.decays if seen is None else past.decays.masked_fill(~seen, 0.0)
-    before = decays.cumsum(1)
-    start = before[:, -1:] if before.shape[1] else 0.0
-    if visible is None:
-        own = start + rows.decays.cumsum(1)
-        follows = torch.ones(count, count, dtype=torch.bool, device=state.device).tril()
+    left: LeftRows,
+    first: int | torch.Tensor,
+    visible: torch.Tensor | None,
+) -> torch.Tensor:
+    normed, count, device = rows.normed(), len(rows.keys), state.device
+    if isinstance(first, torch.Tensor):
+        places = torch.arange(left.keys.shape[1], device=device)
+        seen, past = (places < first)[None], left
+        decays = past.decays.masked_fill(~seen, 0.0)
     else:
-        own = start + rows.decays @ visible.T.float()
-        follows = visible
-    mask = follows
+        past = left.part(0, first)
+        seen, decays = torch.ones(1, first, dtype=torch.bool, device=device), past.decays
+    follows = visible
+    if follows is None:
+        follows = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+    # Logarithms of what is left of the state, and of past rows, at each row.
+    before = decays.cumsum(1)
+    own = normed.decays @ follows.T.float()
     if before.shape[1]:
-        old = follows.new_ones(1, before.shape[1]) if seen is None else seen[None]
-        mask = torch.cat((old.expand(count, -1), follows), 1)
+        own += before[:, -1:]
     decayed = own.unsqueeze(2) - torch.cat((before, own), 1).unsqueeze(1)
+    mask = torch.cat((seen.expand(count, -1), follows), 1)
     decayed = decayed.masked_fill_(~mask, float("-inf")).exp_()
-    both = torch.cat((rows.keys, rows.queries), 1)
-    products = both @ torch.cat((past.keys, rows.keys), 1).transpose(1, 2)
-    read = both.unsqueeze(1) @ state.unflatten(0, (-1, group))
-    read = read.flatten(0, 1) * own.repeat(1, 2).exp_().unsqueeze(2)
-    # How much of each earlier row's update a row sees, by its key and by its query.
+    # How much of each row's update a row sees, by its key and by its query.
+    both, group = torch.cat((normed.keys, normed.queries), 1), len(state) // len(normed.keys)
+    products = both @ torch.cat((past.keys, normed.keys), 1).transpose(1, 2)
     products = products.repeat_interleave(group, 0)
     by_key, by_query = products[:, :count] * decayed, products[:, count:] * decayed
-    behind = before.shape[1]
-    targets = rows.values - read[:, :count]
+    read = (both.unsqueeze(1) @ state.unflatten(0, (-1, group))).flatten(0, 1)
+    read *= own.repeat(1, 2).exp_().unsqueeze(2)
+    behind, rates = before.shape[1], normed.rates.unsqueeze(2)
+    targets = normed.values - read[:, :count]
     if behind:
         targets -= by_key[:, :, :behind] @ past.updates
-    targets *= rows.rates.unsqueeze(2)
-    updates = targets
+    updates = targets.mul_(rates)
     if count > 1:
-        system = by_key[:, :, behind:] * rows.rates.unsqueeze(2)
-        updates = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
+        system = by_key[:, :, behind:] * rates
+        updates = torch.linalg.solve_triangular(system, updates, upper=False, unitriangular=True)
     out = read[:, count:] + by_query @ torch.cat((past.updates, updates), 1)
-    return out, Folded(rows.keys, updates, rows.decays)
+    for to, each in zip(left, (normed.keys, updates, normed.decays), strict=True):
+        if isinstance(first, torch.Tensor):
+            to.index_copy_(1, first + places[:count], each)
+        else:
+            to[:, first : first + count] = each
+    return out.transpose(0, 1).to(rows.values.dtype)
 
 
-def reference_fold(state: torch.Tensor, rows: Folded) -> None:
-    """The same, in PyTorch."""
-    total = rows.decays.cumsum(1)
-    left = (total[:, -1:] - total).exp_()
-    keys = rows.keys.repeat_interleave(len(state) // len(rows.keys), 0)
-    state.mul_(total[:, -1, None, None].exp())
-    state.baddbmm_((keys * left.unsqueeze(2)).transpose(1, 2), rows.updates)
-
-
-def reference_chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
-    """The same, in PyTorch."""
-    group = len(state) // len(rows.keys)
-    queries, keys, values = (each.unflatten(1, (-1, chunk)) for each in rows[:3])
-    rates = rows.rates.unflatten(1, (-1, chunk)).unsqueeze(3)
-    total = rows.decays.unflatten(1, (-1, chunk)).cumsum(2)
+def _chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
+    normed, group = rows.normed(), len(state) // rows.keys.shape[1]
+    queries, keys, values = (each.unflatten(1, (-1, chunk)) for each in normed[:3])
+    rates = normed.rates.unflatten(1, (-1, chunk)).unsqueeze(3)
+    total = normed.decays.unflatten(1, (-1, chunk)).cumsum(2)
     follows = torch.ones(chunk, chunk, dtype=torch.bool, device=state.device).tril_()
     decayed = total.unsqueeze(3) - total.unsqueeze(2)
     decayed = decayed.masked_fill_(~follows, float("-inf")).exp_()
@@ -179,11 +210,10 @@ def reference_chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.
     grown = total.exp().unsqueeze(3)
     system = by_key.mul_(rates)
     # The updates without a state before the chunk, and how they depend on one.
-    alone = torch.linalg.solve_triangular(system, values * rates, upper=False, unitriangular=True)
-    depends = torch.linalg.solve_triangular(
-        system, keys * (rates * grown), upper=False, unitriangular=True
-    )
-    queries = queries * grown
+    solve = torch.linalg.solve_triangular
+    alone = solve(system, values * rates, upper=False, unitriangular=True)
+    depends = solve(system, keys * (rates * grown), upper=False, unitriangular=True)
+    queries = queries.mul_(grown)
     keys = keys.mul_((total[:, :, -1:] - total).exp_().unsqueeze(3)).transpose(2, 3)
     whole = total[:, :, -1].exp()
     out = torch.empty_like(values)
@@ -192,4 +222,4 @@ def reference_chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.
         torch.bmm(queries[:, index], state, out=out[:, index])
         out[:, index].baddbmm_(by_query[:, index], updates)
         state.mul_(whole[:, index, None, None]).baddbmm_(keys[:, index], updates)
-    return out.flatten(1, 2)
+    return out.flatten(1, 2).transpose(0, 1).to(rows.values.dtype)

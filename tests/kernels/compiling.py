@@ -34,6 +34,8 @@ from triforce_kernels.kv.rounding import round_chunks
 from triforce_kernels.kv.selection import choose_chunks
 from triforce_kernels.kv.split_kv import SplitKV, decode_blocks, encode_block
 from triforce_kernels.layer import geglu, layer_norm, rms_norm, rope_into, swiglu
+from triforce_kernels.recurrent.conv import convolve
+from triforce_kernels.recurrent.delta import DeltaRows, LeftRows, delta_rule
 from triforce_kernels.sampling.sampling import accept, distribution, pick
 from triforce_kernels.weights import blocks
 from triforce_kernels.weights.block_types import ALL_TYPES
@@ -209,6 +211,20 @@ def launch_others(dtype: torch.dtype) -> None:
     pick(logits, coins[0])
 
 
+def launch_recurrent(dtype: torch.dtype) -> None:
+    """Kernels of recurrent layers, of Qwen3.8-27B's shape: steps, passes and trees."""
+    inputs, weight = torch.empty(20, 10240, dtype=dtype), torch.empty(10240, 1, 4, dtype=dtype)
+    for bias, lineage in ((None, None), (weight[:, 0, 0].contiguous(), torch.zeros(17, 4).long())):
+        convolve(inputs, weight, bias, lineage)
+    state, left = torch.empty(48, 128, 128), torch.empty(48, 128, 128)
+    for count, first in ((1, torch.zeros(1, dtype=torch.int64)), (17, 5), (65, 5)):
+        heads = torch.empty(count, 80, 128, dtype=dtype).split((16, 16, 48), 1)
+        gates = torch.empty(2, count, 48)
+        rows = DeltaRows(*heads, *gates)
+        seen = None if count == 17 else torch.ones(count, count, dtype=torch.bool)
+        delta_rule(rows, state, LeftRows(left[:16], left, left[..., 0].contiguous()), first, seen)
+
+
 def launch_coded(dtype: torch.dtype) -> None:
     """Kernels of weights and KV that are not dense."""
 
@@ -261,6 +277,7 @@ def main(capability: int, which: str) -> None:
         for dtype in (HALF, torch.float32) if which == "all" else (HALF,):
             launch_others(dtype)
             launch_coded(dtype)
+            launch_recurrent(dtype)
             rows += [(str(dtype), *kernel) for kernel in compiled]
             compiled.clear()
     print(json.dumps(rows))

@@ -6,7 +6,7 @@ import torch
 
 from triforce_kernels.limits import DELTA_ROWS
 from triforce_kernels.recurrent.conv import convolve
-from triforce_kernels.recurrent.delta import DeltaRows, Folded, delta_chunks, delta_rule, fold
+from triforce_kernels.recurrent.delta import DeltaRows, delta_chunks, delta_rule, fold
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.recent.marks import Mark, MarkPlaces
 from triforce_offload.kv.states.shape import FOLD_TOKENS
@@ -62,7 +62,7 @@ class StatePrefill:
         out = torch.empty_like(rows.values)
         sizes = self._parts(batch.rows)
         for part, into in zip(rows.split(sizes), out.split(sizes), strict=True):
-            into.copy_(self._compute(layer, part.normed()).transpose(0, 1))
+            into.copy_(self._compute(layer, part))
         self._end_part(layer, batch)
         return out
 
@@ -85,18 +85,17 @@ class StatePrefill:
         return [size for size in (*sizes, left - whole) if size]
 
     def _compute(self, layer: int, rows: DeltaRows) -> torch.Tensor:
-        """Return the output of a part, [value_heads, rows, value_dim]. Rows that are no whole chunk
-        are left behind; those that complete one are folded.
+        """Return the output of a part. Rows that are no whole chunk are left behind; those that
+        complete one are folded.
         """
-        state, count = self._store.state[layer], rows.keys.shape[1]
+        state, count = self._store.state[layer], len(rows.keys)
         if not self._held and not count % FOLD_TOKENS:
             return delta_chunks(rows, state, FOLD_TOKENS)
-        held = Folded(*(each[layer] for each in self._store.rows))
-        out, own = delta_rule(rows, state, held.part(0, self._held))
-        self._store.leave(layer, own, self._held)
+        left = self._store.left(layer)
+        out = delta_rule(rows, state, left, self._held)
         self._held += count
         if self._held == FOLD_TOKENS:
-            fold(state, held.part(0, FOLD_TOKENS))
+            fold(state, left.part(0, FOLD_TOKENS))
             self._held = 0
         return out
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from triforce_kernels.recurrent.conv import convolve
-from triforce_kernels.recurrent.delta import DeltaRows, Folded, delta_rule, fold
+from triforce_kernels.recurrent.delta import DeltaRows, LeftRows, delta_rule, fold
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.recent.marks import Mark
 from triforce_offload.kv.recent.store import RecentStore
@@ -46,7 +46,7 @@ class StateStore(RecentStore):
             return own.view(dtype).view(size)
 
         self.state = taken(torch.float32, shape.value_heads, shape.key_dim, shape.value_dim)
-        self.rows = Folded(
+        self.rows = LeftRows(
             taken(torch.float32, shape.key_heads, capacity, shape.key_dim),
             taken(torch.float32, shape.value_heads, capacity, shape.value_dim),
             taken(torch.float32, shape.value_heads, capacity),
@@ -83,23 +83,12 @@ class StateStore(RecentStore):
         self, layer: int, rows: DeltaRows, batch: ForwardBatch, end: int | torch.Tensor
     ) -> torch.Tensor:
         """Cache.recur. end: as for `convolve`, which is called first"""
-        normed, held = rows.normed(), Folded(*(each[layer] for each in self.rows))
-        if isinstance(end, torch.Tensor):
-            places = torch.arange(self._capacity, device=end.device)
-            out, own = delta_rule(normed, self.state[layer], held, places < end)
-            for to, each in zip(held, own, strict=True):
-                to.index_copy_(1, end + places[: batch.rows], each)
-        else:
-            first = end + batch.first
-            past = held.part(0, first)
-            out, own = delta_rule(normed, self.state[layer], past, None, batch.visible)
-            self.leave(layer, own, first)
-        return out.transpose(0, 1).to(rows.values.dtype)
+        first = end if isinstance(end, torch.Tensor) else end + batch.first
+        return delta_rule(rows, self.state[layer], self.left(layer), first, batch.visible)
 
-    def leave(self, layer: int, rows: Folded, first: int) -> None:
-        """Store what rows leave behind, from index `first` on."""
-        for to, each in zip(self.rows, rows, strict=True):
-            to[layer, :, first : first + each.shape[1]] = each
+    def left(self, layer: int) -> LeftRows:
+        """Return what rows of a layer left behind, with room for more."""
+        return LeftRows(*(each[layer] for each in self.rows))
 
     def move(self, end: int, rows: Sequence[int]) -> None:
         """RecentStore.move."""
@@ -154,7 +143,7 @@ class StateStore(RecentStore):
         left = self.end - rows
         if self.shape.value_heads:
             for layer, state in enumerate(self.state):
-                held = Folded(*(each[layer] for each in self.rows))
+                held = self.left(layer)
                 for first in range(0, rows, FOLD_TOKENS):
                     fold(state, held.part(first, first + FOLD_TOKENS))
         # Cloned, because the two ranges may overlap.

@@ -4,22 +4,18 @@ a context is cut only where its windows are known.
 
 from __future__ import annotations
 
-import copy
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from float_bounds import assert_within, forward_bound
 from helpers import BLOCK, PLACEMENTS, random_ids
 from oracle import assert_equal_but_for_ties, greedy
+from recent_walks import walk_cuts, walk_trees
 
 from triforce_core import Engine
 from triforce_core.decoding.contexts import context
-from triforce_core.decoding.contexts.context import Context, Interrupted
-from triforce_core.decoding.decoder import Ask
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.recent import marks
 from triforce_offload.kv.recent.marks import Marks
@@ -72,75 +68,20 @@ def test_prompts_about_the_window_equal_transformers(
 
 
 def test_logits_of_trees_equal_those_of_their_paths(tiny, little_room) -> None:
-    """Branches deeper than the window, each against a fresh model over its path alone."""
+    """Branches deeper than the window."""
     path, model = tiny(FAMILY)
-    exact, bound = copy.deepcopy(model).double(), forward_bound(model, 120).logits
-    choose = random.Random(5)
     with engine(path, "kv", method="speculative", draft_tokens=64) as ours:
-        own = Context(ours.models)
-        prompt = random_ids(50)
-        own.prefill(prompt, 60, lambda _: None)
-        for rows in (2, 30, 64):
-            parents = [-1, *(max(-1, row - choose.choice((1, 1, 1, 2))) for row in range(1, rows))]
-            tokens = torch.tensor(random_ids(rows, rows))
-            logits = own.run(Ask(tokens, tuple(parents), False, False))
-            for row in {0, rows // 2, rows - 1}:
-                branch, at = [], row
-                while at >= 0:
-                    branch.insert(0, int(tokens[at]))
-                    at = parents[at]
-                with torch.no_grad():
-                    expected = exact(torch.tensor([prompt + branch])).logits[0, -1:]
-                assert_within(logits[row : row + 1], expected, bound)
-            own.keep([])
-            own.end()
-        own.close()
+        walk_trees(ours, model)
 
 
 @pytest.mark.parametrize("placement", ["kv", "both-one-slot"])
 def test_logits_equal_those_of_a_fresh_model_wherever_a_text_is_cut(
     tiny, little_room, placement: str
 ) -> None:
-    """C1 with marks: prompts that share any beginning, passes, prefills that are interrupted."""
+    """C1 with marks."""
     path, model = tiny(FAMILY)
-    exact, bound = copy.deepcopy(model).double(), forward_bound(model, 160).logits
-    choose, known = random.Random(placement), []
-    by_mark = between = 0
     with engine(path, placement, method="speculative", draft_tokens=6) as ours:
-        before = ours.runtime.memory.available_bytes, ours.runtime.host_blocks.taken_bytes
-        own = Context(ours.models)
-        for _ in range(40):
-            kept = choose.choice((0, choose.randint(0, len(known)), len(known)))
-            new = choose.choice((1, choose.randint(1, 6), choose.randint(1, 60)))
-            prompt = [*known[: min(kept, 160 - new)], *random_ids(new, choose.randrange(999))]
-            shared = next(
-                (i for i, (a, b) in enumerate(zip(known, prompt, strict=False)) if a != b),
-                min(len(known), len(prompt)),
-            )
-            if choose.random() < 0.3:
-
-                def interrupt(layer: int, stop: int = choose.randrange(3)) -> None:
-                    if layer == stop:
-                        raise Interrupted
-
-                with pytest.raises(Interrupted):
-                    own.prefill(prompt, 20, interrupt)
-            known_lengths = [mark.length for mark in own.sequence.recent.windows.marks]
-            read = own.prefill(prompt, 20, lambda _: None)
-            by_mark += read.reused in known_lengths and read.reused > 0
-            between += 0 < read.reused < min(shared, len(prompt) - 1)
-            with torch.no_grad():
-                expected = exact(torch.tensor([prompt])).logits[0, -1:]
-            assert_within(read.logits, expected, bound)
-            own.text.commit([read.logits.argmax().item()])
-            for _ in range(choose.randint(0, 20)):
-                token = torch.tensor(own.text.tokens[-1:])
-                logits = own.run(Ask(token, None, True, False))
-                own.text.commit([logits.argmax().item()])
-            known = own.text.tokens[: own.length]
-            own.end()
-        own.close()
-        assert (ours.runtime.memory.available_bytes, ours.runtime.host_blocks.taken_bytes) == before
+        by_mark, between = walk_cuts(ours, model, placement)
     assert by_mark > 3, "texts were cut to marks"
     assert between > 2, "texts were cut further than what they share, where no mark was nearer"
 
