@@ -28,7 +28,7 @@ KV_FORMATS = (AUTO, DENSE, SPLIT)
 EXACT, INT4, INT8 = "exact", "int4", "int8"
 DRAFT_WEIGHTS = (AUTO, EXACT, INT4, SPLIT)
 DRAFT_KV = (AUTO, EXACT, INT8)
-NGRAM, NO_DRAFTER = "ngram", "none"
+NGRAM, MTP, NO_DRAFTER = "ngram", "mtp", "none"
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
 MOST_DRAFT_TOKENS = 256
@@ -93,7 +93,8 @@ class MethodSettings:
 
     method: "triforce", "speculative" (the drafter proposes directly to the target) or
         "autoregressive"
-    draft: "auto" (n-grams), "ngram", "none", or the path or hub id of a draft model with the same
+    draft: "auto" (the model's MTP head if it has one, else n-grams), "ngram", "mtp", "none", or the
+        path or hub id of a draft model with the same
         vocabulary
     draft_tokens: number of draft tokens that a pass verifies at most; "auto" chooses it at run time
     tree: number of tokens of a tree draft, which the drafter proposes directly to the target;
@@ -157,7 +158,7 @@ class MethodSettings:
                     f"{least}, got {self.budget!r}"
                 )
         if not isinstance(self.draft, (str, Path)) or not str(self.draft):
-            raise UsageError(f"draft must be auto, ngram, none or a model, got {self.draft!r}")
+            raise UsageError(f"draft must be auto, ngram, mtp, none or a model, got {self.draft!r}")
 
     def without_effect(self, names: Iterable[str]) -> list[str]:
         """Return the fields among `names` that have no effect with this method."""
@@ -212,8 +213,13 @@ class MethodSettings:
 
     @property
     def draft_model(self) -> str | Path | None:
-        """The draft model, or None if n-grams or nothing drafts."""
-        return None if str(self.draft) in (AUTO, NGRAM, NO_DRAFTER) else self.draft
+        """The draft model; None if n-grams, an MTP head or nothing drafts."""
+        return None if str(self.draft) in (AUTO, NGRAM, MTP, NO_DRAFTER) else self.draft
+
+    @property
+    def may_use_head(self) -> bool:
+        """Whether the model's MTP head drafts, if it has one."""
+        return self.drafts and str(self.draft) in (AUTO, MTP)
 
     @property
     def fixed_draft_tokens(self) -> int | None:

@@ -148,7 +148,9 @@ class Drafting:
 
     def _make_growth(self) -> Growth | None:
         method = self._models.method
-        if not method.branches:
+        small = self._models.small
+        if not method.branches or (small and small.kind == "mtp"):
+            # An MTP head drafts chains.
             return None
         deepest, nodes = method.max_draft_tokens, method.fixed_tree
         if nodes is None:

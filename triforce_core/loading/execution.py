@@ -8,13 +8,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+import torch
+
 from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
 from triforce_core.decoding.contexts.models import Models, SmallModel
 from triforce_core.loading.layer_source import LayerSource, Readable
 from triforce_core.model.divided import divided
 from triforce_core.model.rope import Rope
 from triforce_core.model.share import Share
-from triforce_core.model.tensors import Layouts, dense_layouts
+from triforce_core.model.tensors import Layouts, drafter_layouts
 from triforce_core.model.transformer import Ends, Model
 from triforce_core.plan.fitting import Resolved
 from triforce_core.plan.levels import small_model_shape, window_tokens
@@ -70,8 +72,8 @@ class Execution:
             factors = self.checkpoint.rope_factors()
             rope = Rope(config, memory.device, factors, sizes.max_context)
             recorder: Recorder | None = CudaRecorder(memory.device) if graphs else None
-            small = self._small_model()
-            ends = self._target_ends()
+            target = Model(config, self._target_ends(), rope, memory.device, self.ranks)
+            small = self._small_model(target)
             int4_copies = self._int4_copies()
             source = LayerSource(
                 self.checkpoint, memory, layouts.layers, int4_copies, self._report()
@@ -83,7 +85,7 @@ class Execution:
         source.end()
         method = sizes.method
         return Models(
-            Model(config, ends, rope, memory.device, self.ranks),
+            target,
             runtime,
             replace(method, draft_kv=INT8) if sizes.rounds_kv else method,
             resolved.budget,
@@ -159,23 +161,27 @@ class Execution:
             recipe += f", rank {ranks.index} of {ranks.count}"
         return LayerCache(cache_directory() / "layers", recipe, checkpoint.files)
 
-    def _small_model(self) -> SmallModel | None:
-        """Load the draft model, all of it onto the device."""
+    def _small_model(self, target: Model) -> SmallModel | None:
+        """Load the draft model, or the target's MTP head, all of it onto the device."""
         if (checkpoint := self.drafter) is None:
             return None
-        config, memory = checkpoint.config.as_drafter, self.memory
+        config, memory = self.resolved.sizes.drafter, self.memory
         like = self.resolved.memory.requirements.kv
         window = window_tokens(config, self.resolved.sizes.method.max_draft_tokens)
-        rope = Rope(config, memory.device, checkpoint.rope_factors(), window)
-        layouts = dense_layouts(config, like.dtype)
+        layouts = drafter_layouts(config, like.dtype)
         with ExitStack() as stack:
-            ends = self._ends(checkpoint, layouts, stack, embedding_resident=True)
+            if config.layers[0].joins:
+                model = target.continued(config, self._norm(checkpoint, layouts, stack))
+            else:
+                ends = self._ends(checkpoint, layouts, stack, embedding_resident=True)
+                rope = Rope(config, memory.device, checkpoint.rope_factors(), window)
+                model = Model(config, ends, rope, memory.device)
             source = LayerSource(checkpoint, memory, layouts.layers)
             kept = [LayerPlan(Where.DEVICE, layout.nbytes) for layout in layouts.layers]
             store = WeightStore(layouts.layers, kept, memory, self.host, source.fill)
             stack.callback(store.close)
             small = SmallModel(
-                Model(config, ends, rope, memory.device),
+                model,
                 store,
                 small_model_shape(config, like),
                 window,
@@ -184,6 +190,14 @@ class Execution:
         # Not `small.close`, which would keep a dropped model alive.
         self.resources.callback(small.resources.close)
         return small
+
+    def _norm(self, head: Readable, layouts: Layouts, stack: ExitStack) -> torch.Tensor:
+        """Load the final norm of an MTP head."""
+        allocation = self.memory.allocate(layouts.head.nbytes, "head")
+        stack.callback(self.memory.free, allocation)
+        norm = layouts.head.views(allocation.bytes)["norm"]
+        head.read("norm", norm)
+        return norm
 
     def _ends(
         self,

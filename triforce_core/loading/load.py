@@ -19,12 +19,13 @@ from triforce_core.loading.devices import (
 )
 from triforce_core.loading.execution import Execution, Progress
 from triforce_core.loading.layer_source import Readable
+from triforce_core.model.config import ModelConfig
 from triforce_core.model.share import Share, mlp_unit
 from triforce_core.plan.formats import as_asked, element_type
 from triforce_core.plan.machine import Room
 from triforce_core.plan.resolve import resolve
 from triforce_core.plan.sizes import ModelSizes
-from triforce_core.settings import EngineConfig
+from triforce_core.settings import MTP, EngineConfig
 from triforce_offload.errors import CannotSplitError, UsageError
 from triforce_offload.link.link import Link
 from triforce_offload.link.staging import StagedLink
@@ -80,6 +81,8 @@ def _load(
 ) -> Models:
     """`load` once. Raises CannotSplitError for matrices that must be added to `unsplit`."""
     machine = config.machine
+    if drafter is None and config.method.may_use_head:
+        drafter = _head(checkpoint, config, ranks)
     device, own_device = rank_device(machine, ranks)
     set_threads(machine, device, ranks)
     share = _share(checkpoint, ranks)
@@ -98,7 +101,7 @@ def _load(
             max_context,
             config.method,
             config.block_tokens,
-            drafter and drafter.config.as_drafter,
+            drafter and _as_drafter(drafter.config),
             describe(device, machine, dtype, link.copy_bytes, own_device=own_device),
             sequences=config.sequences,
         )
@@ -128,6 +131,23 @@ def _load(
             checkpoint, drafter, resolved, memory, host, ranks, share, progress, stack
         )
         return execution.models(link, tracer)
+
+
+def _head(checkpoint: Readable, config: EngineConfig, ranks: Ranks) -> Readable | None:
+    """Return the model's MTP head, None if it has none and may do without. Raises UsageError."""
+    head = getattr(checkpoint, "mtp_head", None)
+    if head is not None and ranks.count == 1:
+        return head
+    if str(config.method.draft) == MTP:
+        why = "the model's files have no MTP head that is known"
+        if head is not None:
+            why = f"an MTP head does not draft on {ranks.count} GPUs yet"
+        raise UsageError(f"--draft mtp: {why}; use --draft ngram")
+    return None
+
+
+def _as_drafter(config: ModelConfig) -> ModelConfig:
+    return config if config.layers[0].joins else config.as_drafter
 
 
 def _traced(link: Link) -> tuple[Link, Tracer]:

@@ -282,9 +282,11 @@ class LayerSpec(Described):
     residual_scale: factor of what the mixer and the MLP add to the hidden states
     parallel: whether the MLP has the same input and norm as the mixer, and does not follow it
     output_scale: whether the hidden states after the layer are multiplied by a number of its own
+    joins: whether the layer's input is joined from a token's embedding and another model's hidden
+        state of the token before: the layer is an MTP head
     """
 
-    _NEWER = frozenset({"norms", "residual_scale", "parallel", "output_scale"})
+    _NEWER = frozenset({"norms", "residual_scale", "parallel", "output_scale", "joins"})
 
     mixer: Mixer
     mlp: DenseMLP
@@ -292,6 +294,7 @@ class LayerSpec(Described):
     residual_scale: float = 1.0
     parallel: bool = False
     output_scale: bool = False
+    joins: bool = False
 
     def shapes(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's tensors, in the order in which they are used.
@@ -301,6 +304,9 @@ class LayerSpec(Described):
         before = (hidden,) if self.norms.before else None
         after = (hidden,) if self.norms.after else None
         shapes = {
+            "token_norm": (hidden,) if self.joins else None,
+            "state_norm": (hidden,) if self.joins else None,
+            "join": (hidden, 2 * hidden) if self.joins else None,
             "input_norm": before,
             **self.mixer.shapes(hidden),
             "mixer_norm": after,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -128,6 +128,16 @@ def dense_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
         _dense({"norm": (hidden,), "head": ends}, dtype),
         None if config.tied else _dense({"embedding": ends}, dtype),
     )
+
+
+def drafter_layouts(config: ModelConfig, dtype: ElementType) -> Layouts:
+    """Return layouts of what a draft model has of its own: an MTP head uses the embedding and the
+    output matrix of the model that it continues.
+    """
+    layouts = dense_layouts(config, dtype)
+    if not config.layers[0].joins:
+        return layouts
+    return replace(layouts, head=_dense({"norm": (config.hidden,)}, dtype), embedding=None)
 
 
 def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> Layouts:

@@ -89,14 +89,20 @@ class Model:
         *,
         chunk: int | None = None,
         each_layer: Callable[[int], None] | None = None,
+        states: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run a forward batch. Return hidden states before the final norm, [rows, hidden].
 
+        states: of a model that continues another one (`LayerSpec.joins`), the other's hidden states
+            of the tokens before, [rows, hidden]
         chunk: number of rows that a layer computes at a time, None for all; the weights of each
             layer are requested once either way
         each_layer: called after each layer with its index
         """
         hidden = self._embed(batch.tokens)
+        if states is not None:
+            with weights.layer(0) as layer:
+                hidden = self._joined(layer, hidden, states)
         batch = replace(batch, query_scale=self.rope.query_scale(batch.positions, hidden))
         parts = {None: list(batch.parts(chunk))} | {
             kind: list(replace(batch, rotation=rotation).parts(chunk))
@@ -114,13 +120,37 @@ class Model:
         """Return float32 logits [tokens, vocab] for hidden states [tokens, hidden]. All ranks but
         the first get an empty [tokens, 0].
         """
+        return self.scores(self.normed(hidden))
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden states [tokens, hidden] after the final norm."""
+        return self._norm(hidden, self._ends.norm)
+
+    def no_states(self) -> torch.Tensor:
+        """Return hidden states of no tokens, [0, hidden]."""
+        return self._ends.norm.new_empty(0, self.config.hidden)
+
+    def scores(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits [tokens, vocab] for normed hidden states, as `logits` does."""
         ends = self._ends
-        part = linear(self._norm(hidden, ends.norm), ends.head).float()
+        part = linear(normed, ends.head).float()
         if self.config.logit_scale != 1:
             part *= self.config.logit_scale
         if (cap := self.config.logit_cap) is not None:
             part.div_(cap).tanh_().mul_(cap)
         return self._ranks.gather(part, ends.widths)
+
+    def continued(self, config: ModelConfig, norm: torch.Tensor) -> Model:
+        """Return a model that continues this one, with the same embedding and output matrix.
+
+        config: config of the other model. norm: weights of its final norm, [hidden]
+        """
+        return Model(config, replace(self._ends, norm=norm), self.rope, self.device, self._ranks)
+
+    def _joined(self, w: Views, hidden: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Return what tokens' embeddings and states, [rows, hidden] each, become for the layer."""
+        both = self._norm(hidden, w["token_norm"]), self._norm(states, w["state_norm"])
+        return linear(torch.cat(both, 1), w["join"])
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the embeddings [tokens, hidden], scaled."""

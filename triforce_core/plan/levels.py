@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.tensors import dense_layouts, kv_shape
+from triforce_core.model.tensors import drafter_layouts, kv_shape
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import dense_bytes, rounded_bytes, scores_bytes
 
@@ -31,8 +31,12 @@ def small_model_parts_bytes(
     config: ModelConfig, like: KVShape, max_draft_tokens: int, windows: int = 1
 ) -> int:
     """Return the device bytes of a draft model and of its windows, without its temporaries."""
-    window = dense_bytes(small_model_shape(config, like), window_tokens(config, max_draft_tokens))
-    return dense_layouts(config, like.dtype).nbytes + windows * window
+    tokens = window_tokens(config, max_draft_tokens)
+    window = dense_bytes(small_model_shape(config, like), tokens)
+    if config.layers[0].joins:
+        # Hidden states of the tokens of the window, and a copy of them.
+        window += 2 * (tokens + SINKS) * config.hidden * like.dtype.itemsize
+    return drafter_layouts(config, like.dtype).nbytes + windows * window
 
 
 def own_tokens(chunk_tokens: int, max_draft_tokens: int) -> int:

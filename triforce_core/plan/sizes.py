@@ -234,7 +234,9 @@ class ModelSizes:
                 shape, budget, chunk, longest, context, rounded=self.rounds_kv
             )
         if self.graphs:
-            for recorded in (self.config if budget else None, self.drafter):
+            # MTP heads are not recorded.
+            drafter = self.drafter and not self.drafter.layers[0].joins and self.drafter
+            for recorded in (self.config if budget else None, drafter):
                 if recorded:
                     graphs = graph_bytes(
                         recorded,

@@ -20,6 +20,7 @@ from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.sequence import PassCounters
 from triforce_offload.kv.sizes import SCORED_TOKENS
 from triforce_offload.link.link import LinkCounters
+from triforce_offload.memory.device import put
 
 
 class Context:
@@ -35,6 +36,8 @@ class Context:
     link_when_prefilled, passes_when_prefilled: counters at the end of the last prefill
     tells_logits: whether to keep the logits of each pass
     logits: logits of the last pass, [rows, vocab] float32, if `tells_logits`
+    hidden: hidden states of the last pass before the final norm, [rows, hidden], until some are
+        kept; None if nothing drafts from them
     tell: sends calls to the other ranks
     """
 
@@ -45,6 +48,7 @@ class Context:
         self.trace = models.runtime.trace
         self.text = Text([])
         self.logits: torch.Tensor | None = None
+        self.hidden: torch.Tensor | None = None
         self.tells_logits = False
         self.tell = calls.Teller(models.ranks, lambda: self.checksum)
         self.models = models
@@ -183,6 +187,9 @@ class Context:
     def keep(self, rows: Sequence[int]) -> None:
         """Keep a path of the rows of the last pass, and forget the others."""
         self.tell(calls.Keep(list(rows)))
+        if self.hidden is not None:
+            self.levels.note(self.length, self.hidden[put(list(rows), self.hidden.device)])
+            self.hidden = None
         self.sequence.keep(rows)
 
     def note(self, logits: torch.Tensor) -> None:
@@ -219,6 +226,7 @@ class Context:
         hidden = self.model.forward(
             batch, passes.weights, passes.cache(sequences), each_layer=each_layer
         )
+        self.levels.note(self.length, hidden)
         self.sequence.keep(range(batch.rows))
         return hidden[-1:]
 
@@ -231,6 +239,7 @@ class Context:
             hidden = self.model.forward(
                 batch, weights, cache, chunk=PREFILL_CHUNK, each_layer=each_layer
             )
+            self.levels.note(self.length, hidden)
             return hidden[-1:].clone()
 
 
@@ -253,6 +262,9 @@ def run_pass(contexts: Sequence[Context], asks: Sequence[Ask]) -> list[torch.Ten
         # The copies of the next pass run while the head and the draws compute.
         passes.begin(sequences)
     logits = list(model.logits(hidden).split([own.rows for own in batches]))
-    for context, own in zip(contexts, logits, strict=True):
+    parts = hidden.split([own.rows for own in batches])
+    for context, ask, own, part in zip(contexts, asks, logits, parts, strict=True):
         context.note(own)
+        drafts = context.levels.from_hidden and not ask.is_kept
+        context.hidden = part if drafts else None
     return logits

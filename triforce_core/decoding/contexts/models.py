@@ -20,7 +20,7 @@ from triforce_offload.weights.store import WeightStore
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A draft model: its weights, all on the device, and the shape of its KV.
+    """A draft model or an MTP head: its weights, all on the device, and the shape of its KV.
 
     capacity: number of tokens of its window
     resources: closes its weights
@@ -31,6 +31,11 @@ class SmallModel:
     shape: KVShape
     capacity: int
     resources: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def kind(self) -> str:
+        """Its name as a level: "mtp" for the target's MTP head, else "model"."""
+        return "mtp" if self.model.config.layers[0].joins else "model"
 
     def close(self) -> None:
         """Release its memory. May be called more than once."""
@@ -165,5 +170,5 @@ class Models:
         if self.budget:
             names.insert(0, "retrieval")
         if self.method.drafts and self.method.has_drafter:
-            names.insert(0, "model" if self.small else "ngram")
+            names.insert(0, self.small.kind if self.small else "ngram")
         return names

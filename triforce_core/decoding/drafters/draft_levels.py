@@ -10,17 +10,20 @@ import torch
 
 from triforce_core.decoding.contexts import calls
 from triforce_core.decoding.contexts.models import Models
+from triforce_core.decoding.drafters.mtp import MtpDrafter
 from triforce_core.decoding.drafters.ngram import NGramDrafter
 from triforce_core.decoding.drafters.resident import ResidentModel
 from triforce_core.decoding.drafters.retrieval import POLICIES, RetrievalCache
 from triforce_core.decoding.drafters.small_model import SmallModelDrafter, WindowCache
 from triforce_core.decoding.levels import Drafter, Nothing
-from triforce_core.plan.levels import fitting_budget
+from triforce_core.plan.levels import SINKS, fitting_budget
+from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.direct import reader
 from triforce_offload.kv.gather import ChunkReader
 from triforce_offload.kv.scores import ChunkScores
 from triforce_offload.kv.sequence import SequenceKV
 from triforce_offload.kv.sizes import GATHER_BUFFERS, reader_bytes
+from triforce_offload.memory.device import put
 from triforce_offload.weights.store import ResidentWeights
 
 
@@ -79,9 +82,28 @@ class DraftLevels:
         self._tell(calls.Draft(tokens))
         return self.model.logits(tokens, self.retrieval.length)
 
+    @property
+    def from_hidden(self) -> bool:
+        """Whether the drafter needs hidden states of the level above."""
+        return isinstance(self.drafter, MtpDrafter)
+
+    def note(self, start: int, hidden: torch.Tensor) -> None:
+        """Take the target's hidden states [tokens, hidden], before its last norm, of the text's
+        tokens from `start` on.
+        """
+        if self.from_hidden and len(hidden):
+            first, last = hidden[:SINKS], hidden[-self.drafter.most :]
+            norm = self._models.target.normed
+            if len(first) < len(hidden) and not start:
+                self.drafter.note(0, norm(first))
+            self.drafter.note(start + len(hidden) - len(last), norm(last))
+
     def keep_drafted(self, rows: Sequence[int]) -> None:
         """Keep a path of the last rows of `draft`, until a pass has computed them."""
         self._tell(calls.KeepDrafted(list(rows)))
+        if self.model.hidden is not None:
+            kept = self.model.hidden[put(list(rows), self.model.hidden.device)]
+            self.note(self.retrieval.length, kept)
         self.retrieval.kv.keep(rows)
 
     def drop_drafter(self) -> int:
@@ -152,6 +174,7 @@ class DraftLevels:
             models.recorder,
             runtime.trace,
             "retrieval model",
+            tells_hidden=self.from_hidden,
         )
         resources.callback(model.close)
         self.scores, self.retrieval, self.model = scores, cache, model
@@ -192,6 +215,9 @@ def make_drafter(models: Models) -> Drafter:
         return Nothing(runtime.memory.device)
     if small is None:
         return NGramDrafter(runtime.memory.device)
+    if small.kind == "mtp":
+        kv = DenseKV(small.shape, small.capacity, runtime.memory, "drafter cache")
+        return MtpDrafter(small.model, ResidentWeights(small.store), kv, runtime.trace)
     cache = WindowCache(small.shape, small.model.rope, small.capacity, runtime.memory)
     level = ResidentModel(
         small.model,

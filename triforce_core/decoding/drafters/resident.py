@@ -37,6 +37,8 @@ class ResidentModel:
     Eager and recorded forwards compute the same values, up to rounding.
 
     recorded: number of sizes recorded so far
+    hidden: hidden states before the final norm of the last forward's rows, [rows, hidden], if they
+        are told; valid until the next
     """
 
     def __init__(
@@ -47,8 +49,15 @@ class ResidentModel:
         recorder: Recorder | None,
         trace: Tracer,
         name: str,
+        *,
+        tells_hidden: bool = False,
     ) -> None:
-        """recorder: None to run everything eagerly. name: name of the forwards in a trace"""
+        """recorder: None to run everything eagerly
+        name: name of the forwards in a trace
+        tells_hidden: whether to keep the hidden states of each forward of `logits`
+        """
+        self.hidden: torch.Tensor | None = None
+        self._tells_hidden = tells_hidden
         self.kv = kv
         self.recorded = 0
         self._model = model
@@ -100,9 +109,13 @@ class ResidentModel:
             if forward.uses == USES_BEFORE:
                 self._record(forward, size)
             out = forward.run()[:count]
+            if self._tells_hidden:
+                self.hidden = forward.hidden[:count]
             return out[-1:] if last else out
         batch = ForwardBatch.text(tokens, position, tokens.device)
         hidden = self._model.forward(batch, self._weights, self.kv)
+        if self._tells_hidden:
+            self.hidden = hidden
         return self._model.logits(hidden[-1:] if last else hidden)
 
     def _record(self, forward: _FixedForward, size: int) -> None:
@@ -142,6 +155,7 @@ class _FixedForward:
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self._cache = FixedDense(kv, device)
         self._replay: Run | None = None
+        self.hidden = model.no_states().new_zeros(size, model.config.hidden)
 
     @property
     def is_recorded(self) -> bool:
@@ -163,4 +177,6 @@ class _FixedForward:
 
     def _compute(self) -> torch.Tensor:
         batch = ForwardBatch.text(self._tokens, self._position, self._tokens.device)
-        return self._model.logits(self._model.forward(batch, self._weights, self._cache))
+        # At a fixed address, like the logits.
+        self.hidden.copy_(self._model.forward(batch, self._weights, self._cache))
+        return self._model.logits(self.hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isnan
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -154,10 +155,32 @@ class SmallModelDrafter:
         return put(new, self.device)
 
 
-class _SmallModelProposer:
+class ModelDrafter(Protocol):
+    """A model that drafts token by token.
+
+    device: device that computes
+    most: number of tokens of the longest draft
+    """
+
+    device: torch.device
+    most: int
+
+    def catch_up(self, text: Text, count: int) -> torch.Tensor | None:
+        """Prepare for a draft of `count` tokens. Return the tokens of the text that must run first;
+        None if nothing can be drafted now.
+        """
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run tokens [n] after those run so far. Return the logits after the last, [1, vocab]."""
+
+    def have_drawn(self, tokens: torch.Tensor) -> None:
+        """Note the tokens [n] that were drawn, and run, since `catch_up`."""
+
+
+class ModelProposer:
     """A proposer for one request: one forward per token, without waiting for the device."""
 
-    def __init__(self, drafter: SmallModelDrafter, params: SamplingParams, rule: Rule) -> None:
+    def __init__(self, drafter: ModelDrafter, params: SamplingParams, rule: Rule) -> None:
         self._drafter = drafter
         self._params = params
         self._rule = rule
@@ -169,7 +192,7 @@ class _SmallModelProposer:
         tokens: list[torch.Tensor] = []
         drawn_from: list[torch.Tensor] = []
         batch = drafter.catch_up(text, count) if count else None
-        for i in range(count):
+        for i in range(count if batch is not None else 0):
             # A distribution that contains NaN gives -1, which the verifier detects.
             before = torch.cat(tokens).clamp_(min=0) if tokens else None
             drawn_from.append(distributions(drafter.forward(batch), self._params, text, before))
@@ -181,6 +204,12 @@ class _SmallModelProposer:
         # All but the last were run.
         drafter.have_drawn(drawn[:-1])
         return Draft(drawn, torch.cat(drawn_from))
+
+
+class _SmallModelProposer(ModelProposer):
+    """The proposer of a draft model, which also drafts trees."""
+
+    _drafter: SmallModelDrafter
 
     def branch(self, text: Text, growth: Growth, nodes: int, deepest: int) -> Draft:
         """Brancher.branch, level by level: each takes one forward over the whole tree and one wait.

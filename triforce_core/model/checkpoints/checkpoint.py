@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from triforce_core.model.checkpoints.names import HF_PREFIXES, gguf_names, hf_na
 from triforce_core.model.checkpoints.pieces import Piece
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, reads_images
+from triforce_core.model.mtp import MtpHead, has_head, head_pieces
 from triforce_core.model.share import Share
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.identity import sampled, state
@@ -141,6 +143,16 @@ class Checkpoint:
         checkpoint._share = share
         return checkpoint
 
+    @cached_property
+    def mtp_head(self) -> MtpHead | None:
+        """The model's MTP head, None if the files have none that is known."""
+        if not has_head(self._source.names()):
+            return None
+        full = f"layers.{self.config.kv_layers[0]}."
+        prefix = self._names(full + "o")[0].name.split("self_attn.")[0]
+        pieces = head_pieces(lambda part: self._names(full + part), prefix, self.config.hidden)
+        return MtpHead(self, pieces)
+
     def close(self) -> None:
         self._source.close()
 
@@ -159,14 +171,19 @@ class Checkpoint:
 
         Raises CheckpointError or CannotSplitError.
         """
+        pieces = self._names(name)
+        if self._share is not None:
+            windows = self._share.windows(name)
+            pieces = [piece.within(w) for piece, w in zip(pieces, windows, strict=True)]
+        self.read_pieces(name, pieces, into)
+
+    def read_pieces(self, name: str, pieces: Sequence[Piece], into: Weight) -> None:
+        """Read the pieces of a tensor, whose name errors give. Raises as `read`."""
         from triforce_kernels.weights.linear import rows_of
         from triforce_kernels.weights.split_bf16 import SplitError
         from triforce_offload.checkpoint.reading import read_into
 
-        first, pieces = 0, self._names(name)
-        if self._share is not None:
-            windows = self._share.windows(name)
-            pieces = [piece.within(w) for piece, w in zip(pieces, windows, strict=True)]
+        first = 0
         for piece in pieces:
             part = rows_of(into, first, first + piece.rows)
             first += piece.rows

@@ -1,0 +1,150 @@
+"""The drafter that runs the model's own MTP head over the hidden states of the level above."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from triforce_core.decoding.acceptance import Rule
+from triforce_core.decoding.contexts.text import Text
+from triforce_core.decoding.drafters.small_model import ModelProposer
+from triforce_core.model.transformer import Model
+from triforce_core.params import SamplingParams
+from triforce_core.plan.levels import SINKS, WINDOW
+from triforce_offload.forward_batch import ForwardBatch
+from triforce_offload.kv.caches.dense import DenseKV
+from triforce_offload.link.trace import Tracer
+from triforce_offload.memory.device import put
+from triforce_offload.weights.store import ResidentWeights
+
+
+class _Pairs(NamedTuple):
+    """Pairs that run next: tokens [n], their positions, and the states [n, hidden] before them."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    states: torch.Tensor
+
+
+class MtpDrafter:
+    """An MTP head on a text. It runs pairs of a token and the hidden state of the token before.
+
+    To draft several tokens, the head is applied to its own output. It attends to the first and the
+    recent pairs of the text; pairs with a state of its own are forgotten after each draft.
+
+    vocab: number of tokens of the vocabulary
+    """
+
+    def __init__(self, head: Model, weights: ResidentWeights, kv: DenseKV, trace: Tracer) -> None:
+        """kv: room for pairs: the first ones, the recent ones and a draft"""
+        self.vocab = head.config.vocab
+        self._head = head
+        self._weights = weights
+        self._kv = kv
+        self._trace = trace
+        # Positions and tokens of the pairs that the KV has, with states of the level above.
+        self._places: list[int] = []
+        self._ran: list[int] = []
+        # States of the first tokens, and of the recent ones from position `_begin` on.
+        self._firsts = self._recent = head.no_states()
+        self._begin = 0
+        self._next: _Pairs | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._head.device
+
+    @property
+    def most(self) -> int:
+        """Number of tokens of the longest draft."""
+        return (self._kv.capacity - SINKS) // 2
+
+    def proposer(self, params: SamplingParams, rule: Rule) -> ModelProposer:
+        """Drafter.proposer."""
+        return ModelProposer(self, params, rule)
+
+    def note(self, start: int, states: torch.Tensor) -> None:
+        """Take the hidden states [tokens, hidden] of the text's tokens from `start` on, after the
+        model's last norm, and forget those of later tokens.
+        """
+        self.roll_back(start + 1)
+        if start <= len(self._firsts) < SINKS:
+            self._firsts = torch.cat((self._firsts[:start], states))[:SINKS].clone()
+        known = start - self._begin
+        if not 0 <= known <= len(self._recent):
+            known, self._begin = 0, start
+        self._recent = torch.cat((self._recent[:known], states))
+        dropped = max(0, len(self._recent) - self._kv.capacity)
+        # A copy, so that the states before it are released.
+        self._recent = self._recent[dropped:].clone()
+        self._begin += dropped
+
+    def roll_back(self, tokens: int) -> None:
+        """Drafter.roll_back."""
+        while self._places and self._places[-1] >= tokens:
+            self._places.pop()
+            self._ran.pop()
+        self._firsts = self._firsts[:tokens]
+        self._recent = self._recent[: max(0, tokens - self._begin)]
+
+    def give_up_recorded(self) -> bool:
+        """Drafter.give_up_recorded."""
+        return False
+
+    def close(self) -> None:
+        """Drafter.close."""
+        self._kv.close()
+
+    def catch_up(self, text: Text, count: int) -> torch.Tensor | None:
+        """Make room for a draft of `count` tokens. Return the tokens of the text whose pairs must
+        run first; None if the state before the last token is not known.
+        """
+        last, tokens = len(text.tokens) - 1, text.tokens
+        if not self._begin < last <= self._begin + len(self._recent):
+            return None
+        held = 0
+        for place, token in zip(self._places, self._ran, strict=True):
+            if place > last or tokens[place] != token:
+                break
+            held += 1
+        # The last pair gives the logits, so it always runs.
+        held = min(held, max(0, len(self._places) - 1)) if last in self._places[:held] else held
+        del self._places[held:], self._ran[held:]
+        new = range(self._places[-1] + 1 if self._places else 1, last + 1)
+        room = self._kv.capacity - count
+        if new.start <= self._begin or held + len(new) > room:
+            # Begin anew, with the first pairs and the recent ones.
+            self._places, self._ran = [], []
+            recent = range(max(1, self._begin + 1, last + 1 - min(WINDOW, room - SINKS)), last + 1)
+            new = [*range(1, min(len(self._firsts) + 1, recent.start)), *recent]
+        self._kv.end = len(self._places)
+        self._places += new
+        self._ran += [tokens[place] for place in new]
+        self._next = _Pairs(
+            put([tokens[place] for place in new], self.device),
+            put(list(new), self.device),
+            torch.stack([self._state(place - 1) for place in new]),
+        )
+        return self._next.tokens
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run the pairs that `catch_up` prepared, or a drafted token [1] after them. Return the
+        logits after the last, [1, vocab].
+        """
+        pairs = self._next._replace(tokens=tokens)
+        with self._trace.compute("MTP head", tokens=tokens.shape[0]):
+            batch = ForwardBatch(pairs.tokens, pairs.positions)
+            hidden = self._head.forward(batch, self._weights, self._kv, states=pairs.states)
+            self._kv.keep(range(tokens.shape[0]))
+            state = self._head.normed(hidden[-1:])
+            self._next = _Pairs(tokens[-1:], pairs.positions[-1:] + 1, state)
+            return self._head.scores(state)
+
+    def have_drawn(self, tokens: torch.Tensor) -> None:
+        """See SmallModelDrafter. Pairs of drafted tokens run again with other states."""
+
+    def _state(self, position: int) -> torch.Tensor:
+        if position >= self._begin:
+            return self._recent[position - self._begin]
+        return self._firsts[position]
