@@ -275,6 +275,29 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
     return model
 
 
+def add_head(directory: Path, model: torch.nn.Module, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Add a random MTP head to a model's files, as Qwen names it. Return its tensors."""
+    from safetensors.torch import load_file, save_file
+
+    held, generator = (
+        load_file(directory / "model.safetensors"),
+        torch.Generator().manual_seed(seed),
+    )
+    layer = model.config.layer_types.index("full_attention")
+    width, whole = model.config.hidden_size, f"model.layers.{layer}."
+    shapes = {
+        name.replace(whole, "mtp.layers.0."): tensor.shape
+        for name, tensor in held.items()
+        if name.startswith(whole)
+    }
+    shapes |= {"mtp.fc.weight": torch.Size((width, 2 * width))}
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    shapes |= {f"mtp.{name}.weight": torch.Size((width,)) for name in norms}
+    head = {n: torch.randn(shape, generator=generator) * 0.2 for n, shape in shapes.items()}
+    save_file(held | head, directory / "model.safetensors", metadata={"format": "pt"})
+    return head
+
+
 def full_layers(config: object) -> object:
     """What a config of transformers says of layers without a window. Layers of Gemma 4 differ."""
     if not config.model_type.startswith("gemma4"):

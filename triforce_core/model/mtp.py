@@ -33,6 +33,11 @@ def mtp_config(config: ModelConfig) -> ModelConfig:
     return replace(config, layers=(replace(spec, joins=True),))
 
 
+def publishes_head(config: ModelConfig) -> bool:
+    """Whether published safetensors files of this family have a head."""
+    return config.family == "qwen3_5_text"
+
+
 def has_head(names: frozenset[str]) -> bool:
     """Whether tensors of these names are those of a head with one layer."""
     return f"{_PREFIX}fc.weight" in names and f"{_PREFIX}layers.1.mlp.down_proj.weight" not in names

@@ -9,7 +9,11 @@ from triforce_core.model.share import Pieces
 from triforce_core.model.tensors import split_layouts
 from triforce_core.params import SamplingParams
 from triforce_core.plan.machine import Room
-from triforce_core.plan.simulation.acceptance_curve import MODEL_ACCEPTANCE, AcceptanceCurve
+from triforce_core.plan.simulation.acceptance_curve import (
+    HEAD_ACCEPTANCE,
+    MODEL_ACCEPTANCE,
+    AcceptanceCurve,
+)
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.search import choose
@@ -41,7 +45,8 @@ def fastest(
     method, context = sizes.method, sizes.max_context
     curve = AcceptanceCurve()
     if sizes.drafter:
-        curve = replace(curve, inner=MODEL_ACCEPTANCE)
+        head = sizes.drafter.layers[0].joins
+        curve = replace(curve, inner=HEAD_ACCEPTANCE if head else MODEL_ACCEPTANCE)
     quantised = bool(sizes.weights.block_types)
     fixed: dict[str, object] = {"method": method.method} if method.method != "triforce" else {}
     for name in ("budget", "fixed_draft_tokens", "fixed_inner_draft_tokens"):

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from triforce_core.conversation import Turn
 from triforce_core.params import SamplingParams, checked
+from triforce_core.requests.reasoning import variables
 from triforce_core.server.answers import Answers, ClientGoneError
 from triforce_core.server.errors import (
     ContextLengthError,
@@ -59,6 +60,7 @@ def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> Fast
     app.add_middleware(Guard, settings=settings)
     _add_errors(app, settings)
     _add_health(app, worker, settings, metrics)
+    defaults = variables(settings.reasoning)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -66,7 +68,7 @@ def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> Fast
         messages = [message.as_dict() for message in body.messages]
         _check_length(worker, [message["content"] for message in messages], len(messages))
         turn = await _prepared(
-            worker, lambda: worker.conversations.turn(messages, body.template_variables)
+            worker, lambda: worker.conversations.turn(messages, defaults | body.template_variables)
         )
         return await _answer(request, body, [Asked(turn, True, body.owner)], body.params)
 
@@ -92,9 +94,8 @@ def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> Fast
         params_of: Callable[[int], SamplingParams],
     ) -> Response:
         params = [_fitting(worker, each, params_of) for each in asked]
-        wording = Wording(
-            settings.name, worker.engine.tokenizer, chat=isinstance(body, ChatRequest)
-        )
+        prompt = asked[0].turn.text if isinstance(body, ChatRequest) else None
+        wording = Wording(settings.name, worker.engine.tokenizer, prompt=prompt)
         answers = Answers(worker, wording, asked, params, body.choices)
         if not body.stream:
             return JSONResponse(await answers.whole(request))

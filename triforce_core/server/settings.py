@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
+from triforce_core.requests.reasoning import AUTO, OFF, ON
 from triforce_offload.errors import UsageError
 from triforce_offload.units import parse_bytes
 
@@ -18,6 +19,8 @@ class ServerSettings:
     name: the model name that clients use
     queue: the number of requests that may wait for the engine; further requests are rejected
     max_body: the maximum size of a request, in bytes or as text such as "32MiB"
+    reasoning: whether models reason before they answer, "on" or "off"; "auto" leaves it to the chat
+        template, and requests may set it too
     contexts: the number of conversations, besides the current one, whose KV stays in host memory
     """
 
@@ -28,6 +31,7 @@ class ServerSettings:
     queue: int = 16
     max_body: int = 32 << 20
     contexts: int = 2
+    reasoning: str = AUTO
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_body", parse_bytes(self.max_body))
@@ -35,6 +39,8 @@ class ServerSettings:
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise UsageError(f"{name} must be {least} to {most}, got {value!r}")
+        if self.reasoning not in (AUTO, ON, OFF):
+            raise UsageError(f"reasoning must be auto, on or off, got {self.reasoning!r}")
         if self.api_key is not None and not self.api_key.strip():
             raise UsageError("the API key is empty")
         if self.api_key is None and not _is_this_machine(self.host):

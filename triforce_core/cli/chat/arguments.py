@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 
 from triforce_core.cli.generate.arguments import add_decoding_arguments, add_model_argument
+from triforce_core.requests.reasoning import AUTO, OFF, ON
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model_argument(parser)
     add("--system", metavar="TEXT", help="system prompt")
+    add(
+        "--reasoning",
+        choices=(AUTO, ON, OFF),
+        default=AUTO,
+        help="whether the model reasons before it answers (default: as its chat template has it)",
+    )
     add("--load", metavar="FILE", help="go on with a conversation from /save")
     add(
         "--commands",

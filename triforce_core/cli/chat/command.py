@@ -21,6 +21,7 @@ from triforce_core.cli.terminal.reading import saved_tokens
 from triforce_core.cli.terminal.report import accepted_drafts, colored, takes_colors
 from triforce_core.cli.terminal.signals import Stop, ending, exit_code
 from triforce_core.loading.open_model import OpenModel
+from triforce_core.requests.reasoning import variables
 from triforce_core.requests.stream import Completion, Piece, Stream
 from triforce_offload.errors import OutputError, UsageError
 
@@ -71,7 +72,7 @@ def chat(args: argparse.Namespace) -> int:
         loading.close()
         if not args.quiet:
             say(f"plan: {engine.plan_line}")
-        session = ChatSession(engine, params, messages)
+        session = ChatSession(engine, params, messages, variables=variables(args.reasoning))
         if args.load:
             say(f"{session.load(args.load)} tokens of context loaded")
         return Chat(session, Lines(), args).run()

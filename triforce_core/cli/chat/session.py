@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from triforce_core.cli.terminal.reading import read_text
 from triforce_core.conversation import Conversations, Turn
@@ -24,12 +26,14 @@ class ChatSession:
 
     messages: the messages so far, each with a "role" and "content"
     context_tokens: the length of the context at the end of the last answer
+    variables: variables of the chat template, see `Tokenizer.render`
     """
 
     engine: Engine
     params: SamplingParams
     messages: list[dict[str, str]] = field(default_factory=list)
     context_tokens: int = 0
+    variables: Mapping[str, Any] = field(default_factory=dict)
     _attached: list[str] = field(default_factory=list)
     _turn: Turn | None = None
     _before: list[dict[str, str]] = field(default_factory=list)
@@ -168,7 +172,7 @@ class ChatSession:
         raise UsageError("nothing was said yet")
 
     def _answer(self, messages: list[dict[str, str]]) -> Stream:
-        stream = self._stream(self._known.turn(messages))
+        stream = self._stream(self._known.turn(messages, self.variables))
         self._before, self.messages = self.messages, messages
         self._after = None
         return stream

@@ -108,7 +108,11 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
 def _add_drafting(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("drafting").add_argument
     add("--method", choices=METHODS, help="method to plan (default: the faster of the first two)")
-    add("--draft", metavar="ngram|none|MODEL", help="drafter (default: n-grams)")
+    add(
+        "--draft",
+        metavar="ngram|mtp|none|MODEL",
+        help="drafter (default: the MTP head of models that have one, else n-grams)",
+    )
     add("--budget", type=int, metavar="TOKENS", help="tokens in the retrieval cache")
     add("--draft-tokens", type=int, metavar="N", help="tokens drafted for each pass")
     add(

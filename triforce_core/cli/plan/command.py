@@ -14,10 +14,15 @@ from triforce_core.cli.plan.report import print_plan, print_sweep
 from triforce_core.cli.terminal.output import say
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.known.shapes import read_model, read_shape
+from triforce_core.model.mtp import mtp_config, publishes_head
 from triforce_core.model.tensors import kv_shape, matrices
 from triforce_core.plan.formats import element_type
 from triforce_core.plan.plan import Plan
-from triforce_core.plan.simulation.acceptance_curve import MODEL_ACCEPTANCE, AcceptanceCurve
+from triforce_core.plan.simulation.acceptance_curve import (
+    HEAD_ACCEPTANCE,
+    MODEL_ACCEPTANCE,
+    AcceptanceCurve,
+)
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.prediction import case_dict, predict
@@ -30,6 +35,7 @@ from triforce_core.settings import (
     DEFAULT_BUDGET,
     DENSE,
     MOST_DRAFT_TOKENS,
+    MTP,
     NGRAM,
     NO_DRAFTER,
     SPLIT,
@@ -95,7 +101,10 @@ def _case(args: argparse.Namespace) -> Case:
     if context is None:
         context = planned.context_tokens if planned else min(DEFAULT_CONTEXT, config.positions)
     draft = args.draft if args.draft is not None else planned.method.draft if planned else AUTO
-    draft_config = _draft_config(draft)
+    gpus = args.gpus or (planned.gpus if planned else 1)
+    if draft == AUTO and gpus == 1 and publishes_head(config) and shape.pieces is None:
+        draft = MTP
+    draft_config = _draft_config(draft, config, gpus)
     method = planned.method if planned else MethodSettings()
     asked = {"draft_weights": args.draft_weights, "draft_kv": args.draft_kv}
     method = replace(method, **{name: value for name, value in asked.items() if value})
@@ -127,10 +136,18 @@ def _case(args: argparse.Namespace) -> Case:
     return case
 
 
-def _draft_config(draft: str | Path) -> ModelConfig | None:
-    """Return the shape of the draft model, or None without one. Raises UsageError."""
+def _draft_config(draft: str | Path, config: ModelConfig, gpus: int) -> ModelConfig | None:
+    """Return the shape of the draft model or of the model's MTP head, or None without one. Raises
+    UsageError.
+    """
     if draft in (AUTO, NGRAM, NO_DRAFTER):
         return None
+    if draft == MTP:
+        if gpus > 1:
+            raise UsageError(f"--draft mtp: an MTP head does not draft on {gpus} GPUs yet")
+        if not publishes_head(config):
+            raise UsageError(f"--draft mtp: {config.family} models have no MTP head that is known")
+        return mtp_config(config)
     if ":" in str(draft) and read_model(str(draft)).pieces:
         raise UsageError(f"a drafter's weights are dense: name it without its mix, not {draft}")
     return read_shape(draft)
@@ -202,7 +219,8 @@ def _curve(
         # A measured acceptance is assumed to hold at the planned context length.
         curve = replace(AcceptanceCurve.measured(args.stats), context=context)
     if draft_config is not None and not args.stats:
-        curve = replace(curve, inner=MODEL_ACCEPTANCE)
+        inner = HEAD_ACCEPTANCE if draft_config.layers[0].joins else MODEL_ACCEPTANCE
+        curve = replace(curve, inner=inner)
     if args.acceptance is not None:
         # The given acceptance holds for --budget, or else for the engine's default budget.
         budget = args.budget if args.budget else DEFAULT_BUDGET

@@ -92,7 +92,7 @@ class DraftLevels:
         tokens from `start` on.
         """
         if self.from_hidden and len(hidden):
-            first, last = hidden[:SINKS], hidden[-self.drafter.most :]
+            first, last = hidden[:SINKS], hidden[-self.drafter.window :]
             norm = self._models.target.normed
             if len(first) < len(hidden) and not start:
                 self.drafter.note(0, norm(first))

@@ -60,6 +60,11 @@ class MtpDrafter:
         """Number of tokens of the longest draft."""
         return (self._kv.capacity - SINKS) // 2
 
+    @property
+    def window(self) -> int:
+        """Number of the text's last tokens whose states are used at most."""
+        return self._kv.capacity
+
     def proposer(self, params: SamplingParams, rule: Rule) -> ModelProposer:
         """Drafter.proposer."""
         return ModelProposer(self, params, rule)
@@ -75,7 +80,7 @@ class MtpDrafter:
         if not 0 <= known <= len(self._recent):
             known, self._begin = 0, start
         self._recent = torch.cat((self._recent[:known], states))
-        dropped = max(0, len(self._recent) - self._kv.capacity)
+        dropped = max(0, len(self._recent) - self.window)
         # A copy, so that the states before it are released.
         self._recent = self._recent[dropped:].clone()
         self._begin += dropped

@@ -72,6 +72,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._backend.chat_template)
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the chat template knows the tags in which models reason."""
+        return "</think>" in str(self._backend.chat_template)
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text. Raises UsageError if it is not valid Unicode."""
         check_text(text)

@@ -22,6 +22,9 @@ NGRAM_PROPOSED = 0.2
 # Share of a draft model's tokens that the level above accepts: a draft model alone speeds up an
 # A100 by 1.42 to 1.56 (TriForce), which corresponds to about one accepted token in two.
 MODEL_ACCEPTANCE = 0.5
+# Share of an MTP head's tokens that its model accepts: llama.cpp with drafts of 3 tokens is 1.8 to
+# 2.2 times as fast on Qwen3.8-27B (its pull request 22673), which corresponds to about .7.
+HEAD_ACCEPTANCE = 0.7
 # Share of its own drafts with all layers in 4 bits that a model accepts. SmolLM2-135M: .910, where
 # exact weights have .964 (scripts/bench int4_copies). Larger models lose less: Qwen2.5-7B makes 28
 # tokens a pass with such drafts (SubSpec, arXiv 2509.18344). Not measured here for models of that

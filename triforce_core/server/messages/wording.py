@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from triforce_core.model.checkpoints.tokenizer import Tokenizer
+from triforce_core.requests.reasoning import Parts, ReasoningSplit
 from triforce_core.requests.stats import LEAST_EXAMINED
 from triforce_core.requests.stream import Completion, Piece, TokenLogprob
 
@@ -15,11 +17,19 @@ _REASONS = {"stop": "stop", "length": "length", "interrupted": "stop"}
 
 
 class Wording:
-    """The wording of one answer. chat: whether it answers a chat request"""
+    """The wording of one answer. In chats, reasoning is apart from the answer if the chat template
+    knows its tags (`reasoning_content`, as in vLLM and llama.cpp).
+    """
 
-    def __init__(self, model: str, tokenizer: Tokenizer, *, chat: bool) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, *, prompt: str | None) -> None:
+        """prompt: the rendered prompt of a chat, None for other requests"""
+        chat = prompt is not None
         self._tokenizer = tokenizer
         self._chat = chat
+        self._prompt = prompt
+        self._splits: defaultdict[int, ReasoningSplit] | None = None
+        if chat and tokenizer.reasons:
+            self._splits = defaultdict(lambda: ReasoningSplit(prompt))
         kind = "chat.completion" if chat else "text_completion"
         self._head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
@@ -43,13 +53,19 @@ class Wording:
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any]:
         """Return an event with a piece of a streamed choice and the piece's origin."""
-        content: Any = {"content": piece.text} if self._chat else piece.text
+        content: Any = piece.text
+        if self._chat:
+            content = {"content": piece.text}
+            if self._splits is not None:
+                content = _delta(self._splits[index].take(piece.text))
         logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
         return self._chunk(index, content, logprobs=logprobs) | {"origin": piece.origin}
 
     def last(self, index: int, completion: Completion) -> dict[str, Any]:
         """Return the last event of a streamed choice, with the statistics of its run."""
         content: Any = {} if self._chat else ""
+        if self._splits is not None and any(rest := self._splits[index].finish()):
+            content = _delta(rest)
         chunk = self._chunk(index, content, reason=_REASONS[completion.finish_reason])
         return chunk | {"timings": timings(completion)}
 
@@ -76,7 +92,13 @@ class Wording:
 
     def _choice(self, index: int, completion: Completion, told: bool) -> dict[str, Any]:
         text = completion.text
-        content = {"message": {"role": "assistant", "content": text}} if self._chat else {}
+        content: dict[str, Any] = {}
+        if self._chat:
+            said: dict[str, Any] = {"role": "assistant", "content": text}
+            if self._splits is not None:
+                parts = ReasoningSplit(self._prompt).whole(text)
+                said |= {"content": parts.answer, "reasoning_content": parts.reasoning or None}
+            content = {"message": said}
         return {
             "index": index,
             **(content or {"text": text}),
@@ -110,6 +132,12 @@ class Wording:
 
     def _text(self, token: int) -> str:
         return self._tokenizer.decode([token])
+
+
+def _delta(parts: Parts) -> dict[str, str]:
+    """Return what a piece adds to a message."""
+    delta = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
+    return delta | ({"content": parts.answer} if parts.answer or not delta else {})
 
 
 def usage(completions: Sequence[Completion], each: int) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""L3 of models with windows, in bfloat16: the distribution of three tokens, by enumeration."""
+"""L3 of models whose layers differ, in bfloat16: the distribution of three tokens, enumerated."""
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from exact_distributions import PROMPT, TOKENS, VOCAB, distribution_of_engine, drawing, outcomes
-from helpers import BLOCK, PLACEMENTS, make_model
+from helpers import BLOCK, PLACEMENTS, add_head, make_model
 from law_tests import LEAST_P, p_value
 
 from triforce_core import Engine
@@ -26,13 +27,23 @@ SIZES = {
     "initializer_range": 0.2,
 }
 # Gemma's norms and scaled embeddings make random models far too certain.
-FLAT = {"gemma3": 0.05, "gemma4": 0.15}
+FAMILIES: dict[str, dict[str, object]] = {
+    "gemma3": {"initializer_range": 0.05},
+    "gemma4": {"initializer_range": 0.15},
+    "qwen3_5": {"layer_types": ["linear_attention", "full_attention"], "sliding_window": None},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "sliding_window": None},
+}
 # A retrieval cache of 8 of 40 tokens, chains and trees.
 WAYS: dict[str, dict[str, object]] = {
     "retrieval": {"draft": "none", "budget": 8, "chunk_size": 4, "draft_tokens": 2},
     "retrieval, n-grams": {"draft": "ngram", "budget": 8, "chunk_size": 4, "draft_tokens": 2},
     "tree": {"method": "speculative", "draft": "{drafter}", "tree": 7},
     "coupled": {"budget": 8, "chunk_size": 4, "draft_tokens": 2, "accept": "coupled"},
+}
+# A random head: its drafts cost time, and no token.
+WITH_HEAD: dict[str, dict[str, object]] = {
+    "mtp": {"method": "speculative", "draft": "mtp", "draft_tokens": 2},
+    "retrieval, mtp": {"draft": "mtp", "budget": 8, "chunk_size": 4, "draft_tokens": 2},
 }
 OPTIONS = {"device": "cpu", "dtype": "bfloat16", "max_context": 64, "block_tokens": BLOCK}
 SAMPLES = 2_000
@@ -42,9 +53,11 @@ SAMPLES = 2_000
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, torch.Tensor]]:
     """A model of each family, and the exact distribution of its texts."""
     found = {}
-    for family in ("gemma3", "gemma4"):
+    for family, own in FAMILIES.items():
         path = tmp_path_factory.mktemp(family)
-        make_model(family, path, **SIZES | {"initializer_range": FLAT[family]})
+        model = make_model(family, path, **SIZES | own)
+        if family == "qwen3_5":
+            add_head(path, model)
         with Engine.from_pretrained(path, method="autoregressive", **OPTIONS) as plain:
             found[family] = path, distribution_of_engine(plain)
     return found
@@ -62,18 +75,20 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("family", "way", "samples"),
     [
         ("gemma4", "retrieval", SAMPLES // 5),
+        ("qwen3_5", "retrieval, mtp", SAMPLES // 5),
         *(
             pytest.param(family, way, SAMPLES, marks=pytest.mark.slow)
-            for family in ("gemma3", "gemma4")
-            for way in WAYS
+            for family, way in product(FAMILIES, WAYS)
         ),
+        *(pytest.param("qwen3_5", way, SAMPLES, marks=pytest.mark.slow) for way in WITH_HEAD),
     ],
 )
 def test_three_tokens_have_the_exact_distribution(
     distributions, drafter: Path, family: str, way: str, samples: int
 ) -> None:
     path, exact = distributions[family]
-    options = WAYS[way] | {"draft": str(WAYS[way].get("draft", "auto")).format(drafter=drafter)}
+    options = dict((WAYS | WITH_HEAD)[way])
+    options["draft"] = str(options.get("draft", "ngram")).format(drafter=drafter)
     assert exact.max() < 0.3, "no text is certain"
     counts: Counter = Counter()
     accepted: Counter = Counter()

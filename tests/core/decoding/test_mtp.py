@@ -1,0 +1,175 @@
+"""MTP heads: they compute what transformers' do, follow whatever is accepted and rejected, and cost
+no token, however useless.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from float_bounds import assert_within
+from helpers import BLOCK, PLACEMENTS, add_head, make_model, random_ids
+from oracle import assert_equal_but_for_ties, greedy
+
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.contexts.context import Context
+from triforce_core.decoding.contexts.text import Text
+from triforce_core.decoding.drafters.mtp import MtpDrafter
+from triforce_core.plan.levels import SINKS, WINDOW
+from triforce_offload.errors import UsageError
+
+NEW = 40
+RUNS = {
+    "speculative": {"method": "speculative", "draft_tokens": 6},
+    "retrieval": {"budget": 16, "draft_tokens": 12, "inner_draft_tokens": 3},
+    "learned": {},
+}
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module, dict]:
+    """A model with a random head, and the head's tensors."""
+    path = tmp_path_factory.mktemp("headed")
+    model = make_model("qwen3_5", path)
+    return path, model, add_head(path, model)
+
+
+def engine(path: Path, placement: str = "kv-in-part", **options: object) -> Engine:
+    fixed = {"device": "cpu", "max_context": 500, "block_tokens": BLOCK, "dtype": "float32"}
+    return Engine.from_pretrained(path, **fixed, placement=PLACEMENTS[placement], **options)
+
+
+class TheirHead:
+    """The head as transformers' `MtpLayer` computes it, in float64."""
+
+    def __init__(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+        from transformers.modeling_layers import MtpLayer
+
+        config = copy.deepcopy(model.config)
+        config.layer_types = ["full_attention"] * len(config.layer_types)
+        self._model = copy.deepcopy(model).double()
+        layer = model.model.layers[model.config.layer_types.index("full_attention")]
+        head = MtpLayer(config, type(layer), type(layer.input_layernorm), 0)
+        renamed = {
+            "mtp.fc.": "eh_proj.",
+            "mtp.pre_fc_norm_embedding.": "enorm.",
+            "mtp.pre_fc_norm_hidden.": "hnorm.",
+            "mtp.norm.": "post_norm.",
+            "mtp.layers.0.": "mtp_block.",
+        }
+        state = {}
+        for name, tensor in tensors.items():
+            old = next(prefix for prefix in renamed if name.startswith(prefix))
+            state[renamed[old] + name.removeprefix(old)] = tensor
+        head.load_state_dict(state)
+        self._head = head.double().eval()
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """Of the token after the text, [vocab]: every pair with the model's own state."""
+        model = self._model.model
+        states = model(torch.tensor([tokens])).last_hidden_state[:, :-1]
+        embedded = model.embed_tokens(torch.tensor([tokens[1:]]))
+        places = torch.arange(1, len(tokens))[None]
+        count = len(tokens) - 1
+        mask = torch.full((count, count), float("-inf"), dtype=torch.float64).triu(1)[None, None]
+        hidden = self._head(
+            embedded, states, model.rotary_emb(embedded, places), mask, places, None
+        )
+        return self._model.lm_head(hidden)[0, -1]
+
+
+def proposed(drafter: MtpDrafter, text: list[int]) -> torch.Tensor:
+    return drafter.forward(drafter.catch_up(Text(text), 5))[0]
+
+
+def test_the_head_computes_what_transformers_does(headed) -> None:
+    """After prefills of any length, passes that keep some of their rows, and cuts."""
+    path, model, tensors = headed
+    theirs, choose = TheirHead(model, tensors), random.Random(0)
+    with engine(path, "kv", draft="mtp", method="speculative", draft_tokens=6) as ours:
+        own = Context(ours.models)
+        drafter = own.levels.drafter
+        for prompt in (random_ids(2, 1), random_ids(60, 2), [*random_ids(60, 2)[:40], 3, 4, 5]):
+            own.prefill(prompt, 60, lambda _: None)
+            for _ in range(6):
+                text = [*own.text.tokens, choose.randrange(90)]
+                exact = theirs.logits(text)
+                assert_within(proposed(drafter, text), exact, 1e-4 * float(exact.abs().max()))
+                own.text.commit(text[-1:])
+                # Tokens of its own, then a pass that keeps some of its rows.
+                drafter.forward(torch.tensor([7]))
+                drafter.forward(torch.tensor([8]))
+                rows = [text[-1], *random_ids(5, len(text))]
+                kept = choose.randint(1, 6)
+                own.run(_ask(rows))
+                own.keep(range(kept))
+                own.text.commit(rows[1:kept])
+                own.end()
+        own.close()
+
+
+def _ask(rows: list[int]) -> object:
+    from triforce_core.decoding.decoder import Ask
+
+    return Ask(torch.tensor(rows), None, False, False)
+
+
+def test_of_a_long_text_it_sees_the_first_and_the_recent_pairs(headed) -> None:
+    path, _, _ = headed
+    with engine(path, "kv", draft="mtp", method="speculative", draft_tokens=6) as ours:
+        own = Context(ours.models)
+        prompt = random_ids(480, 3)
+        own.prefill(prompt, 10, lambda _: None)
+        drafter = own.levels.drafter
+        text = [*prompt, 5]
+        proposed(drafter, text)
+        assert drafter._places[:SINKS] == list(range(1, SINKS + 1))
+        assert drafter._places[-1] == 480
+        assert len(drafter._places) == SINKS + WINDOW
+        own.close()
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("tokens", [1, 2, 70])
+def test_text_is_that_of_transformers(headed, run: str, tokens: int) -> None:
+    path, model, _ = headed
+    prompt = random_ids(tokens, tokens)
+    with engine(path, draft="mtp", **RUNS[run]) as ours:
+        result = ours.generate(prompt, greedy(NEW))
+        assert result.stats["levels"][0] == "mtp"
+        # Another text, and this one again.
+        ours.generate(random_ids(30, 4), greedy(9))
+        assert ours.generate(prompt, greedy(NEW)).token_ids == result.token_ids
+    theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
+    assert_equal_but_for_ties(model, prompt, result.token_ids, theirs[0, tokens:].tolist())
+
+
+def test_it_is_what_auto_takes_where_there_is_one(headed, tiny, tmp_path) -> None:
+    path, _, _ = headed
+    with engine(path) as ours:
+        assert ours.generate(random_ids(30), greedy(4)).stats["levels"][0] == "mtp"
+        parts = ours.runtime.memory.by_purpose()
+        assert parts["drafter cache"] > 0
+    with engine(path, draft="ngram") as ours:
+        assert ours.generate(random_ids(30), greedy(4)).stats["levels"][0] == "ngram"
+    plain, _ = tiny("qwen3_5")
+    with engine(plain) as ours:
+        assert ours.generate(random_ids(30), greedy(4)).stats["levels"][0] == "ngram"
+    with pytest.raises(UsageError, match="have no MTP head that is known"):
+        engine(plain, draft="mtp")
+
+
+def test_a_saved_context_goes_on_without_the_states_that_the_head_needs(headed, tmp_path) -> None:
+    path, _, _ = headed
+    prompt, params = random_ids(80), SamplingParams(20, temperature=0)
+    with engine(path, draft="mtp") as first:
+        first.generate(prompt, SamplingParams(1))
+        first.save_context(tmp_path / "saved")
+        expected = first.generate([*prompt, 9], params).token_ids
+    with engine(path, draft="mtp") as other:
+        assert other.load_context(tmp_path / "saved").tokens == 80
+        assert other.generate([*prompt, 9], params).token_ids == expected

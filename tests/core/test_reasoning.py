@@ -1,0 +1,78 @@
+"""Reasoning apart from the answer, however the text is cut into pieces."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from triforce_core.requests.reasoning import ReasoningSplit, variables
+from triforce_core.server.messages.wording import Wording
+from triforce_core.server.settings import ServerSettings
+from triforce_offload.errors import UsageError
+
+OPEN, PLAIN = "<|assistant|>\n<think>\n", "<|assistant|>\n"
+CASES = [
+    (OPEN, "Two.\nThen four.\n</think>\n\nFour.\nYes.", "Two.\nThen four.", "Four.\nYes."),
+    (OPEN, "I do not end", "I do not end", ""),
+    (OPEN, "\n</think>\n\nAt once.", "", "At once."),
+    (OPEN, "a < b, </thin air> \n", "a < b, </thin air> \n", ""),
+    (PLAIN, "<think>\nHm.\n</think>\n\nSo.", "Hm.", "So."),
+    (PLAIN, "\n<think>\nHm.", "Hm.", ""),
+    (PLAIN, "No reasoning, <think> is a word.", "", "No reasoning, <think> is a word."),
+    (PLAIN, "<thin", "", "<thin"),
+    (PLAIN, "", "", ""),
+    (OPEN + "\n</think>\n\n", "An answer </think> with a tag.", "", "An answer </think> with a tag."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompt", "text", "reasoning", "answer"), CASES)
+def test_any_pieces_add_up_to_the_same_parts(prompt, text, reasoning, answer) -> None:
+    assert ReasoningSplit(prompt).whole(text) == (reasoning, answer)
+    choose = random.Random(text)
+    for _ in range(20):
+        split, rest, found = ReasoningSplit(prompt), text, ["", ""]
+        while rest:
+            count = choose.randint(1, 5)
+            for index, part in enumerate(split.take(rest[:count])):
+                found[index] += part
+            rest = rest[count:]
+        for index, part in enumerate(split.finish()):
+            found[index] += part
+        assert found == [reasoning, answer]
+
+
+def test_a_setting_is_a_variable_of_the_template() -> None:
+    assert [variables(setting) for setting in ("auto", "on", "off")] == [
+        {},
+        {"enable_thinking": True},
+        {"enable_thinking": False},
+    ]
+    with pytest.raises(UsageError, match="reasoning must be auto, on or off, got 'loud'"):
+        ServerSettings(reasoning="loud")
+
+
+@pytest.mark.parametrize("reasons", [True, False])
+def test_a_chat_says_its_reasoning_apart_if_the_template_knows_it(reasons: bool) -> None:
+    def wording(prompt: str | None) -> Wording:
+        return Wording("tiny", SimpleNamespace(reasons=reasons), prompt=prompt)
+
+    text = "Two and two.\n</think>\n\nFour."
+    stats = dict.fromkeys(("prompt_tokens", "reused_tokens"), 3)
+    said = SimpleNamespace(text=text, token_ids=[1], finish_reason="stop", stats=stats, logprobs=[])
+    (choice,) = wording(OPEN).whole([said], 1, told=False)["choices"]
+    expected = {"role": "assistant", "content": text}
+    if reasons:
+        expected |= {"content": "Four.", "reasoning_content": "Two and two."}
+    assert choice["message"] == expected
+    streamed, parts = wording(OPEN), {"reasoning_content": "", "content": ""}
+    for letter in text:
+        piece = SimpleNamespace(text=letter, origin="bonus", logprobs=None)
+        (choice,) = streamed.piece(0, piece)["choices"]
+        for name, part in choice["delta"].items():
+            parts[name] += part
+    whole = ("Two and two.", "Four.") if reasons else ("", text)
+    assert tuple(parts.values()) == whole
+    (choice,) = wording(None).whole([said], 1, told=False)["choices"]
+    assert choice["text"] == text

@@ -1,0 +1,95 @@
+"""Answers of models that reason first: the reasoning apart from the answer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+BEGINS, ENDS = "<think>", "</think>"
+# Settings of `--reasoning`, and the variable of chat templates that each stands for.
+AUTO, ON, OFF = "auto", "on", "off"
+
+
+def variables(setting: str) -> dict[str, bool]:
+    """Return the chat template's variables for a setting of `--reasoning`."""
+    return {} if setting == AUTO else {"enable_thinking": setting == ON}
+
+
+class Parts(NamedTuple):
+    """Parts of a text."""
+
+    reasoning: str
+    answer: str
+
+
+class ReasoningSplit:
+    """A splitter of a text that arrives in pieces. It holds back what may be part of a tag, and
+    drops the tags and the blank lines after them.
+    """
+
+    def __init__(self, prompt: str) -> None:
+        """prompt: the rendered prompt, which may begin the reasoning"""
+        begun = prompt.rstrip().endswith(BEGINS)
+        self._tag = ENDS if begun else BEGINS
+        self._held = ""
+        # Whether only blank text came since the beginning, or since the last tag.
+        self._blank = True
+        self._answers = False
+
+    def take(self, text: str) -> Parts:
+        """Return what a piece of the text completes."""
+        self._held += text
+        reasoning = answer = ""
+        while True:
+            if self._blank:
+                self._held = self._held.lstrip()
+            if self._answers:
+                answer += self._all()
+                break
+            if self._tag == BEGINS:
+                # The reasoning is at the beginning, or there is none.
+                if not self._held or (BEGINS.startswith(self._held) and self._held != BEGINS):
+                    break
+                if self._held.startswith(BEGINS):
+                    self._after(BEGINS)
+                    continue
+                self._answers = True
+                continue
+            before, found, after = self._held.partition(ENDS)
+            if found:
+                reasoning += before.rstrip()
+                self._held, self._answers, self._blank = after, True, True
+                continue
+            kept = _tail(self._held)
+            reasoning += self._held[: len(self._held) - kept]
+            self._blank = self._blank and not reasoning
+            self._held = self._held[len(self._held) - kept :]
+            break
+        return Parts(reasoning, answer)
+
+    def finish(self) -> Parts:
+        """Return the text that was held back."""
+        rest, self._held = self._held, ""
+        return Parts("", rest) if self._answers or self._tag == BEGINS else Parts(rest, "")
+
+    def whole(self, text: str) -> Parts:
+        """Return the parts of a complete text."""
+        some, rest = self.take(text), self.finish()
+        return Parts(some.reasoning + rest.reasoning, some.answer + rest.answer)
+
+    def _after(self, tag: str) -> None:
+        self._held, self._tag, self._blank = self._held[len(tag) :], ENDS, True
+
+    def _all(self) -> str:
+        text, self._held = self._held, ""
+        self._blank = self._blank and not text
+        return text
+
+
+def _tail(text: str) -> int:
+    """Return how many characters at the end may begin the closing tag: blank text before it, and a
+    part of it.
+    """
+    most = min(len(text), len(ENDS) - 1)
+    begun = next((n for n in range(most, 0, -1) if ENDS.startswith(text[len(text) - n :])), 0)
+    rest = text[: len(text) - begun]
+    return begun + len(rest) - len(rest.rstrip())
