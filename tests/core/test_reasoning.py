@@ -23,7 +23,7 @@ CASES = [
     (PLAIN, "No reasoning, <think> is a word.", "", "No reasoning, <think> is a word."),
     (PLAIN, "<thin", "", "<thin"),
     (PLAIN, "", "", ""),
-    (OPEN + "\n</think>\n\n", "An answer </think> with a tag.", "", "An answer </think> with a tag."),
+    (OPEN + "\n</think>\n\n", "Answer </think> with a tag", "", "Answer </think> with a tag"),
 ]  # fmt: skip
 
 

@@ -274,7 +274,7 @@ def _add_method(group: Options) -> None:
         "draft",
         "what drafts: ngram looks tokens up in the text, MODEL is a small model with the same "
         "vocabulary; auto is ngram",
-        metavar="auto|ngram|none|MODEL",
+        metavar="auto|ngram|mtp|none|MODEL",
     )
     add(
         "budget",
