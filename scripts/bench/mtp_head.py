@@ -74,7 +74,9 @@ def train(directory: Path, tokens: int, seconds: float) -> Iterator[Figures]:
     """Train a head and add it to a model's files."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     model.requires_grad_(False)
     ids = torch.tensor(load_tokenizer(directory).encode(manual(10**7)))
     if tokens > len(ids) * 4 // 5:

@@ -52,6 +52,8 @@ def load(
     Raises UsageError, DoesNotFitError before any weights are read, CheckpointError or RankError.
     """
     ranks, unsplit = ranks or Alone(), frozenset[str]()
+    if drafter is None and config.method.may_use_head:
+        drafter = _head(checkpoint, config, ranks)
     while True:
         try:
             return _load(checkpoint, config, max_context, drafter, progress, ranks, unsplit)
@@ -81,8 +83,6 @@ def _load(
 ) -> Models:
     """`load` once. Raises CannotSplitError for matrices that must be added to `unsplit`."""
     machine = config.machine
-    if drafter is None and config.method.may_use_head:
-        drafter = _head(checkpoint, config, ranks)
     device, own_device = rank_device(machine, ranks)
     set_threads(machine, device, ranks)
     share = _share(checkpoint, ranks)

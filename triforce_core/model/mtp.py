@@ -6,16 +6,15 @@ and output matrix are the model's own (DeepSeek-V3, 2024; transformers' `MtpMode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from triforce_core.model.checkpoints.pieces import Piece
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import LayerSpec
 
 if TYPE_CHECKING:
-    from triforce_core.model.checkpoints.checkpoint import Checkpoint
     from triforce_kernels.weights.linear import Weight
 
 # How Qwen's checkpoints name the tensors of a head, but for those of its layer.
@@ -66,10 +65,18 @@ def head_pieces(
     return pieces
 
 
+class Whole(Protocol):
+    """The checkpoint of a model and its head."""
+
+    config: ModelConfig
+
+    def read_pieces(self, name: str, pieces: Sequence[Piece], into: Weight) -> None: ...
+
+
 class MtpHead:
     """The MTP head of a checkpoint, as a checkpoint of its own. See `Readable`."""
 
-    def __init__(self, whole: Checkpoint, pieces: Callable[[str], list[Piece]]) -> None:
+    def __init__(self, whole: Whole, pieces: Callable[[str], list[Piece]]) -> None:
         """pieces: see `head_pieces`"""
         self.config = mtp_config(whole.config)
         self._whole = whole
@@ -83,6 +90,3 @@ class MtpHead:
     def read(self, name: str, into: Weight) -> None:
         """Read `norm`, or a tensor of the layer. Raises CheckpointError."""
         self._whole.read_pieces(name, self._pieces(name), into)
-
-    def rope_factors(self) -> None:
-        return self._whole.rope_factors()

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 BEGINS, ENDS = "<think>", "</think>"
 # Settings of `--reasoning`, and the variable of chat templates that each stands for.
-AUTO, ON, OFF = "auto", "on", "off"
+AS_TEMPLATE, ON, OFF = "auto", "on", "off"
 
 
 def variables(setting: str) -> dict[str, bool]:
     """Return the chat template's variables for a setting of `--reasoning`."""
-    return {} if setting == AUTO else {"enable_thinking": setting == ON}
+    return {} if setting == AS_TEMPLATE else {"enable_thinking": setting == ON}
 
 
 class Parts(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from triforce_core.requests.reasoning import AUTO, OFF, ON
+from triforce_core.requests.reasoning import AS_TEMPLATE, OFF, ON
 from triforce_offload.errors import UsageError
 from triforce_offload.units import parse_bytes
 
@@ -31,7 +31,7 @@ class ServerSettings:
     queue: int = 16
     max_body: int = 32 << 20
     contexts: int = 2
-    reasoning: str = AUTO
+    reasoning: str = AS_TEMPLATE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "max_body", parse_bytes(self.max_body))
@@ -39,7 +39,7 @@ class ServerSettings:
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
                 raise UsageError(f"{name} must be {least} to {most}, got {value!r}")
-        if self.reasoning not in (AUTO, ON, OFF):
+        if self.reasoning not in (AS_TEMPLATE, ON, OFF):
             raise UsageError(f"reasoning must be auto, on or off, got {self.reasoning!r}")
         if self.api_key is not None and not self.api_key.strip():
             raise UsageError("the API key is empty")

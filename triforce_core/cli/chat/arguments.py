@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from triforce_core.cli.generate.arguments import add_decoding_arguments, add_model_argument
-from triforce_core.requests.reasoning import AUTO, OFF, ON
+from triforce_core.requests.reasoning import AS_TEMPLATE, OFF, ON
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,8 +14,8 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system", metavar="TEXT", help="system prompt")
     add(
         "--reasoning",
-        choices=(AUTO, ON, OFF),
-        default=AUTO,
+        choices=(AS_TEMPLATE, ON, OFF),
+        default=AS_TEMPLATE,
         help="whether the model reasons before it answers (default: as its chat template has it)",
     )
     add("--load", metavar="FILE", help="go on with a conversation from /save")

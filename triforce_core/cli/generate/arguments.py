@@ -272,8 +272,8 @@ def _add_method(group: Options) -> None:
     )
     add(
         "draft",
-        "what drafts: ngram looks tokens up in the text, MODEL is a small model with the same "
-        "vocabulary; auto is ngram",
+        "what drafts: ngram looks tokens up in the text, mtp is the model's own MTP head, MODEL is "
+        "a small model with the same vocabulary; auto is mtp if the files have a head, else ngram",
         metavar="auto|ngram|mtp|none|MODEL",
     )
     add(

@@ -11,7 +11,7 @@ from triforce_core.cli.generate.arguments import (
     add_sequences,
 )
 from triforce_core.cli.options import add_option
-from triforce_core.requests.reasoning import AUTO, OFF, ON
+from triforce_core.requests.reasoning import AS_TEMPLATE, OFF, ON
 from triforce_core.server.settings import ServerSettings
 
 
@@ -43,7 +43,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "reasoning",
         "whether the model reasons before it answers",
-        choices=(AUTO, ON, OFF),
+        choices=(AS_TEMPLATE, ON, OFF),
     )
     add("max_body", "largest request, such as 32MiB", expert=True, metavar="SIZE")
     group.add_argument("--log-requests", action="store_true", help="log a line for each request")
