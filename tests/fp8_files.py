@@ -14,6 +14,13 @@ FP8_SIZES = {
     "head_dim": 64,
     "num_key_value_heads": 1,
 }
+# Recurrent layers, whose rows of columns that are multiples of 128.
+FP8_RECURRENT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 40,
+    "linear_value_head_dim": 32,
+}
 CONFIG = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -28,7 +35,8 @@ def quantise(directory: Path, model: torch.nn.Module) -> None:
     """
     tensors, made = load_file(directory / "model.safetensors"), {}
     for name, tensor in tensors.items():
-        if "proj" not in name or tensor.dim() != 2:
+        # As published, rates and decays stay as they are.
+        if "proj" not in name or "in_proj_a" in name or "in_proj_b" in name or tensor.dim() != 2:
             made[name] = tensor
             continue
         rows, columns = tensor.shape

@@ -257,6 +257,23 @@ AROUND = {
             "num_attention_heads": 2,
         },
     ),
+    "Qwen3_5": (
+        {
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        _IMAGES | {"num_position_embeddings": 16},
+    ),
 }
 
 
@@ -264,7 +281,7 @@ AROUND = {
     ("model", "tied"),
     [
         *(("Mistral3", False), ("Mistral3", True), ("Qwen2_5_VL", False), ("Qwen3VL", False)),
-        *(("Gemma3", False), ("Gemma3", True)),
+        *(("Gemma3", False), ("Gemma3", True), ("Qwen3_5", False)),
     ],
 )
 def test_of_a_model_that_reads_images_the_text_part_runs(
