@@ -57,17 +57,22 @@ def write_gguf(
     describe: Callable[[gguf.GGUFWriter], None] | None = None,
     *,
     mixed: bool = False,
+    head: dict[str, torch.Tensor] | None = None,
     **metadata: object,
 ) -> None:
     """A transformers model as GGUF: q and k permuted for the llama architecture, matrices in `kind`
     where their rows divide into its blocks, vectors in float32.
 
-    describe: adds more metadata. mixed: `down` and `v` of even layers are in Q8_0 instead
+    describe: adds more metadata
+    mixed: `down` and `v` of even layers are in Q8_0 instead
+    head: tensors of an MTP head of Qwen3.5, as Qwen names them
     """
     config = model.config
     architecture = _RENAMED.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(config.num_hidden_layers + bool(head))
+    if head:
+        writer.add_nextn_predict_layers(1)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     mlp = model.model.layers[0].feed_forward.w1 if architecture == "lfm2" else None
@@ -97,6 +102,7 @@ def write_gguf(
         describe(writer)
     _describe_family(writer, config, head_dim)
     tensors = (extra or {}) | _tensors(model, architecture)
+    tensors |= _of_head(head, config.num_hidden_layers) if head else {}
     for name, array in tensors.items():
         stored = gguf.GGMLQuantizationType.Q8_0 if mixed and _LARGER.match(name) else kind
         block = gguf.GGML_QUANT_SIZES[stored][0]
@@ -138,6 +144,26 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
         full = full_layers(config).head_dim
         still = [1e30] * (full // 2 - full // 8)
         tensors["rope_freqs.weight"] = np.array([1.0] * (full // 8) + still, np.float32)
+    return tensors
+
+
+def _of_head(head: dict[str, torch.Tensor], layers: int) -> dict[str, np.ndarray]:
+    """The tensors of an MTP head as the converter stores them: as one more layer."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, layers + 1)
+    others = {
+        "mtp.fc.weight": "eh_proj",
+        "mtp.pre_fc_norm_embedding.weight": "enorm",
+        "mtp.pre_fc_norm_hidden.weight": "hnorm",
+        "mtp.norm.weight": "shared_head_norm",
+    }
+    tensors = {}
+    for name, tensor in head.items():
+        array = tensor.numpy() + ("norm" in name)
+        if name in others:
+            tensors[f"blk.{layers}.nextn.{others[name]}.weight"] = array
+        else:
+            whole = name.replace("mtp.layers.0.", f"model.layers.{layers}.")
+            tensors[names.get_name(whole, (".weight",))] = array
     return tensors
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from triforce_core.model.checkpoints.pieces import Piece
 from triforce_core.model.config import ModelConfig
@@ -17,13 +17,28 @@ from triforce_core.model.layers import LayerSpec
 if TYPE_CHECKING:
     from triforce_kernels.weights.linear import Weight
 
-# How Qwen's checkpoints name the tensors of a head, but for those of its layer.
-_PREFIX = "mtp."
-_JOINS = {
-    "token_norm": "pre_fc_norm_embedding.weight",
-    "state_norm": "pre_fc_norm_hidden.weight",
-    "join": "fc.weight",
-}
+
+class HeadNames(NamedTuple):
+    """How files name the tensors of a head with one layer.
+
+    layer: with what the names of the layer's own tensors begin
+    token_norm, state_norm, join, norm: full names of the others
+    """
+
+    layer: str
+    token_norm: str
+    state_norm: str
+    join: str
+    norm: str
+
+
+_QWEN = HeadNames(
+    "mtp.layers.0.",
+    "mtp.pre_fc_norm_embedding.weight",
+    "mtp.pre_fc_norm_hidden.weight",
+    "mtp.fc.weight",
+    "mtp.norm.weight",
+)
 
 
 def mtp_config(config: ModelConfig) -> ModelConfig:
@@ -33,33 +48,53 @@ def mtp_config(config: ModelConfig) -> ModelConfig:
 
 
 def publishes_head(config: ModelConfig) -> bool:
-    """Whether published safetensors files of this family have a head."""
+    """Whether published files of this family have a head."""
     return config.family == "qwen3_5_text"
 
 
-def has_head(names: frozenset[str]) -> bool:
-    """Whether tensors of these names are those of a head with one layer."""
-    return f"{_PREFIX}fc.weight" in names and f"{_PREFIX}layers.1.mlp.down_proj.weight" not in names
+def head_names(names: frozenset[str], layers: int) -> HeadNames | None:
+    """Return how the head is named in files with tensors of these names; None if there is none, or
+    one that is not known: with several layers, or an embedding of its own.
+
+    layers: number of layers of the model
+    """
+    own = f"blk.{layers}."
+    rest = ("enorm", "hnorm", "eh_proj", "shared_head_norm")
+    llama_cpp = HeadNames(own, *(f"{own}nextn.{each}.weight" for each in rest))
+    further = (
+        "mtp.layers.1.input_layernorm.weight",
+        "mtp.embed_tokens.weight",
+        f"blk.{layers + 1}.attn_norm.weight",
+        f"{own}nextn.embed_tokens.weight",
+        f"{own}nextn.shared_head_head.weight",
+    )
+    if not names.isdisjoint(further):
+        return None
+    return next((each for each in (_QWEN, llama_cpp) if each.join in names), None)
 
 
 def head_pieces(
-    of_layer: Callable[[str], list[Piece]], prefix: str, hidden: int
+    of_model: Callable[[str], list[Piece]], full: int, names: HeadNames
 ) -> Callable[[str], list[Piece]]:
     """Return the pieces of each tensor of a head.
 
-    of_layer: returns the pieces of a tensor of a full-attention layer of the model, by its name
-    prefix: what the names of that layer's tensors begin with
+    of_model: returns the pieces of a tensor of the model, by its name
+    full: index of a full-attention layer of the model, as which the head's layer is named
     """
+    some = of_model(f"layers.{full}.o")[0].name
+    prefix = some[: some.index(f".{full}.") + len(f".{full}.")]
+    (norm,) = of_model("norm")
+    others = names._asdict()
 
     def pieces(name: str) -> list[Piece]:
         part = name.split(".")[-1]
-        if name == "norm":
-            return [Piece(f"{_PREFIX}norm.weight", hidden)]
-        if part in _JOINS:
-            return [Piece(_PREFIX + _JOINS[part], hidden)]
+        if part == "join":
+            return [Piece(names.join, norm.rows)]
+        if part in others:
+            return [replace(norm, name=others[part])]
         return [
-            replace(piece, name=f"{_PREFIX}layers.0.{piece.name.removeprefix(prefix)}")
-            for piece in of_layer(part)
+            replace(piece, name=names.layer + piece.name.removeprefix(prefix))
+            for piece in of_model(f"layers.{full}.{part}")
         ]
 
     return pieces

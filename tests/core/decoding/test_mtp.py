@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from float_bounds import assert_within
+from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, add_head, make_model, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 
@@ -146,6 +147,19 @@ def test_text_is_that_of_transformers(headed, run: str, tokens: int) -> None:
         assert ours.generate(prompt, greedy(NEW)).token_ids == result.token_ids
     theirs = model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)
     assert_equal_but_for_ties(model, prompt, result.token_ids, theirs[0, tokens:].tolist())
+
+
+def test_a_gguf_file_has_the_same_head(headed, tmp_path) -> None:
+    path, model, tensors = headed
+    write_gguf(model, tmp_path / "m.gguf", head=tensors)
+    found = []
+    for file in (path, tmp_path / "m.gguf"):
+        with engine(file, draft="mtp", method="speculative", draft_tokens=6) as ours:
+            own = Context(ours.models)
+            own.prefill(random_ids(60, 2), 10, lambda _: None)
+            found.append(proposed(own.levels.drafter, [*own.text.tokens, 5]))
+            own.close()
+    assert_within(found[1], found[0], 1e-4 * float(found[0].abs().max()))
 
 
 def test_it_is_what_auto_takes_where_there_is_one(headed, tiny, tmp_path) -> None:

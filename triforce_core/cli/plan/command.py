@@ -102,7 +102,7 @@ def _case(args: argparse.Namespace) -> Case:
         context = planned.context_tokens if planned else min(DEFAULT_CONTEXT, config.positions)
     draft = args.draft if args.draft is not None else planned.method.draft if planned else AUTO
     gpus = args.gpus or (planned.gpus if planned else 1)
-    if draft == AUTO and gpus == 1 and publishes_head(config) and shape.pieces is None:
+    if draft == AUTO and gpus == 1 and publishes_head(config):
         draft = MTP
     draft_config = _draft_config(draft, config, gpus)
     method = planned.method if planned else MethodSettings()

@@ -16,7 +16,7 @@ from triforce_core.model.checkpoints.names import HF_PREFIXES, gguf_names, hf_na
 from triforce_core.model.checkpoints.pieces import Piece
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, reads_images
-from triforce_core.model.mtp import MtpHead, has_head, head_pieces
+from triforce_core.model.mtp import MtpHead, head_names, head_pieces
 from triforce_core.model.share import Share
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.identity import sampled, state
@@ -146,12 +146,10 @@ class Checkpoint:
     @cached_property
     def mtp_head(self) -> MtpHead | None:
         """The model's MTP head, None if the files have none that is known."""
-        if not has_head(self._source.names()):
+        names = head_names(self._source.names(), len(self.config.layers))
+        if names is None:
             return None
-        full = f"layers.{self.config.kv_layers[0]}."
-        prefix = self._names(full + "o")[0].name.split("self_attn.")[0]
-        pieces = head_pieces(lambda part: self._names(full + part), prefix, self.config.hidden)
-        return MtpHead(self, pieces)
+        return MtpHead(self, head_pieces(self._names, self.config.kv_layers[0], names))
 
     def close(self) -> None:
         self._source.close()
