@@ -116,20 +116,21 @@ class MtpDrafter:
         # The last pair gives the logits, so it always runs.
         held = min(held, max(0, len(self._places) - 1)) if last in self._places[:held] else held
         del self._places[held:], self._ran[held:]
-        new = range(self._places[-1] + 1 if self._places else 1, last + 1)
+        firsts, recent = range(0), range(self._places[-1] + 1 if self._places else 1, last + 1)
         room = self._kv.capacity - count
-        if new.start <= self._begin or held + len(new) > room:
+        if recent.start <= self._begin or held + len(recent) > room:
             # Begin anew, with the first pairs and the recent ones.
             self._places, self._ran = [], []
             recent = range(max(1, self._begin + 1, last + 1 - min(WINDOW, room - SINKS)), last + 1)
-            new = [*range(1, min(len(self._firsts) + 1, recent.start)), *recent]
+            firsts = range(1, min(len(self._firsts) + 1, recent.start))
+        new, before = [*firsts, *recent], recent.start - 1 - self._begin
         self._kv.end = len(self._places)
         self._places += new
         self._ran += [tokens[place] for place in new]
         self._next = _Pairs(
             put([tokens[place] for place in new], self.device),
-            put(list(new), self.device),
-            torch.stack([self._state(place - 1) for place in new]),
+            put(new, self.device),
+            torch.cat((self._firsts[: len(firsts)], self._recent[before : last - self._begin])),
         )
         return self._next.tokens
 
@@ -148,8 +149,3 @@ class MtpDrafter:
 
     def have_drawn(self, tokens: torch.Tensor) -> None:
         """See SmallModelDrafter. Pairs of drafted tokens run again with other states."""
-
-    def _state(self, position: int) -> torch.Tensor:
-        if position >= self._begin:
-            return self._recent[position - self._begin]
-        return self._firsts[position]
