@@ -44,6 +44,8 @@ KERNELS = {
     "geglu": ("layer.reference_geglu", "layer_triton.geglu"),
     "swiglu": ("layer.reference_swiglu", "layer_triton.swiglu"),
     "convolve": ("recurrent.conv.reference_convolve", "recurrent.conv_triton.convolve"),
+    "delta_gates": ("recurrent.gates.reference_gates", "recurrent.gates_triton.gates"),
+    "gated_norm": ("recurrent.gates.reference_norm", "recurrent.gates_triton.norm"),
     "delta_rule": ("recurrent.delta.reference_rule", "recurrent.delta_triton.rule"),
     "distribution": (
         "sampling.sampling.reference_distribution",

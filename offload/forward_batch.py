@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 
 
@@ -217,16 +218,13 @@ class Cache(Protocol):
         self,
         layer: int,
         inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        convolution: Convolution,
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Convolve each channel of the last tokens in a recurrent layer, and keep the inputs.
 
         layer: index among the recurrent layers
         inputs: [rows, channels]
-        weight: [channels, 1, taps], the last of which is for a row's own input
-        bias: [channels] or None
 
         Returns [rows, channels]: each row sees the rows it follows and the context.
         """

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 
 from triforce_kernels.checks import alike, require
 from triforce_kernels.dispatch import implementation
 
 
+class Convolution(NamedTuple):
+    """A convolution of each channel.
+
+    weight: [channels, 1, taps], the last of which is for a row's own input
+    bias: [channels] or None
+    activates: whether the result goes through SiLU
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    activates: bool = False
+
+
 def convolve(
-    inputs: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lineage: torch.Tensor | None,
+    inputs: torch.Tensor, convolution: Convolution, lineage: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the convolution of the last rows, [rows, channels], in the dtype of the inputs.
 
     inputs: [before + rows, channels]: the inputs of tokens before the rows, and of the rows. At
         least taps - 1 are before them
-    weight: [channels, 1, taps], the last of which is for a row's own input
-    bias: [channels] or None
     lineage: indices of the inputs that each row sees, [rows, taps], its own last; None if each row
         follows the one before it and taps - 1 inputs are before the first
 
     Raises ValueError for inputs that do not fit.
     """
+    weight, bias, _ = convolution
     channels, _, taps = weight.shape
     require(
         "convolve",
@@ -38,15 +50,13 @@ def convolve(
         bias=bias,
         lineage=lineage,
     )
-    return implementation("convolve", inputs.device)(inputs, weight, bias, lineage)
+    return implementation("convolve", inputs.device)(inputs, convolution, lineage)
 
 
 def reference_convolve(
-    inputs: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lineage: torch.Tensor | None,
+    inputs: torch.Tensor, convolution: Convolution, lineage: torch.Tensor | None
 ) -> torch.Tensor:
+    weight, bias, activates = convolution
     channels, _, taps = weight.shape
     if lineage is None:
         out = inputs.new_zeros((len(inputs) - taps + 1, channels), dtype=torch.float32)
@@ -57,4 +67,6 @@ def reference_convolve(
         out = (inputs[lineage].float() * weight[:, 0].T.float()).sum(1)
     if bias is not None:
         out += bias.float()
-    return out.to(inputs.dtype)
+    # Rounded before the activation, as transformers does.
+    out = out.to(inputs.dtype)
+    return F.silu(out) if activates else out

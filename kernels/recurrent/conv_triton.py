@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.recurrent.conv import Convolution
+
 # Channels of a program.
 _CHANNELS = 1024
 
@@ -13,7 +15,8 @@ _CHANNELS = 1024
 @triton.jit
 def _convolve_kernel(
     inputs, weight, bias, lineage, out, i_row, channels,
-    TAPS: tl.constexpr, BIAS: tl.constexpr, LINEAGE: tl.constexpr, CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr, BIAS: tl.constexpr, ACTIVATES: tl.constexpr, LINEAGE: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -26,22 +29,23 @@ def _convolve_kernel(
         total += each * factor
     if BIAS:
         total += tl.load(bias + channel, mask=real, other=0.0).to(tl.float32)
+    if ACTIVATES:
+        total = total.to(out.dtype.element_ty).to(tl.float32)
+        total = total * tl.sigmoid(total)
     tl.store(out + row * channels + channel, total, mask=real)
 
 
 def convolve(
-    inputs: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    lineage: torch.Tensor | None,
+    inputs: torch.Tensor, convolution: Convolution, lineage: torch.Tensor | None
 ) -> torch.Tensor:
+    weight, bias, activates = convolution
     channels, _, taps = weight.shape
     rows = len(inputs) - taps + 1 if lineage is None else len(lineage)
     out = inputs.new_empty(rows, channels)
     width = min(_CHANNELS, triton.next_power_of_2(channels))
     _convolve_kernel[(rows, triton.cdiv(channels, width))](
         inputs, weight, bias, lineage, out, inputs.stride(0), channels,
-        TAPS=taps, BIAS=bias is not None, LINEAGE=lineage is not None, CHANNELS=width,
-        num_warps=4,
+        TAPS=taps, BIAS=bias is not None, ACTIVATES=activates, LINEAGE=lineage is not None,
+        CHANNELS=width, num_warps=4,
     )  # fmt: skip
     return out

@@ -81,7 +81,8 @@ def delta_rule(
     first: int | torch.Tensor,
     visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the output of rows, [rows, value_heads, value_dim] in the dtype of the values.
+    """Return the output of rows, [rows, value_heads, value_dim] in the dtype of the values,
+    contiguous.
 
     state: [value_heads, key_dim, value_dim] float32, contiguous; value heads of a key head are side
         by side
@@ -193,7 +194,7 @@ def reference_rule(
             to.index_copy_(1, first + places[:count], each)
         else:
             to[:, first : first + count] = each
-    return out.transpose(0, 1).to(rows.values.dtype)
+    return out.transpose(0, 1).to(rows.values.dtype).contiguous()
 
 
 def _chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -222,4 +223,4 @@ def _chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
         torch.bmm(queries[:, index], state, out=out[:, index])
         out[:, index].baddbmm_(by_query[:, index], updates)
         state.mul_(whole[:, index, None, None]).baddbmm_(keys[:, index], updates)
-    return out.flatten(1, 2).transpose(0, 1).to(rows.values.dtype)
+    return out.flatten(1, 2).transpose(0, 1).to(rows.values.dtype).contiguous()

@@ -34,8 +34,9 @@ from triforce_kernels.kv.rounding import round_chunks
 from triforce_kernels.kv.selection import choose_chunks
 from triforce_kernels.kv.split_kv import SplitKV, decode_blocks, encode_block
 from triforce_kernels.layer import geglu, layer_norm, rms_norm, rope_into, swiglu
-from triforce_kernels.recurrent.conv import convolve
+from triforce_kernels.recurrent.conv import Convolution, convolve
 from triforce_kernels.recurrent.delta import DeltaRows, LeftRows, delta_rule
+from triforce_kernels.recurrent.gates import delta_gates, gated_norm
 from triforce_kernels.sampling.sampling import accept, distribution, pick
 from triforce_kernels.weights import blocks
 from triforce_kernels.weights.block_types import ALL_TYPES
@@ -215,12 +216,15 @@ def launch_recurrent(dtype: torch.dtype) -> None:
     """Kernels of recurrent layers, of Qwen3.8-27B's shape: steps, passes and trees."""
     inputs, weight = torch.empty(20, 10240, dtype=dtype), torch.empty(10240, 1, 4, dtype=dtype)
     for bias, lineage in ((None, None), (weight[:, 0, 0].contiguous(), torch.zeros(17, 4).long())):
-        convolve(inputs, weight, bias, lineage)
+        convolve(inputs, Convolution(weight, bias, bias is None), lineage)
     state, left = torch.empty(48, 128, 128), torch.empty(48, 128, 128)
     for count, first in ((1, torch.zeros(1, dtype=torch.int64)), (17, 5), (65, 5)):
         heads = torch.empty(count, 80, 128, dtype=dtype).split((16, 16, 48), 1)
-        gates = torch.empty(2, count, 48)
+        joint, each = torch.empty(count, 96, dtype=dtype), torch.empty(48)
+        gates = delta_gates(joint[:, :48], joint[:, 48:], each, each)
         rows = DeltaRows(*heads, *gates)
+        gate = torch.empty(count, 48 * 128, dtype=dtype)
+        gated_norm(heads[2].contiguous(), gate[0, :128].contiguous(), gate, 1e-6)
         seen = None if count == 17 else torch.ones(count, count, dtype=torch.bool)
         delta_rule(rows, state, LeftRows(left[:16], left, left[..., 0].contiguous()), first, seen)
 

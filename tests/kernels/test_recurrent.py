@@ -10,8 +10,9 @@ import pytest
 import torch
 from exactness import DEVICE, INTERPRETED, TOLERANCE, assert_near
 
-from triforce_kernels.recurrent.conv import convolve
+from triforce_kernels.recurrent.conv import Convolution, convolve
 from triforce_kernels.recurrent.delta import DeltaRows, LeftRows, delta_chunks, delta_rule, fold
+from triforce_kernels.recurrent.gates import delta_gates, gated_norm
 
 ROOM = 60
 # Key heads, value heads, and the sizes of their heads.
@@ -157,11 +158,35 @@ def test_convolutions_see_the_rows_they_follow(backend, draw, dtype, taps, bias,
         inputs.double().T[None], weight.double(), offset if offset is None else offset.double(),
         groups=channels,
     )[0].T  # fmt: skip
-    assert_near(convolve(inputs, weight, offset, None), exact, TOLERANCE[dtype])
+    convolution = Convolution(weight, offset)
+    assert_near(convolve(inputs, convolution, None), exact, TOLERANCE[dtype])
+    active = convolve(inputs, convolution._replace(activates=True), None)
+    assert_near(active, torch.nn.functional.silu(exact), TOLERANCE[dtype])
     # The same as a tree whose rows see those of a chain, in another order.
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     lineage = order[:, None] + torch.arange(taps, device=DEVICE)
-    assert_near(convolve(inputs, weight, offset, lineage), exact[order], TOLERANCE[dtype])
+    assert_near(convolve(inputs, convolution, lineage), exact[order], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", INTERPRETED)
+def test_gates_are_those_of_the_formula(backend, draw, dtype) -> None:
+    joint = (draw(5, 20) * 8).to(dtype)
+    decays, rates = joint[:, 3:9], joint[:, 10:16]
+    factor, bias = -draw(6).exp(), draw(6) * 4
+    logs, soft = delta_gates(decays, rates, factor, bias)
+    exact = torch.nn.functional.softplus(decays.double() + bias) * factor
+    assert_near(logs, exact, TOLERANCE[torch.float32])
+    assert_near(soft, rates.double().sigmoid(), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", INTERPRETED)
+@pytest.mark.parametrize("size", [24, 128])
+def test_gated_norms_are_those_of_the_formula(backend, draw, dtype, size) -> None:
+    x, weight = draw(4, 3, size, dtype=dtype), draw(size, dtype=dtype)
+    gate = draw(4, 3 * size + 7, dtype=dtype)[:, 5 : 5 + 3 * size]
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5)
+    exact = (exact * weight).flatten(1) * torch.nn.functional.silu(gate.double())
+    assert_near(gated_norm(x, weight, gate, 1e-5), exact, 2 * TOLERANCE[dtype])
 
 
 def test_what_does_not_fit_is_reported(backend, draw) -> None:
@@ -172,4 +197,4 @@ def test_what_does_not_fit_is_reported(backend, draw) -> None:
     with pytest.raises(ValueError, match=r"delta_rule cannot take queries \(3, 2, 8\)"):
         delta_rule(rows._replace(queries=rows.queries[..., :8]), state, room(shape), 0)
     with pytest.raises(ValueError, match=r"convolve cannot take inputs \(2, 5\)"):
-        convolve(draw(2, 5), draw(5, 1, 3), None, None)
+        convolve(draw(2, 5), Convolution(draw(5, 1, 3)), None)

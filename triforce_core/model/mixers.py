@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
-from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, NormKind, ShortConv
+from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, ShortConv
 from triforce_core.model.norms import Norm
+from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
+from triforce_kernels.recurrent.gates import delta_gates, gated_norm
 from triforce_kernels.weights.linear import linear
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.ranks import Ranks
@@ -102,8 +103,6 @@ class DeltaNetMixer:
         """place: index among the recurrent layers"""
         self._spec = spec
         self._norm = norm
-        # The norm of heads multiplies by its weights as they are, whatever the model's norms do.
-        self._head_norm = Norm(NormKind.RMS, norm.eps)
         self._place = place
 
     def __call__(
@@ -114,18 +113,17 @@ class DeltaNetMixer:
         projected = linear(_normed(w, hidden, self._norm), w["qkv"])
         sizes = spec.channels, spec.values, spec.value_heads, spec.value_heads
         inputs, gate, rates, decays = projected.split(sizes, 1)
-        mixed = F.silu(cache.convolve(self._place, inputs, w["conv"], None, batch))
+        convolution = Convolution(w["conv"], activates=True)
+        mixed = cache.convolve(self._place, inputs, convolution, batch)
         queries, keys, values = mixed.split((spec.keys, spec.keys, spec.values), 1)
         rows = DeltaRows(
             queries.unflatten(1, (-1, spec.key_dim)),
             keys.unflatten(1, (-1, spec.key_dim)),
             values.unflatten(1, (-1, spec.value_dim)),
-            F.softplus(decays.float() + w["decay_bias"]) * w["decay"],
-            rates.sigmoid().float(),
+            *delta_gates(decays, rates, w["decay"], w["decay_bias"]),
         )
         out = cache.recur(self._place, rows, batch)
-        normed = self._head_norm(out, w["head_norm"]).flatten(1)
-        gated = (normed * F.silu(gate.float())).to(hidden.dtype)
+        gated = gated_norm(out, w["head_norm"], gate, self._norm.eps)
         if spec.tiled_output:
             heads = gated.view(batch.rows, spec.key_heads, -1, spec.value_dim)
             gated = heads.transpose(1, 2).reshape(gated.shape)
@@ -147,7 +145,8 @@ class ShortConvMixer:
         """MixerLayer.__call__."""
         projected = linear(_normed(w, hidden, self._norm), w["qkv"], w.get("qkv_bias"))
         before, after, inputs = projected.split(self._spec.channels, 1)
-        mixed = cache.convolve(self._place, before * inputs, w["conv"], w.get("conv_bias"), batch)
+        convolution = Convolution(w["conv"], w.get("conv_bias"))
+        mixed = cache.convolve(self._place, before * inputs, convolution, batch)
         return linear(mixed.mul_(after), w["o"], w.get("o_bias"))
 
 

@@ -12,6 +12,7 @@ import torch
 
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.layer import rope_into
+from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.conveyor import Conveyor
 from triforce_offload.forward_batch import ForwardBatch
@@ -77,13 +78,12 @@ class PassCache:
         self,
         layer: int,
         inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        convolution: Convolution,
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Cache.convolve."""
         states = self._recent.states
-        return states.convolve(layer, inputs, weight, bias, batch, states.end)
+        return states.convolve(layer, inputs, convolution, batch, states.end)
 
     def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
         """Cache.recur."""

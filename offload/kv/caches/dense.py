@@ -8,6 +8,7 @@ import torch
 
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.layer import rope_into
+from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.gather import Reader
@@ -60,13 +61,12 @@ class DenseKV:
         self,
         layer: int,
         inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        convolution: Convolution,
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Cache.convolve."""
         recent = self.recent
-        return recent.stores.states.convolve(layer, inputs, weight, bias, batch, recent.states_end)
+        return recent.stores.states.convolve(layer, inputs, convolution, batch, recent.states_end)
 
     def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
         """Cache.recur."""
@@ -159,12 +159,11 @@ class FixedDense:
         self,
         layer: int,
         inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        convolution: Convolution,
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Cache.convolve."""
-        return self._stores.states.convolve(layer, inputs, weight, bias, batch, self._states_end)
+        return self._stores.states.convolve(layer, inputs, convolution, batch, self._states_end)
 
     def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
         """Cache.recur."""

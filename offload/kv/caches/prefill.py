@@ -8,6 +8,7 @@ import torch
 
 from triforce_kernels.attention.attention import Partial, merge, partial_attention
 from triforce_kernels.layer import rope_into
+from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.conveyor import Conveyor
 from triforce_offload.forward_batch import ForwardBatch
@@ -79,12 +80,11 @@ class PrefillCache:
         self,
         layer: int,
         inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        convolution: Convolution,
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Cache.convolve."""
-        return self._states.convolve(layer, inputs, weight, bias, batch)
+        return self._states.convolve(layer, inputs, convolution, batch)
 
     def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:
         """Cache.recur."""

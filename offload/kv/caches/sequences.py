@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.forward_batch import Cache, ForwardBatch
 
@@ -36,14 +37,13 @@ class SequenceCaches:
         self,
         layer: int,
         inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        convolution: Convolution,
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Cache.convolve."""
         parts = self._parts(inputs, batch)
         return torch.cat(
-            [cache.convolve(layer, own, weight, bias, part) for cache, own, part in parts]
+            [cache.convolve(layer, own, convolution, part) for cache, own, part in parts]
         )
 
     def recur(self, layer: int, rows: DeltaRows, batch: ForwardBatch) -> torch.Tensor:

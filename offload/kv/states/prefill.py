@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from triforce_kernels.limits import DELTA_ROWS
-from triforce_kernels.recurrent.conv import convolve
+from triforce_kernels.recurrent.conv import Convolution, convolve
 from triforce_kernels.recurrent.delta import DeltaRows, delta_chunks, delta_rule, fold
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.recent.marks import Mark, MarkPlaces
@@ -34,8 +34,7 @@ class StatePrefill:
         self,
         layer: int,
         inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        convolution: Convolution,
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """Cache.convolve."""
@@ -44,7 +43,7 @@ class StatePrefill:
         if not batch.first:
             self._recent = store.inputs[layer, : before + store.end]
         self._recent = torch.cat((self._recent, inputs))
-        out = convolve(self._recent[-before - batch.rows :], weight, bias, None)
+        out = convolve(self._recent[-before - batch.rows :], convolution, None)
         length = store.length + batch.end
         kept = before + length % FOLD_TOKENS
         # A copy, so that the inputs before it are released.
@@ -59,7 +58,7 @@ class StatePrefill:
         """Cache.recur."""
         if not batch.first:
             self._held = self._store.end
-        out = torch.empty_like(rows.values)
+        out = rows.values.new_empty(rows.values.shape)
         sizes = self._parts(batch.rows)
         for part, into in zip(rows.split(sizes), out.split(sizes), strict=True):
             into.copy_(self._compute(layer, part))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_kernels.recurrent.conv import convolve
+from triforce_kernels.recurrent.conv import Convolution, convolve
 from triforce_kernels.recurrent.delta import DeltaRows, LeftRows, delta_rule, fold
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.recent.marks import Mark
@@ -57,8 +57,7 @@ class StateStore(RecentStore):
         self,
         layer: int,
         inputs: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        convolution: Convolution,
         batch: ForwardBatch,
         end: int | torch.Tensor,
     ) -> torch.Tensor:
@@ -71,13 +70,13 @@ class StateStore(RecentStore):
         if isinstance(end, torch.Tensor):
             places = end + before + torch.arange(batch.rows, device=held.device)
             held.index_copy_(0, places, inputs)
-            return convolve(held, weight, bias, end + before + batch.lineage(self.shape.taps))
+            return convolve(held, convolution, end + before + batch.lineage(self.shape.taps))
         self.check_room(end + batch.end)
         first = end + batch.first
         held[before + first : before + first + batch.rows] = inputs
         if batch.parents is None:
-            return convolve(held[first : before + first + batch.rows], weight, bias, None)
-        return convolve(held, weight, bias, end + before + batch.lineage(self.shape.taps))
+            return convolve(held[first : before + first + batch.rows], convolution, None)
+        return convolve(held, convolution, end + before + batch.lineage(self.shape.taps))
 
     def recur(
         self, layer: int, rows: DeltaRows, batch: ForwardBatch, end: int | torch.Tensor

@@ -76,7 +76,7 @@ NORM_TOUCHES, ROTATE_TOUCHES, MLP_TOUCHES = 18, 12, 5
 # back to the device.
 ROUND_LAUNCHES = 30
 # Launches of a convolution, and of one with the gated delta rule, in PyTorch and in Triton: there,
-# a kernel for the convolution and one for 16 rows of the rule; activations, gates and norms are
-# PyTorch's.
-CONVOLVE_LAUNCHES, RECUR_LAUNCHES = (12, 4), (75, 18)
+# a kernel for the convolution, one for gates, one for 16 rows of the rule and one for its norm, and
+# sums of decays; around a convolution alone, two products.
+CONVOLVE_LAUNCHES, RECUR_LAUNCHES = (12, 3), (75, 5)
 NORM_PARTS = ("input_norm", "qkv")

@@ -1,0 +1,77 @@
+"""Gates of Gated DeltaNet: decays and rates of its rows, and the norm of what it gives."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from triforce_kernels.checks import alike, require
+from triforce_kernels.dispatch import implementation
+
+
+def delta_gates(
+    decays: torch.Tensor, rates: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logarithms of decays, factor * softplus(decays + bias), and rates, sigmoid(rates),
+    [rows, heads] float32 each. The sigmoid is rounded to the dtype of the rates first.
+
+    decays, rates: [rows, heads]
+    factor, bias: [heads] float32
+
+    Raises ValueError for inputs that do not fit.
+    """
+    require(
+        "delta_gates",
+        alike(decays, rates)
+        and alike(factor, bias)
+        and factor.dtype == torch.float32
+        and decays.shape == rates.shape
+        and factor.shape == bias.shape == decays.shape[1:],
+        decays=decays,
+        rates=rates,
+        factor=factor,
+        bias=bias,
+    )
+    return implementation("delta_gates", decays.device)(decays, rates, factor, bias)
+
+
+def gated_norm(
+    x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Return the RMS norm of each head times SiLU of its gate, [rows, heads * size] in x's dtype.
+    The norm is rounded before it is multiplied by its weights, and then by the gate in float32.
+
+    x: [rows, heads, size], contiguous
+    weight: [size]
+    gate: [rows, heads * size]
+    eps: what is added to the mean of squares
+
+    Raises ValueError for inputs that do not fit.
+    """
+    rows, heads, size = x.shape
+    require(
+        "gated_norm",
+        alike(x, weight, gate)
+        and x.is_contiguous()
+        and weight.shape == (size,)
+        and gate.shape == (rows, heads * size),
+        x=x,
+        weight=weight,
+        gate=gate,
+    )
+    return implementation("gated_norm", x.device)(x, weight, gate, eps)
+
+
+def reference_gates(
+    decays: torch.Tensor, rates: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return F.softplus(decays.float() + bias) * factor, rates.sigmoid().float()
+
+
+def reference_norm(
+    x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float
+) -> torch.Tensor:
+    exact = x.float()
+    exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
+    normed = weight * exact.to(x.dtype)
+    return (normed.flatten(1) * F.silu(gate.float())).to(x.dtype)
