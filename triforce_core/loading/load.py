@@ -134,14 +134,17 @@ def _load(
 
 
 def _head(checkpoint: Readable, config: EngineConfig, ranks: Ranks) -> Readable | None:
-    """Return the model's MTP head, None if it has none and may do without. Raises UsageError."""
-    head = getattr(checkpoint, "mtp_head", None)
-    if head is not None and ranks.count == 1:
+    """Return the model's MTP head, None if it cannot draft and need not. Raises UsageError."""
+    head, why = getattr(checkpoint, "mtp_head", None), None
+    if head is None:
+        why = "the model's files have no MTP head that is known"
+    elif ranks.count > 1:
+        why = f"an MTP head does not draft on {ranks.count} GPUs yet"
+    elif config.method.fixed_tree is not None:
+        why = "an MTP head drafts chains, and no trees"
+    if why is None:
         return head
     if str(config.method.draft) == MTP:
-        why = "the model's files have no MTP head that is known"
-        if head is not None:
-            why = f"an MTP head does not draft on {ranks.count} GPUs yet"
         raise UsageError(f"--draft mtp: {why}; use --draft ngram")
     return None
 

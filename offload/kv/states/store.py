@@ -146,7 +146,8 @@ class StateStore(RecentStore):
                 for first in range(0, rows, FOLD_TOKENS):
                     fold(state, held.part(first, first + FOLD_TOKENS))
         # Cloned, because the two ranges may overlap.
-        for each in self.rows:
-            each[:, :, :left] = each[:, :, rows : self.end].clone()
         kept = self.shape.before + left
-        self.inputs[:, :kept] = self.inputs[:, rows : rows + kept].clone()
+        for layer, inputs in enumerate(self.inputs):
+            for each in self.left(layer):
+                each[:, :left] = each[:, rows : self.end].clone()
+            inputs[:kept] = inputs[rows : rows + kept].clone()

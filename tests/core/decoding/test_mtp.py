@@ -175,6 +175,11 @@ def test_it_is_what_auto_takes_where_there_is_one(headed, tiny, tmp_path) -> Non
         assert ours.generate(random_ids(30), greedy(4)).stats["levels"][0] == "ngram"
     with pytest.raises(UsageError, match="have no MTP head that is known"):
         engine(plain, draft="mtp")
+    tree = {"method": "speculative", "tree": 20}
+    with pytest.raises(UsageError, match="drafts chains, and no trees"):
+        engine(path, draft="mtp", **tree)
+    with engine(path, **tree) as ours:
+        assert ours.generate(random_ids(30), greedy(4)).stats["levels"][0] == "ngram"
 
 
 def test_a_saved_context_goes_on_without_the_states_that_the_head_needs(headed, tmp_path) -> None:

@@ -173,7 +173,7 @@ class Context:
     def join(self, ask: Ask) -> ForwardBatch:
         """Join a pass that is about to run. Return this context's part of the forward batch."""
         self.tell(calls.RunPass(ask.tokens, ask.parents, ask.is_kept, ask.more))
-        self.logits = None
+        self.logits = self.hidden = None
         self.levels.expect(ask.tokens.shape[0])
         start, device = self.length, self.model.device
         if ask.parents is None:
