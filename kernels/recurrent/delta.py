@@ -128,23 +128,32 @@ def delta_chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tens
     value_heads, value_dim] in the dtype of the values. Fold them into the state, one chunk after
     the other.
 
-    rows: a multiple of `chunk` rows
+    rows: a multiple of `chunk` rows, or none
     state: as for `delta_rule`
     """
+    if not len(rows.values):
+        return rows.values
     with threads_for(chunk * state.numel(), state.device):
         return _chunks(rows, state, chunk)
 
 
-def fold(state: torch.Tensor, rows: LeftRows) -> None:
-    """Fold rows, each of which follows the one before it, into a state in place. state: as for
-    `delta_rule`
+def fold(state: torch.Tensor, parts: Sequence[LeftRows]) -> None:
+    """Fold parts of rows, one after the other, into a state in place. Each row follows the one
+    before it. Whatever fails for lack of memory fails before the state changes.
+
+    state: as for `delta_rule`
     """
-    with threads_for(rows.keys.shape[1] * state.numel(), state.device):
-        total = rows.decays.cumsum(1)
-        left = (total[:, -1:] - total).exp_()
-        keys = rows.keys.repeat_interleave(len(state) // len(rows.keys), 0)
-        state.mul_(total[:, -1, None, None].exp())
-        state.baddbmm_((keys * left.unsqueeze(2)).transpose(1, 2), rows.updates)
+    rows = max(part.keys.shape[1] for part in parts)
+    with threads_for(rows * state.numel(), state.device):
+        steps = []
+        for part in parts:
+            total = part.decays.cumsum(1)
+            since = (total[:, -1:] - total).exp_()
+            keys = part.keys.repeat_interleave(len(state) // len(part.keys), 0)
+            keys = (keys * since.unsqueeze(2)).transpose(1, 2)
+            steps.append((total[:, -1, None, None].exp(), keys, part.updates.contiguous()))
+        for decay, keys, updates in steps:
+            state.mul_(decay).baddbmm_(keys, updates)
 
 
 def reference_rule(
@@ -157,8 +166,10 @@ def reference_rule(
     normed, count, device = rows.normed(), len(rows.keys), state.device
     if isinstance(first, torch.Tensor):
         places = torch.arange(left.keys.shape[1], device=device)
-        seen, past = (places < first)[None], left
-        decays = past.decays.masked_fill(~seen, 0.0)
+        seen = (places < first)[None]
+        # What lies behind the rows may be anything, also no number.
+        past = LeftRows(*(each.masked_fill(~_like(seen, each), 0.0) for each in left))
+        decays = past.decays
     else:
         past = left.part(0, first)
         seen, decays = torch.ones(1, first, dtype=torch.bool, device=device), past.decays
@@ -224,3 +235,8 @@ def _chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
         out[:, index].baddbmm_(by_query[:, index], updates)
         state.mul_(whole[:, index, None, None]).baddbmm_(keys[:, index], updates)
     return out.flatten(1, 2).transpose(0, 1).to(rows.values.dtype).contiguous()
+
+
+def _like(seen: torch.Tensor, each: torch.Tensor) -> torch.Tensor:
+    """Return [1, rows] as a mask of [heads, rows, ...]."""
+    return seen if each.dim() == 2 else seen.unsqueeze(2)

@@ -21,7 +21,7 @@ from triforce_kernels.limits import (
     WIDENED_BYTES,
 )
 from triforce_offload.kv.sizes import SCORED_TOKENS
-from triforce_offload.kv.states.shape import FOLD_TOKENS
+from triforce_offload.kv.states.shape import FOLD_TOKENS, MOST_HELD
 from triforce_offload.kv.windows.shape import WINDOW_ROWS, held_tokens, window_capacity
 
 # Temporaries of a distribution: scores, sorted values and order, softmax, cumulative sum and masks.
@@ -86,7 +86,7 @@ def _recurrent_bytes(mixer: Recurrent, hidden: int, tokens: int, itemsize: int) 
     """
     projected, mixed = mixer.shapes(hidden)["qkv"][0], mixer.shapes(hidden)["o"][1]
     nbytes = tokens * (2 * hidden + projected + 3 * mixer.channels + 2 * mixed) * itemsize
-    return nbytes + 2 * (FOLD_TOKENS + mixer.taps) * mixer.channels * itemsize
+    return nbytes + 2 * (MOST_HELD + mixer.taps) * mixer.channels * itemsize
 
 
 def _prefill_bytes(mixer: Mixer, rows: int, itemsize: int, text_tokens: int) -> int:
@@ -118,7 +118,7 @@ def _pass_bytes(mixer: Mixer, tokens: int, itemsize: int, text_tokens: int) -> i
     may cover all keys that the layer has room for.
     """
     if not isinstance(mixer, Attention):
-        seen = FOLD_TOKENS + 2 * tokens
+        seen = MOST_HELD + 2 * tokens
         convolution = tokens * mixer.channels * (mixer.taps * (itemsize + 4) + 4)
         return max(convolution, _delta_bytes(mixer, tokens, seen))
     merged = _merged_bytes(mixer, tokens)

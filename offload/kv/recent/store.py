@@ -37,6 +37,8 @@ class RecentStore(ABC):
         self._past = past
         self._whole = True
         self._wanted: list[int] = []
+        # Rows that are leaving, and the first layer that still has them.
+        self._leaving = self._next_layer = 0
 
     @property
     def end(self) -> int:
@@ -69,25 +71,34 @@ class RecentStore(ABC):
         """Free the memory."""
 
     @abstractmethod
-    def _leaving(self) -> int:
-        """Return how many of the oldest rows leave now."""
+    def _surplus(self) -> int:
+        """Return how many of the oldest rows should leave."""
 
     @abstractmethod
-    def _drop(self, rows: int) -> None:
-        """Drop the oldest rows, which `start` still counts."""
+    def _drop(self, layer: int, rows: int) -> None:
+        """Drop a layer's oldest rows, which `start` still counts. Whatever fails for lack of memory
+        fails before anything of the layer changes.
+        """
 
     def keep(self, rows: Sequence[int]) -> None:
         """Make these rows of the last forward, in this order, tokens of the text."""
         self.move(self.end, rows)
         self.length += len(rows)
-        if leaving := self._leaving():
-            start = self.start + leaving
+        if leaving := self._surplus():
             for length in self._wanted:
-                if reaches(start, self.length, length, self._past) != length:
+                if reaches(self.start + leaving, self.length, length, self._past) != length:
                     self.marks.add(self.mark_at(length))
-            self._drop(leaving)
-            self.start = start
-            self._prune_wanted()
+            self._leaving = leaving
+            self._finish_leaving()
+
+    def _finish_leaving(self) -> None:
+        """Drop rows that are leaving from the layers that still have them."""
+        while self._leaving and self._next_layer < self.shape.layers:
+            self._drop(self._next_layer, self._leaving)
+            self._next_layer += 1
+        self.start += self._leaving
+        self._leaving = self._next_layer = 0
+        self._prune_wanted()
 
     def want(self, length: int) -> None:
         """Ask for a mark at this length, the current one or a longer one, before its rows leave the
@@ -105,6 +116,7 @@ class RecentStore(ABC):
     def commit_fill(self, length: int, held: int) -> None:
         """End a prefill with `held` rows of a text of `length` tokens."""
         self.length, self.start, self._whole = length, length - held, True
+        self._leaving = self._next_layer = 0
         self._prune_wanted()
 
     def mark(self) -> Mark:
@@ -122,7 +134,10 @@ class RecentStore(ABC):
         """
         if not tokens:
             self._empty()
-        elif self._reaches(tokens) != tokens:
+        else:
+            # After a lack of memory, some layers may still have rows that were leaving.
+            self._finish_leaving()
+        if tokens and self._reaches(tokens) != tokens:
             best = self.marks.best(tokens, self._past)
             if best is None or best[0] != tokens:
                 raise RuntimeError(f"a text of {self.length} tokens cannot be cut to {tokens}")

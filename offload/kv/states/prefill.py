@@ -9,7 +9,7 @@ from triforce_kernels.recurrent.conv import Convolution, convolve
 from triforce_kernels.recurrent.delta import DeltaRows, delta_chunks, delta_rule, fold
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.recent.marks import Mark, MarkPlaces
-from triforce_offload.kv.states.shape import FOLD_TOKENS
+from triforce_offload.kv.states.shape import FOLD_TOKENS, MOST_HELD, folded_tokens
 from triforce_offload.kv.states.store import StateStore
 
 
@@ -45,9 +45,9 @@ class StatePrefill:
         self._recent = torch.cat((self._recent, inputs))
         out = convolve(self._recent[-before - batch.rows :], convolution, None)
         length = store.length + batch.end
-        kept = before + length % FOLD_TOKENS
+        kept = before + length - self._folded(length)
         # A copy, so that the inputs before it are released.
-        self._recent = self._recent[-before - FOLD_TOKENS :].clone()
+        self._recent = self._recent[-before - MOST_HELD :].clone()
         if batch.end == self._rows:
             store.fill_inputs(layer, self._recent[-kept:])
         if not store.shape.value_heads:
@@ -58,52 +58,59 @@ class StatePrefill:
         """Cache.recur."""
         if not batch.first:
             self._held = self._store.end
-        out = rows.values.new_empty(rows.values.shape)
-        sizes = self._parts(batch.rows)
-        for part, into in zip(rows.split(sizes), out.split(sizes), strict=True):
-            into.copy_(self._compute(layer, part))
+        begin, end = self._store.length + batch.first, self._store.length + batch.end
+        # What completes a chunk, whole chunks that are folded by the end of the part, and the rest.
+        first = min(-begin % FOLD_TOKENS, batch.rows)
+        whole = max(0, self._folded(end) - begin - first)
+        some, chunks, rest = rows.split((first, whole, batch.rows - first - whole))
+        outs = [self._leave_behind(layer, some)]
+        self._fold(layer, begin + first, end)
+        for part in chunks.split([DELTA_ROWS] * (whole // DELTA_ROWS) + [whole % DELTA_ROWS]):
+            outs.append(delta_chunks(part, self._store.state[layer], FOLD_TOKENS))
+        outs.append(self._leave_behind(layer, rest))
         self._end_part(layer, batch)
-        return out
+        return torch.cat(outs)
 
     def commit(self) -> None:
         """Make the rows tokens of the text."""
         store = self._store
         length = store.length + self._rows
-        store.commit_fill(length, length % FOLD_TOKENS)
+        store.commit_fill(length, length - self._folded(length))
         for mark in self._marks.values():
             store.marks.add(mark)
 
-    def _parts(self, rows: int) -> list[int]:
-        """Return the sizes of the parts in which rows are computed: what completes a chunk, whole
-        chunks, and the rest.
-        """
-        sizes = [min(FOLD_TOKENS - self._held, rows)] if self._held else []
-        left = rows - sum(sizes)
-        whole = left // FOLD_TOKENS * FOLD_TOKENS
-        sizes += [min(DELTA_ROWS, whole - first) for first in range(0, whole, DELTA_ROWS)]
-        return [size for size in (*sizes, left - whole) if size]
+    def _folded(self, length: int) -> int:
+        """Return how many of the first tokens are folded when the text has grown to a length."""
+        return max(self._store.start, folded_tokens(length))
 
-    def _compute(self, layer: int, rows: DeltaRows) -> torch.Tensor:
-        """Return the output of a part. Rows that are no whole chunk are left behind; those that
-        complete one are folded.
-        """
-        state, count = self._store.state[layer], len(rows.keys)
-        if not self._held and not count % FOLD_TOKENS:
-            return delta_chunks(rows, state, FOLD_TOKENS)
-        left = self._store.left(layer)
-        out = delta_rule(rows, state, left, self._held)
-        self._held += count
-        if self._held == FOLD_TOKENS:
-            fold(state, left.part(0, FOLD_TOKENS))
-            self._held = 0
+    def _leave_behind(self, layer: int, rows: DeltaRows) -> torch.Tensor:
+        """Compute rows that are not folded yet."""
+        if not len(rows.values):
+            return rows.values
+        out = delta_rule(rows, self._store.state[layer], self._store.left(layer), self._held)
+        self._held += len(rows.values)
         return out
+
+    def _fold(self, layer: int, length: int, end: int) -> None:
+        """Of the rows that are left behind, the last of which is the last of `length` tokens, fold
+        those that are folded when the text has grown to `end` tokens, and move the others.
+        """
+        rows = min(length, self._folded(end)) - (length - self._held)
+        if rows <= 0:
+            return
+        left, last = self._store.left(layer), self._held - rows
+        firsts = range(0, rows, FOLD_TOKENS)
+        fold(self._store.state[layer], [left.part(at, at + FOLD_TOKENS) for at in firsts])
+        for each in left:
+            each[:, :last] = each[:, rows : self._held].clone()
+        self._held = last
 
     def _end_part(self, layer: int, batch: ForwardBatch) -> None:
         """Copy the layer to a mark, if one belongs at the end of this part."""
         if batch.end == self._rows or not self._places.due(batch.first, batch.end):
             return
         store, length = self._store, self._store.length + batch.end
-        held = length % FOLD_TOKENS
+        held = length - self._folded(length)
         kept = store.shape.before + held
         rows = (each[layer, :, :held] for each in store.rows)
         parts = (store.state[layer], *rows, self._recent[-kept:])

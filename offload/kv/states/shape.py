@@ -13,8 +13,11 @@ if TYPE_CHECKING:
     import torch
 
 # Rows are folded into the state this many at a time, at multiples of this many tokens: the state
-# then depends on the text alone, and not on how many tokens a pass kept.
+# then depends on the text alone, and not on how many tokens a pass kept. As many rows before the
+# last ones stay, so that a text can be cut by some tokens without a mark.
 FOLD_TOKENS = 32
+# Most rows of a text that are not folded.
+MOST_HELD = 2 * FOLD_TOKENS - 1
 # Rows behind those of a pass: recorded forwards of the retrieval level are padded.
 _PADDING = 32
 
@@ -51,7 +54,7 @@ class StateShape:
 
     def capacity(self, max_pass_tokens: int) -> int:
         """Rows that a layer has room for: those not folded yet, and the rows of a forward."""
-        return FOLD_TOKENS + max_pass_tokens + _PADDING
+        return MOST_HELD + max_pass_tokens + _PADDING
 
     @property
     def state_bytes(self) -> int:
@@ -103,8 +106,13 @@ class StateShape:
         }
 
     def held_at(self, length: int, tensors: Mapping[str, Sequence[int]]) -> int | None:
-        """Return how many rows a mark at a length holds."""
-        return length % FOLD_TOKENS
+        """Return how many rows a saved mark at a length holds, by the shapes of its tensors; None
+        if it cannot hold so many.
+        """
+        held = (tensors["state_keys" if self.value_heads else "inputs"][2:3] or (0,))[0]
+        held -= 0 if self.value_heads else self.before
+        fits = 0 <= held <= min(length, MOST_HELD) and (length - held) % FOLD_TOKENS == 0
+        return held if fits else None
 
     def by_heads(self, mark: Mark) -> dict[str, torch.Tensor]:
         """Return the tensors of a mark with heads in the second dimension."""
@@ -125,11 +133,12 @@ class StateShape:
 
     def mark_of(self, length: int, tensors: Mapping[str, torch.Tensor]) -> Mark:
         """Return the mark of what `by_heads` returned."""
-        start = length - length % FOLD_TOKENS
         if not self.value_heads:
             inputs = tensors["inputs"].transpose(1, 2)
+            start = length - (inputs.shape[1] - self.before)
             rows = inputs.new_empty(self.layers, 0, length - start, 0).float()
             return Mark(length, start, (rows[:, :, :0], rows, rows, rows.sum(3), inputs))
+        start = length - tensors["state_decays"].shape[2]
         keys = tensors["key_inputs"].unflatten(0, (-1, 2)).permute(0, 3, 1, 2, 4).flatten(2)
         values = tensors["value_inputs"].transpose(1, 2).flatten(2)
         names = ("state", "state_keys", "state_updates", "state_decays")
@@ -141,9 +150,14 @@ class StateShape:
     def mark_bytes(self) -> int:
         """Most bytes of a mark."""
         inputs = self.before * self.input_bytes
-        return self.state_bytes + inputs + (FOLD_TOKENS - 1) * self.row_bytes
+        return self.state_bytes + inputs + MOST_HELD * self.row_bytes
 
     @property
     def marks_bytes(self) -> int:
         """Most bytes of all marks, in host memory."""
         return MOST_MARKS * self.mark_bytes
+
+
+def folded_tokens(length: int) -> int:
+    """Return how many of a text's first tokens are folded when it has grown to a length."""
+    return max(0, length // FOLD_TOKENS - 1) * FOLD_TOKENS

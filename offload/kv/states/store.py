@@ -11,7 +11,7 @@ from triforce_kernels.recurrent.delta import DeltaRows, LeftRows, delta_rule, fo
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.recent.marks import Mark
 from triforce_offload.kv.recent.store import RecentStore
-from triforce_offload.kv.states.shape import FOLD_TOKENS, StateShape
+from triforce_offload.kv.states.shape import FOLD_TOKENS, StateShape, folded_tokens
 from triforce_offload.memory.device import DeviceMemory, put
 from triforce_offload.weights.formats import aligned
 
@@ -107,22 +107,28 @@ class StateStore(RecentStore):
         self.inputs[layer, : len(inputs)] = inputs
 
     def mark_at(self, length: int) -> Mark:
-        """RecentStore.mark_at. The parts are the state, keys, updates, decays and inputs."""
-        held = length - self.start
-        rows = (each[:, :, :held] for each in self.rows)
-        inputs = self.inputs[:, : self.shape.before + held]
-        parts = (self.state, *rows, inputs)
-        return Mark(length, self.start, tuple(each.to("cpu", copy=True) for each in parts))
+        """RecentStore.mark_at. The parts are the state, keys, updates, decays and inputs. The
+        device makes a copy of one layer at a time.
+        """
+        parts: list[torch.Tensor] = []
+        for own in self._parts(length - self.start):
+            parts.append(torch.empty(own.shape, dtype=own.dtype))
+            for to, layer in zip(parts[-1], own, strict=True):
+                to.copy_(layer)
+        return Mark(length, self.start, tuple(parts))
 
     def take(self, mark: Mark) -> None:
         """RecentStore.take."""
-        state, *rows, inputs = mark.parts
         held = mark.length - mark.start
-        self.state.copy_(state)
-        for to, each in zip(self.rows, rows, strict=True):
-            to[:, :, :held] = each.to(to.device)
-        self.inputs[:, : inputs.shape[1]] = inputs.to(self.inputs.device)
+        for own, part in zip(self._parts(held), mark.parts, strict=True):
+            for to, layer in zip(own, part, strict=True):
+                to.copy_(layer.to(to.device))
         self.commit_fill(mark.length, held)
+
+    def _parts(self, held: int) -> tuple[torch.Tensor, ...]:
+        """Return what a mark with `held` rows has, as views."""
+        rows = (each[:, :, :held] for each in self.rows)
+        return (self.state, *rows, self.inputs[:, : self.shape.before + held])
 
     def close(self) -> None:
         """RecentStore.close."""
@@ -135,19 +141,19 @@ class StateStore(RecentStore):
         self.inputs[:, : self.shape.before].zero_()
         super()._empty()
 
-    def _leaving(self) -> int:
-        return self.end // FOLD_TOKENS * FOLD_TOKENS
+    def _surplus(self) -> int:
+        return max(0, folded_tokens(self.length) - self.start)
 
-    def _drop(self, rows: int) -> None:
-        left = self.end - rows
+    def _drop(self, layer: int, rows: int) -> None:
+        left, inputs = self.left(layer), self.inputs[layer]
+        last = self.end - rows
+        kept = self.shape.before + last
+        # Cloned, because the two ranges may overlap, and before anything changes.
+        later = [each[:, rows : self.end].clone() for each in left]
+        later_inputs = inputs[rows : rows + kept].clone()
         if self.shape.value_heads:
-            for layer, state in enumerate(self.state):
-                held = self.left(layer)
-                for first in range(0, rows, FOLD_TOKENS):
-                    fold(state, held.part(first, first + FOLD_TOKENS))
-        # Cloned, because the two ranges may overlap.
-        kept = self.shape.before + left
-        for layer, inputs in enumerate(self.inputs):
-            for each in self.left(layer):
-                each[:, :left] = each[:, rows : self.end].clone()
-            inputs[:kept] = inputs[rows : rows + kept].clone()
+            parts = [left.part(first, first + FOLD_TOKENS) for first in range(0, rows, FOLD_TOKENS)]
+            fold(self.state[layer], parts)
+        for each, some in zip(left, later, strict=True):
+            each[:, :last] = some
+        inputs[:kept] = later_inputs

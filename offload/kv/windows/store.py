@@ -100,11 +100,11 @@ class WindowStore(RecentStore):
         self.marks.replace([])
         del self.rows
 
-    def _leaving(self) -> int:
+    def _surplus(self) -> int:
         shape = self.shape
         return self.end - shape.held if self.end > shape.kept_tokens else 0
 
-    def _drop(self, rows: int) -> None:
-        for layer in self.rows:
-            # Cloned, because the two ranges may overlap.
-            layer[:, :, : self.end - rows] = layer[:, :, rows : self.end].clone()
+    def _drop(self, layer: int, rows: int) -> None:
+        own = self.rows[layer]
+        # Cloned, because the two ranges may overlap.
+        own[:, :, : self.end - rows] = own[:, :, rows : self.end].clone()

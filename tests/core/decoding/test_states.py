@@ -27,12 +27,14 @@ from triforce_offload.errors import UnsupportedModelError
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.recent import marks
 from triforce_offload.kv.recent.marks import Marks
-from triforce_offload.kv.states import prefill, store
+from triforce_offload.kv.states import prefill, shape, store
 from triforce_offload.kv.states.shape import FOLD_TOKENS
 from triforce_offload.kv.states.store import StateStore
 from triforce_offload.weights.formats import DTYPES
 
 NEW = 40
+# Rows that are folded at a time where room is little.
+FEW = 8
 FAMILIES = ("qwen3_5", "lfm2")
 RUNS = {
     "plain": {"method": "autoregressive"},
@@ -44,7 +46,12 @@ RUNS = {
 
 @pytest.fixture
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt has several parts and leaves several marks."""
+    """A prompt has several parts and leaves several marks; rows are folded every few tokens."""
+    for module in (shape, store, prefill):
+        monkeypatch.setattr(module, "FOLD_TOKENS", FEW)
+    for module in (shape, prefill):
+        monkeypatch.setattr(module, "MOST_HELD", 2 * FEW - 1)
+    monkeypatch.setattr(prefill, "DELTA_ROWS", 2 * FEW)
     monkeypatch.setattr(marks, "MARK_TOKENS", 16)
     monkeypatch.setattr(context, "PREFILL_CHUNK", 24)
 
@@ -62,7 +69,7 @@ def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("tokens", [1, 2, FOLD_TOKENS - 1, FOLD_TOKENS, FOLD_TOKENS + 1, 96, 150])
+@pytest.mark.parametrize("tokens", [1, 2, FEW - 1, FEW, FEW + 1, 2 * FEW, 33, 96, 150])
 def test_prompts_of_any_length_equal_transformers(
     tiny, little_room, family: str, run: str, tokens: int
 ) -> None:
@@ -128,7 +135,7 @@ def test_no_pass_writes_a_state_and_rows_are_folded_at_fixed_places(tiny) -> Non
                 own.keep(range(len(some)))
                 own.text.commit(some)
                 assert held.start % FOLD_TOKENS == 0
-                assert 0 <= held.length - held.start < FOLD_TOKENS
+                assert FOLD_TOKENS <= held.length - held.start < 2 * FOLD_TOKENS
                 assert (held.start == start) == torch.equal(held.state, before)
             states.append((held.start, held.state.clone()))
             own.end()
@@ -167,7 +174,7 @@ PLANTED = {
     "a prefill folds twice": (
         prefill,
         "fold",
-        lambda state, rows: [store.fold(state, rows) for _ in range(2)],
+        lambda state, parts: store.fold(state, [*parts, *parts]),
     ),
     "a convolution that sees one row less": (
         ForwardBatch,
@@ -247,10 +254,10 @@ def test_the_plan_counts_the_states_that_are_taken(tiny, family: str) -> None:
 
 def test_rows_of_a_large_model_take_little() -> None:
     """Of Qwen3.8-27B: what 26 rows of a pass leave behind, beside a copy of its states for each."""
-    shape = state_shape(read_shape("qwen3.8-27b"), DTYPES["bfloat16"])
-    assert shape.state_bytes == 48 * 48 * 128 * 128 * 4
-    assert 26 * shape.row_bytes < 67e6
-    assert 26 * shape.state_bytes > 3.9e9
+    sizes = state_shape(read_shape("qwen3.8-27b"), DTYPES["bfloat16"])
+    assert sizes.state_bytes == 48 * 48 * 128 * 128 * 4
+    assert 26 * sizes.row_bytes < 67e6
+    assert 26 * sizes.state_bytes > 3.9e9
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -179,10 +179,10 @@ class Costs:
 
     def _recur(self, mixer: Recurrent, tokens: int, *, recorded: bool) -> float:
         """Return the seconds of a convolution, and of a recurrence if the mixer has one: its state
-        is read, and half of the most rows that are not folded yet.
+        is read, and the rows that are not folded yet.
         """
         shape, launches = state_shape(self.config, self.dtype), RECUR_LAUNCHES
-        rows = (FOLD_TOKENS // 2 + 3 * tokens) * shape.row_bytes
+        rows = (FOLD_TOKENS * 3 // 2 + 3 * tokens) * shape.row_bytes
         nbytes = (shape.state_bytes + rows) / shape.layers
         numbers = 0
         if isinstance(mixer, DeltaNet):
