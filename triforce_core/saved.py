@@ -190,9 +190,7 @@ def _mark(
     for stored in names.values():
         if stored not in file.stored:
             raise UsageError(f"the context in {file.path} lacks {stored}")
-    held = shape.held_at(
-        length, {name: file.stored[stored].shape for name, stored in names.items()}
-    )
+    held = shape.held_at(length, {name: _sizes(file, stored) for name, stored in names.items()})
     if held is None:
         raise UsageError(
             f"{shape.kind} {index} of the context in {file.path} does not hold {length} tokens"
@@ -200,9 +198,19 @@ def _mark(
     found = {}
     for name, tensor in shape.mark_tensors(held).items():
         dtype = getattr(torch, dtype_name(tensor.dtype))
-        _check_alike(file, names[name], tensor.shape, _NAMES[dtype])
-        found[name] = _read(file, names[name], dtype)
+        sizes = tuple(file.stored[names[name]].shape)
+        written = sizes if _sizes(file, names[name]) == tensor.shape else tensor.shape
+        _check_alike(file, names[name], written, _NAMES[dtype])
+        found[name] = _read(file, names[name], dtype).view(tensor.shape)
     return found
+
+
+def _sizes(file: TensorsFile, name: str) -> tuple[int, ...]:
+    """Return the sizes of a tensor of a mark. In older files, windows have two dimensions for
+    layers, and keys and values, which are one here.
+    """
+    sizes = tuple(file.stored[name].shape)
+    return (sizes[0] * sizes[1], *sizes[2:]) if len(sizes) == 5 else sizes
 
 
 def _read(file: TensorsFile, name: str, dtype: torch.dtype) -> torch.Tensor:

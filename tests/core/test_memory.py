@@ -9,7 +9,7 @@ import pytest
 import torch
 from allocations import allocated_peak
 from gguf_files import write_gguf
-from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
+from helpers import BLOCK, PLACEMENTS, add_head, make_model, placed, random_ids
 
 from triforce_core import Engine, SamplingParams
 from triforce_offload.errors import DoesNotFitError
@@ -34,6 +34,7 @@ def two_threads():
         ),
         # Models whose layers have different heads, or a state, do not draft.
         *product(("gemma4", "qwen3_5", "lfm2"), ("autoregressive", "ngram", "mean")),
+        ("qwen3_5", "mtp"),
     ],
 )
 @pytest.mark.parametrize("placement", ["resident", "kv", "weights", "both"])
@@ -47,12 +48,15 @@ def test_accounted_bytes_cover_what_is_allocated(
     prompt_tokens: int,
     new_tokens: int,
 ) -> None:
-    make_model(family, tmp_path, max_position_embeddings=2048)
+    model = make_model(family, tmp_path, max_position_embeddings=2048)
+    if method == "mtp":
+        add_head(tmp_path, model)
     options = {
         "autoregressive": {"method": "autoregressive"},
         "ngram": {"draft": "ngram", "budget": 256},
         "model": {"draft": tmp_path, "budget": 64, "draft_tokens": 12},
         "mean": {"draft": "none", "budget": 1024, "retrieval": "mean"},
+        "mtp": {"draft": "mtp", "budget": 256},
     }[method]
     stats = {}
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from triforce_core.requests.reasoning import ReasoningSplit, variables
+from triforce_core.server.messages.schema import Message
 from triforce_core.server.messages.wording import Wording
 from triforce_core.server.settings import ServerSettings
 from triforce_offload.errors import UsageError
@@ -23,6 +24,10 @@ CASES = [
     (PLAIN, "No reasoning, <think> is a word.", "", "No reasoning, <think> is a word."),
     (PLAIN, "<thin", "", "<thin"),
     (PLAIN, "", "", ""),
+    (PLAIN, "    if a:\n        b\n", "", "    if a:\n        b\n"),
+    (PLAIN, "\n  <thin", "", "\n  <thin"),
+    (PLAIN, "  \n ", "", "  \n "),
+    (OPEN, "  Two.\n</think>\n \n    a = 1\n\n  b", "  Two.", "    a = 1\n\n  b"),
     (OPEN + "\n</think>\n\n", "Answer </think> with a tag", "", "Answer </think> with a tag"),
 ]  # fmt: skip
 
@@ -51,6 +56,25 @@ def test_a_setting_is_a_variable_of_the_template() -> None:
     ]
     with pytest.raises(UsageError, match="reasoning must be auto, on or off, got 'loud'"):
         ServerSettings(reasoning="loud")
+
+
+def test_an_answer_that_follows_a_grammar_has_no_reasoning() -> None:
+    tokenizer = SimpleNamespace(reasons=True)
+    wording = Wording("tiny", tokenizer, prompt=OPEN, guided=True)
+    (choice,) = wording.piece(0, SimpleNamespace(text="{}", origin="bonus", logprobs=None))[
+        "choices"
+    ]
+    assert choice["delta"] == {"content": "{}"}
+
+
+def test_an_answer_with_reasoning_can_be_sent_back() -> None:
+    message = Message(role="assistant", content="Four.", reasoning_content="Two.")
+    assert message.as_dict() == {
+        "role": "assistant",
+        "content": "Four.",
+        "reasoning_content": "Two.",
+    }
+    assert "reasoning_content" not in Message(role="user", content="x").as_dict()
 
 
 @pytest.mark.parametrize("reasons", [True, False])

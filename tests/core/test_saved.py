@@ -172,6 +172,25 @@ def test_windows_that_were_saved_with_a_context_are_lengths_to_which_it_is_cut(
             assert_equal_but_for_ties(twin, prompt, found.token_ids, expected)
 
 
+def test_windows_of_older_files_are_read(tiny, tmp_path) -> None:
+    """They have keys and values in a dimension of their own."""
+    path, _ = tiny("exaone4-windows")
+    saved, older = tmp_path / "context", tmp_path / "older"
+    with engine(path) as running:
+        running.generate(PROMPT, SamplingParams(1))
+        running.save_context(saved)
+        expected = running.generate([*PROMPT, 9], SamplingParams(8, temperature=0)).token_ids
+        whole, parts = saved.read_bytes(), load_file(saved)
+        about = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["__metadata__"]
+        parts["window.0"] = parts["window.0"].unflatten(0, (-1, 2)).contiguous()
+        save_file(parts, older, metadata=about)
+        older.write_bytes(with_sums(older.read_bytes()))
+        assert running.load_context(older).tokens == len(PROMPT)
+        found = running.generate([*PROMPT, 9], SamplingParams(8, temperature=0))
+    assert found.token_ids == expected
+    assert found.stats["reused_tokens"] == len(PROMPT)
+
+
 def test_damaged_windows_are_refused_in_a_sentence(tiny, tmp_path) -> None:
     path, _ = tiny("exaone4-windows")
     saved, damaged = tmp_path / "context", tmp_path / "damaged"
@@ -213,8 +232,10 @@ def test_damaged_states_are_refused_in_a_sentence(tiny, tmp_path) -> None:
             "lacks state_marks": {n: t for n, t in parts.items() if n != "state_marks"},
             "lacks state.0": {n: t for n, t in parts.items() if n != "state.0"},
             "lacks key_inputs.0": {n: t for n, t in parts.items() if n != "key_inputs.0"},
-            "state_keys.0 of the context": parts
+            "state 0 of the context in .* does not hold 90 tokens": parts
             | {"state_keys.0": parts["state_keys.0"][:, :, 1:]},
+            "state_updates.0 of the context": parts
+            | {"state_updates.0": parts["state_updates.0"][:, :, 1:]},
             "state.0 of the context in .* is BF16": parts
             | {"state.0": parts["state.0"].bfloat16()},
         }

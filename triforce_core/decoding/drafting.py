@@ -104,7 +104,7 @@ class Drafting:
         if models.budget and models.method.budget is None and self._outer.ledger.is_lost:
             level, ledger, drop = "retrieval", self._outer.ledger, self._drop_retrieval
         elif models.small and lowest.ledger.is_lost:
-            level, ledger, drop = "model", lowest.ledger, self._drop_drafter
+            level, ledger, drop = models.small.kind, lowest.ledger, self._drop_drafter
         else:
             return False
         freed = drop(context)
@@ -123,7 +123,7 @@ class Drafting:
         if models.budget:
             level, drop = "retrieval", self._drop_retrieval
         elif models.small:
-            level, drop = "model", self._drop_drafter
+            level, drop = models.small.kind, self._drop_drafter
         else:
             return None
         lendable = models.freed_bytes

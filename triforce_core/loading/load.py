@@ -26,7 +26,7 @@ from triforce_core.plan.machine import Room
 from triforce_core.plan.resolve import resolve
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import MTP, EngineConfig
-from triforce_offload.errors import CannotSplitError, UsageError
+from triforce_offload.errors import CannotSplitError, DoesNotFitError, UsageError
 from triforce_offload.link.link import Link
 from triforce_offload.link.staging import StagedLink
 from triforce_offload.link.trace import NoTrace, Trace, TracedLink, Tracer
@@ -52,11 +52,21 @@ def load(
     Raises UsageError, DoesNotFitError before any weights are read, CheckpointError or RankError.
     """
     ranks, unsplit = ranks or Alone(), frozenset[str]()
+    head = None
     if drafter is None and config.method.may_use_head:
-        drafter = _head(checkpoint, config, ranks)
+        drafter = head = _head(checkpoint, config, ranks)
     while True:
         try:
             return _load(checkpoint, config, max_context, drafter, progress, ranks, unsplit)
+        except DoesNotFitError:
+            if head is None or str(config.method.draft) == MTP:
+                raise
+            drafter = head = None
+            warnings.warn(
+                "the model does not fit together with its MTP head, so n-grams draft",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         except CannotSplitError as error:
             # Several ranks would have to start over together.
             if ranks.count > 1:

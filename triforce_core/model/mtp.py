@@ -6,11 +6,11 @@ and output matrix are the model's own (DeepSeek-V3, 2024; transformers' `MtpMode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from triforce_core.model.checkpoints.pieces import Piece
+from triforce_core.model.checkpoints.pieces import Piece, stored_shapes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import LayerSpec
 
@@ -116,6 +116,12 @@ class MtpHead:
         self.config = mtp_config(whole.config)
         self._whole = whole
         self._pieces = pieces
+
+    def stored_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the tensors that files hold for the head, with their shapes."""
+        hidden = self.config.hidden
+        for part, shape in (self.config.layers[0].shapes(hidden) | {"norm": (hidden,)}).items():
+            yield from stored_shapes(self._pieces(part), shape)
 
     def read_layer(self, layer: int, views: Mapping[str, Weight]) -> None:
         """Read every tensor of the layer. Raises CheckpointError."""

@@ -31,8 +31,8 @@ class ReasoningSplit:
         begun = prompt.rstrip().endswith(BEGINS)
         self._tag = ENDS if begun else BEGINS
         self._held = ""
-        # Whether only blank text came since the beginning, or since the last tag.
-        self._blank = True
+        # Whether only blank lines came since the last tag.
+        self._blank = begun
         self._answers = False
 
     def take(self, text: str) -> Parts:
@@ -40,18 +40,19 @@ class ReasoningSplit:
         self._held += text
         reasoning = answer = ""
         while True:
-            if self._blank:
-                self._held = self._held.lstrip()
+            if self._blank and not self._without_blank_lines():
+                break
             if self._answers:
-                answer += self._all()
+                answer, self._held = answer + self._held, ""
                 break
             if self._tag == BEGINS:
-                # The reasoning is at the beginning, or there is none.
-                if not self._held or (BEGINS.startswith(self._held) and self._held != BEGINS):
-                    break
-                if self._held.startswith(BEGINS):
-                    self._after(BEGINS)
+                # The reasoning is at the beginning, after blank text at most, or there is none.
+                begun = self._held.lstrip()
+                if begun.startswith(BEGINS):
+                    self._held, self._tag, self._blank = begun[len(BEGINS) :], ENDS, True
                     continue
+                if BEGINS.startswith(begun):
+                    break
                 self._answers = True
                 continue
             before, found, after = self._held.partition(ENDS)
@@ -61,7 +62,6 @@ class ReasoningSplit:
                 continue
             kept = _tail(self._held)
             reasoning += self._held[: len(self._held) - kept]
-            self._blank = self._blank and not reasoning
             self._held = self._held[len(self._held) - kept :]
             break
         return Parts(reasoning, answer)
@@ -76,13 +76,15 @@ class ReasoningSplit:
         some, rest = self.take(text), self.finish()
         return Parts(some.reasoning + rest.reasoning, some.answer + rest.answer)
 
-    def _after(self, tag: str) -> None:
-        self._held, self._tag, self._blank = self._held[len(tag) :], ENDS, True
-
-    def _all(self) -> str:
-        text, self._held = self._held, ""
-        self._blank = self._blank and not text
-        return text
+    def _without_blank_lines(self) -> bool:
+        """Drop blank lines at the beginning of what is held. Return whether more than blank text is
+        held, whose first line keeps its indentation.
+        """
+        begun = self._held.lstrip()
+        blank = self._held[: len(self._held) - len(begun)]
+        self._held = blank[blank.rfind("\n") + 1 :] + begun
+        self._blank = not begun
+        return bool(begun)
 
 
 def _tail(text: str) -> int:

@@ -95,7 +95,8 @@ def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> Fast
     ) -> Response:
         params = [_fitting(worker, each, params_of) for each in asked]
         prompt = asked[0].turn.text if isinstance(body, ChatRequest) else None
-        wording = Wording(settings.name, worker.engine.tokenizer, prompt=prompt)
+        guided = params[0].json_schema is not None
+        wording = Wording(settings.name, worker.engine.tokenizer, prompt=prompt, guided=guided)
         answers = Answers(worker, wording, asked, params, body.choices)
         if not body.stream:
             return JSONResponse(await answers.whole(request))

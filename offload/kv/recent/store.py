@@ -37,6 +37,8 @@ class RecentStore(ABC):
         self._past = past
         self._whole = True
         self._wanted: list[int] = []
+        # The mark at the current length, if it was asked for since the store changed.
+        self._current: Mark | None = None
         # Rows that are leaving, and the first layer that still has them.
         self._leaving = self._next_layer = 0
 
@@ -82,6 +84,7 @@ class RecentStore(ABC):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Make these rows of the last forward, in this order, tokens of the text."""
+        self._current = None
         self.move(self.end, rows)
         self.length += len(rows)
         if leaving := self._surplus():
@@ -115,13 +118,16 @@ class RecentStore(ABC):
 
     def commit_fill(self, length: int, held: int) -> None:
         """End a prefill with `held` rows of a text of `length` tokens."""
+        self._current = None
         self.length, self.start, self._whole = length, length - held, True
         self._leaving = self._next_layer = 0
         self._prune_wanted()
 
     def mark(self) -> Mark:
         """Return a copy of what is held at the current length, on the host."""
-        return self.mark_at(self.length)
+        if self._current is None:
+            self._current = self.mark_at(self.length)
+        return self._current
 
     def reachable(self, tokens: int) -> int:
         """Return the greatest length up to `tokens` to which the text can be cut."""
@@ -132,6 +138,7 @@ class RecentStore(ABC):
         """Cut the text to its first `tokens` tokens. Raises RuntimeError if that is no length that
         `reachable` returns.
         """
+        self._current = None
         if not tokens:
             self._empty()
         else:
@@ -160,6 +167,7 @@ class RecentStore(ABC):
 
     def restore(self, marks: Sequence[Mark]) -> None:
         """Take what was `saved`, the last of which is at the text's length."""
+        self._current = None
         self.take(marks[-1])
         self.marks.replace(marks[:-1])
 

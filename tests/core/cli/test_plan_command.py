@@ -143,6 +143,16 @@ def test_advice_follows_from_what_bounds_the_plan(capsys, arguments, advice: str
         assert "--draft-kv" not in said, "the planner chose it"
 
 
+def test_auto_takes_an_mtp_head_where_it_fits(capsys) -> None:
+    base = ("qwen3.5-9b:q4_k_m", "--gpu", "rtx4090", "--context", 32768)
+    memory = ("--device-memory", "2.6GB")
+    for given, drafter in ((("--device-memory", "3GB"), "mtp"), (memory, "ngram")):
+        assert figures(capsys, *base, *given)["plan"]["draft"] == drafter
+    code, _, err = run(capsys, "plan", *base, *memory, "--draft", "mtp")
+    assert code == 3
+    assert "more device memory" in err
+
+
 def test_hub_ids_are_known_by_their_names(capsys) -> None:
     options = ("--gpu", "rtx4090", "--context", 8192)
     by_id = figures(capsys, "meta-llama/Llama-3.1-8B-Instruct", *options)

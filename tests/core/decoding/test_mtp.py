@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,14 @@ from float_bounds import assert_within
 from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, add_head, make_model, random_ids
 from oracle import assert_equal_but_for_ties, greedy
+from safetensors.torch import load_file, save_file
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.drafters.mtp import MtpDrafter
 from triforce_core.plan.levels import SINKS, WINDOW
-from triforce_offload.errors import UsageError
+from triforce_offload.errors import DoesNotFitError, UsageError
 
 NEW = 40
 RUNS = {
@@ -180,6 +182,41 @@ def test_it_is_what_auto_takes_where_there_is_one(headed, tiny, tmp_path) -> Non
         engine(path, draft="mtp", **tree)
     with engine(path, **tree) as ours:
         assert ours.generate(random_ids(30), greedy(4)).stats["levels"][0] == "ngram"
+
+
+def test_a_head_that_does_not_fit_or_is_in_part_there_is_left_out(headed, tmp_path) -> None:
+    path, _, _ = headed
+    fixed = {"device": "cpu", "max_context": 500, "dtype": "float32", "method": "speculative"}
+
+    def levels(memory: int, **options: object) -> list[str]:
+        with Engine.from_pretrained(path, **fixed, device_memory=memory, **options) as ours:
+            return ours.generate(random_ids(30), greedy(4)).stats["levels"]
+
+    def least(draft: str) -> int:
+        low, high = 1 << 10, 1 << 26
+        while high - low > 1 << 12:
+            middle = (low + high) // 2
+            try:
+                levels(middle, draft=draft)
+                high = middle
+            except DoesNotFitError:
+                low = middle
+        return high
+
+    without, with_head = least("ngram"), least("mtp")
+    assert without < with_head
+    with pytest.warns(RuntimeWarning, match="does not fit together with its MTP head"):
+        assert levels(without)[0] == "ngram"
+    assert levels(with_head)[0] == "mtp"
+    for name, shape in (("mtp.norm.weight", None), ("mtp.fc.weight", (3, 4))):
+        copied = tmp_path / name
+        shutil.copytree(path, copied)
+        held = load_file(path / "model.safetensors")
+        del held[name]
+        held |= {} if shape is None else {name: torch.zeros(shape)}
+        save_file(held, copied / "model.safetensors", metadata={"format": "pt"})
+        with engine(copied) as ours:
+            assert ours.generate(random_ids(30), greedy(4)).stats["levels"][0] == "ngram"
 
 
 def test_a_saved_context_goes_on_without_the_states_that_the_head_needs(headed, tmp_path) -> None:

@@ -147,6 +147,53 @@ def test_no_pass_writes_a_state_and_rows_are_folded_at_fixed_places(tiny) -> Non
         assert_within(each, tensors[0], float(bound))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_rows_that_were_leaving_as_memory_ran_out_leave_once(
+    tiny, little_room, monkeypatch, family: str, layer: int
+) -> None:
+    """The text is whole after it is cut to what was kept, whichever layer found no memory."""
+    path, _ = tiny(family)
+    text, own_drop, found = random_ids(60 + 4 * FEW), StateStore._drop, []
+
+    def drop(states: StateStore, index: int, rows: int) -> None:
+        nonlocal calls, failures
+        calls += index == layer
+        if index == layer and every and calls % every == 1:
+            failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. planted")
+        own_drop(states, index, rows)
+
+    def keep(states: StateStore, rows: list[int]) -> None:
+        try:
+            own_keep(states, rows)
+        except torch.OutOfMemoryError:
+            states.roll_back(states.length)
+
+    own_keep = StateStore.keep
+    monkeypatch.setattr(StateStore, "_drop", drop)
+    monkeypatch.setattr(StateStore, "keep", keep)
+    with engine(path, "kv", method="speculative", draft_tokens=30) as ours:
+        for gap in (0, 3):
+            own, calls, failures, every = Context(ours.models), 0, 0, gap
+            own.prefill(text[:60], 140, lambda _: None)
+            held = own.sequence.recent.states
+            # The prompt's last token is a length that a next turn goes back to.
+            assert held.reachable(own.length - 1) == own.length - 1
+            while own.length < len(text):
+                some = text[own.length : own.length + 5]
+                own.run(Ask(torch.tensor(some), None, False, False))
+                own.keep(range(len(some)))
+                own.text.commit(some)
+            mark = held.mark_at(held.length)
+            found.append((mark.start, *mark.parts))
+            own.end()
+            own.close()
+    assert failures > 1
+    for each, expected in zip(*found, strict=True):
+        assert torch.equal(torch.as_tensor(each), torch.as_tensor(expected))
+
+
 def _without_newest(own: Callable) -> Callable:
     """The newest of the rows before is not seen."""
 

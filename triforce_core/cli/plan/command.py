@@ -102,7 +102,8 @@ def _case(args: argparse.Namespace) -> Case:
         context = planned.context_tokens if planned else min(DEFAULT_CONTEXT, config.positions)
     draft = args.draft if args.draft is not None else planned.method.draft if planned else AUTO
     gpus = args.gpus or (planned.gpus if planned else 1)
-    if draft == AUTO and gpus == 1 and publishes_head(config):
+    has_head = draft == AUTO and gpus == 1 and publishes_head(config)
+    if has_head:
         draft = MTP
     draft_config = _draft_config(draft, config, gpus)
     method = planned.method if planned else MethodSettings()
@@ -110,6 +111,7 @@ def _case(args: argparse.Namespace) -> Case:
     method = replace(method, **{name: value for name, value in asked.items() if value})
     weights = planned.weights if args.weights == AUTO and planned else args.weights
     kv = planned.kv if args.kv == AUTO and planned else args.kv
+    autos = {"weights": weights == AUTO, "kv": kv == AUTO, "draft": has_head}
     case = Case(
         config=config,
         hardware=_hardware(args, config, dtype.itemsize, planned.gpus if planned else 1),
@@ -122,7 +124,7 @@ def _case(args: argparse.Namespace) -> Case:
         pieces=None if weights in (DENSE, SPLIT) else shape.pieces,
         split=weights == SPLIT,
         split_kv=kv == SPLIT,
-        auto=frozenset(n for n, kept in (("weights", weights), ("kv", kv)) if kept == AUTO),
+        auto=frozenset(name for name, is_auto in autos.items() if is_auto),
         method=method,
     )
     if case.hardware.emulated:

@@ -158,7 +158,8 @@ def _levels(stats: dict[str, Any]) -> str:
 
 def _dropped(dropped: dict[str, Any]) -> str:
     """Describe a level that was dropped during the run, and the reason."""
-    what = {"model": "the drafter", "retrieval": "the retrieval model"}[dropped["level"]]
+    names = {"model": "the drafter", "mtp": "the MTP head", "retrieval": "the retrieval model"}
+    what = names[dropped["level"]]
     return (
         f"{what}: its {dropped['drafts']} drafts took {dropped['seconds']:.2f} s, and "
         f"{dropped['plain_seconds']:.2f} s without them; its {format_bytes(dropped['nbytes'])} "

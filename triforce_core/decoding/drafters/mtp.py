@@ -74,7 +74,7 @@ class MtpDrafter:
         model's last norm, and forget those of later tokens.
         """
         self.roll_back(start + 1)
-        if start <= len(self._firsts) < SINKS:
+        if start <= len(self._firsts) and start < SINKS:
             self._firsts = torch.cat((self._firsts[:start], states))[:SINKS].clone()
         known = start - self._begin
         if not 0 <= known <= len(self._recent):

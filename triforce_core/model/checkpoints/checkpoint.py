@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.gguf_config import gguf_config
 from triforce_core.model.checkpoints.names import HF_PREFIXES, gguf_names, hf_names
-from triforce_core.model.checkpoints.pieces import Piece
+from triforce_core.model.checkpoints.pieces import Piece, stored_shapes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, reads_images
 from triforce_core.model.mtp import MtpHead, head_names, head_pieces
@@ -145,11 +145,17 @@ class Checkpoint:
 
     @cached_property
     def mtp_head(self) -> MtpHead | None:
-        """The model's MTP head, None if the files have none that is known."""
-        names = head_names(self._source.names(), len(self.config.layers))
+        """The model's MTP head, None if the files have none that is known, or only parts of one."""
+        held = self._source.names()
+        names = head_names(held, len(self.config.layers))
         if names is None:
             return None
-        return MtpHead(self, head_pieces(self._names, self.config.kv_layers[0], names))
+        head = MtpHead(self, head_pieces(self._names, self.config.kv_layers[0], names))
+        complete = all(
+            name in held and _filled(self._source.shape(name)) == _filled(shape)
+            for name, shape in head.stored_shapes()
+        )
+        return head if complete else None
 
     def close(self) -> None:
         self._source.close()
@@ -249,11 +255,7 @@ class Checkpoint:
             parts = spec.shapes(config.hidden)
             shapes.update({f"layers.{layer}.{part}": shape for part, shape in parts.items()})
         for name, shape in shapes.items():
-            pieces = self._names(name)
-            # Several pieces may be parts of one tensor.
-            for stored in dict.fromkeys(piece.name for piece in pieces):
-                rows = sum(piece.rows for piece in pieces if piece.name == stored)
-                yield stored, (rows, *shape[1:])
+            yield from stored_shapes(self._names(name), shape)
         if self._rope_factors is not None:
             yield self._rope_factors, (config.attention.head_dim // 2,)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -53,6 +53,16 @@ def pieces_of(
         Piece(names[0], rows, order, Corner(first, 0))
         for rows, order, first in zip(sizes, orders, firsts, strict=False)
     ]
+
+
+def stored_shapes(
+    pieces: Sequence[Piece], shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the tensors of the checkpoint, and their shapes, that make up one of this shape."""
+    # Several pieces may be parts of one tensor.
+    for stored in dict.fromkeys(piece.name for piece in pieces):
+        rows = sum(piece.rows for piece in pieces if piece.name == stored)
+        yield stored, (rows, *shape[1:])
 
 
 def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> tuple[int, ...] | None:

@@ -19,10 +19,14 @@ from triforce_core.params import SamplingParams
 from triforce_core.plan.levels import fitting_budget
 from triforce_core.plan.machine import Device, Room
 from triforce_core.plan.plan import Plan
-from triforce_core.plan.simulation.acceptance_curve import AcceptanceCurve
+from triforce_core.plan.simulation.acceptance_curve import (
+    HEAD_ACCEPTANCE,
+    NGRAM_ACCEPTANCE,
+    AcceptanceCurve,
+)
 from triforce_core.plan.simulation.costs import Costs
 from triforce_core.plan.sizes import ModelSizes
-from triforce_core.settings import AUTO, DENSE, SPLIT, STORED, MethodSettings
+from triforce_core.settings import AUTO, DENSE, NGRAM, SPLIT, STORED, MethodSettings
 from triforce_offload.errors import UsageError
 from triforce_offload.machine.profiles import Hardware
 from triforce_offload.memory.available import LIBRARY_BYTES
@@ -44,7 +48,8 @@ class Case:
     pieces: pieces of the matrices if they are kept quantised, else None
     split: whether weights are split
     split_kv: whether KV is split
-    auto: which of "weights" and "kv" may have another format if that is faster
+    auto: which of "weights" and "kv" may have another format if that is faster; "draft" if n-grams
+        draft where an MTP head does not fit
     method: settings that the planner does not change: how chunks are chosen and drafts accepted,
         and what drafts with, if not "auto"
     fixed: choices that the user made: "method", "budget", "draft_tokens", "inner_draft_tokens",
@@ -86,6 +91,15 @@ class Case:
         if self.pieces is None:
             return dense_layouts(self.rank, self.dtype)
         return stored_layouts(self.rank, self.dtype, self.share.pieces(self.pieces))
+
+    @property
+    def without_head(self) -> Case:
+        """The case in which n-grams draft instead of an MTP head."""
+        curve = self.curve
+        if curve.inner == HEAD_ACCEPTANCE:
+            curve = replace(curve, inner=NGRAM_ACCEPTANCE)
+        auto = self.auto - {"draft"}
+        return replace(self, draft=NGRAM, draft_config=None, auto=auto, curve=curve)
 
     @property
     def weights(self) -> str:

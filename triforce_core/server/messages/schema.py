@@ -85,6 +85,7 @@ class Message(_Strict):
     name: str | None = None
     # Clients may send an answer of this server back unchanged.
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    reasoning_content: str | None = None
 
     def as_dict(self) -> dict[str, str]:
         """Return the message as a chat template takes it."""
@@ -92,7 +93,11 @@ class Message(_Strict):
         if not isinstance(text, str):
             text = "".join(part.text for part in text)
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text}
+        message = {"role": role, "content": text}
+        if self.reasoning_content is not None:
+            # Templates decide which reasoning a prompt keeps.
+            message["reasoning_content"] = self.reasoning_content
+        return message
 
 
 class JsonSchema(_Strict):

@@ -21,14 +21,18 @@ class Wording:
     knows its tags (`reasoning_content`, as in vLLM and llama.cpp).
     """
 
-    def __init__(self, model: str, tokenizer: Tokenizer, *, prompt: str | None) -> None:
-        """prompt: the rendered prompt of a chat, None for other requests"""
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, *, prompt: str | None, guided: bool = False
+    ) -> None:
+        """prompt: the rendered prompt of a chat, None for other requests
+        guided: whether a grammar holds from the first token on, so that there is no reasoning
+        """
         chat = prompt is not None
         self._tokenizer = tokenizer
         self._chat = chat
         self._prompt = prompt
         self._splits: defaultdict[int, ReasoningSplit] | None = None
-        if chat and tokenizer.reasons:
+        if chat and tokenizer.reasons and not guided:
             self._splits = defaultdict(lambda: ReasoningSplit(prompt))
         kind = "chat.completion" if chat else "text_completion"
         self._head = {
