@@ -95,8 +95,7 @@ def make_app(worker: Worker, settings: ServerSettings, metrics: Metrics) -> Fast
     ) -> Response:
         params = [_fitting(worker, each, params_of) for each in asked]
         prompt = asked[0].turn.text if isinstance(body, ChatRequest) else None
-        guided = params[0].json_schema is not None
-        wording = Wording(settings.name, worker.engine.tokenizer, prompt=prompt, guided=guided)
+        wording = _wording(worker, settings, prompt, params[0])
         answers = Answers(worker, wording, asked, params, body.choices)
         if not body.stream:
             return JSONResponse(await answers.whole(request))
@@ -192,6 +191,14 @@ def _check(worker: Worker, settings: ServerSettings, model: str) -> None:
 
 def _other_model(name: str, settings: ServerSettings) -> str:
     return f"there is no model {name!r} here; this server has {settings.name!r}"
+
+
+def _wording(
+    worker: Worker, settings: ServerSettings, prompt: str | None, params: SamplingParams
+) -> Wording:
+    """Return the wording of an answer. prompt: the rendered prompt of a chat, else None"""
+    guided = params.json_schema is not None
+    return Wording(settings.name, worker.engine.tokenizer, prompt=prompt, guided=guided)
 
 
 def _fitting(
