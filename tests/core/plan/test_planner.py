@@ -302,6 +302,12 @@ def test_known_mixes_take_what_published_files_do() -> None:
         shape = read_model(name)
         nbytes = stored_layouts(shape.config, DTYPES["float32"], shape.pieces).nbytes
         assert nbytes / 1e9 == pytest.approx(published, rel=0.004), name
+    eight_bits = read_model("qwen3.8-27b:FP8")
+    assert {kind and kind.name for _, kind in eight_bits.pieces("layers.0.qkv")} == {
+        None,
+        "F8_E4M3",
+    }
+    assert eight_bits.pieces("head") == [(eight_bits.config.vocab, None)]
     # Rows of 576 numbers are not whole blocks of 256.
     small = read_model("smollm2-135m:Q4_K_M")
     assert {kind.name for _, kind in small.pieces("layers.0.qkv")} == {"Q5_0", "Q8_0"}

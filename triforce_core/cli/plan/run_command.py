@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from triforce_core.model.known.hub_ids import hub_id_of
+from triforce_core.model.known.mixes import FP8
 from triforce_core.plan.simulation.candidates import Candidate
 from triforce_core.settings import AUTO, MethodSettings
 
@@ -15,9 +16,10 @@ def run_command(chosen: Candidate, model: str, saved: str | None) -> str:
     model: the model as the user named it; a known shape is replaced by its hub id
     saved: the file of the plan, if it was saved
     """
-    name = hub_id_of(model.partition(":")[0]) or model
-    if ":" in model:
-        name = "MODEL.gguf"
+    shape, _, mix = model.partition(":")
+    name = hub_id_of(shape) or model
+    if mix:
+        name = "MODEL-FP8" if mix.upper() == FP8 else "MODEL.gguf"
     words = ["triforce", "generate", name]
     if saved:
         return shlex.join([*words, "--plan", saved])

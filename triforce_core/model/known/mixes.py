@@ -1,4 +1,4 @@
-"""llama.cpp's quantisation mixes: the block type of each matrix by the name of the mix.
+"""Quantisation mixes: the block type of each matrix by the name of the mix, llama.cpp's and FP8.
 
 Follows `llama_tensor_get_type` of llama.cpp (src/llama-quant.cpp), for dense models without an
 importance matrix. The tests compare sizes with published files.
@@ -12,10 +12,11 @@ from functools import partial
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, Mixer, ShortConv
 from triforce_core.model.tensors import Pieces
-from triforce_kernels.weights.block_types import BLOCK_TYPES, BlockType
+from triforce_kernels.weights.block_types import ALL_TYPES, BlockType
 from triforce_offload.errors import UsageError
 from triforce_offload.machine.profiles import nearest
 
+FP8 = "FP8"
 # Block type of most matrices in each mix.
 _MIXES = {
     "Q2_K": "Q2_K",
@@ -28,6 +29,8 @@ _MIXES = {
     "Q8_0": "Q8_0",
     "Q4_0": "Q4_0",
     "IQ4_XS": "IQ4_XS",
+    # Of safetensors. Embeddings and the output matrix stay in 16 bits.
+    FP8: "F8_E4M3",
 }
 NAMES = tuple(_MIXES)
 # Stands for matrices that are never quantised.
@@ -53,7 +56,7 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
     def pieces(tensor: str) -> list[tuple[int, BlockType | None]]:
         if "." not in tensor:
             kind = _end(name, output=tensor == "head" or tied)
-            return [(config.vocab, _whole(kind, config.hidden))]
+            return [(config.vocab, _whole(kind, config.hidden) if kind != _DENSE else None)]
         _, layer, part = tensor.split(".")
         kinds = _layer(name, int(layer), config)
         spec = config.layers[int(layer)]
@@ -101,14 +104,16 @@ def _whole(kind: str, columns: int) -> BlockType | None:
     bits, if rows are not whole blocks of the replacement either.
     """
     for name in (kind, _SMALLER_BLOCKS.get(kind, kind)):
-        if columns % BLOCK_TYPES[name].elements == 0:
-            return BLOCK_TYPES[name]
+        if columns % ALL_TYPES[name].elements == 0:
+            return ALL_TYPES[name]
     return None
 
 
 def _end(name: str, *, output: bool) -> str:
+    if name == FP8:
+        return _DENSE
     if name == "Q8_0":
-        return "Q8_0"
+        return name
     if output:
         return "Q6_K"
     return {"IQ4_XS": "IQ4_XS", "Q3_K_M": "Q3_K"}.get(name, _MIXES[name])
