@@ -8,6 +8,7 @@
 #     bash scripts/gpu_check.sh [RESULT.json]       with MEMORY=24GB, PYTHON=python3, BUDGET=570
 #     LARGE=1 bash scripts/gpu_check.sh RESULT.json  a model larger than the GPU alone, in 70 GB of host
 #     SPLIT=1 bash scripts/gpu_check.sh RESULT.json  split formats beside what they take the place of
+#     RECURRENT=1 bash scripts/gpu_check.sh RESULT.json  a model with recurrent layers, and their kernels
 #     SIMULATED_GPU=1 bash scripts/gpu_check.sh RESULT.json  every line of it on tiny shapes, without a
 #         GPU, on the test double of tests/simulated_gpu: its figures say nothing
 set -uo pipefail
@@ -50,7 +51,7 @@ part() { # NAME SECONDS COMMAND...: its output is PARTS/NAME.out, its log goes t
 
 # The simulation runs what is installed already: a test of the suite runs it beside others.
 [[ ${SIMULATED_GPU:-} ]] || $PYTHON -m pip install --quiet --no-deps --no-build-isolation -e . || exit 1
-LLAMA2=llama2-7b LLAMA3=llama3.1-8b QWEN=qwen2.5-32b LONG=131072 SHORT=8192 REPEATS=3 CALLS=9
+LLAMA2=llama2-7b LLAMA3=llama3.1-8b QWEN=qwen2.5-32b RECURRENT_SHAPE=qwen3.5-9b LONG=131072 SHORT=8192 REPEATS=3 CALLS=9
 GPU_TESTS=(tests/gpu) KERNEL_TESTS=(tests/kernels tests/core/decoding/test_kernels.py)
 if [[ ${SIMULATED_GPU:-} ]]; then
     BUDGET=3000 PATIENCE=10
@@ -58,6 +59,8 @@ if [[ ${SIMULATED_GPU:-} ]]; then
     # Benchmarks time the references: Triton's interpreter would take hours.
     export TRIFORCE_KERNELS=reference
     cp tests/simulated_gpu/tiny_shape.json "$PARTS/tiny.json"
+    cp tests/simulated_gpu/tiny_recurrent_shape.json "$PARTS/recurrent.json"
+    RECURRENT_SHAPE=$PARTS/recurrent.json
     LLAMA2=$PARTS/tiny.json LLAMA3=$PARTS/tiny.json QWEN=$PARTS/tiny.json LONG=512 SHORT=256 MEMORY=2GB
     REPEATS=1 CALLS=1
     GPU_TESTS=(tests/gpu/test_device.py -k "pinned or staged")
@@ -82,6 +85,16 @@ if [[ ${SPLIT:-} ]]; then
     done
     part bench-kernels 60 "$PYTHON" scripts/bench kernels --split --json --shape "$LLAMA3" \
         --context $LONG --repeats $CALLS
+    exit $FAILED
+fi
+if [[ ${RECURRENT:-} ]]; then
+    # Only one of four layers has KV, so a long context costs little.
+    for context in $SHORT $LONG; do
+        part "qwen3.5-9b, $context tokens" 200 "${BENCH[@]}" --dtype bfloat16 \
+            --shape "$RECURRENT_SHAPE" --context "$context" --repeats $REPEATS
+    done
+    part recurrent-kernels 120 env TRIFORCE_KERNELS= "${PYTEST[@]}" tests/kernels/test_recurrent.py \
+        -k "not compile"
     exit $FAILED
 fi
 part env 20 "${TRIFORCE[@]}" env
