@@ -17,12 +17,15 @@ from triforce_core.decoding.contexts.context import Context, Interrupted
 from triforce_core.decoding.decoder import Ask
 
 
-def walk_trees(ours: Engine, model: torch.nn.Module) -> None:
-    """Logits of the rows of trees are those of a fresh model over each row's path alone."""
+def walk_trees(ours: Engine, model: torch.nn.Module) -> int:
+    """Logits of the rows of trees are those of a fresh model over each row's path alone.
+
+    Returns how many rows after a branch were compared.
+    """
     exact, bound = copy.deepcopy(model).double(), forward_bound(model, 120).logits
     choose = random.Random(5)
     own = Context(ours.models)
-    prompt = random_ids(50)
+    prompt, branched = random_ids(50), 0
     own.prefill(prompt, 60, lambda _: None)
     for rows in (2, 30, 64):
         parents = [-1, *(max(-1, row - choose.choice((1, 1, 1, 2))) for row in range(1, rows))]
@@ -36,6 +39,7 @@ def walk_trees(ours: Engine, model: torch.nn.Module) -> None:
             with torch.no_grad():
                 expected = exact(torch.tensor([prompt + branch])).logits[0, -1:]
             assert_within(logits[row : row + 1], expected, bound)
+            branched += len(branch) <= row
         # Keep the path of the last row.
         path, at = [], rows - 1
         while at >= 0:
@@ -50,6 +54,7 @@ def walk_trees(ours: Engine, model: torch.nn.Module) -> None:
             own.keep([])
         own.end()
     own.close()
+    return branched
 
 
 def walk_cuts(ours: Engine, model: torch.nn.Module, seed: str) -> tuple[int, int]:

@@ -100,9 +100,9 @@ def compared(model: torch.nn.Module, directory: str, tokens: int, count: int) ->
 
 
 @torch.no_grad()
-def exact(model: torch.nn.Module, prompt: list[int], told: list[int]) -> bool:
+def exact(model: torch.nn.Module, prompt: list[int], text: list[int]) -> bool:
     """Whether each token is the likeliest of a model in float64, or as good as."""
-    whole = torch.tensor([[*prompt, *told]])
+    whole = torch.tensor([[*prompt, *text]])
     logits = copy.deepcopy(model).double()(whole).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, whole[0, len(prompt) :, None])[:, 0]
     return bool((logits.amax(1) - chosen <= NEAR).all())

@@ -191,6 +191,20 @@ def test_windows_of_older_files_are_read(tiny, tmp_path) -> None:
     assert found.stats["reused_tokens"] == len(PROMPT)
 
 
+def _check_refusals(
+    running: Engine, path: Path, about: dict[str, str], cases: dict[str, dict[str, torch.Tensor]]
+) -> None:
+    """Each case's sentence refuses a file with these tensors, and the engine goes on."""
+    for sentence, tensors in cases.items():
+        content = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        content["checksums"] = torch.zeros(len(content), dtype=torch.int64)
+        save_file(content, path, metadata=about)
+        path.write_bytes(with_sums(path.read_bytes()))
+        with pytest.raises(UsageError, match=sentence):
+            running.load_context(path)
+        assert running.generate(PROMPT, SamplingParams(1)).stats["new_tokens"] == 1, sentence
+
+
 def test_damaged_windows_are_refused_in_a_sentence(tiny, tmp_path) -> None:
     path, _ = tiny("exaone4-windows")
     saved, damaged = tmp_path / "context", tmp_path / "damaged"
@@ -211,13 +225,7 @@ def test_damaged_windows_are_refused_in_a_sentence(tiny, tmp_path) -> None:
             "marks of the context": parts | {"marks": torch.tensor([[90]])},
             "marks of the context in .* is F32": parts | {"marks": torch.tensor([90.0])},
         }
-        for named, content in cases.items():
-            content["checksums"] = torch.zeros(len(content), dtype=torch.int64)
-            save_file(content, damaged, metadata=about)
-            damaged.write_bytes(with_sums(damaged.read_bytes()))
-            with pytest.raises(UsageError, match=named):
-                running.load_context(damaged)
-            assert running.generate(PROMPT, SamplingParams(1)).stats["new_tokens"] == 1, named
+        _check_refusals(running, damaged, about, cases)
 
 
 def test_damaged_states_are_refused_in_a_sentence(tiny, tmp_path) -> None:
@@ -239,14 +247,7 @@ def test_damaged_states_are_refused_in_a_sentence(tiny, tmp_path) -> None:
             "state.0 of the context in .* is BF16": parts
             | {"state.0": parts["state.0"].bfloat16()},
         }
-        for named, content in cases.items():
-            content = {name: tensor.contiguous() for name, tensor in content.items()}
-            content["checksums"] = torch.zeros(len(content), dtype=torch.int64)
-            save_file(content, damaged, metadata=about)
-            damaged.write_bytes(with_sums(damaged.read_bytes()))
-            with pytest.raises(UsageError, match=named):
-                running.load_context(damaged)
-            assert running.generate(PROMPT, SamplingParams(1)).stats["new_tokens"] == 1, named
+        _check_refusals(running, damaged, about, cases)
 
 
 def test_a_new_context_is_its_owners_alone_to_read(tiny, tmp_path) -> None:

@@ -107,7 +107,7 @@ class StateShape:
 
     def held_at(self, length: int, tensors: Mapping[str, Sequence[int]]) -> int | None:
         """Return how many rows a saved mark at a length holds, by the shapes of its tensors; None
-        if it cannot hold so many.
+        if it cannot hold that number.
         """
         held = (tensors["state_keys" if self.value_heads else "inputs"][2:3] or (0,))[0]
         held -= 0 if self.value_heads else self.before

@@ -88,7 +88,7 @@ class WindowShape:
 
     def held_at(self, length: int, tensors: Mapping[str, Sequence[int]]) -> int | None:
         """Return how many tokens a saved mark at a length holds, by the shapes of its tensors; None
-        if it cannot hold so many.
+        if it cannot hold that number.
         """
         (held,) = tensors["window"][2:3] or (0,)
         return held if min(length, self.past) <= held <= min(length, self.kept_tokens) else None

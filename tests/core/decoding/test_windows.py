@@ -71,7 +71,7 @@ def test_logits_of_trees_equal_those_of_their_paths(tiny, little_room) -> None:
     """Branches deeper than the window."""
     path, model = tiny(FAMILY)
     with engine(path, "kv", method="speculative", draft_tokens=64) as ours:
-        walk_trees(ours, model)
+        assert walk_trees(ours, model) > 2
 
 
 @pytest.mark.parametrize("placement", ["kv", "both-one-slot"])

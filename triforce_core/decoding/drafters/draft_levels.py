@@ -174,7 +174,7 @@ class DraftLevels:
             models.recorder,
             runtime.trace,
             "retrieval model",
-            tells_hidden=self.from_hidden,
+            keeps_hidden=self.from_hidden,
         )
         resources.callback(model.close)
         self.scores, self.retrieval, self.model = scores, cache, model

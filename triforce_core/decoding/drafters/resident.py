@@ -38,7 +38,7 @@ class ResidentModel:
 
     recorded: number of sizes recorded so far
     hidden: hidden states before the final norm of the last forward's rows, [rows, hidden], if they
-        are told; valid until the next
+        are kept; valid until the next
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class ResidentModel:
         trace: Tracer,
         name: str,
         *,
-        tells_hidden: bool = False,
+        keeps_hidden: bool = False,
     ) -> None:
         """recorder: None to run everything eagerly
         name: name of the forwards in a trace
-        tells_hidden: whether to keep the hidden states of each forward of `logits`
+        keeps_hidden: whether to keep the hidden states of each forward of `logits`
         """
         self.hidden: torch.Tensor | None = None
-        self._tells_hidden = tells_hidden
+        self._keeps_hidden = keeps_hidden
         self.kv = kv
         self.recorded = 0
         self._model = model
@@ -109,12 +109,12 @@ class ResidentModel:
             if forward.uses == USES_BEFORE:
                 self._record(forward, size)
             out = forward.run()[:count]
-            if self._tells_hidden:
+            if self._keeps_hidden:
                 self.hidden = forward.hidden[:count]
             return out[-1:] if last else out
         batch = ForwardBatch.text(tokens, position, tokens.device)
         hidden = self._model.forward(batch, self._weights, self.kv)
-        if self._tells_hidden:
+        if self._keeps_hidden:
             self.hidden = hidden
         return self._model.logits(hidden[-1:] if last else hidden)
 
