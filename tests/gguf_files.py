@@ -70,8 +70,34 @@ def write_gguf(
     config = model.config
     architecture = _RENAMED.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(config.num_hidden_layers + bool(head))
-    if head:
+    head_dim = _describe_sizes(writer, model, architecture, has_head=bool(head))
+    for name, value in metadata.items():
+        writer.add_uint32(name.replace("__", "."), value)
+    if describe:
+        describe(writer)
+    _describe_family(writer, config, head_dim)
+    tensors = (extra or {}) | _tensors(model, architecture)
+    tensors |= _of_head(head, config.num_hidden_layers) if head else {}
+    for name, array in tensors.items():
+        stored = gguf.GGMLQuantizationType.Q8_0 if mixed and _LARGER.match(name) else kind
+        block = gguf.GGML_QUANT_SIZES[stored][0]
+        if array.ndim > 1 and array.shape[-1] % block == 0:
+            writer.add_tensor(name, in_blocks(array, stored), raw_dtype=stored)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _describe_sizes(
+    writer: gguf.GGUFWriter, model: torch.nn.Module, architecture: str, *, has_head: bool
+) -> int:
+    """Add the sizes of a model. Return the size of a head."""
+    config = model.config
+    writer.add_block_count(config.num_hidden_layers + has_head)
+    if has_head:
         writer.add_nextn_predict_layers(1)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -96,24 +122,7 @@ def write_gguf(
     if architecture != "gemma4":
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-    for name, value in metadata.items():
-        writer.add_uint32(name.replace("__", "."), value)
-    if describe:
-        describe(writer)
-    _describe_family(writer, config, head_dim)
-    tensors = (extra or {}) | _tensors(model, architecture)
-    tensors |= _of_head(head, config.num_hidden_layers) if head else {}
-    for name, array in tensors.items():
-        stored = gguf.GGMLQuantizationType.Q8_0 if mixed and _LARGER.match(name) else kind
-        block = gguf.GGML_QUANT_SIZES[stored][0]
-        if array.ndim > 1 and array.shape[-1] % block == 0:
-            writer.add_tensor(name, in_blocks(array, stored), raw_dtype=stored)
-        else:
-            writer.add_tensor(name, np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    return head_dim
 
 
 def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]:
