@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from triforce_kernels import limits
 from triforce_kernels.weights.int4 import Int4Weight, quantise
-from triforce_kernels.weights.linear import Weight, rows_of
+from triforce_kernels.weights.linear import Weight, dense_rows
 from triforce_offload.checkpoint.layer_cache import LayerCache
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.weights.layouts import FlatLayout, Views
@@ -73,7 +72,7 @@ class Int4Copies:
                 with self._quantising:
                     _quantise_into(exact[name], view)
             else:
-                view.copy_(_rows(exact[name], 0, view.shape[0]))
+                _copy_into(exact[name], view)
         if self._cache:
             self._cache.write(layer, buffer)
 
@@ -84,18 +83,19 @@ class Int4Copies:
         self._memory.free(self._decoding)
 
 
-def _rows(exact: Weight, first: int, end: int) -> torch.Tensor:
-    part = rows_of(exact, first, end)
-    return part if isinstance(part, torch.Tensor) else part.joined()
-
-
 def _quantise_into(exact: Weight, into: Int4Weight) -> None:
     """Quantise some rows at a time on the device, so that no dense matrix exists as a whole."""
-    rows, columns = into.shape
-    step = max(1, limits.DECODED_AT_ONCE // columns)
-    for first in range(0, rows, step):
-        part = into.rows(first, min(first + step, rows))
-        made = quantise(_rows(exact, first, first + part.shape[0]).to(into.device), into.group)
+    for first, rows in dense_rows(exact, into.scale.dtype):
+        part = into.rows(first, first + rows.shape[0])
+        made = quantise(rows.to(into.device), into.group)
         part.packed.copy_(made.packed)
         part.scale.copy_(made.scale)
         part.offset.copy_(made.offset)
+
+
+def _copy_into(exact: Weight, into: torch.Tensor) -> None:
+    if isinstance(exact, torch.Tensor):
+        into.copy_(exact)
+        return
+    for first, rows in dense_rows(exact, into.dtype):
+        into[first : first + rows.shape[0]] = rows

@@ -39,6 +39,7 @@ from triforce_offload.errors import UsageError
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import coding_bytes, reader_bytes, rounding_bytes
 from triforce_offload.plan.requirements import Requirements
+from triforce_offload.units import format_bytes
 from triforce_offload.weights.formats import ElementType, dtype_name
 from triforce_offload.weights.layouts import FlatLayout
 
@@ -47,6 +48,9 @@ PREFILL_CHUNK = 1024
 # Number of tokens of a draft model's longest forward, which catches up with a text. Such forwards
 # are not recorded.
 _CATCH_UP = 512
+# Unless requested, int4 copies are made only if they take at most this share of the layers' bytes:
+# those of 6-bit layers and larger.
+_LARGEST_COPIES = 0.75
 # Least and greatest number of tokens of a KV block.
 _BLOCK_TOKENS = (16, 4096)
 
@@ -105,18 +109,19 @@ class ModelSizes:
     def int4_layouts(self) -> tuple[FlatLayout, ...]:
         """Layout of each layer's int4 copy; empty if the retrieval level does not use such copies.
 
-        Raises UsageError if it has to use them and none can be made.
+        Raises UsageError if it has to use them and they are no smaller than the layers.
         """
         asked = self.method.draft_weights
         if asked in (EXACT, SPLIT) or self.method.method != "triforce":
             return ()
-        if self.weights.block_types:
-            if asked == INT4:
-                raise UsageError(
-                    "weights to draft with are made of dense ones, and these are kept as stored"
-                )
-            return ()
-        return int4_layouts(self.config, self.dtype)
+        copies = int4_layouts(self.config, self.dtype)
+        size, exact = sum(layer.nbytes for layer in copies), self.weights.layers_bytes
+        if asked == INT4 and size >= exact:
+            raise UsageError(
+                f"int4 draft copies take {format_bytes(size)}, and the layers as they are stored "
+                f"only {format_bytes(exact)}"
+            )
+        return copies if asked == INT4 or size <= _LARGEST_COPIES * exact else ()
 
     def requirements(self, budget: int) -> Requirements:
         """Return the memory requirements. budget: number of tokens of the retrieval cache, or 0

@@ -27,6 +27,7 @@ _MIXES = [name for name in NAMES if name != FP8]
 NEWER = ("mistral-small3.2", "seed-oss-36b", "glm4-32b", "phi4-14b", "granite3.3-8b", "smollm3-3b")
 RECURRENT = ("qwen3.8-27b", "qwen3.5-9b", "lfm2-1.2b")
 WINDOWED = ("gemma3-4b", "gemma3-12b", "gemma3-27b", "gemma4-31b", "olmo3-32b", "exaone4-32b")
+_STREAMED = ("qwen3.8-27b:FP8", "qwen2.5-32b:FP8", "qwen2.5-32b:Q8_0", "qwen2.5-32b:Q6_K")
 # Of what `triforce plan --json` prints: names and figures of the plan, and of its parts.
 FIGURES = (
     *("method", "seconds_per_token", "seconds_per_round", "seconds_per_pass", "draft_seconds"),
@@ -52,6 +53,9 @@ def cases() -> list[list[str]]:
         while len(some) < count:
             some.append(_drawn(draw, names))
         every += some
+    # Quantised layers that stream, with int4 copies of them.
+    every += [[name, "--gpu", "rtx4090", "--context", "32768"] for name in _STREAMED]
+    every += [[name, *every[-1][1:], "--draft-weights", "int4"] for name in _STREAMED[-2:]]
     return every
 
 

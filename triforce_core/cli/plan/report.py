@@ -47,8 +47,8 @@ def print_plan(
     console.print(_seconds(prediction))
     console.print(f"Bottleneck: {prediction.bottleneck}.", highlight=False, soft_wrap=True)
     line = chosen.plan.line(len(case.config.layers), chosen.memory.kv.blocks)
-    if case.pieces and chosen.plan.placement.streamed_layers:
-        line += "; no retrieval model, since quantised weights stream, which nothing stands in for"
+    if case.pieces and chosen.plan.placement.streamed_layers and not chosen.plan.budget:
+        line += "; no retrieval model, since weights stream and copies in 4 bits do not pay"
     console.print(f"Plan: {line}.", highlight=False, soft_wrap=True)
     command = run_command(chosen, model, saved)
     console.print(f"Run it: {command}", highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
 from triforce_core.model.transformer import Model
-from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, SPLIT, STORED, MethodSettings
+from triforce_core.settings import DENSE, EXACT, NO_DRAFTER, SPLIT, MethodSettings
 from triforce_offload.graphs import Recorder
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.states.shape import StateShape
@@ -139,8 +139,6 @@ class Models:
             return "weights stream"
         if self.method.draft_weights == SPLIT:
             return "the high bits of some layers stream"
-        if self.weights == STORED:
-            return "quantised weights stream, which nothing stands in for yet"
         return "weights stream and no copies of them in 4 bits are on the device"
 
     def close(self) -> None:

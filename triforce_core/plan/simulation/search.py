@@ -49,7 +49,7 @@ def faster_by_copies(plain: Candidate) -> Candidate | None:
     A run makes such copies only if it is asked to: they take memory and time to load.
     """
     case = plain.case
-    if case.method.draft_weights != AUTO or case.pieces or not case.hardware.asynchronous:
+    if case.method.draft_weights != AUTO or not case.hardware.asynchronous:
         return None
     method = replace(case.method, draft_weights=INT4)
     try:

@@ -1,0 +1,86 @@
+"""Int4 draft copies of weights that are kept as stored, in FP8 or in GGUF's blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from fp8_files import FP8_RECURRENT, FP8_SIZES
+from fp8_files import quantise as to_fp8
+from gguf_files import write_gguf
+from helpers import BLOCK, PLACEMENTS, make_model, random_ids
+
+from triforce_core import Engine, SamplingParams
+from triforce_offload.errors import UsageError
+from triforce_offload.weights.layouts import Views
+
+PROMPT, NEW = random_ids(75), 40
+GREEDY = SamplingParams(NEW, temperature=0)
+
+
+def engine(path: Path, **options: object) -> Engine:
+    common = {"device": "cpu", "max_context": 120, "block_tokens": BLOCK}
+    return Engine.from_pretrained(path, **common | {"budget": 32, "draft_tokens": 5} | options)
+
+
+@pytest.mark.parametrize("placement", ["int4", "int4-in-part"])
+@pytest.mark.parametrize("family", ["qwen3", "glm4", "qwen3_5"])
+def test_copies_of_fp8_weights_draft_for_them(tmp_path, family: str, placement: str) -> None:
+    more = FP8_RECURRENT if family == "qwen3_5" else {}
+    to_fp8(tmp_path, make_model(family, tmp_path, initializer_range=0.1, **FP8_SIZES, **more))
+    with engine(tmp_path, method="autoregressive", weights="dense") as plain:
+        expected = plain.generate(PROMPT, GREEDY).token_ids
+    options = {"weights": "stored", "placement": PLACEMENTS[placement], "draft": "none"}
+    for dtype in ("float32", "bfloat16"):
+        with engine(tmp_path, dtype=dtype, budget=112, **options) as drafting:
+            result = drafting.generate(PROMPT, GREEDY)
+            warm = drafting.generate(PROMPT, SamplingParams(NEW, temperature=1.0, seed=3))
+        if dtype == "float32":
+            assert result.token_ids == expected
+        assert result.stats["levels"] == ["retrieval", "target"]
+        copied = len(PLACEMENTS[placement].int4_layers)
+        assert result.stats["placement"]["int4_layers"] == copied
+        assert warm.stats["acceptance"]["target"] > 0.4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_copies_of_stored_weights_are_those_of_the_dense_ones(tmp_path, dtype: str) -> None:
+    """Matrices of several types stand one above the other in one of a layer's."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    model = make_model("llama", tmp_path, **sizes)
+    file = tmp_path / "m.gguf"
+    write_gguf(model, file, gguf.GGMLQuantizationType.Q8_0, mixed=True)
+    made = []
+    options = {"dtype": dtype, "placement": PLACEMENTS["int4"], "draft_tokens": 4}
+    for weights in ("dense", "stored"):
+        with engine(file, weights=weights, draft_weights="int4", **options) as drafting:
+            views = drafting.models.int4_copies.views
+            made.append({layer: vars_of(views[layer]) for layer in views})
+    for layer, tensors in made[0].items():
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, made[1][layer][name]), (layer, name)
+
+
+def vars_of(views: Views) -> dict[str, torch.Tensor]:
+    """The tensors of a copy and of its matrices' parts."""
+    found = {}
+    for name, view in views.items():
+        if isinstance(view, torch.Tensor):
+            found[name] = view.clone()
+        else:
+            for part in ("packed", "scale", "offset"):
+                found[f"{name} {part}"] = getattr(view, part).clone()
+    return found
+
+
+def test_copies_that_are_no_smaller_than_the_layers_are_not_made(tmp_path) -> None:
+    model = make_model("llama", tmp_path)
+    write_gguf(model, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q4_0)
+    options = {"weights": "stored", "placement": PLACEMENTS["int4"]}
+    with engine(tmp_path / "m.gguf", budget=None, **options) as running:
+        assert running.generate(PROMPT, GREEDY).stats["levels"] == ["ngram", "target"]
+        assert "no copies of them in 4 bits are on the device" in running.plan_line
+    with pytest.raises(UsageError, match=r"int4 draft copies take .* KiB, and the layers as they"):
+        engine(tmp_path / "m.gguf", draft_weights="int4", **options)
