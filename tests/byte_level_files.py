@@ -11,7 +11,7 @@ from gguf_files import write_gguf
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, trainers
 
-from triforce_core.model.checkpoints.byte_level import _split
+from triforce_core.model.tokenizing.byte_level import _split
 
 CONTROL = ("<|begin|>", "<|end|>", "<|said_by|>")
 TEMPLATE = (

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from triforce_core.model.checkpoints.tokenizer import Tokenizer
+from triforce_core.model.tokenizing.tokenizer import Tokenizer
 from triforce_core.requests.stream import Completion
 
 Messages = Sequence[Mapping[str, str]]

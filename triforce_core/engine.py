@@ -17,7 +17,7 @@ from triforce_core.decoding.drafting import Drafting
 from triforce_core.loading.load import Progress
 from triforce_core.loading.open_model import OpenModel
 from triforce_core.loading.start import Loaded, settled, start
-from triforce_core.model.checkpoints.tokenizer import Tokenizer, token_ids_of
+from triforce_core.model.tokenizing.tokenizer import Tokenizer, token_ids_of
 from triforce_core.model.transformer import Model
 from triforce_core.params import SamplingParams
 from triforce_core.plan.plan import Plan

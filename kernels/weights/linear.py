@@ -30,12 +30,14 @@ class StackedWeight(StoredWeight):
         return self.parts[0].device
 
     def rows(self, first: int, end: int) -> Weight:
-        """StoredWeight.rows; the rows must be in one part."""
+        """StoredWeight.rows."""
+        found: list[Weight] = []
         for part in self.parts:
-            if first < part.shape[0]:
-                return rows_of(part, first, end)
-            first, end = first - part.shape[0], end - part.shape[0]
-        raise IndexError(f"row {first} behind the last")
+            count = part.shape[0]
+            if first < count and end > 0:
+                found.append(rows_of(part, max(first, 0), min(end, count)))
+            first, end = first - count, end - count
+        return found[0] if len(found) == 1 else StackedWeight(tuple(found))
 
     def dense_rows(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """StoredWeight.dense_rows."""
@@ -99,7 +101,7 @@ def lookup(weight: Weight, index: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 
 def rows_of(weight: Weight, first: int, end: int) -> Weight:
-    """Return rows of a weight, which must be in one part of it, as a view. Raises IndexError."""
+    """Return rows of a weight, as a view. Raises IndexError."""
     if end > weight.shape[0]:
         raise IndexError(f"rows {first} to {end} of {weight.shape[0]}")
     return weight[first:end] if isinstance(weight, torch.Tensor) else weight.rows(first, end)

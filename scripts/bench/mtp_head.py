@@ -33,7 +33,7 @@ from bench.material import manual, model_file
 from bench.paced import stopwatch
 from frame import Benchmark, Figures, Option
 from triforce_core import Engine, SamplingParams
-from triforce_core.model.checkpoints.tokenizer import load_tokenizer
+from triforce_core.model.tokenizing.tokenizer import load_tokenizer
 from triforce_offload.plan.placement import Placement
 
 KV = Placement((), True, 0, 0, 3, 2)

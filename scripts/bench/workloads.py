@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.material import manual, model_file
 from triforce_core import Engine, SamplingParams
-from triforce_core.model.checkpoints.tokenizer import Tokenizer, load_tokenizer
+from triforce_core.model.tokenizing.tokenizer import Tokenizer, load_tokenizer
 
 # The model of every record; the dtype follows this text.
 MODEL = "SmolLM2-135M-Instruct.Q4_1 as"

@@ -35,8 +35,8 @@ from rivals.compare_report import Comparison, plot, print_comparison
 from rivals.job import Job, Outcome
 from rivals.systems import GROUPS, System, chosen, systems
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
-from triforce_core.model.checkpoints.tokenizer import load_tokenizer
 from triforce_core.model.known.shapes import SHAPES
+from triforce_core.model.tokenizing.tokenizer import load_tokenizer
 from triforce_offload.errors import TriforceError
 from triforce_offload.units import format_bytes, parse_bandwidth, parse_bytes
 

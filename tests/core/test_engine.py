@@ -15,7 +15,7 @@ import triforce_core
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.loading.open_model import OpenModel
-from triforce_core.model.checkpoints.tokenizer import Tokenizer
+from triforce_core.model.tokenizing.tokenizer import Tokenizer
 from triforce_offload.errors import DoesNotFitError, LinkError, UsageError
 
 

@@ -7,7 +7,7 @@ import torch
 
 from bench.material import manual, model_file
 from triforce_core import Engine, SamplingParams
-from triforce_core.model.checkpoints.tokenizer import load_tokenizer
+from triforce_core.model.tokenizing.tokenizer import load_tokenizer
 from triforce_offload.plan.placement import Placement
 
 ALL = tuple(range(30))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from triforce_core.model.checkpoints.tokenizer import Tokenizer
+from triforce_core.model.tokenizing.tokenizer import Tokenizer
 from triforce_core.requests.text import TextStream
 
 

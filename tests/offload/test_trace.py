@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import BLOCK, LAYERS, PLACEMENTS, random_ids
+from helpers import BLOCK, PLACEMENTS, random_ids
+from tiny_families import LAYERS
 
 from triforce_core import Engine, SamplingParams
 from triforce_offload.errors import OutputError, UsageError

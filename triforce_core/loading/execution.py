@@ -13,9 +13,9 @@ import torch
 from triforce_core.decoding.contexts.kv_parts import KVParts, StoreParts
 from triforce_core.decoding.contexts.models import Models, SmallModel
 from triforce_core.loading.layer_source import LayerSource, Readable
-from triforce_core.model.divided import divided
 from triforce_core.model.rope import Rope
-from triforce_core.model.share import Share
+from triforce_core.model.sharing.divided import divided
+from triforce_core.model.sharing.share import Share
 from triforce_core.model.tensors import Layouts, drafter_layouts
 from triforce_core.model.transformer import Ends, Model
 from triforce_core.plan.fitting import Resolved

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.share import Share
+from triforce_core.model.sharing.share import Share
 from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.linear import Weight
 from triforce_offload.errors import CannotSplitError

@@ -20,7 +20,7 @@ from triforce_core.loading.devices import (
 from triforce_core.loading.execution import Execution, Progress
 from triforce_core.loading.layer_source import Readable
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.share import Share, mlp_unit
+from triforce_core.model.sharing.share import Share, mlp_unit
 from triforce_core.plan.formats import as_asked, element_type
 from triforce_core.plan.machine import Room
 from triforce_core.plan.resolve import resolve

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint, resolve
-from triforce_core.model.checkpoints.tokenizer import (
+from triforce_core.model.tokenizing.tokenizer import (
     Tokenizer,
     check_same_vocabulary,
     load_tokenizer,

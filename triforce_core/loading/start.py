@@ -13,8 +13,8 @@ from triforce_core.decoding.contexts.models import Models
 from triforce_core.loading.devices import open_device
 from triforce_core.loading.load import Progress, load
 from triforce_core.loading.open_model import OpenModel
-from triforce_core.model.checkpoints.tokenizer import Tokenizer
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.tokenizing.tokenizer import Tokenizer
 from triforce_core.parallel.start import start_ranks
 from triforce_core.plan.plan import Plan
 from triforce_core.saved import digest

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from triforce_core.model.described import Described
 from triforce_core.model.layers import (
     Attention,
-    Described,
     Keeps,
     LayerSpec,
     Mixer,
@@ -74,7 +74,7 @@ class ModelConfig(Described):
     positions: longest context that the checkpoint declares, rope scaling included
     trained_positions: max_position_embeddings, which some rope types scale
     tied: whether the embedding is also the output matrix
-    shared_vocab: rows of embedding and output matrix in a rank's share (see `share`); None for a
+    shared_vocab: rows of embedding and output matrix in a rank's share (see `sharing`); None for a
         whole model
     embedding_scale, logit_scale: factors of the embeddings and of the logits
     window_rope: rotary embedding of the layers with a window; None if it is that of the others
@@ -222,10 +222,10 @@ class ModelConfig(Described):
     @property
     def in_words(self) -> str:
         """The model's shape in words, which does not depend on the file format."""
-        mixer, mlp = self.attention, self.layers[0].mlp
+        mixer, mlp = self.attention, self.layers[-1].mlp
         return (
-            f"{len(self.layers)} layers of {self.hidden} and {mlp.width}, {mixer.heads} heads over "
-            f"{mixer.kv_heads} of {mixer.head_dim}, vocabulary of {self.vocab}"
+            f"{len(self.layers)} layers of {self.hidden} and {mlp.in_words}, {mixer.heads} heads "
+            f"over {mixer.kv_heads} of {mixer.head_dim}, vocabulary of {self.vocab}"
         )
 
     @property

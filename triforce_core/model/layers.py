@@ -1,21 +1,20 @@
 """Specifications of layers: the mixer, the MLP, and the shapes of their tensors.
 
-No tensors are created here. Each kind of mixer or MLP is a class in this module, and its
-computation is in `mixers` or `mlps`.
+No tensors are created here. Each kind of mixer is a class in this module, and its computation is in
+`mixers`; for MLPs these are `feed_forward` and `mlps`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+from triforce_core.model.described import Described, Shapes
+from triforce_core.model.feed_forward import MLP
 from triforce_offload.errors import CheckpointError
 
 _MAX_HEAD_DIM = 1024
-
-# Shapes of a layer's tensors by name, in the order in which they are used.
-Shapes = dict[str, tuple[int, ...]]
 
 
 class Keeps(Enum):
@@ -24,24 +23,6 @@ class Keeps(Enum):
     KV = "kv"
     WINDOW = "window"
     STATE = "state"
-
-
-class Described:
-    """A frozen dataclass whose repr leaves out what newer versions added, while it has its default.
-
-    The repr is a part of the identity of a checkpoint, and so of contexts that older versions
-    saved. Fields are newer if their name is in `_NEWER`.
-    """
-
-    _NEWER: frozenset[str] = frozenset()
-
-    def __repr__(self) -> str:
-        shown = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)
-            if field.name not in self._NEWER or getattr(self, field.name) != field.default
-        ]
-        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -218,33 +199,8 @@ class ShortConv:
 # Mixers that keep a state instead of the KV of tokens.
 Recurrent = DeltaNet | ShortConv
 Mixer = Attention | Recurrent
-# Vectors that are kept in float32, whatever the dtype of the others.
-FLOAT32_PARTS = frozenset({"decay", "decay_bias"})
-
-
-class Activation(Enum):
-    """Activations of an MLP's gate, by their names in config.json files."""
-
-    SILU = "silu"
-    GELU_TANH = "gelu_pytorch_tanh"
-
-
-@dataclass(frozen=True, repr=False)
-class DenseMLP(Described):
-    """A gated MLP (Shazeer, 2020) over every token.
-
-    width: number of columns of the gate, and of the up projection
-    activation: what the gate goes through before it multiplies the up projection
-    """
-
-    _NEWER = frozenset({"activation"})
-
-    width: int
-    activation: Activation = Activation.SILU
-
-    def shapes(self, hidden: int) -> Shapes:
-        """Return the shapes of the MLP's tensors. hidden: width of the model"""
-        return {"gate_up": (2 * self.width, hidden), "down": (hidden, self.width)}
+# Small tensors that are kept in float32, whatever the dtype and the format of the others.
+FLOAT32_PARTS = frozenset({"decay", "decay_bias", "router", "router_bias", "shared_gate"})
 
 
 class Norms(Enum):
@@ -289,7 +245,7 @@ class LayerSpec(Described):
     _NEWER = frozenset({"norms", "residual_scale", "parallel", "output_scale", "joins"})
 
     mixer: Mixer
-    mlp: DenseMLP
+    mlp: MLP
     norms: Norms = Norms.BEFORE
     residual_scale: float = 1.0
     parallel: bool = False
@@ -316,3 +272,10 @@ class LayerSpec(Described):
             "output_scale": (1,) if self.output_scale else None,
         }
         return {name: shape for name, shape in shapes.items() if shape is not None}
+
+    def products(self, hidden: int) -> Shapes:
+        """Return the shapes of the matrices that a token is multiplied by, by tensor: of experts
+        that of one, which a token is multiplied by `mlp.active` times.
+        """
+        shapes = self.shapes(hidden) | self.mlp.products(hidden)
+        return {name: shape for name, shape in shapes.items() if len(shape) == 2}

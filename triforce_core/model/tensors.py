@@ -8,8 +8,9 @@ from functools import cached_property
 from itertools import chain
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.feed_forward import EXPERT_PARTS
 from triforce_core.model.layers import FLOAT32_PARTS, DeltaNet, ShortConv
-from triforce_core.model.share import Pieces
+from triforce_core.model.sharing.share import Pieces
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.states.shape import StateShape
@@ -35,9 +36,9 @@ _GROUPS = (64, 32)
 
 
 def matrices(config: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """Return the shapes of the matrices of each distinct layer."""
-    shapes = (spec.shapes(config.hidden).values() for spec in config.distinct_layers)
-    return tuple((s[0], s[1]) for s in chain.from_iterable(shapes) if len(s) == 2)
+    """Return the shapes of the matrices of each distinct layer; one expert's stand for all."""
+    shapes = (spec.products(config.hidden).values() for spec in config.distinct_layers)
+    return tuple((s[0], s[1]) for s in chain.from_iterable(shapes))
 
 
 def int4_layouts(config: ModelConfig, dtype: ElementType) -> tuple[FlatLayout, ...]:
@@ -58,9 +59,14 @@ def int4_layouts(config: ModelConfig, dtype: ElementType) -> tuple[FlatLayout, .
 
 def _grouped(name: str, shape: tuple[int, ...], dtype: ElementType) -> Format:
     group = next((group for group in _GROUPS if shape[-1] % group == 0), 0)
-    if len(shape) == 2 and group:
+    if _is_matrix(name, shape) and group:
         return Groups(*shape, group, dtype)
     return _dense_tensor(name, shape, dtype)
+
+
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor may have another format than dense."""
+    return len(shape) == 2 and name not in FLOAT32_PARTS
 
 
 def _dense_tensor(name: str, shape: tuple[int, ...], dtype: ElementType) -> Dense:
@@ -174,7 +180,7 @@ def _layouts(
     def layout(shapes: Mapping[str, tuple[int, ...]], prefix: str = "") -> FlatLayout:
         formats: dict[str, Format] = {
             name: matrix_format(prefix + name, shape)
-            if len(shape) == 2
+            if _is_matrix(name, shape)
             else _dense_tensor(name, shape, dtype)
             for name, shape in shapes.items()
         }
@@ -193,7 +199,8 @@ class MatrixBytes:
     """Bytes of the matrices that a forward reads, for an average layer.
 
     qkv: bytes before the attention of a layer
-    rest: bytes after it
+    rest: bytes after it, without experts
+    experts: bytes of all experts
     head: bytes of the output matrix, once per forward
     decoded: whether some of them have to be decoded
     layer_read, head_read: how the matrices of a layer and the output matrix are read
@@ -201,6 +208,7 @@ class MatrixBytes:
 
     qkv: float
     rest: float
+    experts: float
     head: float
     decoded: bool = False
     layer_read: Read = Read.AS_STORED
@@ -210,26 +218,40 @@ class MatrixBytes:
     def of(cls, layouts: Layouts) -> MatrixBytes:
         head = layouts.head.formats["head"]
         reads = layouts.layers[0].formats["qkv"].read, head.read
-        sizes = _qkv_and_rest(layouts.layers)
+        sizes = _sizes(layouts.layers)
         return cls(*sizes, head.nbytes, bool(layouts.decoded_numbers), *reads)
 
     def with_layers(self, layers: Sequence[FlatLayout]) -> MatrixBytes:
         """Return these bytes with other layers, which have to be decoded, and the same head."""
         reads = layers[0].formats["qkv"].read, self.head_read
-        return MatrixBytes(*_qkv_and_rest(layers), self.head, True, *reads)
+        sizes = _sizes(layers)
+        return MatrixBytes(*sizes, self.head, True, *reads)
 
     def with_high_bits(self, layers: Sequence[FlatLayout]) -> MatrixBytes:
         """Return these bytes with only the high bits of the layers, and the same head."""
-        qkv = _mean(layer.formats["qkv"].draft_bytes for layer in layers)
-        whole = _mean(sum(each.draft_bytes for each in layer.formats.values()) for layer in layers)
         reads = layers[0].formats["qkv"].draft_read, self.head_read
-        return MatrixBytes(qkv, whole - qkv, self.head, True, *reads)
+        sizes = _sizes(layers, drafts=True)
+        return MatrixBytes(*sizes, self.head, True, *reads)
 
 
-def _qkv_and_rest(layers: Sequence[FlatLayout]) -> tuple[float, float]:
-    """Return the bytes before and after the attention of an average layer."""
-    qkv = _mean(layer.formats["qkv"].nbytes for layer in layers)
-    return qkv, _mean(layer.nbytes for layer in layers) - qkv
+def _sizes(layers: Sequence[FlatLayout], *, drafts: bool = False) -> tuple[float, float, float]:
+    """Return the bytes of an average layer before its attention, after it, and of its experts.
+
+    drafts: count what products for drafts read
+    """
+
+    def size(each: Format) -> int:
+        return each.draft_bytes if drafts else each.nbytes
+
+    def whole(layer: FlatLayout) -> int:
+        return sum(map(size, layer.formats.values())) if drafts else layer.nbytes
+
+    qkv = _mean(size(layer.formats["qkv"]) for layer in layers)
+    experts = _mean(
+        sum(size(layer.formats[part]) for part in EXPERT_PARTS if part in layer.formats)
+        for layer in layers
+    )
+    return qkv, _mean(map(whole, layers)) - qkv - experts, experts
 
 
 def _mean(numbers: Iterable[int]) -> float:

@@ -10,7 +10,7 @@ import torch
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.mixers import mixer_layer
-from triforce_core.model.mlps import GatedMLP
+from triforce_core.model.mlps import mlp_layer
 from triforce_core.model.norms import Norm
 from triforce_core.model.rope import Rope
 from triforce_kernels.weights.linear import Weight, linear, lookup
@@ -72,9 +72,7 @@ class Model:
             mixer_layer(spec, self._norm, place, self._ranks)
             for spec, place in zip(config.layers, config.kv_places, strict=True)
         ]
-        self._mlps = [
-            GatedMLP(spec.mlp, self._norm, parallel=spec.parallel) for spec in config.layers
-        ]
+        self._mlps = [mlp_layer(spec, self._norm) for spec in config.layers]
 
     @property
     def recordable(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from triforce_core.decoding.contexts.calls import Load
 from triforce_core.model.checkpoints.checkpoint import Checkpoint
-from triforce_core.model.share import Share
+from triforce_core.model.sharing.share import Share
 from triforce_core.settings import EngineConfig
 from triforce_offload.ranks import Alone, Ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from triforce_core.model.share import Pieces
+from triforce_core.model.sharing.share import Pieces
 from triforce_core.model.tensors import split_layouts
 from triforce_core.params import SamplingParams
 from triforce_core.plan.machine import Room

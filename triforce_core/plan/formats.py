@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from triforce_core.model.share import Pieces
+from triforce_core.model.sharing.share import Pieces
 from triforce_core.model.tensors import Layouts, split_layouts, stored_layouts
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes

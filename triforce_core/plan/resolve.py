@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-from triforce_core.model.share import Pieces
+from triforce_core.model.sharing.share import Pieces
 from triforce_core.plan import by_time
 from triforce_core.plan.fitting import Resolved, fit, with_what_fits
 from triforce_core.plan.formats import with_split_unasked

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.feed_forward import MLP, Experts
 from triforce_core.model.layers import Attention, DeltaNet, Mixer, Recurrent
 from triforce_core.model.tensors import matrices
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
@@ -64,9 +65,20 @@ def _layers_bytes(
     for spec in config.distinct_layers:
         projections = _attention_bytes if isinstance(spec.mixer, Attention) else _recurrent_bytes
         mixer = projections(spec.mixer, hidden, tokens, itemsize) + mixed(spec.mixer)
-        mlp = tokens * (hidden * 2 + spec.mlp.width * 3) * itemsize
+        mlp = _mlp_bytes(spec.mlp, hidden, tokens, itemsize)
         largest = max(largest, mixer, mlp)
     return largest
+
+
+def _mlp_bytes(mlp: MLP, hidden: int, tokens: int, itemsize: int) -> int:
+    """Return the bytes of an MLP. Of experts: one that all tokens chose, with its rows and its
+    results in both dtypes; what is summed, the input in float32, and the scores of all experts.
+    """
+    if not isinstance(mlp, Experts):
+        return tokens * (hidden * 2 + mlp.width * 3) * itemsize
+    widest = max(mlp.width, mlp.shared)
+    each = (hidden * 4 + widest * 3) * itemsize + hidden * 4 * 4 + mlp.count * 4 * 6
+    return tokens * (each + mlp.active * 48)
 
 
 def _attention_bytes(mixer: Attention, hidden: int, tokens: int, itemsize: int) -> int:

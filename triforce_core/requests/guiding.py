@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from triforce_core.model.checkpoints.tokenizer import Tokenizer
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.tokenizing.tokenizer import Tokenizer
 from triforce_core.params import SamplingParams
 from triforce_offload.errors import UsageError
 

@@ -18,7 +18,7 @@ from triforce_core.decoding.decoder import Ask, Decoder, Prefilled, Step
 from triforce_core.decoding.drafting import Drafting
 from triforce_core.decoding.levels import Tallies, Tally
 from triforce_core.loading.start import Loaded
-from triforce_core.model.checkpoints.tokenizer import token_ids_of
+from triforce_core.model.tokenizing.tokenizer import token_ids_of
 from triforce_core.params import SamplingParams, check_context, checked
 from triforce_core.requests.guiding import Guide, guide_of
 from triforce_core.requests.stats import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from triforce_core.model.checkpoints.tokenizer import Tokenizer
+from triforce_core.model.tokenizing.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 

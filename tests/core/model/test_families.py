@@ -117,7 +117,7 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     named = {"model_type": family, "num_hidden_layers": 2, "hidden_size": 256}
     named |= {"intermediate_size": 128, "num_attention_heads": 16, "vocab_size": 97}
     named |= {"max_position_embeddings": 4096, "sliding_window": None}
-    if family == "qwen3_5_text":
+    if family in ("qwen3_5_text", "qwen3_5_moe_text"):
         named["layer_types"] = ["linear_attention", "full_attention"]
     elif family in ("exaone4", "granitemoehybrid") or family.startswith("gemma4"):
         named["layer_types"] = ["full_attention"] * 2
@@ -127,7 +127,7 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
         named |= {"sliding_window": 64, "hidden_size_per_layer_input": 0}
     elif family not in (
         *("ministral3", "smollm3", "glm", "glm4", "ernie4_5", "gemma3_text", "qwen3_5_text"),
-        "lfm2",
+        *("lfm2", "qwen3_5_moe_text", "qwen3_moe", "ernie4_5_moe", "glm4_moe", "mixtral"),
     ):
         # Published configs always say so.
         named["num_key_value_heads"] = 4
@@ -147,7 +147,7 @@ def test_what_a_config_does_not_mention_is_as_in_transformers(family: str) -> No
     assert ours.rope.rotated(100) == int(100 * (share or 1))
     assert ours.rope.query_growth is None or rope["llama_4_scaling_beta"] == 0.1
     assert ours.attention.qkv_bias == (
-        family == "qwen2" or bool(getattr(theirs, "attention_bias", False))
+        family in ("qwen2", "qwen2_moe") or bool(getattr(theirs, "attention_bias", False))
     )
 
 

@@ -15,7 +15,8 @@ from transformers.models.gemma3 import modeling_gemma3
 from triforce_core import Engine
 from triforce_core.model.config import ModelConfig, RopeConfig
 from triforce_core.model.families.hf import from_hf
-from triforce_core.model.layers import Activation, NormKind, Norms
+from triforce_core.model.feed_forward import Activation
+from triforce_core.model.layers import NormKind, Norms
 from triforce_core.model.rope import Rope
 from triforce_core.model.transformer import Model
 from triforce_core.plan.workspace import prefill_bytes

@@ -19,11 +19,11 @@ from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.olmo2 import modeling_olmo2
 
 from triforce_core import Engine
-from triforce_core.model.checkpoints.sentence_piece import SentencePieceTokenizer, is_known
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.known.recent import RECENT
 from triforce_core.model.layers import NormKind
 from triforce_core.model.norms import Norm
+from triforce_core.model.tokenizing.sentence_piece import SentencePieceTokenizer, is_known
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 PUBLISHED = {**RECENT["gemma4-31b"], "use_bidirectional_attention": "vision"}

@@ -10,7 +10,8 @@ import gguf
 import pytest
 import torch
 from gguf_files import write_gguf
-from helpers import BLOCK, LAYERS, PLACEMENTS, make_model, placed, random_ids
+from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
+from tiny_families import LAYERS
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context
@@ -18,7 +19,7 @@ from triforce_core.decoding.contexts.models import Models
 from triforce_core.decoding.decoder import Ask
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.model.known.shapes import read_shape
-from triforce_core.model.share import Share
+from triforce_core.model.sharing.share import Share
 from triforce_core.model.tensors import dense_layouts, split_layouts
 from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight, check, decode

@@ -14,9 +14,9 @@ from byte_level_files import CONTROL, MANUAL, tokenizer_metadata, write_byte_lev
 from gguf_files import write_gguf
 from sentence_piece_files import write_sentence_piece
 
-from triforce_core.model.checkpoints.byte_level import _SPLITS, _split
-from triforce_core.model.checkpoints.sentence_piece import SentencePieceTokenizer
-from triforce_core.model.checkpoints.tokenizer import load_tokenizer
+from triforce_core.model.tokenizing.byte_level import _SPLITS, _split
+from triforce_core.model.tokenizing.sentence_piece import SentencePieceTokenizer
+from triforce_core.model.tokenizing.tokenizer import load_tokenizer
 from triforce_offload.errors import CheckpointError, UsageError
 
 TEXT = (
@@ -125,7 +125,7 @@ def test_transformers_and_torch_are_not_loaded_for_it(tiny, tmp_path) -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from pathlib import Path\n"
-        "from triforce_core.model.checkpoints.tokenizer import load_tokenizer\n"
+        "from triforce_core.model.tokenizing.tokenizer import load_tokenizer\n"
         f"assert load_tokenizer(Path({str(path)!r})).encode('Hello')"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)

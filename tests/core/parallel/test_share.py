@@ -16,10 +16,11 @@ from helpers import make_model
 
 from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.divided import spread
+from triforce_core.model.feed_forward import DenseMLP
 from triforce_core.model.known.shapes import read_shape
-from triforce_core.model.layers import DenseMLP, LayerSpec
-from triforce_core.model.share import Share, mlp_unit
+from triforce_core.model.layers import LayerSpec
+from triforce_core.model.sharing.divided import spread
+from triforce_core.model.sharing.share import Share, mlp_unit
 from triforce_core.model.tensors import Layouts, dense_layouts, stored_layouts
 from triforce_kernels.weights.linear import Weight, dense_rows
 from triforce_offload.checkpoint.opened import OpenedFile
@@ -49,7 +50,7 @@ def test_every_part_of_a_model_is_on_some_rank(heads: int, kv_heads: int, ranks:
     divided = share.heads(config.attention)
     for parts, count in (
         (divided.queries, heads),
-        (share.mlp, config.layers[0].mlp.width),
+        ([own.columns(config.layers[0].mlp.width) for own in shares], config.layers[0].mlp.width),
         (share.vocab, config.vocab),
     ):
         assert [i for part in parts for i in part] == list(range(count))

@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.hf import from_hf
+from triforce_core.model.feed_forward import DenseMLP
 from triforce_core.model.known.shapes import read_shape
-from triforce_core.model.layers import Attention, DenseMLP, LayerSpec
+from triforce_core.model.layers import Attention, LayerSpec
 from triforce_core.model.transformer import Model
 from triforce_core.plan.simulation import costs as constants
 from triforce_core.plan.simulation.case import Case

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from helpers import BLOCK, LAYERS, PLACEMENTS, random_ids
+from helpers import BLOCK, PLACEMENTS, random_ids
 from oracle import greedy
+from tiny_families import LAYERS
 
 from bench.plot_trace import read_trace
 from triforce_core import Engine

@@ -15,7 +15,7 @@ import pytest
 from running import CONTEXT, HELLO, Running, serving, until
 
 from triforce_core.conversation import Conversations
-from triforce_core.model.checkpoints.tokenizer import Tokenizer
+from triforce_core.model.tokenizing.tokenizer import Tokenizer
 from triforce_core.server import app, connections
 from triforce_core.server.settings import ServerSettings
 

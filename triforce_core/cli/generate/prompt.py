@@ -9,7 +9,7 @@ from functools import partial
 
 from triforce_core.cli.generate.prompts_file import Task, check_messages, read_tasks
 from triforce_core.cli.terminal.reading import read_text
-from triforce_core.model.checkpoints.tokenizer import Tokenizer, check_text
+from triforce_core.model.tokenizing.tokenizer import Tokenizer, check_text
 from triforce_offload.errors import UsageError
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.cli.terminal.reading import read_text
-from triforce_core.model.checkpoints.tokenizer import Tokenizer, check_text
+from triforce_core.model.tokenizing.tokenizer import Tokenizer, check_text
 from triforce_offload.errors import OutputError, UsageError
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from triforce_core.cli.plan.plot import check as check_plot
 from triforce_core.cli.plan.plot import plot
 from triforce_core.cli.plan.report import print_plan, print_sweep
 from triforce_core.cli.terminal.output import say
+from triforce_core.model.checkpoints.mtp import mtp_config, publishes_head
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.known.shapes import read_model, read_shape
-from triforce_core.model.mtp import mtp_config, publishes_head
 from triforce_core.model.tensors import kv_shape, matrices
 from triforce_core.plan.formats import element_type
 from triforce_core.plan.plan import Plan

@@ -8,16 +8,17 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.checkpoints.gguf_config import gguf_config
+from triforce_core.model.checkpoints.mtp import MtpHead, head_names, head_pieces
 from triforce_core.model.checkpoints.names import HF_PREFIXES, gguf_names, hf_names
 from triforce_core.model.checkpoints.pieces import Piece, stored_shapes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, reads_images
-from triforce_core.model.mtp import MtpHead, head_names, head_pieces
-from triforce_core.model.share import Share
+from triforce_core.model.sharing.share import Share
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.identity import sampled, state
 from triforce_offload.checkpoint.safetensors import SCALE_SUFFIX, SafetensorsSource
@@ -261,8 +262,11 @@ class Checkpoint:
 
 
 def _filled(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without dimensions of size 1, which formats leave out or not."""
-    return tuple(size for size in shape if size != 1)
+    """Return a shape without dimensions of size 1, which formats leave out or not, and with
+    matrices that are stacked in one, one above the other.
+    """
+    sizes = tuple(size for size in shape if size != 1)
+    return sizes if len(sizes) < 3 else (prod(sizes[:-1]), sizes[-1])
 
 
 def _read_changed(source: TensorSource, piece: Piece, into: torch.Tensor) -> None:
@@ -338,7 +342,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         source.close()
         raise
     factors = "rope_freqs.weight" if "rope_freqs.weight" in source.names() else None
-    names = gguf_names(config)
+    names = gguf_names(config, source.names())
     further = source.metadata.get(f"{source.metadata['general.architecture']}.nextn_predict_layers")
     first = len(config.layers)
     drafts = tuple(f"blk.{layer}." for layer in range(first, first + (further or 0)))

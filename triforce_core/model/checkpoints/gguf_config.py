@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from triforce_core.model.config import ModelConfig, RopeConfig
 from triforce_core.model.families.dense import FAMILIES
-from triforce_core.model.families.family import Family
+from triforce_core.model.families.family import EXPERT_COUNTS, Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
-from triforce_core.model.families.gguf_fields import OWN_FIELDS
+from triforce_core.model.families.gguf_fields import OWN_FIELDS, expert_fields
 from triforce_core.model.families.ropes import check_rope
 from triforce_core.model.families.windows import FULL, SLIDING, with_own_rope
 from triforce_core.model.layers import Attention, Keeps, LayerSpec, NormKind, ShortConv
@@ -31,9 +31,20 @@ _FAMILIES = {
     "gemma3": FAMILIES["gemma3_text"],
     "gemma4": FAMILIES["gemma4_text"],
     "qwen35": FAMILIES["qwen3_5_text"],
+    "qwen2moe": FAMILIES["qwen2_moe"],
+    "qwen3moe": FAMILIES["qwen3_moe"],
+    "qwen35moe": FAMILIES["qwen3_5_moe_text"],
+    "olmoe": FAMILIES["olmoe"],
+    "granitemoe": FAMILIES["granitemoe"],
+    "ernie4_5-moe": FAMILIES["ernie4_5_moe"],
+    "glm4moe": FAMILIES["glm4_moe"],
 }
+# Families of files with experts, by an architecture that is another one's without them.
+_WITH_EXPERTS = {"llama": FAMILIES["mixtral"]}
 # Families of files with windows, by an architecture that is another one's without them.
 _WITH_WINDOWS = {"olmo2": FAMILIES["olmo3"]}
+# Those whose files have the rows of their heads in the usual order, though they also read images.
+_ROTATED_AS_TEXT = ("qwen35", "qwen35moe")
 _NORM_EPS = {NormKind.LAYER: "attention.layer_norm_epsilon"}
 # Names of numbers in the file, by their names in config.json.
 _NUMBERS = {
@@ -59,6 +70,8 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
     family = _FAMILIES[architecture]
     if f"{architecture}.attention.sliding_window" in source.metadata:
         family = _WITH_WINDOWS.get(architecture, family)
+    if source.metadata.get(f"{architecture}.expert_count"):
+        family = _WITH_EXPERTS.get(architecture, family)
     prefix = architecture + "."
     own = {k.removeprefix(prefix): v for k, v in source.metadata.items() if k.startswith(prefix)}
     fields = Fields(own, where)
@@ -96,11 +109,9 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
 
 def _refuse_unsupported(fields: Fields, architecture: str) -> None:
     where, own = fields.source, fields.raw
-    if own.get("expert_count"):
-        raise UnsupportedModelError(f"{where}: mixture of experts (expert_count) is not supported")
     if own.get("attn_logit_softcapping"):
         raise UnsupportedModelError(f"{where}: attn_logit_softcapping is not supported")
-    if own.get("rope.dimension_sections") is not None and architecture != "qwen35":
+    if own.get("rope.dimension_sections") is not None and architecture not in _ROTATED_AS_TEXT:
         # Such files have the rows of their heads in another order.
         raise UnsupportedModelError(
             f"{where}: a model that reads images (rope.dimension_sections) is not supported as GGUF"
@@ -116,6 +127,8 @@ def _refuse_unread(described: Fields, positions: int, architecture: str) -> None
         "sliding_window": (window or 0) < positions and window,
         "final_logit_softcapping": described.raw["final_logit_softcapping"],
     }
+    if described.read.isdisjoint(EXPERT_COUNTS):
+        said["num_experts"] = described.raw.get("num_experts")
     for name, value in said.items():
         if value and name not in described.read:
             raise UnsupportedModelError(
@@ -134,15 +147,22 @@ def _as_in_hf(fields: Fields, positions: int) -> dict[str, Any]:
         )
     return {
         **_windows(fields),
+        **expert_fields(fields),
         "final_logit_softcapping": fields.get("final_logit_softcapping"),
         "max_position_embeddings": positions,
         "hidden_size": hidden,
         "num_attention_heads": heads,
         "num_key_value_heads": fields.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": fields.whole("feed_forward_length"),
+        "intermediate_size": _width(fields),
         **{ours: fields.real(name) for ours, name in _NUMBERS.items() if name in fields.raw},
     }
+
+
+def _width(fields: Fields) -> int:
+    """Return the width of dense MLPs, or of experts if there are no others."""
+    name = "feed_forward_length"
+    return fields.whole(name if name in fields.raw else f"expert_{name}")
 
 
 def _windows(fields: Fields) -> dict[str, Any]:

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from triforce_core.model.checkpoints.expert_names import (
+    GGUF_EXPERTS,
+    HF_EXPERTS,
+    ExpertNames,
+    expert_pieces,
+)
 from triforce_core.model.checkpoints.pieces import (
     Change,
     Piece,
@@ -21,6 +27,7 @@ from triforce_core.model.checkpoints.recurrent_names import (
     recurrent_pieces,
 )
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.feed_forward import Experts
 from triforce_core.model.layers import Attention, LayerSpec, NormKind
 
 
@@ -36,6 +43,7 @@ class Naming:
     output_scale: full name of the factor of a layer's output
     last_norm: full name of the norm after the last layer
     recurrent: names of the tensors of recurrent layers
+    experts: names of the tensors of experts
     """
 
     norms: Mapping[str, str]
@@ -48,6 +56,7 @@ class Naming:
     output_scale: str = "layer_scalar"
     last_norm: str = "norm.weight"
     recurrent: RecurrentNames = field(default_factory=RecurrentNames)
+    experts: ExpertNames = field(default_factory=ExpertNames)
 
 
 _HF_HEADS = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
@@ -77,8 +86,10 @@ _HF = {
         _HF_BEFORE, gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"
     ),
     "phi3": Naming(_HF_BEFORE, qkv=("self_attn.qkv_proj",), gate_up=_ONE_GATE_UP),
-    "ernie4_5": Naming(_HF_BEFORE, interleaved=True),
-    "qwen3_5_text": Naming(_HF_BEFORE, recurrent=HF_DELTA_NET),
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), Naming(_HF_BEFORE, interleaved=True)),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"), Naming(_HF_BEFORE, recurrent=HF_DELTA_NET)
+    ),
     "lfm2": Naming(
         {
             "input_norm": "operator_norm",
@@ -115,19 +126,20 @@ _GGUF = Naming(
 # llama.cpp rotates neighbouring pairs in some families. For these its converter stores q and k
 # accordingly, unless transformers stores them so itself.
 _GGUF_PAIRS = replace(_GGUF, interleaved=True)
+_GGUF_POST_ATTENTION = replace(_GGUF, norms=_GGUF_BEFORE | {"post_norm": "post_attention_norm"})
 _GGUF_FAMILIES = {
     **dict.fromkeys(("llama", "smollm3", "granite", "ernie4_5", "cohere2"), _GGUF_PAIRS),
+    **dict.fromkeys(("mixtral", "granitemoe", "ernie4_5_moe"), _GGUF_PAIRS),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), replace(_GGUF, norms=_GGUF_AFTER)),
-    "seed_oss": replace(_GGUF, norms=_GGUF_BEFORE | {"post_norm": "post_attention_norm"}),
+    **dict.fromkeys(("seed_oss", "glm4_moe"), _GGUF_POST_ATTENTION),
     "glm4": replace(_GGUF_PAIRS, norms=_GGUF_BEFORE | _GGUF_AFTER, gate_up=("ffn_up",)),
     **dict.fromkeys(
         ("gemma3_text", "gemma4_text"), replace(_GGUF, norms=_GGUF_BEFORE | _GGUF_AFTER)
     ),
     "phi3": replace(_GGUF, qkv=("attn_qkv",), gate_up=("ffn_up",)),
-    "qwen3_5_text": replace(
-        _GGUF,
-        norms=_GGUF_BEFORE | {"post_norm": "post_attention_norm"},
-        recurrent=GGUF_DELTA_NET,
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        replace(_GGUF_POST_ATTENTION, recurrent=GGUF_DELTA_NET),
     ),
     "lfm2": replace(_GGUF, last_norm="token_embd_norm.weight", recurrent=GGUF_SHORT_CONV),
 }
@@ -141,6 +153,8 @@ def hf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str],
     first = {name.split("layers.")[0] for name in held}
     prefix, head = next((each for each in HF_PREFIXES if each[0] in first), HF_PREFIXES[0])
     naming = _HF.get(config.family, Naming(_HF_BEFORE))
+    experts = HF_EXPERTS.get(config.family, naming.experts)
+    naming = replace(naming, experts=experts.as_held(held))
     embedding = f"{prefix}embed_tokens.weight"
     ends = {
         "embedding": embedding,
@@ -150,9 +164,10 @@ def hf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str],
     return _named(config, ends, naming, prefix + "layers.{}.")
 
 
-def gguf_names(config: ModelConfig) -> Callable[[str], list[Piece]]:
-    """Return the pieces of each tensor in a GGUF file."""
+def gguf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str], list[Piece]]:
+    """Return the pieces of each tensor in a GGUF file. held: names of the tensors in it"""
     naming = _GGUF_FAMILIES.get(config.family, _GGUF)
+    naming = replace(naming, experts=GGUF_EXPERTS.as_held(held))
     ends = {
         "embedding": "token_embd.weight",
         "head": "token_embd.weight" if config.tied else "output.weight",
@@ -194,6 +209,8 @@ def _layer_pieces(spec: LayerSpec, config: ModelConfig, naming: Naming) -> dict[
         "gate_up": pieces_of(gate_up, (width, width), (None, None)),
         "down": [Piece(f"{naming.down}.weight", hidden)],
     }
+    if isinstance(spec.mlp, Experts):
+        parts |= expert_pieces(spec.mlp, hidden, naming.experts)
     for part, name in naming.norms.items():
         rows = spec.shapes(hidden).get(part, (0,))[0]
         parts[part] = [Piece(f"{name}.weight", rows, change=change)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from triforce_core.model.divided import Window
+from triforce_core.model.sharing.divided import Window
 from triforce_offload.checkpoint.source import WHOLE, Corner
 
 if TYPE_CHECKING:
@@ -60,9 +60,11 @@ def stored_shapes(
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the tensors of the checkpoint, and their shapes, that make up one of this shape."""
     # Several pieces may be parts of one tensor.
-    for stored in dict.fromkeys(piece.name for piece in pieces):
-        rows = sum(piece.rows for piece in pieces if piece.name == stored)
-        yield stored, (rows, *shape[1:])
+    rows: dict[str, int] = {}
+    for piece in pieces:
+        rows[piece.name] = rows.get(piece.name, 0) + piece.rows
+    for stored, count in rows.items():
+        yield stored, (count, *shape[1:])
 
 
 def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> tuple[int, ...] | None:

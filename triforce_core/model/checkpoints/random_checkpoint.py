@@ -10,7 +10,7 @@ import torch
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.layers import NormKind
-from triforce_core.model.share import Share
+from triforce_core.model.sharing.share import Share
 from triforce_kernels.weights.stored import SplitWeight, is_split
 from triforce_offload.checkpoint.reading import read_into
 from triforce_offload.checkpoint.source import WHOLE, Corner

@@ -1,4 +1,4 @@
-"""Families of dense models: what each one's config.json says of its layers.
+"""Families of models: what each one's config.json says of its layers.
 
 A family is a description. It has no forward code of its own.
 """
@@ -8,10 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from triforce_core.model.families.family import Family, Layers, layer, with_windows
+from triforce_core.model.families.family import (
+    Family,
+    Layers,
+    granite_scales,
+    layer,
+    with_windows,
+)
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.gemma import GEMMA
 from triforce_core.model.families.recurrent import RECURRENT
+from triforce_core.model.families.sparse import SPARSE
 from triforce_core.model.families.windows import FULL, windows, windows_if_shorter
 from triforce_core.model.layers import NormKind, Norms
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
@@ -139,13 +146,6 @@ def _granite4(fields: Fields, count: int) -> Layers:
     return (replace(first, mixer=replace(first.mixer, rotated=rope == "rope")),) * count
 
 
-def _granite_scales(fields: Fields) -> dict[str, float]:
-    return {
-        "embedding_scale": fields.real("embedding_multiplier", 1.0),
-        "logit_scale": 1 / fields.real("logits_scaling", 1.0),
-    }
-
-
 def _glm(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", False)
     return (layer(fields, qkv_bias=bias),) * count
@@ -262,12 +262,12 @@ FAMILIES = {
             _exaone4,
             defaults={"sliding_window": 4096, "rms_norm_eps": 1e-5},
         ),
-        Family("granite", "Granite", _granite, _granite_scales),
+        Family("granite", "Granite", _granite, granite_scales),
         Family(
             "granitemoehybrid",
             "GraniteMoeHybrid",
             _granite4,
-            _granite_scales,
+            granite_scales,
             defaults={"num_local_experts": 8, "shared_intermediate_size": 1024},
         ),
         Family("glm", "Glm", _glm, defaults=_GLM),
@@ -285,5 +285,6 @@ FAMILIES = {
         ),
         *GEMMA,
         *RECURRENT,
+        *SPARSE,
     )
 }

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from triforce_core.model.families.fields import Fields
+from triforce_core.model.feed_forward import MLP, Activation, DenseMLP
 from triforce_core.model.layers import (
-    Activation,
     Attention,
-    DenseMLP,
     LayerSpec,
     NormKind,
     Norms,
@@ -18,6 +17,8 @@ from triforce_core.model.layers import (
 from triforce_offload.errors import UnsupportedModelError
 
 Layers = tuple[LayerSpec, ...]
+# Fields that give the number of experts; some configs have it under two names.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def _no_scales(fields: Fields) -> dict[str, float]:
@@ -69,12 +70,14 @@ def layer(
     residual_scale: float = 1.0,
     qkv_bias: bool = False,
     output_bias: bool = False,
-    activation: str = "hidden_act",
+    activates: str = "hidden_act",
+    mlp: MLP | None = None,
     **attention: bool | float | None,
 ) -> LayerSpec:
     """Return a layer.
 
-    activation: the field that names the MLP's activation
+    activates: the field that names the MLP's activation
+    mlp: the MLP; None for a dense one of intermediate_size columns
     attention: further fields of Attention
     """
     heads = fields.whole("num_attention_heads")
@@ -86,11 +89,13 @@ def layer(
         output_bias=output_bias,
         **attention,
     )
-    mlp = DenseMLP(fields.whole("intermediate_size"), _activation(fields, activation))
+    if mlp is None:
+        mlp = DenseMLP(fields.whole("intermediate_size"), activation(fields, activates))
     return LayerSpec(mixer, mlp, norms, residual_scale)
 
 
-def _activation(fields: Fields, name: str) -> Activation:
+def activation(fields: Fields, name: str) -> Activation:
+    """Return the activation that a field names. Raises UnsupportedModelError."""
     value, known = fields.raw.get(name, "silu"), [each.value for each in Activation]
     if value not in known:
         raise UnsupportedModelError(f"{name} {value!r} is not supported (only {', '.join(known)})")
@@ -103,3 +108,11 @@ def with_windows(
     """Return layers that differ in their windows alone. same: fields of all, see `layer`"""
     kinds = {window: layer(fields, window=window, **same) for window in set(windows)}
     return tuple(kinds[window] for window in windows)
+
+
+def granite_scales(fields: Fields) -> dict[str, float]:
+    """Return the scales of a ModelConfig of Granite."""
+    return {
+        "embedding_scale": fields.real("embedding_multiplier", 1.0),
+        "logit_scale": 1 / fields.real("logits_scaling", 1.0),
+    }

@@ -34,7 +34,7 @@ def _both(fields: Fields) -> dict[str, Any]:
         "qkv_bias": bias,
         "output_bias": bias,
         "qk_norm": True,
-        "activation": "hidden_activation",
+        "activates": "hidden_activation",
     }
 
 

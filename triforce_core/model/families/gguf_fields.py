@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
+from triforce_core.model.families.family import EXPERT_COUNTS
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.recurrent import CONV, LINEAR
 from triforce_core.model.families.windows import FULL
@@ -95,6 +96,18 @@ def _qwen35(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     }
 
 
+def _qwen3moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """llama.cpp normalises the weights of experts in every file of this architecture."""
+    return fields, {"norm_topk_prob": True}
+
+
+def _glm4moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
+    """Return the fields of a file without its layers that only draft. Raises CheckpointError."""
+    own = dict(fields.raw)
+    own["block_count"] = fields.whole("block_count") - (own.get("nextn_predict_layers") or 0)
+    return Fields(own, fields.source), {}
+
+
 def _lfm2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """Return the fields of a file, and those of its convolutions. Raises CheckpointError."""
     kinds = [FULL] * fields.whole("block_count")
@@ -121,11 +134,41 @@ def _by_layer(
     return own | {name: counts.pop()}, kinds
 
 
+# Names of fields of experts in config.json files, by their names in a file. Families have names of
+# their own for some.
+_EXPERTS = {
+    "expert_count": EXPERT_COUNTS,
+    "expert_used_count": ("num_experts_per_tok", "moe_k"),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
+    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
+    "interleave_moe_layer_step": ("moe_layer_interval",),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "expert_weights_norm": ("norm_topk_prob",),
+}
+
+
+def expert_fields(fields: Fields) -> dict[str, Any]:
+    """Return the fields of experts under their names in config.json files."""
+    return {
+        name: fields.get(stored)
+        for stored, names in _EXPERTS.items()
+        if stored in fields.raw
+        for name in names
+    }
+
+
 # What files of an architecture say in their own way: its functions return the fields under the
 # usual names, and further ones under names of config.json.
 OWN_FIELDS: Mapping[str, Callable[[Fields, Set[str]], tuple[Fields, dict[str, Any]]]] = {
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "qwen35": _qwen35,
+    "qwen35moe": _qwen35,
+    "qwen3moe": _qwen3moe,
+    "glm4moe": _glm4moe,
     "lfm2": _lfm2,
 }

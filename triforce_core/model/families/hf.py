@@ -7,7 +7,7 @@ from typing import Any
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.dense import FAMILIES
-from triforce_core.model.families.family import Family
+from triforce_core.model.families.family import EXPERT_COUNTS, Family
 from triforce_core.model.families.fields import Fields, layer_count, token_ids
 from triforce_core.model.families.ropes import hf_ropes
 from triforce_core.model.families.windows import FULL, with_own_rope
@@ -29,9 +29,10 @@ _AROUND_TEXT = {
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 # Fields of what is not computed here, if they are set.
-_UNSUPPORTED = ("mlp_bias", "use_bias", "attn_logit_softcapping")
+_UNSUPPORTED = ("mlp_bias", "use_bias", "attn_logit_softcapping", "clip_qkv")
 
 
 def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -120,11 +121,6 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         if raw.get(name):
             raise UnsupportedModelError(f"{name} is not supported")
     _refuse_quantised(raw.get("quantization_config"))
-    experts = [
-        name for name in ("num_local_experts", "num_experts", "n_routed_experts") if raw.get(name)
-    ]
-    if experts:
-        raise UnsupportedModelError(f"mixture of experts ({experts[0]}) is not supported")
 
 
 def _refuse_unread(fields: Fields, family: Family, positions: int, count: int) -> None:
@@ -141,6 +137,8 @@ def _refuse_unread(fields: Fields, family: Family, positions: int, count: int) -
         "final_logit_softcapping": fields.raw.get("final_logit_softcapping"),
         "use_bidirectional_attention": fields.raw.get("use_bidirectional_attention"),
     }
+    if fields.read.isdisjoint(EXPERT_COUNTS):
+        said |= {name: fields.raw.get(name) for name in EXPERT_COUNTS}
     for name, active in said.items():
         if active and name not in fields.read:
             raise UnsupportedModelError(

@@ -8,14 +8,18 @@ from dataclasses import replace
 from triforce_core.model.families.family import Family, Layers, layer
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.windows import FULL
+from triforce_core.model.feed_forward import MLP
 from triforce_core.model.layers import DeltaNet, Mixer, NormKind, ShortConv
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
 LINEAR, CONV = "linear_attention", "conv"
 
 
-def _qwen3_5(fields: Fields, count: int) -> Layers:
-    """Without layer_types, every fourth layer is attention and the others are recurrent."""
+def qwen3_5_layers(fields: Fields, count: int, mlp: MLP | None = None) -> Layers:
+    """Without layer_types, every fourth layer is attention and the others are recurrent.
+
+    mlp: see `layer`
+    """
     every = fields.whole("full_attention_interval", 4)
     default = [FULL if (index + 1) % every == 0 else LINEAR for index in range(count)]
     if not fields.flag("attn_output_gate", True):
@@ -36,7 +40,7 @@ def _qwen3_5(fields: Fields, count: int) -> Layers:
         )
     bias = fields.flag("attention_bias", False)
     same = {"qkv_bias": bias, "output_bias": bias, "qk_norm": True, "output_gate": True}
-    return _alternating(fields, default, LINEAR, mixer, **same)
+    return _alternating(fields, default, LINEAR, mixer, mlp=mlp, **same)
 
 
 def _lfm2(fields: Fields, count: int) -> Layers:
@@ -69,7 +73,13 @@ def _lfm2_width(fields: Fields) -> int:
 
 
 def _alternating(
-    fields: Fields, default: Sequence[str], recurrent: str, mixer: Mixer, **attention: bool
+    fields: Fields,
+    default: Sequence[str],
+    recurrent: str,
+    mixer: Mixer,
+    *,
+    mlp: MLP | None = None,
+    **attention: bool,
 ) -> Layers:
     """Return layers of which those that layer_types calls `recurrent` have this mixer, and the
     others attention. Raises CheckpointError or UnsupportedModelError.
@@ -87,12 +97,12 @@ def _alternating(
                 f"{fields.source}: layer_types names {kind!r}, which is not supported (only {FULL} "
                 f"and {recurrent})"
             )
-    full = layer(fields, **attention)
+    full = layer(fields, mlp=mlp, **attention)
     return tuple(full if kind == FULL else replace(full, mixer=mixer) for kind in kinds)
 
 
 # What transformers' configs take for fields that are not there.
-_QWEN3_5 = {
+QWEN3_5 = {
     "num_key_value_heads": 4,
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -117,8 +127,8 @@ RECURRENT = (
     Family(
         "qwen3_5_text",
         "Qwen3_5",
-        _qwen3_5,
-        defaults=_QWEN3_5,
+        qwen3_5_layers,
+        defaults=QWEN3_5,
         norm_kind=NormKind.RMS_PLUS_ONE,
     ),
     Family("lfm2", "Lfm2", _lfm2, defaults=_LFM2, norm_eps="norm_eps", renamed=_LFM2_RENAMED),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.feed_forward import Experts
 from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, Mixer, ShortConv
 from triforce_core.model.tensors import Pieces
 from triforce_kernels.weights.block_types import ALL_TYPES, BlockType
@@ -60,7 +61,7 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
         _, layer, part = tensor.split(".")
         kinds = _layer(name, int(layer), config)
         spec = config.layers[int(layer)]
-        columns = {"o": spec.mixer.shapes(config.hidden)["o"][1], "down": spec.mlp.width}
+        columns = {part: shape[1] for part, shape in spec.products(config.hidden).items()}
         whole = partial(_whole, columns=columns.get(part, config.hidden))
         return [
             (count, whole(kinds(which)) if which != _DENSE else None)
@@ -72,13 +73,19 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
 
 def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
     """Return the name and rows of each matrix that a tensor is made of."""
-    width = spec.mlp.width
-    return {
+    mlp = spec.mlp
+    experts = isinstance(mlp, Experts)
+    width = mlp.shared if experts else mlp.width
+    rows = {
         "qkv": _projections(spec.mixer),
         "o": [("o", hidden)],
         "gate_up": [("gate", width), ("up", width)],
         "down": [("down", hidden)],
     }
+    if experts:
+        rows["experts_gate_up"] = [("gate", mlp.width), ("up", mlp.width)] * mlp.count
+        rows["experts_down"] = [("down", hidden)] * mlp.count
+    return rows
 
 
 def _projections(mixer: Mixer) -> list[tuple[str, int]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.share import Pieces, Share, mlp_unit
+from triforce_core.model.sharing.share import Pieces, Share, mlp_unit
 from triforce_core.model.tensors import (
     Layouts,
     MatrixBytes,

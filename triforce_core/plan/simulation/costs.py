@@ -14,6 +14,7 @@ from itertools import pairwise
 from math import prod
 
 from triforce_core.model.config import ModelConfig
+from triforce_core.model.feed_forward import EXPERT_PARTS, Experts
 from triforce_core.model.layers import (
     Attention,
     DeltaNet,
@@ -57,8 +58,8 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
     """
     numbers = 0.0
     for spec in config.layers:
-        shapes = spec.shapes(config.hidden).values()
-        numbers += sum(prod(shape) for shape in shapes if len(shape) == 2)
+        for part, shape in spec.products(config.hidden).items():
+            numbers += prod(shape) * (spec.mlp.active if part in EXPERT_PARTS else 1)
         numbers += _mixed_numbers(spec.mixer, tokens)
     return 2.0 * tokens * numbers
 
@@ -81,7 +82,7 @@ def _mixed_numbers(mixer: Mixer, tokens: int) -> float:
 class Costs:
     """Seconds of the parts of a forward.
 
-    config: config of one GPU's share (`model/share`)
+    config: config of one GPU's share (`model/sharing`)
     stored: bytes of its matrices in memory; None for dense in `dtype`
     """
 
@@ -125,12 +126,24 @@ class Costs:
 
     def after(self, tokens: int, *, recorded: bool = False) -> float:
         """Return the seconds of a layer after its attention, with its two sums over GPUs."""
-        touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self._layer.mlp.width
+        touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self._layer.mlp.columns
         matrices, launches = self.matrices, self.launches
         work = self._product(tokens, self._elements[1], matrices.rest, matrices.layer_read)
+        if matrices.experts:
+            work += self._experts(tokens)
         work += self._touch(tokens, touched, launches.small_after)
         layer = self._launched(work, launches.after, recorded)
         return layer + 2 * self.all_reduce(tokens)
+
+    def _experts(self, tokens: int) -> float:
+        """Return the seconds of the products with the experts of an average layer: those that the
+        tokens choose are read once, each for the rows that chose it.
+        """
+        mlp = next(spec.mlp for spec in self.config.layers if isinstance(spec.mlp, Experts))
+        share, matrices = mlp.distinct(tokens) / mlp.count, self.matrices
+        rows = tokens * mlp.active / mlp.distinct(tokens)
+        elements, nbytes = self._elements[2] * share, matrices.experts * share
+        return self._product(rows, elements, nbytes, matrices.layer_read)
 
     def attend(
         self,
@@ -288,16 +301,19 @@ class Costs:
         return ROUND_LAUNCHES * self.hardware.launch_seconds
 
     @cached_property
-    def _elements(self) -> tuple[float, float]:
-        """Elements of an average layer's tensors before its attention, and after it."""
-        before = after = 0
+    def _elements(self) -> tuple[float, float, float]:
+        """Elements of an average layer's tensors before its attention, after it, and of experts."""
+        before = after = experts = 0
         for spec in self.config.layers:
             for part, shape in spec.shapes(self.config.hidden).items():
                 if part in NORM_PARTS:
                     before += prod(shape)
+                elif part in EXPERT_PARTS:
+                    experts += prod(shape)
                 else:
                     after += prod(shape)
-        return before / len(self.config.layers), after / len(self.config.layers)
+        count = len(self.config.layers)
+        return before / count, after / count, experts / count
 
     def _touch(self, tokens: int, touched: int, kernels: int) -> float:
         """Return the seconds of small kernels that access `touched` elements of each token."""
@@ -310,7 +326,7 @@ class Costs:
         rate = self.hardware.integer_ops_per_second
         return operations / rate if rate else 0.0
 
-    def _product(self, tokens: int, elements: float, nbytes: float, read: Read) -> float:
+    def _product(self, tokens: float, elements: float, nbytes: float, read: Read) -> float:
         """Return the seconds of a product of a matrix with `tokens` rows.
 
         elements, nbytes: size of the matrix
@@ -369,7 +385,7 @@ def _token_bytes(mixer: Attention, dtype: ElementType) -> int:
     return 2 * mixer.keys * dtype.itemsize
 
 
-def _between(measured: Sequence[tuple[int, float]], rows: int) -> float:
+def _between(measured: Sequence[tuple[int, float]], rows: float) -> float:
     """Interpolate measurements linearly; beyond the last one, extrapolate in proportion to rows."""
     for (low, before), (high, after) in pairwise(measured):
         if rows <= high:

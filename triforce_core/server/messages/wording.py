@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from triforce_core.model.checkpoints.tokenizer import Tokenizer
+from triforce_core.model.tokenizing.tokenizer import Tokenizer
 from triforce_core.requests.reasoning import Parts, ReasoningSplit
 from triforce_core.requests.stats import LEAST_EXAMINED
 from triforce_core.requests.stream import Completion, Piece, TokenLogprob

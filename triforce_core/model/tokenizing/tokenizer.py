@@ -226,7 +226,7 @@ def _model_type(path: Path) -> str | None:
 
 
 def _from_gguf(path: Path, metadata: Mapping[str, Any] | None) -> Backend | None:
-    from triforce_core.model.checkpoints import byte_level, sentence_piece
+    from triforce_core.model.tokenizing import byte_level, sentence_piece
     from triforce_offload.checkpoint.gguf import GGUFSource
 
     if metadata is None:

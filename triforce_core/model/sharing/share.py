@@ -6,8 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.divided import Heads, Window, divided, spread
 from triforce_core.model.layers import LayerSpec, Mixer
+from triforce_core.model.sharing.divided import (
+    Heads,
+    Window,
+    divided,
+    mlp_share,
+    mlp_windows,
+    spread,
+)
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import UsageError
 
@@ -24,13 +31,13 @@ class Share:
     2019).
 
     whole: config of the whole model
-    mlp: the MLP columns of each rank
+    unit: multiples in which MLP columns are divided, if there are enough columns
     vocab: the vocabulary rows of each rank
     """
 
     whole: ModelConfig
     rank: int
-    mlp: tuple[range, ...]
+    unit: int
     vocab: tuple[range, ...]
 
     @classmethod
@@ -39,10 +46,8 @@ class Share:
 
         Numbers that do not divide evenly are spread unevenly; the first ranks get more.
 
-        unit: multiples in which MLP columns are divided, if there are enough columns
         Raises UsageError if a rank would get nothing.
         """
-        mlp_width = config.layers[0].mlp.width
         uneven = ranks > config.attention.kv_heads and ranks % config.attention.kv_heads
         if uneven and config.attention.norm_over_heads:
             raise UsageError(
@@ -51,20 +56,25 @@ class Share:
             )
         for spec in config.distinct_layers:
             divided(spec.mixer, ranks)
-        if min(mlp_width, config.vocab) < ranks:
+        narrowest = min(spec.mlp.width for spec in config.distinct_layers)
+        if min(narrowest, config.vocab) < ranks:
             raise UsageError(
-                f"an MLP of {mlp_width} columns and a vocabulary of {config.vocab} do not spread "
+                f"an MLP of {narrowest} columns and a vocabulary of {config.vocab} do not spread "
                 f"over {ranks} GPUs"
             )
-        while -(-mlp_width // unit) < ranks:
-            unit //= 2
-        units = spread(-(-mlp_width // unit), ranks)
-        mlp = [range(part.start * unit, min(part.stop * unit, mlp_width)) for part in units]
-        return cls(config, rank, tuple(mlp), tuple(spread(config.vocab, ranks)))
+        return cls(config, rank, unit, tuple(spread(config.vocab, ranks)))
 
     @property
     def ranks(self) -> int:
-        return len(self.mlp)
+        return len(self.vocab)
+
+    def columns(self, width: int) -> range:
+        """Return this rank's columns of an MLP, or of an expert."""
+        unit = self.unit
+        while -(-width // unit) < self.ranks:
+            unit //= 2
+        part = spread(-(-width // unit), self.ranks)[self.rank]
+        return range(part.start * unit, min(part.stop * unit, width))
 
     @property
     def config(self) -> ModelConfig:
@@ -73,8 +83,8 @@ class Share:
         return replace(self.whole, layers=layers, shared_vocab=len(self.vocab[self.rank]))
 
     def _layer(self, whole: LayerSpec) -> LayerSpec:
-        mlp = replace(whole.mlp, width=len(self.mlp[self.rank]))
-        return replace(whole, mixer=divided(whole.mixer, self.ranks).mixer(self.rank), mlp=mlp)
+        mixer = divided(whole.mixer, self.ranks).mixer(self.rank)
+        return replace(whole, mixer=mixer, mlp=mlp_share(whole.mlp, self.columns))
 
     def heads(self, mixer: Mixer) -> Heads:
         """Return the heads of each rank in layers with this mixer of the whole model."""
@@ -105,11 +115,10 @@ class Share:
         rank = self.rank
         if not layer:
             return [Window(self.vocab[rank])] if part in ("embedding", "head") else [Window()]
-        if part == "gate_up":
-            return [Window(self.mlp[rank])] * 2
-        if part == "down":
-            return [Window(None, self.mlp[rank])]
-        return divided(self.whole.layers[int(layer[1])].mixer, self.ranks).windows(part, rank)
+        spec = self.whole.layers[int(layer[1])]
+        if part in spec.mlp.shapes(self.whole.hidden):
+            return mlp_windows(spec.mlp, part, self.columns)
+        return divided(spec.mixer, self.ranks).windows(part, rank)
 
     def pieces(self, pieces: Pieces) -> Pieces:
         """Return the share's part of a model's pieces. If its columns would cut blocks in two, the
@@ -131,7 +140,10 @@ class Share:
 
 def mlp_unit(config: ModelConfig, pieces: Pieces) -> int:
     """Return the unit in which a model's MLP columns are divided: whole blocks of their type."""
-    kinds = {kind for i in range(len(config.layers)) for _, kind in pieces(f"layers.{i}.down")}
+    kinds: set[BlockType | None] = set()
+    for index, spec in enumerate(config.layers):
+        for part in {"down", "experts_down"} & spec.mlp.shapes(config.hidden).keys():
+            kinds.update(kind for _, kind in pieces(f"layers.{index}.{part}"))
     return max([_UNIT, *(kind.elements for kind in kinds if kind)])
 
 

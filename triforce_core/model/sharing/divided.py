@@ -1,11 +1,13 @@
-"""How the mixers of a model are divided over ranks, with one class for each kind of mixer."""
+"""How a model's mixers, with one class for each kind, and its MLPs are divided over ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, Protocol
 
+from triforce_core.model.feed_forward import MLP, Experts
 from triforce_core.model.layers import Attention, DeltaNet, Mixer, ShortConv
 from triforce_offload.errors import UsageError
 
@@ -162,6 +164,31 @@ def divided(mixer: Mixer, ranks: int) -> Divided:
             if mixer.bias and ranks > 1:
                 raise UsageError(f"convolutions with a bias do not spread over {ranks} GPUs")
             return DividedShortConv(mixer, Heads.divided(mixer.channels, mixer.channels, ranks))
+
+
+def mlp_share(mlp: MLP, columns: Callable[[int], range]) -> MLP:
+    """Return a rank's part of an MLP: some columns of each expert, and the whole router.
+
+    columns: returns the rank's columns of an MLP of some width
+    """
+    own = replace(mlp, width=len(columns(mlp.width)))
+    if isinstance(mlp, Experts) and mlp.shared:
+        own = replace(own, shared=len(columns(mlp.shared)))
+    return own
+
+
+def mlp_windows(mlp: MLP, part: str, columns: Callable[[int], range]) -> list[Window]:
+    """Return the window of each piece of a tensor of an MLP that a rank has. See `mlp_share`."""
+    if isinstance(mlp, Experts):
+        own = columns(mlp.width)
+        if part == "experts_gate_up":
+            return [Window(own)] * (2 * mlp.count)
+        if part == "experts_down":
+            return [Window(None, own)] * mlp.count
+    dense = mlp.shared if isinstance(mlp, Experts) else mlp.width
+    if part == "gate_up":
+        return [Window(columns(dense))] * 2
+    return [Window(None, columns(dense) if part == "down" else None)]
 
 
 def spread(count: int, over: int) -> list[range]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from triforce_core.model.checkpoints.gguf_tokenizer import GGUFTokenizer
+from triforce_core.model.tokenizing.gguf_tokenizer import GGUFTokenizer
 
 # How a vocabulary spells a space.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"

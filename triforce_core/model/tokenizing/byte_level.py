@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Split
 from tokenizers.pre_tokenizers import Sequence as Steps
 
-from triforce_core.model.checkpoints.gguf_tokenizer import GGUFTokenizer
+from triforce_core.model.tokenizing.gguf_tokenizer import GGUFTokenizer
 
 # Patterns that split a text before merging, as published with each family.
 _LLAMA3 = (

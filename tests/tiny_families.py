@@ -1,0 +1,277 @@
+"""Configs of tiny models of every family, as transformers makes them."""
+
+from __future__ import annotations
+
+VOCAB = 97
+LAYERS = 3
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    # Wide enough that the arg-max is rarely close.
+    "initializer_range": 0.3,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+SLIDING = ("sliding_attention",) * (LAYERS - 1)
+
+_GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "tie_word_embeddings": False,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "final_logit_softcapping": 5.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+}
+_QWEN3_5 = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_MOE = {"moe_intermediate_size": 40}
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "llama": ("Llama", {}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 4}),
+    "llama-mqa": ("Llama", {"num_key_value_heads": 1}),
+    "llama-tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama-bias": ("Llama", {"attention_bias": True}),
+    "llama-head-dim": ("Llama", {"head_dim": 24}),
+    "llama3-rope": ("Llama", {"rope_parameters": _LLAMA3}),
+    "linear-rope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
+    # 64 trained positions, so that the texts below run past them and the frequencies change.
+    "dynamic-rope": (
+        "Llama",
+        {
+            "max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+        },
+    ),
+    "yarn-rope": (
+        "Qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 16}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "seed-oss": ("SeedOss", {"head_dim": 16, "attention_bias": True}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1]}),
+    "olmo2": ("Olmo2", {}),
+    "exaone4": (
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS, "head_dim": 16},
+    ),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+        },
+    ),
+    # Without recurrent layers and experts.
+    "granite4": (
+        "GraniteMoeHybrid",
+        {
+            "layer_types": ["full_attention"] * LAYERS,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+            "mamba_n_heads": 4,
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 16, "attention_bias": True}),
+    "glm4": ("Glm4", {"head_dim": 16, "attention_bias": True}),
+    "phi3": ("Phi3", {}),
+    "phi3-partial": ("Phi3", {"partial_rotary_factor": 0.75}),
+    # Few enough positions that prompts are longer: long factors, and queries that grow.
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "max_position_embeddings": 512,
+            "original_max_position_embeddings": 20,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0 + 0.1 * i for i in range(6)],
+                "long_factor": [2.0 + 0.7 * i for i in range(6)],
+                "original_max_position_embeddings": 20,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 20,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16}),
+    # Windows shorter than prompts, and than what is drafted.
+    "qwen3-windows": (
+        "Qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
+    "exaone4-windows": (
+        "Exaone4",
+        {"head_dim": 16, "sliding_window": 24, "layer_types": [*SLIDING, "full_attention"]},
+    ),
+    "smollm3-windows": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 8},
+    ),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 12,
+            "layer_types": [*SLIDING, "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                },
+            },
+        },
+    ),
+    "cohere2": (
+        "Cohere2",
+        {
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "logit_scale": 0.5,
+        },
+    ),
+    # A scale of scores that is not that of the heads' size, and two rotary embeddings.
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            # Scaled embeddings that are also the output matrix would repeat each token.
+            "tie_word_embeddings": False,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+            },
+        },
+    ),
+    # Full layers with more and fewer heads than the others, whose values are their keys.
+    "gemma4": ("Gemma4", {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}),
+    "gemma4-unified": ("Gemma4Unified", _GEMMA4),
+    # Recurrent layers before and after attention: the gated delta rule, and convolutions alone.
+    "qwen3_5": ("Qwen3_5", _QWEN3_5),
+    # Experts, in some models beside dense layers or a shared expert.
+    "mixtral": (
+        "Mixtral",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": None},
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 48, **_MOE},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "head_dim": 16,
+            **_MOE,
+        },
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 6, "moe_k": 2, "tie_word_embeddings": False, **_MOE},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "head_dim": 16,
+            "use_qk_norm": True,
+            **_MOE,
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            **_QWEN3_5,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 48,
+            **_MOE,
+        },
+    ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2-bias": ("Lfm2", {"layer_types": ["full_attention", "conv", "conv"], "conv_bias": True}),
+}

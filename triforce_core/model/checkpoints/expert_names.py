@@ -1,0 +1,116 @@
+"""Names of the tensors of experts in checkpoints: one for each expert, or stacked ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from triforce_core.model.checkpoints.pieces import Piece, pieces_of
+from triforce_core.model.feed_forward import Experts
+from triforce_offload.checkpoint.source import Corner
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Full names of the tensors of a layer's experts.
+
+    gate_up, down: names with a place for the number of the expert, or of tensors that have those of
+        all experts one above the other. Gate and up projections are apart, or in one tensor
+    stacked: the other names that files may have instead
+    shared_gate_up, shared_down: names of the shared expert's
+    """
+
+    router: str = "mlp.gate.weight"
+    bias: str = "mlp.gate.e_score_correction_bias"
+    gate_up: tuple[str, ...] = (
+        "mlp.experts.{}.gate_proj.weight",
+        "mlp.experts.{}.up_proj.weight",
+    )
+    down: str = "mlp.experts.{}.down_proj.weight"
+    shared_gate_up: tuple[str, ...] = (
+        "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.up_proj.weight",
+    )
+    shared_down: str = "mlp.shared_experts.down_proj.weight"
+    shared_gate: str = "mlp.shared_expert_gate.weight"
+    stacked: tuple[str, str] | None = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+    def as_held(self, held: Collection[str]) -> ExpertNames:
+        """Return the names that files with tensors of these names have."""
+        if self.stacked is None or not any(name.endswith(self.stacked[0]) for name in held):
+            return self
+        return replace(self, gate_up=self.stacked[:1], down=self.stacked[1])
+
+
+_MIXTRAL = ExpertNames(
+    router="block_sparse_moe.gate.weight",
+    bias="block_sparse_moe.e_score_correction_bias",
+    gate_up=(
+        "block_sparse_moe.experts.{}.w1.weight",
+        "block_sparse_moe.experts.{}.w3.weight",
+    ),
+    down="block_sparse_moe.experts.{}.w2.weight",
+)
+_QWEN2 = ExpertNames(
+    shared_gate_up=("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    shared_down="mlp.shared_expert.down_proj.weight",
+)
+HF_EXPERTS = {
+    "mixtral": _MIXTRAL,
+    "minimax_m2": _MIXTRAL,
+    "qwen2_moe": _QWEN2,
+    "qwen3_5_moe_text": _QWEN2,
+    "granitemoe": ExpertNames(
+        router="block_sparse_moe.router.layer.weight",
+        gate_up=("block_sparse_moe.input_linear.weight",),
+        down="block_sparse_moe.output_linear.weight",
+        stacked=None,
+    ),
+    "ernie4_5_moe": ExpertNames(bias="mlp.moe_statics.e_score_correction_bias"),
+}
+GGUF_EXPERTS = ExpertNames(
+    router="ffn_gate_inp.weight",
+    bias="exp_probs_b.bias",
+    gate_up=("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    down="ffn_down_exps.weight",
+    shared_gate_up=("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
+    shared_down="ffn_down_shexp.weight",
+    shared_gate="ffn_gate_inp_shexp.weight",
+    stacked=("ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
+)
+
+
+def expert_pieces(mlp: Experts, hidden: int, names: ExpertNames) -> dict[str, list[Piece]]:
+    """Return the pieces of the checkpoint that make up each tensor of a mixture of experts."""
+    width, experts = mlp.width, range(mlp.count)
+    # Rows of an expert in a tensor that has all of them.
+    projected = 2 * width // len(names.gate_up)
+    gate_up = [
+        _of_expert(name, expert, projected, Piece(name, width, corner=Corner(first, 0)))
+        for expert in experts
+        for name, first in _halves(names.gate_up, width)
+    ]
+    down = [_of_expert(names.down, e, hidden, Piece(names.down, hidden)) for e in experts]
+    return {
+        "router": [Piece(names.router, mlp.count)],
+        "router_bias": [Piece(names.bias, mlp.count)],
+        "experts_gate_up": gate_up,
+        "experts_down": down,
+        "gate_up": pieces_of(names.shared_gate_up, (mlp.shared,) * 2, (None, None)),
+        "down": [Piece(names.shared_down, hidden)],
+        "shared_gate": [Piece(names.shared_gate, 1)],
+    }
+
+
+def _halves(names: tuple[str, ...], width: int) -> list[tuple[str, int]]:
+    """Return the tensor of an expert's gate projection and that of its up projection, each with the
+    first row.
+    """
+    return [(names[0], 0), (names[1], 0)] if len(names) == 2 else [(names[0], 0), (names[0], width)]
+
+
+def _of_expert(name: str, expert: int, rows: int, piece: Piece) -> Piece:
+    """Return an expert's piece: of a tensor of its own, or of one with `rows` rows for each."""
+    if "{}" in name:
+        return replace(piece, name=name.format(expert))
+    return replace(piece, corner=Corner(piece.corner.row + expert * rows, 0))

@@ -1,0 +1,251 @@
+"""Families of mixtures of experts: what their config.json says of their layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from triforce_core.model.families.family import (
+    EXPERT_COUNTS,
+    Family,
+    Layers,
+    activation,
+    granite_scales,
+    layer,
+)
+from triforce_core.model.families.fields import Fields
+from triforce_core.model.families.recurrent import QWEN3_5, qwen3_5_layers
+from triforce_core.model.families.windows import windows, windows_if_shorter
+from triforce_core.model.feed_forward import Experts, Router, Scores
+from triforce_core.model.layers import LayerSpec, NormKind
+from triforce_offload.errors import CheckpointError
+
+
+def _experts(
+    fields: Fields,
+    count: str,
+    router: Router,
+    *,
+    active: str = "num_experts_per_tok",
+    width: str = "moe_intermediate_size",
+    shared: int = 0,
+    gated_shared: bool = False,
+) -> Experts:
+    """Return the experts of a layer. count, active, width: the fields that give them"""
+    return Experts(
+        fields.whole(count),
+        fields.whole(active),
+        fields.whole(width),
+        router,
+        shared,
+        gated_shared,
+        activation(fields, "hidden_act"),
+    )
+
+
+def _where(dense: LayerSpec, experts: Experts, sparse: list[bool]) -> Layers:
+    """Return layers of which those that are marked have experts."""
+    kinds = {False: dense, True: replace(dense, mlp=experts)}
+    return tuple(kinds[each] for each in sparse)
+
+
+def _mixtral(fields: Fields, count: int) -> Layers:
+    seen = windows_if_shorter(fields, count)
+    experts = _experts(fields, "num_local_experts", Router(), width="intermediate_size")
+    kinds = {window: layer(fields, mlp=experts, window=window) for window in set(seen)}
+    return tuple(kinds[window] for window in seen)
+
+
+def _sparse_of_qwen(fields: Fields, count: int) -> list[bool]:
+    """Return which layers have experts: those at multiples of decoder_sparse_step that
+    mlp_only_layers does not name. Raises CheckpointError.
+    """
+    step, dense = fields.whole("decoder_sparse_step", 1), fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
+        raise CheckpointError(f"{fields.source}: mlp_only_layers must be a list, got {dense!r}")
+    return [(index + 1) % step == 0 and index not in dense for index in range(count)]
+
+
+def _qwen2_moe(fields: Fields, count: int) -> Layers:
+    first = fields.whole("max_window_layers", 28, least=0)
+    seen = windows(fields, count, lambda index: index % 2 == 0 and index < first)
+    experts = _experts(
+        fields,
+        "num_experts",
+        Router(normalised=fields.flag("norm_topk_prob", False)),
+        shared=fields.whole("shared_expert_intermediate_size"),
+        gated_shared=True,
+    )
+    bias, sparse = fields.flag("qkv_bias", True), _sparse_of_qwen(fields, count)
+    dense = {window: layer(fields, qkv_bias=bias, window=window) for window in set(seen)}
+    return tuple(
+        replace(dense[window], mlp=experts) if each else dense[window]
+        for window, each in zip(seen, sparse, strict=True)
+    )
+
+
+def _qwen3_moe(fields: Fields, count: int) -> Layers:
+    bias = fields.flag("attention_bias", False)
+    (window,) = set(windows_if_shorter(fields, count))
+    router = Router(normalised=fields.flag("norm_topk_prob", False))
+    dense = layer(fields, qkv_bias=bias, output_bias=bias, qk_norm=True, window=window)
+    experts = _experts(fields, "num_experts", router)
+    return _where(dense, experts, _sparse_of_qwen(fields, count))
+
+
+def _olmoe(fields: Fields, count: int) -> Layers:
+    bias = fields.flag("attention_bias", False)
+    router = Router(normalised=fields.flag("norm_topk_prob", False))
+    experts = _experts(fields, "num_experts", router, width="intermediate_size")
+    norms = {"qk_norm": True, "norm_over_heads": True}
+    return (layer(fields, mlp=experts, qkv_bias=bias, output_bias=bias, **norms),) * count
+
+
+def _granitemoe(fields: Fields, count: int) -> Layers:
+    bias = fields.flag("attention_bias", False)
+    residual, scale = (fields.real(f"{name}_multiplier", 1.0) for name in ("residual", "attention"))
+    experts = _experts(fields, "num_local_experts", Router(), width="intermediate_size")
+    same = {"qkv_bias": bias, "output_bias": bias, "scale": scale}
+    return (layer(fields, mlp=experts, residual_scale=residual, **same),) * count
+
+
+def _ernie4_5_moe(fields: Fields, count: int) -> Layers:
+    first = fields.whole("moe_layer_start_index", 1, least=0)
+    every = fields.whole("moe_layer_interval", 1)
+    last = fields.get("moe_layer_end_index")
+    last = count - 1 if last in (None, -1) else fields.whole("moe_layer_end_index", least=0)
+    shared = fields.whole("moe_num_shared_experts", 2, least=0)
+    experts = _experts(
+        fields,
+        "moe_num_experts",
+        Router(biased=True),
+        active="moe_k",
+        shared=shared * fields.whole("moe_intermediate_size"),
+    )
+    sparse = [first <= index <= last and (index + 1) % every == 0 for index in range(count)]
+    return _where(layer(fields), experts, sparse)
+
+
+def _glm4_moe(fields: Fields, count: int) -> Layers:
+    first = fields.whole("first_k_dense_replace", 1, least=0)
+    router = Router(
+        Scores.SIGMOID,
+        fields.flag("norm_topk_prob", True),
+        biased=True,
+        scale=fields.real("routed_scaling_factor", 1.0),
+        groups=fields.whole("n_group", 1),
+        chosen_groups=fields.whole("topk_group", 1),
+    )
+    shared = fields.whole("n_shared_experts", 1) * fields.whole("moe_intermediate_size")
+    experts = _experts(fields, "n_routed_experts", router, shared=shared)
+    bias, norm = fields.flag("attention_bias", False), fields.flag("use_qk_norm", False)
+    dense = layer(fields, qkv_bias=bias, qk_norm=norm)
+    return _where(dense, experts, [index >= first for index in range(count)])
+
+
+def _qwen3_5_moe(fields: Fields, count: int) -> Layers:
+    experts = _experts(
+        fields,
+        "num_experts",
+        Router(),
+        shared=fields.whole("shared_expert_intermediate_size"),
+        gated_shared=True,
+    )
+    return qwen3_5_layers(fields, count, mlp=experts)
+
+
+def _renamed(own: str) -> dict[str, str]:
+    """Return a family's name of the number of experts by the names in other files."""
+    return dict.fromkeys(EXPERT_COUNTS, own)
+
+
+# What transformers' configs take for fields that are not there.
+_MIXTRAL = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_QWEN2 = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}
+_QWEN3 = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+_OLMOE = {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8}
+_GRANITE = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_ERNIE = {
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
+    "moe_num_experts": 64,
+    "moe_k": 6,
+    "moe_intermediate_size": 1536,
+}
+_GLM = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+}
+_QWEN3_5 = {
+    **QWEN3_5,
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+SPARSE = (
+    Family(
+        "mixtral",
+        "Mixtral",
+        _mixtral,
+        defaults=_MIXTRAL,
+        renamed=_renamed("num_local_experts"),
+    ),
+    Family("qwen2_moe", "Qwen2Moe", _qwen2_moe, defaults=_QWEN2),
+    Family(
+        "qwen3_moe",
+        "Qwen3Moe",
+        _qwen3_moe,
+        defaults=_QWEN3,
+        renamed=_renamed("num_experts"),
+    ),
+    Family("olmoe", "Olmoe", _olmoe, defaults=_OLMOE, renamed=_renamed("num_experts")),
+    Family("granitemoe", "GraniteMoe", _granitemoe, granite_scales, defaults=_GRANITE),
+    Family(
+        "ernie4_5_moe",
+        "Ernie4_5_Moe",
+        _ernie4_5_moe,
+        defaults=_ERNIE,
+        renamed=_renamed("moe_num_experts") | {"num_experts_per_tok": "moe_k"},
+    ),
+    Family(
+        "glm4_moe",
+        "Glm4Moe",
+        _glm4_moe,
+        defaults=_GLM,
+        renamed=_renamed("n_routed_experts"),
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5Moe",
+        _qwen3_5_moe,
+        defaults=_QWEN3_5,
+        norm_kind=NormKind.RMS_PLUS_ONE,
+    ),
+)

@@ -1,0 +1,162 @@
+"""Specifications of MLPs: dense ones, and mixtures of experts. Their computation is in `mlps`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from triforce_core.model.described import Described, Shapes
+from triforce_offload.errors import CheckpointError
+
+# Tensors in which the matrices of all experts stand one above the other.
+EXPERT_PARTS = ("experts_gate_up", "experts_down")
+
+
+class Activation(Enum):
+    """Activations of an MLP's gate, by their names in config.json files."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, repr=False)
+class DenseMLP(Described):
+    """A gated MLP (Shazeer, 2020) over every token.
+
+    width: number of columns of the gate, and of the up projection
+    activation: what the gate goes through before it multiplies the up projection
+    """
+
+    _NEWER = frozenset({"activation"})
+
+    width: int
+    activation: Activation = Activation.SILU
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shapes of the MLP's tensors. hidden: width of the model"""
+        return {"gate_up": (2 * self.width, hidden), "down": (hidden, self.width)}
+
+    def products(self, hidden: int) -> Shapes:
+        """Return the shapes of the matrices that a token is multiplied by, by tensor."""
+        return self.shapes(hidden)
+
+    @property
+    def active(self) -> int:
+        """How often a token is multiplied by a matrix of experts."""
+        return 0
+
+    @property
+    def columns(self) -> int:
+        """Number of columns that a token has in the MLP: of gates, and of up projections."""
+        return self.width
+
+    @property
+    def in_words(self) -> str:
+        return f"{self.width}"
+
+
+class Scores(Enum):
+    """What the products of a router go through."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a token chooses its experts. Everything is computed in float32.
+
+    The softmax of the chosen products alone (Granite, gpt-oss) is the same as one of all products,
+    normalised.
+
+    scores: what the products go through
+    normalised: whether the scores of the chosen experts are divided by their sum
+    biased: whether a bias is added to the scores for the choice alone (Wang et al., 2024)
+    scale: factor of the scores of the chosen experts
+    groups: number of groups of neighbouring experts
+    chosen_groups: number of groups that experts are chosen from: those with the greatest sums of
+        two scores (DeepSeek-V3, 2024)
+    """
+
+    scores: Scores = Scores.SOFTMAX
+    normalised: bool = True
+    biased: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts (Shazeer et al., 2017): of `count` gated MLPs, a router chooses `active`
+    for each token, whose outputs are summed with its weights.
+
+    The matrices of all experts stand one above the other: "experts_gate_up" has the gate and the up
+    projection of the first one, then those of the second, ...
+
+    width: number of columns of each expert
+    shared: number of columns of the expert that every token goes through, 0 for none
+    gated_shared: whether its output is multiplied by the sigmoid of a gate
+    """
+
+    count: int
+    active: int
+    width: int
+    router: Router = field(default_factory=Router)
+    shared: int = 0
+    gated_shared: bool = False
+    activation: Activation = Activation.SILU
+
+    def __post_init__(self) -> None:
+        """Raise CheckpointError if the numbers of experts or groups are impossible."""
+        router = self.router
+        if self.active > self.count:
+            raise CheckpointError(f"{self.active} of {self.count} experts cannot be chosen")
+        if self.count % router.groups or router.chosen_groups > router.groups:
+            raise CheckpointError(
+                f"{router.chosen_groups} of {router.groups} groups of {self.count} experts cannot "
+                "be chosen"
+            )
+        if self.active > self.count // router.groups * router.chosen_groups:
+            raise CheckpointError(
+                f"{self.active} experts cannot be chosen of {router.chosen_groups} groups of "
+                f"{self.count // router.groups}"
+            )
+
+    def shapes(self, hidden: int) -> Shapes:
+        """Return the shapes of the MLP's tensors. hidden: width of the model"""
+        shapes: Shapes = {"router": (self.count, hidden)}
+        if self.router.biased:
+            shapes["router_bias"] = (self.count,)
+        shapes["experts_gate_up"] = (self.count * 2 * self.width, hidden)
+        shapes["experts_down"] = (self.count * hidden, self.width)
+        if self.shared:
+            shapes |= DenseMLP(self.shared).shapes(hidden)
+        if self.gated_shared:
+            shapes["shared_gate"] = (1, hidden)
+        return shapes
+
+    def products(self, hidden: int) -> Shapes:
+        """DenseMLP.products, in which the tensors of the experts stand for one expert's."""
+        return self.shapes(hidden) | {
+            "experts_gate_up": (2 * self.width, hidden),
+            "experts_down": (hidden, self.width),
+        }
+
+    @property
+    def columns(self) -> int:
+        """DenseMLP.columns."""
+        return self.active * self.width + self.shared
+
+    @property
+    def in_words(self) -> str:
+        return f"{self.count} experts of {self.width}"
+
+    def distinct(self, rows: int) -> float:
+        """Return how many different experts `rows` tokens choose on average, if each chooses
+        independently: an upper bound, since neighbouring tokens choose alike.
+        """
+        return self.count * (1 - (1 - self.active / self.count) ** rows)
+
+
+MLP = DenseMLP | Experts
