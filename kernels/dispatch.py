@@ -21,6 +21,8 @@ from triforce_kernels.warmup import watch_compiler
 VARIABLE = "TRIFORCE_KERNELS"
 REFERENCE, TRITON = "reference", "triton"
 
+# Products with experts in any format have one reference.
+_EXPERTS = "experts.grouped.reference_product"
 # Each kernel has a reference and a Triton implementation, which take the same arguments: the module
 # and function of the reference, then those of Triton.
 KERNELS = {
@@ -61,6 +63,11 @@ KERNELS = {
     "gather_split_chunks": ("kv.gather_split.reference_gather", "kv.gather_split_triton.gather"),
     "encode_kv_block": ("kv.split_kv.reference_encode", "kv.split_kv_triton.encode"),
     "decode_kv_blocks": ("kv.split_kv.reference_decode", "kv.split_kv_triton.decode"),
+    "dense_experts": (_EXPERTS, "experts.grouped_triton.dense"),
+    "block_experts": (_EXPERTS, "weights.blocks_triton.grouped"),
+    "split_experts": (_EXPERTS, "weights.split_bf16_triton.grouped"),
+    "high_bits_experts": (_EXPERTS, "weights.high_bits_triton.grouped"),
+    "int4_experts": (_EXPERTS, "weights.int4_triton.grouped"),
     "int4_matmul": ("weights.int4.reference_matmul", "weights.int4_triton.matmul"),
 }
 

@@ -5,6 +5,8 @@ MOST_SPLITS = 32
 # A product with more rows than this decodes the weight first, some rows of it at a time. A program
 # multiplies at most this many rows at a time, so more rows would decode the weight again.
 FEW_ROWS = 64
+# Rows of a tile of a product with experts, each of which has tiles of its own.
+EXPERT_TILE = 16
 # Numbers of a weight in blocks that are decoded at a time, so that no matrix exists in float32 as a
 # whole.
 DECODED_AT_ONCE = 2 << 20

@@ -275,3 +275,4 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2-bias": ("Lfm2", {"layer_types": ["full_attention", "conv", "conv"], "conv_bias": True}),
 }
+WITH_EXPERTS = [name for name in FAMILIES if "moe" in name or name == "mixtral"]

@@ -3,45 +3,146 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from triforce_kernels.checks import require
+from triforce_kernels.dispatch import TRITON, backend, implementation
+from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS
 from triforce_kernels.weights.linear import Weight, linear, rows_of
+from triforce_kernels.weights.tiles import Tiles
+
+# Activation of an expert, [rows, 2 width] to [rows, width].
+Gated = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Experts(NamedTuple):
+    """The matrices of experts, expert after expert.
+
+    gate_up: [count * 2 width, hidden]
+    down: [count * hidden, width]
+    """
+
+    count: int
+    gate_up: Weight
+    down: Weight
 
 
 def gated_experts(
     x: torch.Tensor,
-    gate_up: Weight,
-    down: Weight,
-    count: int,
+    experts: Experts,
     chosen: torch.Tensor,
     weights: torch.Tensor,
-    gated: Callable[[torch.Tensor], torch.Tensor],
+    gated: Gated,
 ) -> torch.Tensor:
-    """Return the weighted sums of the experts of each row, [rows, hidden] in x's dtype. They are
-    summed in float32, in the order of the experts.
+    """Return the weighted sums of the experts of each row, [rows, hidden] in x's dtype, summed in
+    float32.
 
     x: [rows, hidden]
-    gate_up, down: [count * 2 width, hidden] and [count * hidden, width], expert after expert
     chosen, weights: experts of each row and their weights, [rows, active] int64 and float32
-    gated: the activation, [rows, 2 width] to [rows, width]
-    Waits for the device. Raises ValueError.
+    Waits for the device if there are many rows, or no kernels for the format. Raises ValueError.
     """
+    count, gate_up, down = experts
     rows, hidden = x.shape
     require(
         "gated_experts",
         chosen.shape == weights.shape
         and chosen.shape[0] == rows
-        and gate_up.shape[0] == 2 * count * down.shape[1]
-        and down.shape[0] == count * hidden
-        and gate_up.shape[1] == hidden,
+        and gate_up.shape == (2 * count * down.shape[1], hidden)
+        and down.shape[0] == count * hidden,
         x=x,
         chosen=chosen,
         weights=weights,
+        count=count,
     )
-    out = x.new_zeros(rows, hidden, dtype=torch.float32)
-    width = 2 * down.shape[1]
+    if rows <= FEW_ROWS and has_kernels(experts):
+        return _by_tiles(x, experts, chosen, weights, gated)
+    return _one_by_one(x, experts, chosen, weights, gated)
+
+
+def has_kernels(experts: Experts) -> bool:
+    """Whether kernels multiply by all chosen experts at once."""
+    if backend(experts.gate_up.device) != TRITON:
+        return False
+    return all(map(_kernel, (experts.gate_up, experts.down)))
+
+
+def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
+    """Multiply rows of x [rows, in] by transposed matrices that stand one above the other in a
+    weight: [tiles * rows of a tile, columns], in which only the places of rows are defined.
+
+    Raises ValueError.
+    """
+    require(
+        "product",
+        x.dim() == 2
+        and x.stride(1) == 1
+        and x.shape[1] == weight.shape[1]
+        and weight.shape[0] % tiles.columns == 0
+        and tiles.order.shape == (len(tiles.experts) * tiles.rows,)
+        and (not isinstance(weight, torch.Tensor) or x.dtype == weight.dtype)
+        and x.device == weight.device == tiles.order.device == tiles.experts.device,
+        x=x,
+        order=tiles.order,
+        experts=tiles.experts,
+        columns=tiles.columns,
+    )
+    return implementation(_kernel(weight) or "dense_experts", x.device)(x, weight, tiles)
+
+
+def in_tiles(chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Divide rows into tiles of which each belongs to one expert. The number of tiles depends on
+    shapes alone, and nothing waits for the device.
+
+    chosen: experts of each row, [rows, active] int64
+
+    Returns `order` and `experts` of `Tiles`, and the place of each row's experts, [rows, active].
+    """
+    rows, active = chosen.shape
+    pairs, device = rows * active, chosen.device
+    tiles = most_tiles(rows, active, count)
+    flat = chosen.flatten()
+    sizes = (flat.unsqueeze(1) == torch.arange(count, device=device)).sum(0)
+    ends = ((sizes + EXPERT_TILE - 1) // EXPERT_TILE).cumsum(0)
+    first_tile = torch.cat((ends.new_zeros(1), ends[:-1]))
+    first = sizes.cumsum(0) - sizes
+    expert, pair = flat.sort(stable=True)
+    within = torch.arange(pairs, device=device) - first[expert]
+    place = first_tile[expert] * EXPERT_TILE + within
+    order = flat.new_full((tiles * EXPERT_TILE,), -1).scatter_(0, place, pair // active)
+    which = torch.searchsorted(ends, torch.arange(tiles, device=device), right=True)
+    places = torch.empty_like(flat).scatter_(0, pair, place)
+    return order, which.masked_fill_(which == count, -1), places.view(rows, active)
+
+
+def most_tiles(rows: int, active: int, count: int) -> int:
+    """Return an upper bound of the number of tiles of `rows` rows."""
+    return min(rows * active, count) + rows * active // EXPERT_TILE
+
+
+def _kernel(weight: Weight) -> str | None:
+    return "dense_experts" if isinstance(weight, torch.Tensor) else weight.experts_kernel
+
+
+def _by_tiles(
+    x: torch.Tensor, experts: Experts, chosen: torch.Tensor, weights: torch.Tensor, gated: Gated
+) -> torch.Tensor:
+    count, gate_up, down = experts
+    order, which, places = in_tiles(chosen, count)
+    inner = product(x, gate_up, Tiles(EXPERT_TILE, 2 * down.shape[1], order, which))
+    own = torch.arange(len(order), device=order.device).masked_fill_(order < 0, -1)
+    outer = product(gated(inner), down, Tiles(EXPERT_TILE, x.shape[1], own, which))
+    return (outer[places].float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _one_by_one(
+    x: torch.Tensor, experts: Experts, chosen: torch.Tensor, weights: torch.Tensor, gated: Gated
+) -> torch.Tensor:
+    """Sums are in the order of the experts."""
+    _, gate_up, down = experts
+    hidden, width = x.shape[1], 2 * down.shape[1]
+    out = x.new_zeros(x.shape, dtype=torch.float32)
     for expert in chosen.unique().tolist():
         row, place = (chosen == expert).nonzero(as_tuple=True)
         part = rows_of(gate_up, expert * width, (expert + 1) * width)
@@ -49,3 +150,16 @@ def gated_experts(
         part = rows_of(down, expert * hidden, (expert + 1) * hidden)
         out.index_add_(0, row, linear(inner, part).float() * weights[row, place, None])
     return out.to(x.dtype)
+
+
+def reference_product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
+    size, columns = tiles.rows, tiles.columns
+    out = x.new_empty(len(tiles.order), columns)
+    for tile, expert in enumerate(tiles.experts.tolist()):
+        place = slice(tile * size, (tile + 1) * size)
+        row = tiles.order[place]
+        there = row >= 0
+        if expert >= 0:
+            part = rows_of(weight, expert * columns, (expert + 1) * columns)
+            out[place][there] = linear(x[row[there]], part)
+    return out

@@ -58,6 +58,11 @@ class BlockWeight(StoredWeight):
         """StoredWeight.small_batch_matmul."""
         return block_matmul if has_kernel(self.kind, self.device) else None
 
+    @property
+    def experts_kernel(self) -> str | None:
+        """StoredWeight.experts_kernel."""
+        return "block_experts" if has_kernel(self.kind, self.device) else None
+
 
 class NoDecoderError(RuntimeError):
     """No installed package decodes a block type."""

@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 
 from triforce_kernels.weights.block_types import BlockType
-from triforce_kernels.weights.slices import tile_rows
+from triforce_kernels.weights.blocks import BlockWeight
+from triforce_kernels.weights.tiles import Tiles
+from triforce_kernels.weights.tiles_triton import launched, tile_of
 
 _COLUMNS = 32
 # Steps that one program of `decode` processes.
@@ -170,16 +172,17 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _matmul_kernel(
-    x, data, out, x_row, row_bytes, rows, columns, steps,
+    x, order, experts, data, out, x_row, row_bytes, rows, columns, steps,
     KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr, BYTES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    target, row, real, some, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
+    if not some:
+        return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    real = row < rows
     # Lanes past the last column read the last column again, and are not stored.
-    weight = data + tl.minimum(column, columns - 1).to(tl.int64) * row_bytes
-    left = x + row[:, None].to(tl.int64) * x_row + tl.arange(0, BYTES)[None, :]
+    weight = data + (tl.minimum(column, columns - 1) + origin) * row_bytes
+    left = x + row[:, None] * x_row + tl.arange(0, BYTES)[None, :]
     item = x.dtype.element_ty
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(steps):
@@ -188,7 +191,7 @@ def _matmul_kernel(
         high_x = tl.load(left + high_start, mask=real[:, None], other=0.0)
         acc = tl.dot(low_x, tl.trans(low.to(item)), acc, input_precision="ieee")
         acc = tl.dot(high_x, tl.trans(high.to(item)), acc, input_precision="ieee")
-    place = out + row[:, None].to(tl.int64) * columns + column[None, :]
+    place = out + target[:, None].to(tl.int64) * columns + column[None, :]
     tl.store(place, acc.to(item), mask=real[:, None] & (column < columns)[None, :])
 
 
@@ -210,13 +213,25 @@ def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Ten
 
 def matmul(x: torch.Tensor, data: torch.Tensor, kind: BlockType) -> torch.Tensor:
     """Multiply x [rows, in] by transposed blocks [out, bytes] of a type in `blocks.FUSED`."""
-    (columns, row_bytes), rows = data.shape, x.shape[0]
-    size, steps = _SHAPES[kind.name]
-    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    tile = tile_rows(x)
-    _matmul_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
-        x, data, out, x.stride(0), row_bytes, rows, columns, row_bytes // kind.nbytes * steps,
-        KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=steps, BYTES=size,
+    return _product(x, data, kind, None)
+
+
+def grouped(x: torch.Tensor, weight: BlockWeight, tiles: Tiles) -> torch.Tensor:
+    """`experts.grouped.product` for the types of `blocks.FUSED`."""
+    return _product(x, weight.data, weight.kind, tiles)
+
+
+def _product(
+    x: torch.Tensor, data: torch.Tensor, kind: BlockType, tiles: Tiles | None
+) -> torch.Tensor:
+    row_bytes, (size, steps) = data.shape[1], _SHAPES[kind.name]
+    tile, count, columns, groups = launched(x, data.shape[0], tiles)
+    places = x.shape[0] if tiles is None else tile * count
+    out = torch.empty((places, columns), dtype=x.dtype, device=x.device)
+    _matmul_kernel[(triton.cdiv(columns, _COLUMNS), count)](
+        x, *groups, data, out, x.stride(0), row_bytes, x.shape[0], columns,
+        row_bytes // kind.nbytes * steps,
+        KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=steps, BYTES=size, GROUPED=tiles is not None,
         ROWS=tile, COLUMNS=_COLUMNS, num_warps=4, num_stages=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out

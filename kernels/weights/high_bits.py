@@ -42,6 +42,11 @@ class HighBitsWeight(CodedMatrix):
         """StoredWeight.small_batch_matmul."""
         return high_bits_matmul
 
+    @property
+    def experts_kernel(self) -> str:
+        """StoredWeight.experts_kernel."""
+        return "high_bits_experts"
+
 
 def decode(weight: HighBitsWeight) -> torch.Tensor:
     """Return [rows, columns] in bfloat16, or in float16 if the weight has no bases."""

@@ -7,26 +7,30 @@ import triton
 import triton.language as tl
 
 from triforce_kernels.weights.high_bits import HighBitsWeight
-from triforce_kernels.weights.slices import tile_rows
 from triforce_kernels.weights.split_bf16_triton import floor_of
+from triforce_kernels.weights.tiles import Tiles
+from triforce_kernels.weights.tiles_triton import launched, tile_of
 
 _COLUMNS = 32
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _high_bits_kernel(
-    x, high_part, base, out, x_row, rows, columns, depth,
+    x, order, experts, high_part, base, out, x_row, rows, columns, depth,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BASE: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    target, row, there, some, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
+    if not some:
+        return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)
     # Lanes past the last column read the last column again, and are not stored.
-    source = tl.minimum(column, columns - 1)
+    source = tl.minimum(column, columns - 1) + origin
     if HAS_BASE:
         floor = (floor_of(tl.load(base + source)) << 7)[:, None]
-    weight = high_part + source[:, None].to(tl.int64) * depth + step[None, :]
-    left = x + row[:, None].to(tl.int64) * x_row + step[None, :]
+    weight = high_part + source[:, None] * depth + step[None, :]
+    left = x + row[:, None] * x_row + step[None, :]
     item = x.dtype.element_ty
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, depth, DEPTH):
@@ -42,20 +46,29 @@ def _high_bits_kernel(
             nothing = ((coded & 0x7F) == 0) | ((coded & 0x7C) == 0x7C)
             bits = tl.where(nothing, 0, (coded << 8) | 0x80)
             number = bits.to(tl.int16).to(tl.float16, bitcast=True)
-        some = tl.load(left + start, mask=(row < rows)[:, None] & real[None, :], other=0.0)
-        acc = tl.dot(some, tl.trans(number.to(item)), acc, input_precision="ieee")
-    place = out + row[:, None].to(tl.int64) * columns + column[None, :]
-    tl.store(place, acc.to(item), mask=(row < rows)[:, None] & (column < columns)[None, :])
+        rows_of_x = tl.load(left + start, mask=there[:, None] & real[None, :], other=0.0)
+        acc = tl.dot(rows_of_x, tl.trans(number.to(item)), acc, input_precision="ieee")
+    place = out + target[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(place, acc.to(item), mask=there[:, None] & (column < columns)[None, :])
 
 
 def matmul(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
     """`high_bits.high_bits_matmul`."""
-    rows, (columns, depth) = x.shape[0], weight.shape
-    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    tile = tile_rows(x)
-    _high_bits_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
-        x, weight.high, weight.high if weight.base is None else weight.base, out,
-        x.stride(0), rows, columns, depth,
+    return _product(x, weight, None)
+
+
+def grouped(x: torch.Tensor, weight: HighBitsWeight, tiles: Tiles) -> torch.Tensor:
+    """`experts.grouped.product`."""
+    return _product(x, weight, tiles)
+
+
+def _product(x: torch.Tensor, weight: HighBitsWeight, tiles: Tiles | None) -> torch.Tensor:
+    tile, count, columns, groups = launched(x, weight.shape[0], tiles)
+    places = x.shape[0] if tiles is None else tile * count
+    out = torch.empty((places, columns), dtype=x.dtype, device=x.device)
+    _high_bits_kernel[(triton.cdiv(columns, _COLUMNS), count)](
+        x, *groups, weight.high, weight.high if weight.base is None else weight.base, out,
+        x.stride(0), x.shape[0], columns, weight.shape[1], GROUPED=tiles is not None,
         ROWS=tile, COLUMNS=_COLUMNS, DEPTH=256 // x.dtype.itemsize,
         HAS_BASE=weight.base is not None, num_warps=4, num_stages=4,
     )  # fmt: skip

@@ -60,6 +60,11 @@ class Int4Weight(StoredWeight):
         """StoredWeight.small_batch_matmul."""
         return int4_matmul
 
+    @property
+    def experts_kernel(self) -> str:
+        """StoredWeight.experts_kernel."""
+        return "int4_experts"
+
 
 def quantise(weight: torch.Tensor, group: int = 64) -> Int4Weight:
     """Round weight [out, in] to 16 equal steps in each group. Of several candidates for the steps,
@@ -148,8 +153,9 @@ def int4_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
         and weight.packed.dtype == torch.uint8
         and weight.packed.is_contiguous()
         and weight.scale.shape == weight.offset.shape == (groups, count)
-        and weight.scale.is_contiguous()
-        and weight.offset.is_contiguous()
+        # Those of some rows of a matrix are not contiguous.
+        and weight.scale.stride() == weight.offset.stride()
+        and weight.scale.stride(1) == 1
         and x.device == weight.packed.device == weight.scale.device == weight.offset.device,
         x=x,
         packed=weight.packed,

@@ -7,30 +7,33 @@ import triton
 import triton.language as tl
 
 from triforce_kernels.weights.int4 import Int4Weight
-from triforce_kernels.weights.slices import tile_rows
+from triforce_kernels.weights.tiles import Tiles
+from triforce_kernels.weights.tiles_triton import launched, tile_of
 
 _COLUMNS = 32
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _matmul_kernel(
-    x, packed, scale, offset, out, x_row, rows, columns, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    x, order, experts, packed, scale, offset, out, x_row, scale_row, rows, columns, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    target, row, real, some, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
+    if not some:
+        return
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     half = tl.arange(0, GROUP // 2)
-    real, there = row < rows, column < columns
-    left = x + row[:, None].to(tl.int64) * x_row + half[None, :]
-    place = packed + column[:, None].to(tl.int64) * (width // 2) + half[None, :]
+    there, column_of = column < columns, column + origin
+    left = x + row[:, None] * x_row + half[None, :]
+    place = packed + column_of[:, None] * (width // 2) + half[None, :]
     item = x.dtype.element_ty
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for group in range(width // GROUP):
         low_x = tl.load(left + group * GROUP, mask=real[:, None], other=0.0)
         high_x = tl.load(left + group * GROUP + GROUP // 2, mask=real[:, None], other=0.0)
         both = tl.load(place + group * (GROUP // 2), mask=there[:, None], other=0)
-        s = tl.load(scale + group * columns + column, mask=there, other=0.0).to(tl.float32)
-        o = tl.load(offset + group * columns + column, mask=there, other=0.0).to(tl.float32)
+        s = tl.load(scale + group * scale_row + column_of, mask=there, other=0.0).to(tl.float32)
+        o = tl.load(offset + group * scale_row + column_of, mask=there, other=0.0).to(tl.float32)
         # Integers up to 15 are exact in every dtype; scale and offset are applied after the sums.
         low = tl.trans((both & 15).to(item))
         high = tl.trans((both >> 4).to(item))
@@ -38,17 +41,28 @@ def _matmul_kernel(
         sums = tl.dot(high_x, high, sums, input_precision="ieee")
         whole = tl.sum(low_x.to(tl.float32), 1) + tl.sum(high_x.to(tl.float32), 1)
         acc += sums * s[None, :] + whole[:, None] * o[None, :]
-    place = out + row[:, None].to(tl.int64) * columns + column[None, :]
+    place = out + target[:, None].to(tl.int64) * columns + column[None, :]
     tl.store(place, acc.to(item), mask=real[:, None] & there[None, :])
 
 
 def matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
-    rows, (columns, width) = x.shape[0], weight.shape
-    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    tile = tile_rows(x)
-    _matmul_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
-        x, weight.packed, weight.scale, weight.offset, out, x.stride(0), rows, columns, width,
-        ROWS=tile, COLUMNS=_COLUMNS, GROUP=weight.group,
+    """`int4.int4_matmul`."""
+    return _product(x, weight, None)
+
+
+def grouped(x: torch.Tensor, weight: Int4Weight, tiles: Tiles) -> torch.Tensor:
+    """`experts.grouped.product`."""
+    return _product(x, weight, tiles)
+
+
+def _product(x: torch.Tensor, weight: Int4Weight, tiles: Tiles | None) -> torch.Tensor:
+    tile, count, columns, groups = launched(x, weight.shape[0], tiles)
+    places = x.shape[0] if tiles is None else tile * count
+    out = torch.empty((places, columns), dtype=x.dtype, device=x.device)
+    _matmul_kernel[(triton.cdiv(columns, _COLUMNS), count)](
+        x, *groups, weight.packed, weight.scale, weight.offset, out, x.stride(0),
+        weight.scale.stride(0), x.shape[0], columns, weight.shape[1],
+        ROWS=tile, COLUMNS=_COLUMNS, GROUP=weight.group, GROUPED=tiles is not None,
         num_warps=4, num_stages=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -116,6 +116,11 @@ class SplitBF16Weight(CodedMatrix, SplitWeight):
         """StoredWeight.small_batch_matmul. None without a kernel: the reference decodes too."""
         return split_matmul if backend(self.device) == TRITON else None
 
+    @property
+    def experts_kernel(self) -> str:
+        """StoredWeight.experts_kernel."""
+        return "split_experts"
+
     def joined(self) -> torch.Tensor:
         """SplitWeight.joined."""
         return decode(self)

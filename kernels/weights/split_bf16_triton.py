@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from triforce_kernels import limits
-from triforce_kernels.weights.slices import tile_rows
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight
+from triforce_kernels.weights.tiles import Tiles
+from triforce_kernels.weights.tiles_triton import launched, tile_of
 
 _BYTES = 256
 _COLUMNS = limits.ROWS_OF_A_START
@@ -77,26 +78,29 @@ def _exceptions_kernel(places, patterns, index, out, room, columns, first, HAS_I
 
 @triton.jit(do_not_specialize=["rows", "room", "first", "groups"])
 def _split_matmul_kernel(
-    x, high_part, low_part, base, places, patterns, starts, out, x_row, rows, columns,
-    depth, room, first, groups,
+    x, order, experts, high_part, low_part, base, places, patterns, starts, out, x_row, rows,
+    columns, depth, room, first, groups,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, LISTED: tl.constexpr,
+    GROUPED: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    target, row, exists, any_row, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
+    if not any_row:
+        return
     start = tl.program_id(0) * COLUMNS
     column = start + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)
     half = depth // 2
     # Lanes past the last column read the last column again, and are not stored.
-    source = tl.minimum(column, columns - 1)
+    source = tl.minimum(column, columns - 1) + origin
     floor = floor_of(tl.load(base + source))[:, None]
-    high = high_part + source[:, None].to(tl.int64) * depth + step[None, :]
-    low = low_part + source[:, None].to(tl.int64) * half + step[None, :]
-    left = x + row[:, None].to(tl.int64) * x_row + step[None, :]
+    high = high_part + source[:, None] * depth + step[None, :]
+    low = low_part + source[:, None] * half + step[None, :]
+    left = x + row[:, None] * x_row + step[None, :]
     item = x.dtype.element_ty
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for begin in range(0, half, DEPTH):
         real = (step + begin < half)[None, :]
-        some = (row < rows)[:, None] & real
+        some = exists[:, None] & real
         nibbles = tl.load(low + begin, mask=real, other=0).to(tl.int32)
         ahead = tl.load(high + begin, mask=real, other=0).to(tl.int32)
         ahead = number_bits(ahead, nibbles & 15, floor).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -109,36 +113,45 @@ def _split_matmul_kernel(
     # Exceptions count as zeros above. Those of these columns are consecutive in the list. The range
     # begins and ends with whole groups of rows, because a part of a matrix may begin within a
     # group.
-    above = start + first
+    above = start + first + origin
     behind = tl.minimum((above + COLUMNS - 1) // COLUMNS + 1, groups)
     entry = tl.maximum(tl.load(starts + above // COLUMNS), 0)
     end = tl.minimum(tl.load(starts + behind), room)
     while entry < end:
         which = entry + tl.arange(0, LISTED)
         place = tl.load(places + which, mask=which < end, other=0).to(tl.int64)
-        place -= above.to(tl.int64) * depth
+        place -= above * depth
         listed = (which < end) & (place >= 0) & (place < COLUMNS * depth)
         bits = tl.load(patterns + which, mask=listed, other=0)
         value = bits.to(tl.bfloat16, bitcast=True).to(item)
         there = (place // depth)[:, None] == tl.arange(0, COLUMNS)[None, :]
         sparse = tl.where(there & listed[:, None], value[:, None], 0.0).to(item)
-        at = x + row[:, None].to(tl.int64) * x_row + (place % depth)[None, :]
-        some = tl.load(at, mask=(row < rows)[:, None] & listed[None, :], other=0.0)
+        at = x + row[:, None] * x_row + (place % depth)[None, :]
+        some = tl.load(at, mask=exists[:, None] & listed[None, :], other=0.0)
         acc = tl.dot(some, sparse, acc, input_precision="ieee")
         entry += LISTED
-    target = out + row[:, None].to(tl.int64) * columns + column[None, :]
-    tl.store(target, acc.to(item), mask=(row < rows)[:, None] & (column < columns)[None, :])
+    into = out + target[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(into, acc.to(item), mask=exists[:, None] & (column < columns)[None, :])
 
 
 def matmul(x: torch.Tensor, weight: SplitBF16Weight) -> torch.Tensor:
     """`split_bf16.split_matmul`."""
-    rows, (columns, depth) = x.shape[0], weight.shape
-    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    tile = tile_rows(x)
-    _split_matmul_kernel[(triton.cdiv(columns, _COLUMNS), triton.cdiv(rows, tile))](
-        x, weight.high, weight.low, weight.base, weight.places, weight.patterns, weight.starts,
-        out, x.stride(0), rows, columns, depth, len(weight.places), weight.first,
-        len(weight.starts) - 1,
+    return _product(x, weight, None)
+
+
+def grouped(x: torch.Tensor, weight: SplitBF16Weight, tiles: Tiles) -> torch.Tensor:
+    """`experts.grouped.product`."""
+    return _product(x, weight, tiles)
+
+
+def _product(x: torch.Tensor, weight: SplitBF16Weight, tiles: Tiles | None) -> torch.Tensor:
+    tile, count, columns, groups = launched(x, weight.shape[0], tiles)
+    places = x.shape[0] if tiles is None else tile * count
+    out = torch.empty((places, columns), dtype=x.dtype, device=x.device)
+    _split_matmul_kernel[(triton.cdiv(columns, _COLUMNS), count)](
+        x, *groups, weight.high, weight.low, weight.base, weight.places, weight.patterns,
+        weight.starts, out, x.stride(0), x.shape[0], columns, weight.shape[1],
+        len(weight.places), weight.first, len(weight.starts) - 1, GROUPED=tiles is not None,
         ROWS=tile, COLUMNS=_COLUMNS, DEPTH=128 // x.dtype.itemsize, LISTED=_LISTED,
         num_warps=4, num_stages=3,
     )  # fmt: skip

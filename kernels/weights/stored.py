@@ -39,6 +39,13 @@ class StoredWeight(ABC):
         """
         return None
 
+    @property
+    def experts_kernel(self) -> str | None:
+        """Name of the kernel that multiplies by experts that stand one above the other in such a
+        weight (`experts.grouped`). None to multiply by one after another.
+        """
+        return None
+
 
 def is_split(weight: torch.Tensor | StoredWeight) -> TypeGuard[SplitWeight]:
     """Return whether a weight is split into high and low bits."""

@@ -28,12 +28,14 @@ from triforce_kernels import dispatch
 from triforce_kernels.attention.scoring import ScoreBuffer, group_scores
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.dispatch import KERNELS
+from triforce_kernels.experts.grouped import in_tiles, product
 from triforce_kernels.kv.gather import ChunkSource, gather_chunks
 from triforce_kernels.kv.gather_split import SplitChunkSource, gather_split_chunks
 from triforce_kernels.kv.rounding import round_chunks
 from triforce_kernels.kv.selection import choose_chunks
 from triforce_kernels.kv.split_kv import SplitKV, decode_blocks, encode_block
 from triforce_kernels.layer import geglu, layer_norm, rms_norm, rope_into, swiglu
+from triforce_kernels.limits import EXPERT_TILE
 from triforce_kernels.recurrent.conv import Convolution, convolve
 from triforce_kernels.recurrent.delta import DeltaRows, LeftRows, delta_rule
 from triforce_kernels.recurrent.gates import delta_gates, gated_norm
@@ -45,6 +47,7 @@ from triforce_kernels.weights.high_bits import HighBitsWeight, high_bits_matmul
 from triforce_kernels.weights.int4 import int4_matmul, quantise
 from triforce_kernels.weights.split_bf16 import decode as decode_split
 from triforce_kernels.weights.split_bf16 import decode_rows, encode, split_matmul
+from triforce_kernels.weights.tiles import Tiles
 from triforce_offload.kv.shape import SplitBlockLayout
 
 LAUNCHERS = {reference.rpartition(".")[0] for reference, _ in KERNELS.values()}
@@ -264,6 +267,26 @@ def launch_coded(dtype: torch.dtype) -> None:
             block_matmul(empty(rows, 4096), BlockWeight(data, kind, 4096))
 
 
+def launch_experts(dtype: torch.dtype) -> None:
+    """Products with experts of Qwen3-30B-A3B's shape, fewer of them, in every format."""
+    count, columns, depth = 8, 1536, 2048
+    split = encode(torch.zeros(count * columns, depth, dtype=torch.bfloat16))
+    weights = [
+        torch.empty(count * columns, depth, dtype=dtype),
+        quantise(torch.zeros(count * columns, depth, dtype=dtype)),
+        split,
+        HighBitsWeight.of(split),
+    ]
+    for name in FUSED:
+        kind = ALL_TYPES[name]
+        data = torch.zeros(count * columns, kind.row_bytes(depth), dtype=torch.uint8)
+        weights.append(BlockWeight(data, kind, depth))
+    order, experts, _ = in_tiles(torch.zeros(17, 2, dtype=torch.int64), count)
+    for weight in weights:
+        x = torch.empty(17, depth, dtype=dtype)
+        product(x, weight, Tiles(EXPERT_TILE, columns, order, experts))
+
+
 def main(capability: int, which: str) -> None:
     # Launchers look their kernels up by the device of the inputs, which is this processor.
     dispatch.implementation = lambda kernel, device: dispatch._load(KERNELS[kernel][1])
@@ -282,6 +305,7 @@ def main(capability: int, which: str) -> None:
             launch_others(dtype)
             launch_coded(dtype)
             launch_recurrent(dtype)
+            launch_experts(dtype)
             rows += [(str(dtype), *kernel) for kernel in compiled]
             compiled.clear()
     print(json.dumps(rows))

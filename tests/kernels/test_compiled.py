@@ -46,8 +46,9 @@ def test_kernels_compile_and_fit(capability: int, which: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])
-    # Splits and pick have none, and the two norms share one, as the two gated activations do.
-    assert len({kernel for _, kernel, *_ in rows}) >= len(KERNELS) - 4
+    # Splits and pick have none; the two norms share one, as the two gated activations do, and the
+    # products with experts that are not dense share four with other products.
+    assert len({kernel for _, kernel, *_ in rows}) >= len(KERNELS) - 8
     for name, kernel, shared, spilt, _, widest, byte_reads, approximate in rows:
         assert shared <= SHARED_BYTES, (name, kernel)
         assert spilt <= SPILT_BYTES, (name, kernel)

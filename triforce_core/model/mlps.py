@@ -10,7 +10,7 @@ import torch
 from triforce_core.model.feed_forward import Activation, DenseMLP, Experts, Scores
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.norms import Norm
-from triforce_kernels.experts.grouped import gated_experts
+from triforce_kernels.experts import grouped
 from triforce_kernels.experts.routing import Choice, choose
 from triforce_kernels.layer import geglu, swiglu
 from triforce_kernels.weights.linear import linear
@@ -60,8 +60,8 @@ class ExpertsMLP:
         spec = self._spec
         wide = normed.float()
         chosen, weights = choose(wide @ w["router"].T, w.get("router_bias"), self._choice)
-        experts = w["experts_gate_up"], w["experts_down"]
-        out = gated_experts(normed, *experts, spec.count, chosen, weights, self._gated)
+        experts = grouped.Experts(spec.count, w["experts_gate_up"], w["experts_down"])
+        out = grouped.gated_experts(normed, experts, chosen, weights, self._gated)
         if spec.shared:
             shared = linear(self._gated(linear(normed, w["gate_up"])), w["down"])
             if spec.gated_shared:

@@ -22,8 +22,10 @@ SPLIT = {
     *("decode_split", "split_matmul", "high_bits_matmul"),
     *("encode_kv_block", "decode_kv_blocks", "gather_split_chunks"),
 }
+# Products with experts that are not dense.
+EXPERTS = {"block_experts", "split_experts", "high_bits_experts", "int4_experts"}
 RECURRENT = {name for name, (_, triton) in KERNELS.items() if triton.startswith("recurrent.")}
-NOT_USED = PACKED | SPLIT | ({"gather_chunks"} if DEVICE == "cpu" else set())
+NOT_USED = PACKED | SPLIT | EXPERTS | ({"gather_chunks"} if DEVICE == "cpu" else set())
 
 # Norms and gates that a family does not have, if it has others than most.
 OF_OTHERS = {"gemma4": {"layer_norm", "swiglu"}, "cohere2": {"rms_norm", "geglu"}}
@@ -52,6 +54,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         ("gemma4", "ngram", "exact"),
         ("cohere2", "none", "exact"),
         ("qwen3_5", "none", "exact"),
+        ("qwen3_moe", "none", "exact"),
     ],
 )
 def test_greedy_text_is_the_same_with_triton_and_with_the_reference(
@@ -65,6 +68,8 @@ def test_greedy_text_is_the_same_with_triton_and_with_the_reference(
     not_used = NOT_USED | OF_OTHERS.get(family, {"layer_norm", "geglu"})
     if family != "qwen3_5":
         not_used |= RECURRENT
+    if family != "qwen3_moe":
+        not_used |= {"dense_experts"}
     if draft_kv != "int8":
         not_used |= {"round_chunks"}
     texts = {}
@@ -94,12 +99,15 @@ def test_sampled_text_is_the_same_if_coins_fall_alike(tiny, monkeypatch) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", ["stored", "int4"])
+@pytest.mark.parametrize(
+    ("family", "packed"),
+    [("llama-tied", "stored"), ("llama-tied", "int4"), ("qwen2_moe", "int4")],
+)
 def test_weights_that_are_not_dense_give_the_same_text(
-    tmp_path, monkeypatch, used, packed: str
+    tmp_path, monkeypatch, used, family: str, packed: str
 ) -> None:
     path = tmp_path
-    model = make_model("llama-tied", path)
+    model = make_model(family, path, moe_intermediate_size=64)
     if packed == "stored":
         path = tmp_path / "m.gguf"
         write_gguf(model, path, gguf.GGMLQuantizationType.Q4_0)
@@ -116,4 +124,6 @@ def test_weights_that_are_not_dense_give_the_same_text(
             texts.append(engine.generate(random_ids(24), SamplingParams(6, temperature=0)))
     assert texts[0].token_ids == texts[1].token_ids
     expected = {"int4_matmul"} if packed == "int4" else PACKED - {"int4_matmul"}
-    assert {kernel for kernel in PACKED if KERNELS[kernel][1] in used} == expected
+    if family == "qwen2_moe":
+        expected.add("int4_experts")
+    assert {each for each in PACKED | EXPERTS if KERNELS[each][1] in used} == expected

@@ -1,0 +1,137 @@
+"""Experts: which are chosen, with what weights, and products with those of several rows at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exactness import DEVICE, INTERPRETED, TOLERANCE, assert_near
+
+from triforce_kernels.experts.grouped import (
+    Experts,
+    gated_experts,
+    has_kernels,
+    in_tiles,
+    product,
+)
+from triforce_kernels.experts.routing import Choice, choose
+from triforce_kernels.layer import swiglu
+from triforce_kernels.limits import EXPERT_TILE
+from triforce_kernels.weights.block_types import BLOCK_TYPES
+from triforce_kernels.weights.blocks import BlockWeight
+from triforce_kernels.weights.high_bits import HighBitsWeight
+from triforce_kernels.weights.int4 import quantise
+from triforce_kernels.weights.linear import Weight, dense_rows, rows_of
+from triforce_kernels.weights.split_bf16 import encode
+from triforce_kernels.weights.tiles import Tiles
+
+
+def numbers(weight: Weight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.cat([rows for _, rows in dense_rows(weight, dtype)])
+
+
+def formats(draw, rows: int, columns: int, dtype: torch.dtype) -> dict[str, Weight]:
+    """A matrix in every format that has a kernel for experts."""
+    dense = draw(rows, columns, dtype=dtype)
+    split = encode((dense.float() * torch.logspace(-30, 3, columns, device=DEVICE)).bfloat16())
+    bits = torch.randint(0, 200, (rows, BLOCK_TYPES["Q8_0"].row_bytes(columns)))
+    data = bits.to(DEVICE, torch.uint8)
+    data.unflatten(1, (-1, 34))[..., :2] = torch.tensor([0, 0x24], dtype=torch.uint8)
+    return {
+        "dense": dense,
+        "int4": quantise(dense, 32),
+        "split": split,
+        "high": HighBitsWeight(split.high, split.base),
+        "blocks": BlockWeight(data, BLOCK_TYPES["Q8_0"], columns),
+    }
+
+
+def test_rows_are_in_tiles_of_their_experts() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for rows, active, count in ((1, 2, 8), (17, 3, 5), (40, 2, 60), (33, 1, 1)):
+        chosen = torch.rand(rows, count, generator=generator).topk(active).indices
+        order, experts, places = in_tiles(chosen, count)
+        assert order.shape == (len(experts) * EXPERT_TILE,)
+        assert places.unique().numel() == rows * active, "each has a place of its own"
+        for row in range(rows):
+            for which in range(active):
+                place = int(places[row, which])
+                assert order[place] == row
+                assert experts[place // EXPERT_TILE] == chosen[row, which]
+        assert int((order >= 0).sum()) == rows * active
+        used = (order.view(-1, EXPERT_TILE) >= 0).any(1)
+        assert torch.equal(used, experts >= 0), "no tile without rows is multiplied"
+
+
+@pytest.mark.parametrize("dtype", INTERPRETED)
+@pytest.mark.parametrize("name", ["dense", "int4", "split", "high", "blocks"])
+def test_products_equal_those_with_each_expert(backend, draw, name, dtype) -> None:
+    """The number of columns is no multiple of a tile, nor of what lists of exceptions count in."""
+    count, columns, depth = 5, 40, 96
+    weight = formats(draw, count * columns, depth, dtype)[name]
+    x = draw(18, depth + 8, dtype=dtype)[:, :depth]
+    generator = torch.Generator().manual_seed(2)
+    chosen = torch.rand(18, count, generator=generator).topk(2).indices.to(DEVICE)
+    order, experts, places = in_tiles(chosen, count)
+    found = product(x, weight, Tiles(EXPERT_TILE, columns, order, experts))[places]
+    exact = numbers(weight).double().view(count, columns, depth)[chosen]
+    expected = (exact @ x.double()[:, None, :, None]).squeeze(-1)
+    assert_near(found, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", ["dense", "int4", "split", "high", "blocks"])
+def test_rows_of_a_weight_are_its_rows(draw, name) -> None:
+    weight = formats(draw, 90, 64, torch.float32)[name]
+    assert torch.equal(numbers(rows_of(weight, 37, 70)), numbers(weight)[37:70])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 70])
+def test_weighted_sums_of_gated_experts(backend, draw, rows: int) -> None:
+    """Few rows by tiles where there are kernels, many by one expert after another."""
+    count, width, hidden = 6, 24, 64
+    gate_up, down = draw(count * 2 * width, hidden), draw(count * hidden, width)
+    x, generator = draw(rows, hidden), torch.Generator().manual_seed(3)
+    chosen = torch.rand(rows, count, generator=generator).topk(2).indices.to(DEVICE)
+    weights = draw(rows, 2).abs()
+    found = gated_experts(x, Experts(count, gate_up, down), chosen, weights, swiglu)
+    exact = torch.zeros(rows, hidden, dtype=torch.float64, device=DEVICE)
+    for row in range(rows):
+        for expert, weight in zip(chosen[row], weights[row], strict=True):
+            both = gate_up.view(count, -1, hidden)[expert].double() @ x[row].double()
+            gate, up = both.chunk(2)
+            inner = torch.nn.functional.silu(gate) * up
+            exact[row] += weight * (down.view(count, hidden, -1)[expert].double() @ inner)
+    assert_near(found, exact, 4 * TOLERANCE[torch.float32])
+
+
+def test_a_block_type_without_a_kernel_goes_expert_by_expert(backend) -> None:
+    kind = BLOCK_TYPES["IQ4_NL"]
+    weight = BlockWeight(torch.zeros(8, kind.row_bytes(64), dtype=torch.uint8), kind, 64)
+    assert not has_kernels(Experts(1, weight, weight))
+
+
+def test_experts_are_chosen_by_their_scores() -> None:
+    products = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, -1.0, 4.0, 5.0]])
+    chosen, weights = choose(products, None, Choice(2))
+    assert chosen.tolist() == [[1, 2], [3, 2]]
+    # Normalised, the softmax of all is that of the chosen ones.
+    expected = torch.tensor([[3.0, 2.0], [5.0, 4.0]]).softmax(-1)
+    torch.testing.assert_close(weights, expected)
+    _, plain = choose(products, None, Choice(2, normalised=False))
+    torch.testing.assert_close(plain, products.softmax(-1).gather(1, chosen))
+
+
+def test_a_bias_chooses_and_does_not_weigh() -> None:
+    products, bias = torch.tensor([[0.5, 0.0, -0.5]]), torch.tensor([0.0, 0.0, 1.0])
+    chosen, weights = choose(products, bias, Choice(1, sigmoid=True, normalised=False, scale=2.0))
+    assert chosen.tolist() == [[2]]
+    torch.testing.assert_close(weights, 2.0 * products[:, 2:].sigmoid())
+
+
+def test_groups_are_chosen_by_their_two_best_experts() -> None:
+    """The best expert is in a group whose second is bad."""
+    products = torch.tensor([[9.0, -9.0, 2.0, 2.5, 0.0, 0.5]])
+    choice = Choice(2, sigmoid=True, groups=3, chosen_groups=1)
+    chosen, _ = choose(products, None, choice)
+    assert sorted(chosen[0].tolist()) == [2, 3]
+    chosen, _ = choose(products, None, Choice(2, sigmoid=True))
+    assert 0 in chosen[0].tolist()
