@@ -63,6 +63,12 @@ KERNELS = {
     "gather_split_chunks": ("kv.gather_split.reference_gather", "kv.gather_split_triton.gather"),
     "encode_kv_block": ("kv.split_kv.reference_encode", "kv.split_kv_triton.encode"),
     "decode_kv_blocks": ("kv.split_kv.reference_decode", "kv.split_kv_triton.decode"),
+    "choose_experts": ("experts.routing.reference_choose", "experts.routing_triton.choose"),
+    "expert_tiles": ("experts.grouped.reference_in_tiles", "experts.routing_triton.in_tiles"),
+    "sum_experts": (
+        "experts.grouped.reference_weighted_sums",
+        "experts.routing_triton.weighted_sums",
+    ),
     "dense_experts": (_EXPERTS, "experts.grouped_triton.dense"),
     "block_experts": (_EXPERTS, "weights.blocks_triton.grouped"),
     "split_experts": (_EXPERTS, "weights.split_bf16_triton.grouped"),

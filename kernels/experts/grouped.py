@@ -91,17 +91,42 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
     return implementation(_kernel(weight) or "dense_experts", x.device)(x, weight, tiles)
 
 
-def in_tiles(chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Divide rows into tiles of which each belongs to one expert. The number of tiles depends on
-    shapes alone, and nothing waits for the device.
+class Divided(NamedTuple):
+    """Rows in tiles of which each belongs to one expert.
+
+    order, experts: see `Tiles`
+    own: the same as `order`, for rows that are in their places already
+    places: place of each expert of each row, [rows, active] int64
+    """
+
+    order: torch.Tensor
+    own: torch.Tensor
+    experts: torch.Tensor
+    places: torch.Tensor
+
+
+def in_tiles(chosen: torch.Tensor, count: int) -> Divided:
+    """Divide rows into tiles. The number of tiles depends on shapes alone, and nothing waits for
+    the device.
 
     chosen: experts of each row, [rows, active] int64
-
-    Returns `order` and `experts` of `Tiles`, and the place of each row's experts, [rows, active].
+    Raises ValueError.
     """
+    require(
+        "in_tiles",
+        chosen.dim() == 2 and chosen.dtype == torch.int64 and chosen.is_contiguous(),
+        chosen=chosen,
+        count=count,
+    )
+    tiles = most_tiles(*chosen.shape, count)
+    return Divided(*implementation("expert_tiles", chosen.device)(chosen, count, tiles))
+
+
+def reference_in_tiles(
+    chosen: torch.Tensor, count: int, tiles: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, active = chosen.shape
     pairs, device = rows * active, chosen.device
-    tiles = most_tiles(rows, active, count)
     flat = chosen.flatten()
     sizes = (flat.unsqueeze(1) == torch.arange(count, device=device)).sum(0)
     ends = ((sizes + EXPERT_TILE - 1) // EXPERT_TILE).cumsum(0)
@@ -113,7 +138,38 @@ def in_tiles(chosen: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
     order = flat.new_full((tiles * EXPERT_TILE,), -1).scatter_(0, place, pair // active)
     which = torch.searchsorted(ends, torch.arange(tiles, device=device), right=True)
     places = torch.empty_like(flat).scatter_(0, pair, place)
-    return order, which.masked_fill_(which == count, -1), places.view(rows, active)
+    own = torch.arange(len(order), device=device).masked_fill_(order < 0, -1)
+    return order, own, which.masked_fill_(which == count, -1), places.view(rows, active)
+
+
+def weighted_sums(
+    outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sums of outputs of experts, [rows, columns] in their dtype, summed in
+    float32.
+
+    outputs: [places, columns]
+    places, weights: places of each row's experts and their weights, [rows, active] int64 and
+        float32
+    Raises ValueError.
+    """
+    require(
+        "weighted_sums",
+        outputs.dim() == 2
+        and places.shape == weights.shape
+        and (places.dtype, weights.dtype) == (torch.int64, torch.float32)
+        and all(each.is_contiguous() for each in (outputs, places, weights)),
+        outputs=outputs,
+        places=places,
+        weights=weights,
+    )
+    return implementation("sum_experts", outputs.device)(outputs, places, weights)
+
+
+def reference_weighted_sums(
+    outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    return (outputs[places].float() * weights.unsqueeze(-1)).sum(1).to(outputs.dtype)
 
 
 def most_tiles(rows: int, active: int, count: int) -> int:
@@ -129,11 +185,10 @@ def _by_tiles(
     x: torch.Tensor, experts: Experts, chosen: torch.Tensor, weights: torch.Tensor, gated: Gated
 ) -> torch.Tensor:
     count, gate_up, down = experts
-    order, which, places = in_tiles(chosen, count)
+    order, own, which, places = in_tiles(chosen, count)
     inner = product(x, gate_up, Tiles(EXPERT_TILE, 2 * down.shape[1], order, which))
-    own = torch.arange(len(order), device=order.device).masked_fill_(order < 0, -1)
     outer = product(gated(inner), down, Tiles(EXPERT_TILE, x.shape[1], own, which))
-    return (outer[places].float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    return weighted_sums(outer, places, weights)
 
 
 def _one_by_one(

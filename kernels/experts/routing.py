@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from triforce_kernels.checks import require
+from triforce_kernels.dispatch import implementation
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -33,8 +36,31 @@ def choose(
     """Return the experts of each row and their weights, [rows, active] int64 and float32.
 
     products: products of the rows with the router, [rows, experts] float32
-    bias: added to the scores for the choice alone, [experts]
+    bias: added to the scores for the choice alone, [experts] float32
+    Raises ValueError.
     """
+    count = products.shape[-1]
+    require(
+        "choose",
+        products.dim() == 2
+        and products.dtype == torch.float32
+        and products.is_contiguous()
+        and 0 < choice.active <= count // choice.groups * choice.chosen_groups
+        and count % choice.groups == 0
+        and (
+            bias is None
+            or ((bias.shape, bias.dtype) == ((count,), torch.float32) and bias.is_contiguous())
+        ),
+        products=products,
+        bias=bias,
+        choice=choice,
+    )
+    return implementation("choose_experts", products.device)(products, bias, choice)
+
+
+def reference_choose(
+    products: torch.Tensor, bias: torch.Tensor | None, choice: Choice
+) -> tuple[torch.Tensor, torch.Tensor]:
     scores = products.sigmoid() if choice.sigmoid else products.softmax(-1)
     wanted = scores if bias is None else scores + bias
     if choice.groups > 1:

@@ -28,7 +28,8 @@ from triforce_kernels import dispatch
 from triforce_kernels.attention.scoring import ScoreBuffer, group_scores
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.dispatch import KERNELS
-from triforce_kernels.experts.grouped import in_tiles, product
+from triforce_kernels.experts.grouped import in_tiles, product, weighted_sums
+from triforce_kernels.experts.routing import Choice, choose
 from triforce_kernels.kv.gather import ChunkSource, gather_chunks
 from triforce_kernels.kv.gather_split import SplitChunkSource, gather_split_chunks
 from triforce_kernels.kv.rounding import round_chunks
@@ -281,7 +282,12 @@ def launch_experts(dtype: torch.dtype) -> None:
         kind = ALL_TYPES[name]
         data = torch.zeros(count * columns, kind.row_bytes(depth), dtype=torch.uint8)
         weights.append(BlockWeight(data, kind, depth))
-    order, experts, _ = in_tiles(torch.zeros(17, 2, dtype=torch.int64), count)
+    router = torch.empty(17, 128)
+    for choice in (Choice(8), Choice(8, sigmoid=True, groups=8, chosen_groups=4)):
+        choose(router, router[0] if choice.sigmoid else None, choice)
+    chosen = torch.zeros(17, 2, dtype=torch.int64)
+    order, _, experts, places = in_tiles(chosen, count)
+    weighted_sums(torch.empty(32, depth, dtype=dtype), places, torch.empty(17, 2))
     for weight in weights:
         x = torch.empty(17, depth, dtype=dtype)
         product(x, weight, Tiles(EXPERT_TILE, columns, order, experts))

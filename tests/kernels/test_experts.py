@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from exactness import DEVICE, INTERPRETED, TOLERANCE, assert_near
@@ -13,7 +15,7 @@ from triforce_kernels.experts.grouped import (
     in_tiles,
     product,
 )
-from triforce_kernels.experts.routing import Choice, choose
+from triforce_kernels.experts.routing import Choice, choose, reference_choose
 from triforce_kernels.layer import swiglu
 from triforce_kernels.limits import EXPERT_TILE
 from triforce_kernels.weights.block_types import BLOCK_TYPES
@@ -45,11 +47,13 @@ def formats(draw, rows: int, columns: int, dtype: torch.dtype) -> dict[str, Weig
     }
 
 
-def test_rows_are_in_tiles_of_their_experts() -> None:
+def test_rows_are_in_tiles_of_their_experts(backend) -> None:
     generator = torch.Generator().manual_seed(1)
     for rows, active, count in ((1, 2, 8), (17, 3, 5), (40, 2, 60), (33, 1, 1)):
         chosen = torch.rand(rows, count, generator=generator).topk(active).indices
-        order, experts, places = in_tiles(chosen, count)
+        order, own, experts, places = in_tiles(chosen.to(DEVICE), count)
+        assert torch.equal(own >= 0, order >= 0)
+        assert torch.equal(own[own >= 0], (own >= 0).nonzero().squeeze(1))
         assert order.shape == (len(experts) * EXPERT_TILE,)
         assert places.unique().numel() == rows * active, "each has a place of its own"
         for row in range(rows):
@@ -71,7 +75,7 @@ def test_products_equal_those_with_each_expert(backend, draw, name, dtype) -> No
     x = draw(18, depth + 8, dtype=dtype)[:, :depth]
     generator = torch.Generator().manual_seed(2)
     chosen = torch.rand(18, count, generator=generator).topk(2).indices.to(DEVICE)
-    order, experts, places = in_tiles(chosen, count)
+    order, _, experts, places = in_tiles(chosen, count)
     found = product(x, weight, Tiles(EXPERT_TILE, columns, order, experts))[places]
     exact = numbers(weight).double().view(count, columns, depth)[chosen]
     expected = (exact @ x.double()[:, None, :, None]).squeeze(-1)
@@ -109,7 +113,7 @@ def test_a_block_type_without_a_kernel_goes_expert_by_expert(backend) -> None:
     assert not has_kernels(Experts(1, weight, weight))
 
 
-def test_experts_are_chosen_by_their_scores() -> None:
+def test_experts_are_chosen_by_their_scores(backend) -> None:
     products = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, -1.0, 4.0, 5.0]])
     chosen, weights = choose(products, None, Choice(2))
     assert chosen.tolist() == [[1, 2], [3, 2]]
@@ -120,14 +124,14 @@ def test_experts_are_chosen_by_their_scores() -> None:
     torch.testing.assert_close(plain, products.softmax(-1).gather(1, chosen))
 
 
-def test_a_bias_chooses_and_does_not_weigh() -> None:
+def test_a_bias_chooses_and_does_not_weigh(backend) -> None:
     products, bias = torch.tensor([[0.5, 0.0, -0.5]]), torch.tensor([0.0, 0.0, 1.0])
     chosen, weights = choose(products, bias, Choice(1, sigmoid=True, normalised=False, scale=2.0))
     assert chosen.tolist() == [[2]]
     torch.testing.assert_close(weights, 2.0 * products[:, 2:].sigmoid())
 
 
-def test_groups_are_chosen_by_their_two_best_experts() -> None:
+def test_groups_are_chosen_by_their_two_best_experts(backend) -> None:
     """The best expert is in a group whose second is bad."""
     products = torch.tensor([[9.0, -9.0, 2.0, 2.5, 0.0, 0.5]])
     choice = Choice(2, sigmoid=True, groups=3, chosen_groups=1)
@@ -135,3 +139,28 @@ def test_groups_are_chosen_by_their_two_best_experts() -> None:
     assert sorted(chosen[0].tolist()) == [2, 3]
     chosen, _ = choose(products, None, Choice(2, sigmoid=True))
     assert 0 in chosen[0].tolist()
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize(("count", "groups"), [(128, 1), (60, 4), (3, 3)])
+def test_every_way_to_choose_is_the_references(backend, draw, count, groups, sigmoid) -> None:
+    choice = Choice(
+        min(6, count // groups * 2), sigmoid=sigmoid, scale=1.5, groups=groups, chosen_groups=2
+    )
+    if groups == 1:
+        choice = replace(choice, chosen_groups=1)
+    products, bias = draw(33, count), 0.1 * draw(count)
+    for added in (None, bias):
+        chosen, weights = choose(products, added, choice)
+        expected, theirs = reference_choose(products, added, choice)
+        assert torch.equal(chosen, expected)
+        torch.testing.assert_close(weights, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_products_that_are_not_numbers_choose_experts_that_exist(backend, draw) -> None:
+    products = draw(4, 5)
+    products[1], products[2, 3] = torch.nan, torch.inf
+    chosen, weights = choose(products, None, Choice(3))
+    assert chosen.min() >= 0
+    assert chosen.max() < 5
+    assert weights[1].isnan().all()
