@@ -77,11 +77,14 @@ class Format(ABC):
     read: how an exact product reads the tensor
     draft_read: how a product for drafts reads the tensor
     split: whether the tensor has low bits
+    multiplies_experts: whether a kernel multiplies by experts that stand one above the other in
+        such a matrix, where kernels know its block type
     """
 
     read: ClassVar[Read] = Read.AS_STORED
     draft_read: ClassVar[Read] = Read.AS_STORED
     split: ClassVar[bool] = False
+    multiplies_experts: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -122,6 +125,8 @@ class Format(ABC):
 class Dense(Format):
     """Every element as it is, row by row."""
 
+    multiplies_experts: ClassVar[bool] = True
+
     shape: tuple[int, ...]
     dtype: ElementType
 
@@ -155,6 +160,8 @@ class Matrix(Format):
 class Blocks(Matrix):
     """A matrix in one of GGUF's block types, row by row."""
 
+    multiplies_experts: ClassVar[bool] = True
+
     kind: BlockType
 
     @property
@@ -176,6 +183,8 @@ class Groups(Format):
     """A matrix of 4-bit integers, with a scale and an offset in `dtype` for each `group` columns of
     a row (`triforce_kernels.weights.int4`).
     """
+
+    multiplies_experts: ClassVar[bool] = True
 
     read: ClassVar[Read] = Read.GROUPS
 
@@ -279,6 +288,8 @@ class SplitBF16(SplitFormat):
     """A bfloat16 matrix with an even number of columns, in 12 bits per number and room for
     exceptions (`triforce_kernels.weights.split_bf16`).
     """
+
+    multiplies_experts: ClassVar[bool] = True
 
     read: ClassVar[Read] = Read.SPLIT_BF16
 

@@ -120,6 +120,16 @@ class Layouts:
         parts = (part for layout in self._all() for part in layout.decoded())
         return frozenset(part.block_type for part in parts if part.block_type)
 
+    @cached_property
+    def experts(self) -> frozenset[Format]:
+        """Formats of the matrices of experts."""
+        return frozenset(
+            layer.formats[part]
+            for layer in self.layers
+            for part in EXPERT_PARTS
+            if part in layer.formats
+        )
+
     def _all(self) -> Iterator[FlatLayout]:
         yield from filter(None, (*self.layers, self.head, self.embedding))
 

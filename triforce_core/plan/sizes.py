@@ -99,10 +99,12 @@ class ModelSizes:
     @property
     def graphs(self) -> bool:
         """Whether the forwards of draft levels are recorded. Decoding without a kernel copies small
-        tables from the host, which a graph cannot contain.
+        tables from the host, and without one for experts the host chooses them, neither of which a
+        graph can contain.
         """
         weights, device = self.weights, self.device
-        fused = device.kernels or not weights.split
+        fused = device.kernels or not (weights.split or weights.experts)
+        fused &= all(each.multiplies_experts for each in weights.experts)
         return device.graphs and fused and all(map(device.has_kernel, weights.block_types))
 
     @property

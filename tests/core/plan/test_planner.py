@@ -298,6 +298,8 @@ def test_known_mixes_take_what_published_files_do() -> None:
         ("llama3.1-70b:Q4_K_S", 40.35),
         ("qwen2.5-32b:Q4_K_M", 19.85),
         ("qwen2.5-7b:Q4_K_M", 4.68),
+        ("qwen3-30b-a3b:Q4_K_M", 18.56),
+        ("mixtral-8x7b:Q4_K_M", 28.45),
     ):
         shape = read_model(name)
         nbytes = stored_layouts(shape.config, DTYPES["float32"], shape.pieces).nbytes

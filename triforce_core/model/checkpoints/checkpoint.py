@@ -146,7 +146,11 @@ class Checkpoint:
 
     @cached_property
     def mtp_head(self) -> MtpHead | None:
-        """The model's MTP head, None if the files have none that is known, or only parts of one."""
+        """The model's MTP head, None if the files have none that is known, or only parts of one.
+        Heads with experts are not used: they take gigabytes.
+        """
+        if self.config.layers[self.config.kv_layers[0]].mlp.active:
+            return None
         held = self._source.names()
         names = head_names(held, len(self.config.layers))
         if names is None:

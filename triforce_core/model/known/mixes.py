@@ -36,6 +36,8 @@ _MIXES = {
 NAMES = tuple(_MIXES)
 # Stands for matrices that are never quantised.
 _DENSE = ""
+# Number of experts of Mixtral, whose attention llama.cpp keeps in more bits.
+_FEW_EXPERTS, _BELOW_Q5 = 8, ("Q2_K", "Q3_K", "Q4_K", "IQ4_XS")
 # llama.cpp's replacements for rows that are not whole blocks of 256 numbers.
 _SMALLER_BLOCKS = {
     "Q2_K": "IQ4_NL",
@@ -158,6 +160,9 @@ def _layer(name: str, layer: int, config: ModelConfig) -> Callable[[str], str]:
             special["v"] = "Q5_K"
         if layer < eighth:
             special["down"] = "Q5_K"
+    if getattr(config.layers[layer].mlp, "count", 0) == _FEW_EXPERTS and name not in ("Q8_0", FP8):
+        # Small beside the experts.
+        special |= {"k": "Q8_0", "v": "Q8_0"} | ({"o": "Q5_K"} if plain in _BELOW_Q5 else {})
     # A 70B model has many query heads per value head, so values are small and can take more bits.
     if plain in ("Q3_K", "Q4_K") and layers == 80 and special.get("v", plain) != "Q6_K":
         special["v"] = "Q5_K"

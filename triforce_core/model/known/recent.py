@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from triforce_core.model.known.sparse import SPARSE
+
 MISTRAL_SMALL = {
     "model_type": "mistral",
     "hidden_size": 5120,
@@ -235,4 +237,5 @@ RECENT: Mapping[str, Mapping[str, Any]] = {
         },
         "dtype": "bfloat16",
     },
+    **SPARSE,
 }

@@ -11,7 +11,8 @@ from triforce_core.plan.levels import WINDOW, fitting_budget
 from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.acceptance_curve import NGRAM_PROPOSED, expected_tokens
 from triforce_core.plan.simulation.case import Case
-from triforce_core.plan.simulation.costs import Costs, prefill_flops
+from triforce_core.plan.simulation.costs import Costs
+from triforce_core.plan.simulation.launches import prefill_flops
 from triforce_core.plan.simulation.round_cost import RoundCost
 from triforce_core.plan.sizes import PREFILL_CHUNK
 from triforce_core.settings import AUTO, MethodSettings

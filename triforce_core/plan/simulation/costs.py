@@ -28,6 +28,7 @@ from triforce_core.plan.simulation.launches import (
     CONVOLVE_LAUNCHES,
     DECODE_OPERATIONS,
     DISTRIBUTION_BYTES,
+    EXPERT_LAUNCHES,
     FUSED,
     LAW_PASSES,
     LAW_SEARCH_STEPS,
@@ -50,32 +51,6 @@ from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.states.shape import FOLD_TOKENS
 from triforce_offload.machine.profiles import Hardware
 from triforce_offload.weights.formats import ElementType, Read
-
-
-def prefill_flops(config: ModelConfig, tokens: int) -> float:
-    """Return the flops of the layers' matrix products and of causal attention, which covers half of
-    the keys on average, or a window.
-    """
-    numbers = 0.0
-    for spec in config.layers:
-        for part, shape in spec.products(config.hidden).items():
-            numbers += prod(shape) * (spec.mlp.active if part in EXPERT_PARTS else 1)
-        numbers += _mixed_numbers(spec.mixer, tokens)
-    return 2.0 * tokens * numbers
-
-
-def _mixed_numbers(mixer: Mixer, tokens: int) -> float:
-    """Return the multiplications of a mixer between its projections, for each token of a prompt."""
-    match mixer:
-        case Attention():
-            return 2 * mixer.queries * min(tokens / 2, mixer.window or tokens)
-        case DeltaNet():
-            # By key, by query and in the fold with the state; the same with the rows of a chunk.
-            states = 3 * mixer.key_dim * mixer.value_dim
-            rows = 2 * FOLD_TOKENS * (mixer.key_dim + mixer.value_dim)
-            return mixer.value_heads * (states + rows) + mixer.channels * mixer.taps
-        case _:
-            return mixer.channels * mixer.taps
 
 
 @dataclass(frozen=True)
@@ -132,7 +107,8 @@ class Costs:
         if matrices.experts:
             work += self._experts(tokens)
         work += self._touch(tokens, touched, launches.small_after)
-        layer = self._launched(work, launches.after, recorded)
+        count = launches.after + self._expert_launches(tokens)
+        layer = self._launched(work, count, recorded)
         return layer + 2 * self.all_reduce(tokens)
 
     def _experts(self, tokens: int) -> float:
@@ -144,6 +120,17 @@ class Costs:
         rows = tokens * mlp.active / mlp.distinct(tokens)
         elements, nbytes = self._elements[2] * share, matrices.experts * share
         return self._product(rows, elements, nbytes, matrices.layer_read)
+
+    def _expert_launches(self, tokens: int) -> int:
+        """Return the launches of a layer's experts, the average of all layers."""
+        sparse = [spec.mlp for spec in self.config.layers if spec.mlp.active]
+        if not sparse:
+            return 0
+        plain, fused = EXPERT_LAUNCHES
+        share = len(sparse) / len(self.config.layers)
+        if self.hardware.asynchronous and tokens <= FEW_ROWS:
+            return round(share * (fused + 2))
+        return round(share * plain * sparse[0].distinct(tokens))
 
     def attend(
         self,

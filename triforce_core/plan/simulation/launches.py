@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
+from triforce_core.model.config import ModelConfig
+from triforce_core.model.feed_forward import EXPERT_PARTS
+from triforce_core.model.layers import Attention, DeltaNet, Mixer
 from triforce_kernels.limits import FEW_ROWS
+from triforce_offload.kv.states.shape import FOLD_TOKENS
 from triforce_offload.weights.formats import Read
 
 
@@ -79,4 +84,34 @@ ROUND_LAUNCHES = 30
 # a kernel for the convolution, one for gates, one for 16 rows of the rule and one for its norm, and
 # sums of decays; around a convolution alone, two products.
 CONVOLVE_LAUNCHES, RECUR_LAUNCHES = (12, 3), (75, 5)
+# Launches around the products with experts, in PyTorch for each expert that is chosen, and in
+# Triton: a copy of the rows in float32, their product with the router, three kernels that choose
+# experts, divide rows into tiles and sum, and the activation (`experts.grouped`).
+EXPERT_LAUNCHES = (14, 6)
 NORM_PARTS = ("input_norm", "qkv")
+
+
+def prefill_flops(config: ModelConfig, tokens: int) -> float:
+    """Return the flops of the layers' matrix products and of causal attention, which covers half of
+    the keys on average, or a window.
+    """
+    numbers = 0.0
+    for spec in config.layers:
+        for part, shape in spec.products(config.hidden).items():
+            numbers += prod(shape) * (spec.mlp.active if part in EXPERT_PARTS else 1)
+        numbers += _mixed_numbers(spec.mixer, tokens)
+    return 2.0 * tokens * numbers
+
+
+def _mixed_numbers(mixer: Mixer, tokens: int) -> float:
+    """Return the multiplications of a mixer between its projections, for each token of a prompt."""
+    match mixer:
+        case Attention():
+            return 2 * mixer.queries * min(tokens / 2, mixer.window or tokens)
+        case DeltaNet():
+            # By key, by query and in the fold with the state; the same with the rows of a chunk.
+            states = 3 * mixer.key_dim * mixer.value_dim
+            rows = 2 * FOLD_TOKENS * (mixer.key_dim + mixer.value_dim)
+            return mixer.value_heads * (states + rows) + mixer.channels * mixer.taps
+        case _:
+            return mixer.channels * mixer.taps

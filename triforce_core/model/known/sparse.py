@@ -1,0 +1,68 @@
+"""Shapes of mixtures of experts: fields of their config.json files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 262144,
+    "rope_theta": 1e7,
+    "dtype": "bfloat16",
+}
+SPARSE: Mapping[str, Mapping[str, Any]] = {
+    # Those of July 2025 and later, and Qwen3-Coder, which has the same shape.
+    "qwen3-30b-a3b": _QWEN3_30B_A3B,
+    "qwen3-coder-30b-a3b": _QWEN3_30B_A3B,
+    # The text part of Qwen3.5 and 3.6, whose other fields have their defaults.
+    "qwen3.5-35b-a3b": {
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+        },
+        "dtype": "bfloat16",
+    },
+    "glm-4.5-air": {
+        "model_type": "glm4_moe",
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "head_dim": 128,
+        "attention_bias": True,
+        "vocab_size": 151552,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "dtype": "bfloat16",
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+        "sliding_window": None,
+        "dtype": "bfloat16",
+    },
+}
