@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -29,6 +30,17 @@ CONFIG = {
 }
 
 
+def _in_twin(model: torch.nn.Module, name: str) -> torch.Tensor:
+    """The numbers of a tensor of the files in the model, which has all experts in two tensors."""
+    found = re.match(r"(.*experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+    if found is None:
+        return model.get_parameter(name).data
+    prefix, expert, part = found.groups()
+    stacked = "down_proj" if part == "down" else "gate_up_proj"
+    numbers = model.get_parameter(f"{prefix}.{stacked}").data[int(expert)]
+    return numbers if part == "down" else numbers.chunk(2)[part == "up"]
+
+
 def quantise(directory: Path, model: torch.nn.Module) -> None:
     """Writes the layers' matrices of a checkpoint, and of its twin, in FP8. Rows of k and v are no
     multiple of 128.
@@ -47,7 +59,7 @@ def quantise(directory: Path, model: torch.nn.Module) -> None:
         whole = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows]
         numbers = (tensor / whole).to(torch.float8_e4m3fn)
         made[name], made[f"{name}_scale_inv"] = numbers, scales
-        model.get_parameter(name).data.copy_(numbers.float() * whole)
+        _in_twin(model, name).copy_(numbers.float() * whole)
     save_file(made, directory / "model.safetensors", {"format": "pt"})
     config = directory / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": CONFIG}))

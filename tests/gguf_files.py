@@ -9,6 +9,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+from gguf_experts import describe_experts, expert_tensors
 from helpers import full_layers
 
 # Where the half-precision numbers of a block lie, in types that the gguf package does not write.
@@ -43,10 +44,12 @@ _ARCHITECTURES = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 _RENAMED = {
     **{"mistral": "llama", "gemma3_text": "gemma3", "olmo3": "olmo2"},
     **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4", "qwen3_5_text": "qwen35"},
+    **{"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"},
+    **{"qwen3_5_moe_text": "qwen35moe", "ernie4_5_moe": "ernie4_5-moe", "glm4_moe": "glm4moe"},
 }
 # Those whose q and k llama.cpp's converter permutes.
-_PERMUTED = ("llama", "smollm3", "granite")
-_LARGER = re.compile(r"blk\.\d*[02468]\.(ffn_down|attn_v)\.weight")
+_PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
+_LARGER = re.compile(r"blk\.\d*[02468]\.(ffn_down|ffn_down_exps|attn_v)\.weight")
 
 
 def write_gguf(
@@ -81,7 +84,7 @@ def write_gguf(
     for name, array in tensors.items():
         stored = gguf.GGMLQuantizationType.Q8_0 if mixed and _LARGER.match(name) else kind
         block = gguf.GGML_QUANT_SIZES[stored][0]
-        if array.ndim > 1 and array.shape[-1] % block == 0:
+        if array.ndim > 1 and array.shape[-1] % block == 0 and "_inp" not in name:
             writer.add_tensor(name, in_blocks(array, stored), raw_dtype=stored)
         else:
             writer.add_tensor(name, np.ascontiguousarray(array))
@@ -102,11 +105,14 @@ def _describe_sizes(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     mlp = model.model.layers[0].feed_forward.w1 if architecture == "lfm2" else None
-    writer.add_feed_forward_length(mlp.out_features if mlp else config.intermediate_size)
+    width = mlp.out_features if mlp else getattr(config, "intermediate_size", None)
+    if width:
+        writer.add_feed_forward_length(width)
+    describe_experts(writer, config)
     writer.add_head_count(config.num_attention_heads)
     if architecture == "gemma4":
         _describe_gemma4(writer, config)
-    elif architecture in ("qwen35", "lfm2"):
+    elif architecture in ("qwen35", "qwen35moe", "lfm2"):
         _describe_recurrent(writer, config)
     else:
         writer.add_head_count_kv(config.num_key_value_heads)
@@ -142,12 +148,15 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
             )
         if architecture == "gemma3" and "norm" in name:
             array = array + 1
-        if architecture == "qwen35":
+        if architecture in ("qwen35", "qwen35moe"):
             name, array = _of_qwen35(config, name, array)
         if name.endswith("conv.conv.weight"):
             array = array.squeeze(1)
         if name.endswith("layer_scalar"):
             name += ".weight"
+        if of_experts := expert_tensors(name, array):
+            tensors |= of_experts
+            continue
         tensors[names.get_name(name, (".weight", ".bias"))] = array
     if architecture == "gemma4":
         full = full_layers(config).head_dim
@@ -263,7 +272,7 @@ def _describe_family(writer: gguf.GGUFWriter, config: object, head_dim: int) -> 
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if config.model_type == "granite":
+    if config.model_type in ("granite", "granitemoe"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)

@@ -146,6 +146,7 @@ def held_against_the_whole(path: Path, ranks: int, *, stored: bool = False) -> l
     ("family", "ranks"),
     [
         *product(("llama", "llama-mqa", "llama-bias", "qwen3", "gemma4"), (2, 3, 4)),
+        *product(("qwen2_moe", "mixtral"), (2, 3)),
         *product(("olmo2", "olmo3"), (2, 4)),
         *product(("qwen3_5", "lfm2"), (2, 3)),
     ],
@@ -156,7 +157,7 @@ def test_a_rank_reads_its_share_of_safetensors(tiny, family: str, ranks: int) ->
     assert not any(each.block_types for each in layouts)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-mqa", "gemma4", "qwen3_5"])
+@pytest.mark.parametrize("family", ["llama", "llama-mqa", "gemma4", "qwen3_5", "qwen2_moe"])
 def test_a_rank_reads_no_byte_of_another_share(tiny, monkeypatch, family: str) -> None:
     read = []
     fill = OpenedFile.fill

@@ -34,6 +34,7 @@ METHODS = {
 RANKED = ("llama-tied", "llama-bias", "qwen2", "qwen3")
 RANKED += ("seed-oss", "smollm3", "granite", "glm4", "phi3-partial", "ernie4_5", "exaone4")
 RANKED += ("qwen3-windows", "exaone4-windows", "gemma4", "olmo2", "olmo3", "qwen3_5", "lfm2")
+RANKED += ("qwen3_moe", "qwen2_moe", "glm4_moe")
 
 
 def transformers_text(model: torch.nn.Module, prompt: list[int]) -> list[int]:

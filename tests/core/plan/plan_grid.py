@@ -20,6 +20,7 @@ from typing import Any
 from triforce_core.cli.main import main
 from triforce_core.model.known.mixes import FP8, NAMES
 from triforce_core.model.known.shapes import SHAPES, read_model
+from triforce_core.model.known.sparse import SPARSE
 
 RECORD = Path(__file__).with_name("grid.json")
 COUNT = 320
@@ -46,8 +47,9 @@ def cases() -> list[list[str]]:
     came later are drawn after the others, so that these cases stay as they are.
     """
     every = []
-    first = [name for name in SHAPES if name not in (*NEWER, *WINDOWED, *RECURRENT)]
-    for count, names in ((COUNT, first), (40, NEWER), (30, WINDOWED), (20, RECURRENT)):
+    first = [name for name in SHAPES if name not in (*NEWER, *WINDOWED, *RECURRENT, *SPARSE)]
+    later = ((40, NEWER), (30, WINDOWED), (20, RECURRENT), (25, list(SPARSE)))
+    for count, names in ((COUNT, first), *later):
         draw = random.Random(33)
         some = [[name, "--gpu", "rtx4090"] for name in names]
         while len(some) < count:

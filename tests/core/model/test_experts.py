@@ -1,0 +1,176 @@
+"""Mixtures of experts out of every kind of file: stacked or one by one, GGUF, FP8."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from fp8_files import quantise as to_fp8
+from gguf_files import write_gguf
+from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
+from oracle import assert_equal_but_for_ties
+from safetensors.torch import load_file, save_file
+from tiny_families import WITH_EXPERTS
+
+from triforce_core import Engine, SamplingParams
+from triforce_core.model.families.hf import from_hf
+from triforce_core.model.feed_forward import Experts, Router
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
+
+PROMPT, NEW = random_ids(60), 24
+GREEDY = SamplingParams(NEW, temperature=0)
+
+
+def engine(path: Path, **options: object) -> Engine:
+    common = {"device": "cpu", "max_context": 120, "block_tokens": BLOCK}
+    return Engine.from_pretrained(path, **common | options)
+
+
+def stacked(directory: Path) -> None:
+    """Rewrites a model whose experts are published one by one: all of a layer in two tensors."""
+    file, made = directory / "model.safetensors", {}
+    experts: dict[str, dict[tuple[str, int], torch.Tensor]] = {}
+    for name, tensor in load_file(file).items():
+        found = re.match(r"(.*mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if found:
+            experts.setdefault(found[1], {})[found[3], int(found[2])] = tensor
+        else:
+            made[name] = tensor
+    for prefix, tensors in experts.items():
+        count = len(tensors) // 3
+        both = [torch.cat((tensors["gate", i], tensors["up", i])) for i in range(count)]
+        made[f"{prefix}.gate_up_proj"] = torch.stack(both)
+        made[f"{prefix}.down_proj"] = torch.stack([tensors["down", i] for i in range(count)])
+    save_file(made, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_experts_in_stacked_tensors_are_the_same(tiny, tmp_path, family: str) -> None:
+    make_model(family, tmp_path)
+    texts = []
+    for again in (False, True):
+        if again:
+            stacked(tmp_path)
+            held = load_file(tmp_path / "model.safetensors")
+            assert not any(".experts.0." in name for name in held)
+        with engine(tmp_path, placement=PLACEMENTS["weights"], method="autoregressive") as running:
+            texts.append(running.generate(PROMPT, GREEDY).token_ids)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("weights", ["dense", "stored"])
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_a_gguf_file_is_the_model(tmp_path, family: str, weights: str) -> None:
+    """llama.cpp knows no dense layers between those with experts, except the first."""
+    overrides = {"mlp_only_layers": []} if family == "qwen3_moe" else {}
+    model = make_model(family, tmp_path, **overrides)
+    kind = gguf.GGMLQuantizationType.F32
+    if weights == "stored":
+        kind = gguf.GGMLQuantizationType.Q8_0
+    write_gguf(model, tmp_path / "m.gguf", kind)
+    with engine(tmp_path / "m.gguf", weights="dense", method="autoregressive") as plain:
+        expected = plain.generate(PROMPT, GREEDY).token_ids
+    if weights == "dense":
+        theirs = model.generate(torch.tensor([PROMPT]), max_new_tokens=NEW, do_sample=False)
+        assert_equal_but_for_ties(model, PROMPT, expected, theirs[0, len(PROMPT) :].tolist())
+        return
+    options = {"weights": "stored", "budget": 32, "draft_tokens": 4, "draft": "none"}
+    for placement in ("weights-one-slot", "both", "int4"):
+        with engine(tmp_path / "m.gguf", **placed(placement, options)) as running:
+            assert running.generate(PROMPT, GREEDY).token_ids == expected
+
+
+def test_types_of_gate_and_up_projections_may_differ(tmp_path) -> None:
+    """Then an expert's rows are in two formats."""
+    model = make_model("mixtral", tmp_path)
+    file = tmp_path / "m.gguf"
+    write_gguf(model, file, gguf.GGMLQuantizationType.Q4_0, mixed=True)
+    with engine(file, weights="dense", method="autoregressive") as plain:
+        expected = plain.generate(PROMPT, GREEDY).token_ids
+    options = {"weights": "stored", "method": "autoregressive"}
+    with engine(file, placement=PLACEMENTS["weights"], **options) as running:
+        assert running.generate(PROMPT, GREEDY).token_ids == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_experts_in_fp8_are_those_of_the_dequantised_model(tmp_path, family: str) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "moe_intermediate_size": 128}
+    model = make_model(family, tmp_path, head_dim=64, num_key_value_heads=1, **sizes)
+    to_fp8(tmp_path, model)
+    texts = []
+    for weights in ("dense", "stored"):
+        with engine(tmp_path, weights=weights, placement=PLACEMENTS["weights"], budget=None) as e:
+            texts.append(e.generate(PROMPT, GREEDY).token_ids)
+    assert texts[0] == texts[1]
+    with engine(tmp_path, weights="stored", placement=PLACEMENTS["int4"], budget=32) as drafting:
+        result = drafting.generate(PROMPT, GREEDY)
+    assert result.token_ids == texts[0]
+    assert "retrieval" in result.stats["levels"]
+
+
+CONFIG = {
+    "model_type": "glm4_moe",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 512,
+    "n_routed_experts": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_experts_per_tok": 9}, "9 of 8 experts"),
+        ({"n_group": 3}, "1 of 3 groups of 8 experts"),
+        ({"n_group": 4, "topk_group": 2, "num_experts_per_tok": 5}, "5 experts cannot be chosen"),
+        ({"n_routed_experts": "eight"}, "n_routed_experts"),
+        ({"routed_scaling_factor": None}, None),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers"),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv"),
+    ],
+)
+def test_impossible_experts_are_named(change: dict, named: str | None) -> None:
+    if named is None:
+        from_hf(CONFIG | change, {})
+        return
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=named):
+        from_hf(CONFIG | change, {})
+
+
+def test_what_reads_experts_knows_their_layers() -> None:
+    config = from_hf(CONFIG, {})
+    dense, *sparse = (spec.mlp for spec in config.layers)
+    assert dense.active == 0
+    assert all(mlp.active == 8 and mlp.shared == mlp.width for mlp in sparse)
+    qwen = {"model_type": "qwen3_moe", "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    config = from_hf(CONFIG | qwen, {})
+    assert [spec.mlp.active > 0 for spec in config.layers] == [False, True, False, False]
+
+
+def test_how_many_experts_rows_choose() -> None:
+    """Independent choices, counted."""
+    mlp = Experts(16, 3, 8, Router())
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(4000, 5, 16, generator=generator).topk(3).indices.flatten(1)
+    counted = sum(len(set(each)) for each in rows.tolist()) / len(rows)
+    assert mlp.distinct(5) == pytest.approx(counted, rel=0.01)
+    assert mlp.distinct(1) == pytest.approx(3)
+
+
+def test_a_missing_expert_is_named(tmp_path) -> None:
+    make_model("qwen3_moe", tmp_path)
+    file = tmp_path / "model.safetensors"
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    save_file({key: tensor for key, tensor in load_file(file).items() if key != name}, file)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        engine(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "qwen3_moe"

@@ -1,0 +1,64 @@
+"""What GGUF files of mixtures of experts have beside others, as llama.cpp's converter writes it."""
+
+from __future__ import annotations
+
+import re
+
+import gguf
+import numpy as np
+
+# Names of tensors of a layer in a file, by a pattern of transformers' names.
+_NAMES = {
+    r"(mlp\.gate|router)\.weight": "ffn_gate_inp.weight",
+    r"e_score_correction_bias": "exp_probs_b.bias",
+    r"experts\.down_proj": "ffn_down_exps.weight",
+    r"shared_experts?\.gate_proj\.weight": "ffn_gate_shexp.weight",
+    r"shared_experts?\.up_proj\.weight": "ffn_up_shexp.weight",
+    r"shared_experts?\.down_proj\.weight": "ffn_down_shexp.weight",
+    r"shared_expert_gate\.weight": "ffn_gate_inp_shexp.weight",
+}
+
+
+def expert_tensors(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """The tensors of a file that one of transformers becomes; none if it is not of experts."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    if layer is None:
+        return {}
+    prefix = f"blk.{layer[1]}."
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = np.split(array, 2, 1)
+        return {f"{prefix}ffn_gate_exps.weight": gate, f"{prefix}ffn_up_exps.weight": up}
+    for pattern, stored in _NAMES.items():
+        if re.search(f"{pattern}$", name):
+            # The bias of ERNIE, and the gate of Qwen's shared expert, are vectors there.
+            return {prefix + stored: array.squeeze(0) if array.shape[0] == 1 else array}
+    return {}
+
+
+def describe_experts(writer: gguf.GGUFWriter, config: object) -> None:
+    """Adds what the converter adds of experts."""
+
+    def of(*names: str) -> int | float | None:
+        return next((value for name in names if (value := getattr(config, name, None))), None)
+
+    count = of("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    if not count or config.model_type == "granitemoehybrid":
+        return
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(of("num_experts_per_tok", "moe_k"))
+    if width := of("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(width)
+    if shared := of("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(shared)
+    if config.model_type == "ernie4_5_moe":
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    if config.model_type == "glm4_moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
