@@ -48,8 +48,8 @@ PREFILL_CHUNK = 1024
 # Number of tokens of a draft model's longest forward, which catches up with a text. Such forwards
 # are not recorded.
 _CATCH_UP = 512
-# Unless requested, int4 copies are made only if they take at most this share of the layers' bytes:
-# those of 6-bit layers and larger.
+# Unless requested, int4 copies of quantised layers are made only if they take at most this share of
+# the layers' bytes: those of 6-bit layers and larger.
 _LARGEST_COPIES = 0.75
 # Least and greatest number of tokens of a KV block.
 _BLOCK_TOKENS = (16, 4096)
@@ -111,12 +111,14 @@ class ModelSizes:
     def int4_layouts(self) -> tuple[FlatLayout, ...]:
         """Layout of each layer's int4 copy; empty if the retrieval level does not use such copies.
 
-        Raises UsageError if it has to use them and they are no smaller than the layers.
+        Raises UsageError if it has to use them and they are no smaller than quantised layers.
         """
         asked = self.method.draft_weights
         if asked in (EXACT, SPLIT) or self.method.method != "triforce":
             return ()
         copies = int4_layouts(self.config, self.dtype)
+        if not self.weights.block_types:
+            return copies
         size, exact = sum(layer.nbytes for layer in copies), self.weights.layers_bytes
         if asked == INT4 and size >= exact:
             raise UsageError(
