@@ -80,7 +80,9 @@ def test_greedy_texts_are_transformers_own(tiny, method: str, placement: str) ->
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("family", ["qwen3", "dynamic-rope", "llama-bias", "qwen3_5", "lfm2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "dynamic-rope", "llama-bias", "qwen3_5", "lfm2", "qwen3_moe"]
+)
 def test_other_families(tiny, family: str) -> None:
     path, twin = tiny(family)
     with engine(path, "ngram", sequences=8) as ours:
