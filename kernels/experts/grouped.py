@@ -169,7 +169,10 @@ def weighted_sums(
 def reference_weighted_sums(
     outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    return (outputs[places].float() * weights.unsqueeze(-1)).sum(1).to(outputs.dtype)
+    out = outputs.new_zeros(len(places), outputs.shape[1], dtype=torch.float32)
+    for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
+        out += outputs[place].float() * weight.unsqueeze(1)
+    return out.to(outputs.dtype)
 
 
 def most_tiles(rows: int, active: int, count: int) -> int:
@@ -194,17 +197,22 @@ def _by_tiles(
 def _one_by_one(
     x: torch.Tensor, experts: Experts, chosen: torch.Tensor, weights: torch.Tensor, gated: Gated
 ) -> torch.Tensor:
-    """Sums are in the order of the experts."""
-    _, gate_up, down = experts
-    hidden, width = x.shape[1], 2 * down.shape[1]
-    out = x.new_zeros(x.shape, dtype=torch.float32)
-    for expert in chosen.unique().tolist():
-        row, place = (chosen == expert).nonzero(as_tuple=True)
-        part = rows_of(gate_up, expert * width, (expert + 1) * width)
-        inner = gated(linear(x[row], part))
-        part = rows_of(down, expert * hidden, (expert + 1) * hidden)
-        out.index_add_(0, row, linear(inner, part).float() * weights[row, place, None])
-    return out.to(x.dtype)
+    count, gate_up, down = experts
+    (rows, active), hidden, width = chosen.shape, x.shape[1], 2 * down.shape[1]
+    flat = chosen.flatten()
+    order = flat.sort(stable=True).indices
+    row = order // active
+    outputs, first = x.new_empty(rows * active, hidden), 0
+    for expert, size in enumerate(flat.bincount(minlength=count).tolist()):
+        if size:
+            part = rows_of(gate_up, expert * width, (expert + 1) * width)
+            inner = gated(linear(x[row[first : first + size]], part))
+            part = rows_of(down, expert * hidden, (expert + 1) * hidden)
+            outputs[first : first + size] = linear(inner, part)
+            first += size
+    places = torch.empty_like(flat)
+    places[order] = torch.arange(rows * active, device=x.device)
+    return weighted_sums(outputs, places.view(rows, active), weights)
 
 
 def reference_product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:

@@ -14,6 +14,8 @@ from triforce_kernels.limits import (
     DECODE_BYTES,
     DECODED_AT_ONCE,
     DELTA_ROWS,
+    EXPERT_TILE,
+    FEW_ROWS,
     GROUPS_AT_ONCE,
     GROUPS_BYTES,
     SPLIT_AT_ONCE_ON_GPU,
@@ -72,13 +74,21 @@ def _layers_bytes(
 
 def _mlp_bytes(mlp: MLP, hidden: int, tokens: int, itemsize: int) -> int:
     """Return the bytes of an MLP. Of experts: one that all tokens chose, with its rows and its
-    results in both dtypes; what is summed, the input in float32, and the scores of all experts.
+    results; the results of all, their sums and the input in float32, and the scores of all experts.
     """
     if not isinstance(mlp, Experts):
         return tokens * (hidden * 2 + mlp.width * 3) * itemsize
     widest = max(mlp.width, mlp.shared)
-    each = (hidden * 4 + widest * 3) * itemsize + hidden * 4 * 4 + mlp.count * 4 * 6
-    return tokens * (each + mlp.active * 48)
+    each = (hidden * (4 + mlp.active) + widest * 3) * itemsize + hidden * 4 * 4 + mlp.count * 4 * 6
+    return tokens * (each + mlp.active * 48) + _tiles_bytes(mlp, hidden, tokens, itemsize)
+
+
+def _tiles_bytes(mlp: Experts, hidden: int, tokens: int, itemsize: int) -> int:
+    """Return the additional bytes of products by tiles, which have places without rows."""
+    if tokens > FEW_ROWS:
+        return 0
+    places = EXPERT_TILE * min(tokens * mlp.active, mlp.count)
+    return places * ((hidden + 3 * mlp.width) * itemsize + 2 * 8)
 
 
 def _attention_bytes(mixer: Attention, hidden: int, tokens: int, itemsize: int) -> int:

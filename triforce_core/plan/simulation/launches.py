@@ -87,7 +87,7 @@ CONVOLVE_LAUNCHES, RECUR_LAUNCHES = (12, 3), (75, 5)
 # Launches around the products with experts, in PyTorch for each expert that is chosen, and in
 # Triton: a copy of the rows in float32, their product with the router, three kernels that choose
 # experts, divide rows into tiles and sum, and the activation (`experts.grouped`).
-EXPERT_LAUNCHES = (14, 6)
+EXPERT_LAUNCHES = (11, 6)
 NORM_PARTS = ("input_norm", "qkv")
 
 
