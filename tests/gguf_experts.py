@@ -9,8 +9,12 @@ import numpy as np
 
 # Names of tensors of a layer in a file, by a pattern of transformers' names.
 _NAMES = {
-    r"(mlp\.gate|router)\.weight": "ffn_gate_inp.weight",
+    r"(mlp\.gate|router|router\.proj)\.weight": "ffn_gate_inp.weight",
+    r"router\.scale": "ffn_gate_inp.scale",
+    r"router\.per_expert_scale": "ffn_down_exps.scale",
     r"e_score_correction_bias": "exp_probs_b.bias",
+    # As one tensor where they are not in "mlp" (Gemma 4).
+    r"experts\.gate_up_proj": "ffn_gate_up_exps.weight",
     r"experts\.down_proj": "ffn_down_exps.weight",
     r"shared_experts?\.gate_proj\.weight": "ffn_gate_shexp.weight",
     r"shared_experts?\.up_proj\.weight": "ffn_up_shexp.weight",
@@ -25,7 +29,7 @@ def expert_tensors(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     if layer is None:
         return {}
     prefix = f"blk.{layer[1]}."
-    if name.endswith("experts.gate_up_proj"):
+    if name.endswith(".mlp.experts.gate_up_proj"):
         gate, up = np.split(array, 2, 1)
         return {f"{prefix}ffn_gate_exps.weight": gate, f"{prefix}ffn_up_exps.weight": up}
     for pattern, stored in _NAMES.items():
@@ -45,7 +49,7 @@ def describe_experts(writer: gguf.GGUFWriter, config: object) -> None:
     if not count or config.model_type == "granitemoehybrid":
         return
     writer.add_expert_count(count)
-    writer.add_expert_used_count(of("num_experts_per_tok", "moe_k"))
+    writer.add_expert_used_count(of("num_experts_per_tok", "moe_k", "top_k_experts"))
     if width := of("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(width)
     if shared := of("shared_expert_intermediate_size"):

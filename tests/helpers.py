@@ -64,6 +64,9 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             torch.nn.init.normal_(buffer, 1.0, 0.2)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("router.scale", "per_expert_scale")):
+            torch.nn.init.normal_(parameter, 1.0, 0.2)
     model.save_pretrained(directory)
     return model
 

@@ -211,6 +211,17 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     # Full layers with more and fewer heads than the others, whose values are their keys.
     "gemma4": ("Gemma4", {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}),
     "gemma4-unified": ("Gemma4Unified", _GEMMA4),
+    "gemma4-moe": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
+    ),
     # Recurrent layers before and after attention: the gated delta rule, and convolutions alone.
     "qwen3_5": ("Qwen3_5", _QWEN3_5),
     # Experts, in some models beside dense layers or a shared expert.

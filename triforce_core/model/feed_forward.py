@@ -159,4 +159,22 @@ class Experts:
         return self.count * (1 - (1 - self.active / self.count) ** rows)
 
 
+@dataclass(frozen=True)
+class ExpertsBeside(Experts):
+    """Experts beside a dense MLP of `shared` columns (Gemma 4): both have a norm of their own after
+    them, and the experts one before. The router has a norm too, whose weights are "router_scale",
+    and the weights of experts are multiplied by "expert_scale".
+    """
+
+    def shapes(self, hidden: int) -> Shapes:
+        """DenseMLP.shapes."""
+        return super().shapes(hidden) | {
+            "router_scale": (hidden,),
+            "expert_scale": (self.count,),
+            "experts_norm": (hidden,),
+            "experts_out_norm": (hidden,),
+            "dense_out_norm": (hidden,),
+        }
+
+
 MLP = DenseMLP | Experts

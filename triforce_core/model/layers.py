@@ -200,7 +200,12 @@ class ShortConv:
 Recurrent = DeltaNet | ShortConv
 Mixer = Attention | Recurrent
 # Small tensors that are kept in float32, whatever the dtype and the format of the others.
-FLOAT32_PARTS = frozenset({"decay", "decay_bias", "router", "router_bias", "shared_gate"})
+FLOAT32_PARTS = frozenset(
+    {
+        *("decay", "decay_bias", "router", "router_bias", "shared_gate"),
+        *("router_scale", "expert_scale"),
+    }
+)
 
 
 class Norms(Enum):

@@ -7,7 +7,13 @@ from typing import Protocol
 
 import torch
 
-from triforce_core.model.feed_forward import Activation, DenseMLP, Experts, Scores
+from triforce_core.model.feed_forward import (
+    Activation,
+    DenseMLP,
+    Experts,
+    ExpertsBeside,
+    Scores,
+)
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.norms import Norm
 from triforce_kernels.experts import grouped
@@ -22,19 +28,20 @@ _GATED = {Activation.SILU: swiglu, Activation.GELU_TANH: geglu}
 class MLPLayer(Protocol):
     """The computation of a layer's MLP."""
 
-    def __call__(self, w: Views, normed: torch.Tensor) -> torch.Tensor:
-        """Return the MLP's output [rows, hidden] for normed hidden states [rows, hidden]; if ranks
-        share the model, this rank's summand.
+    def __call__(self, w: Views, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the MLP's output [rows, hidden]; if ranks share the model, this rank's summand.
+
+        normed, hidden: hidden states after the MLP's norm, and before it, [rows, hidden]
         """
 
 
 class GatedMLP:
     """A gated MLP over every token."""
 
-    def __init__(self, spec: DenseMLP) -> None:
+    def __init__(self, spec: DenseMLP, norm: Norm) -> None:
         self._gated = _GATED[spec.activation]
 
-    def __call__(self, w: Views, normed: torch.Tensor) -> torch.Tensor:
+    def __call__(self, w: Views, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """MLPLayer.__call__."""
         return linear(self._gated(linear(normed, w["gate_up"])), w["down"])
 
@@ -42,8 +49,9 @@ class GatedMLP:
 class ExpertsMLP:
     """Experts that a router chooses for each token, and those that every token goes through."""
 
-    def __init__(self, spec: Experts) -> None:
+    def __init__(self, spec: Experts, norm: Norm) -> None:
         self._spec = spec
+        self._norm = norm
         self._gated = _GATED[spec.activation]
         router = spec.router
         self._choice = Choice(
@@ -55,19 +63,41 @@ class ExpertsMLP:
             chosen_groups=router.chosen_groups,
         )
 
-    def __call__(self, w: Views, normed: torch.Tensor) -> torch.Tensor:
+    def __call__(self, w: Views, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """MLPLayer.__call__."""
-        spec = self._spec
-        wide = normed.float()
+        spec, wide = self._spec, normed.float()
         chosen, weights = choose(wide @ w["router"].T, w.get("router_bias"), self._choice)
-        experts = grouped.Experts(spec.count, w["experts_gate_up"], w["experts_down"])
-        out = grouped.gated_experts(normed, experts, chosen, weights, self._gated)
+        out = self._experts(w, normed, chosen, weights)
         if spec.shared:
-            shared = linear(self._gated(linear(normed, w["gate_up"])), w["down"])
+            shared = self._shared(w, normed)
             if spec.gated_shared:
                 shared *= (wide @ w["shared_gate"].T).sigmoid_()
             out += shared
         return out
+
+    def _experts(
+        self, w: Views, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        experts = grouped.Experts(self._spec.count, w["experts_gate_up"], w["experts_down"])
+        return grouped.gated_experts(x, experts, chosen, weights, self._gated)
+
+    def _shared(self, w: Views, normed: torch.Tensor) -> torch.Tensor:
+        return linear(self._gated(linear(normed, w["gate_up"])), w["down"])
+
+
+class ExpertsBesideMLP(ExpertsMLP):
+    """Experts beside a dense MLP, each with norms of its own."""
+
+    def __call__(self, w: Views, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """MLPLayer.__call__."""
+        norm, wide = self._norm, hidden.float()
+        size = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        wide = wide * size * w["router_scale"] * hidden.shape[1] ** -0.5
+        chosen, weights = choose(wide @ w["router"].T, None, self._choice)
+        weights = weights * w["expert_scale"][chosen]
+        experts = self._experts(w, norm(hidden, w["experts_norm"]), chosen, weights)
+        dense = norm(self._shared(w, normed), w["dense_out_norm"])
+        return dense.add_(norm(experts, w["experts_out_norm"]))
 
 
 def mlp_layer(
@@ -78,7 +108,7 @@ def mlp_layer(
     It takes the layer's tensors, the hidden states before the norm and what the mixer adds to them,
     [rows, hidden] each, which it adds in place. It returns the MLP's output, [rows, hidden].
     """
-    mlp: MLPLayer = _KINDS[type(spec.mlp)](spec.mlp)
+    mlp: MLPLayer = _KINDS[type(spec.mlp)](spec.mlp, norm)
 
     def layer(w: Views, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         if spec.parallel:
@@ -88,9 +118,13 @@ def mlp_layer(
             normed = norm(hidden, w["post_norm"], mixed)
         else:
             normed = hidden.add_(mixed)
-        return mlp(w, normed)
+        return mlp(w, normed, hidden)
 
     return layer
 
 
-_KINDS: dict[type, Callable[..., MLPLayer]] = {DenseMLP: GatedMLP, Experts: ExpertsMLP}
+_KINDS: dict[type, Callable[..., MLPLayer]] = {
+    DenseMLP: GatedMLP,
+    Experts: ExpertsMLP,
+    ExpertsBeside: ExpertsBesideMLP,
+}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from triforce_core.model.config import ModelConfig
-from triforce_core.model.feed_forward import MLP, Experts
+from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
 from triforce_core.model.layers import Attention, DeltaNet, Mixer, Recurrent
 from triforce_core.model.tensors import matrices
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
@@ -80,6 +80,9 @@ def _mlp_bytes(mlp: MLP, hidden: int, tokens: int, itemsize: int) -> int:
         return tokens * (hidden * 2 + mlp.width * 3) * itemsize
     widest = max(mlp.width, mlp.shared)
     each = (hidden * (4 + mlp.active) + widest * 3) * itemsize + hidden * 4 * 4 + mlp.count * 4 * 6
+    if isinstance(mlp, ExpertsBeside):
+        # The router's input, and norms of both parts.
+        each += hidden * (4 * 3 + itemsize * 2)
     return tokens * (each + mlp.active * 48) + _tiles_bytes(mlp, hidden, tokens, itemsize)
 
 

@@ -160,7 +160,6 @@ def test_hub_ids_are_known_by_their_names(capsys) -> None:
     for model, family in (
         ("google/gemma-2-27b-it", "Gemma 2 and 3n"),
         ("google/gemma-4-E4B-it", "Gemma 4 E2B and E4B"),
-        ("google/gemma-4-26B-A4B-it", "Gemma 4 with experts"),
         ("Qwen/Qwen3.8-Flash-Next", "Qwen3-Next and Qwen3.8-Flash"),
         ("zai-org/GLM-4.7-Flash", "GLM-4.7-Flash and GLM-5"),
         ("openai/gpt-oss-20b", "gpt-oss"),

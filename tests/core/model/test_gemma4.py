@@ -63,7 +63,7 @@ def test_configs_of_both_versions_say_the_same() -> None:
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input"),
         ({"hidden_size_per_layer_input": None}, "hidden_size_per_layer_input"),
         ({"num_kv_shared_layers": 20}, "num_kv_shared_layers"),
-        ({"enable_moe_block": True}, "enable_moe_block"),
+        ({"enable_moe_block": True}, "num_experts"),
         ({"num_experts": 128}, "num_experts"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ({"layer_types": ["sliding_attention"] * 60}, "a window in the last layer"),

@@ -17,7 +17,7 @@ class ExpertNames:
     gate_up, down: names with a place for the number of the expert, or of tensors that have those of
         all experts one above the other. Gate and up projections are apart, or in one tensor
     stacked: the other names that files may have instead
-    shared_gate_up, shared_down: names of the shared expert's
+    shared_gate_up, shared_down: names of the shared expert's, or those of the MLP beside experts
     """
 
     router: str = "mlp.gate.weight"
@@ -34,6 +34,8 @@ class ExpertNames:
     shared_down: str = "mlp.shared_experts.down_proj.weight"
     shared_gate: str = "mlp.shared_expert_gate.weight"
     stacked: tuple[str, str] | None = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    router_scale: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
 
     def as_held(self, held: Collection[str]) -> ExpertNames:
         """Return the names that files with tensors of these names have."""
@@ -66,6 +68,14 @@ HF_EXPERTS = {
         down="block_sparse_moe.output_linear.weight",
         stacked=None,
     ),
+    "gemma4_text": ExpertNames(
+        router="router.proj.weight",
+        gate_up=("experts.gate_up_proj",),
+        down="experts.down_proj",
+        shared_gate_up=("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        shared_down="mlp.down_proj.weight",
+        stacked=None,
+    ),
     "ernie4_5_moe": ExpertNames(bias="mlp.moe_statics.e_score_correction_bias"),
 }
 GGUF_EXPERTS = ExpertNames(
@@ -77,6 +87,13 @@ GGUF_EXPERTS = ExpertNames(
     shared_down="ffn_down_shexp.weight",
     shared_gate="ffn_gate_inp_shexp.weight",
     stacked=("ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
+    router_scale="ffn_gate_inp.scale",
+    expert_scale="ffn_down_exps.scale",
+)
+GGUF_GEMMA4 = replace(
+    GGUF_EXPERTS,
+    shared_gate_up=("ffn_gate.weight", "ffn_up.weight"),
+    shared_down="ffn_down.weight",
 )
 
 
@@ -99,6 +116,8 @@ def expert_pieces(mlp: Experts, hidden: int, names: ExpertNames) -> dict[str, li
         "gate_up": pieces_of(names.shared_gate_up, (mlp.shared,) * 2, (None, None)),
         "down": [Piece(names.shared_down, hidden)],
         "shared_gate": [Piece(names.shared_gate, 1)],
+        "router_scale": [Piece(names.router_scale, hidden)],
+        "expert_scale": [Piece(names.expert_scale, mlp.count)],
     }
 
 

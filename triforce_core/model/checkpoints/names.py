@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from triforce_core.model.checkpoints.expert_names import (
     GGUF_EXPERTS,
+    GGUF_GEMMA4,
     HF_EXPERTS,
     ExpertNames,
     expert_pieces,
@@ -71,6 +72,16 @@ _HF_AFTER = {
     **_HF_HEADS,
 }
 _GLM4 = _HF_BEFORE | {"mixer_norm": "post_self_attn_layernorm", "mlp_norm": "post_mlp_layernorm"}
+_HF_GEMMA = (
+    _HF_BEFORE
+    | _HF_AFTER
+    | {
+        "post_norm": "pre_feedforward_layernorm",
+        "experts_norm": "pre_feedforward_layernorm_2",
+        "dense_out_norm": "post_feedforward_layernorm_1",
+        "experts_out_norm": "post_feedforward_layernorm_2",
+    }
+)
 _ONE_GATE_UP = ("mlp.gate_up_proj",)
 _HF = {
     **dict.fromkeys(("olmo2", "olmo3"), Naming(_HF_AFTER)),
@@ -78,10 +89,7 @@ _HF = {
     "glm": Naming(_HF_BEFORE, gate_up=_ONE_GATE_UP, interleaved=True),
     "glm4": Naming(_GLM4, gate_up=_ONE_GATE_UP, interleaved=True),
     "cohere2": Naming(_HF_BEFORE, interleaved=True),
-    **dict.fromkeys(
-        ("gemma3_text", "gemma4_text", "gemma4_unified_text"),
-        Naming(_HF_BEFORE | _HF_AFTER | {"post_norm": "pre_feedforward_layernorm"}),
-    ),
+    **dict.fromkeys(("gemma3_text", "gemma4_text", "gemma4_unified_text"), Naming(_HF_GEMMA)),
     "granitemoehybrid": Naming(
         _HF_BEFORE, gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"
     ),
@@ -113,6 +121,15 @@ HF_PREFIXES = (
 _GGUF_HEADS = {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}
 _GGUF_BEFORE = {"input_norm": "attn_norm", "post_norm": "ffn_norm", **_GGUF_HEADS}
 _GGUF_AFTER = {"mixer_norm": "post_attention_norm", "mlp_norm": "post_ffw_norm", **_GGUF_HEADS}
+_GGUF_GEMMA4 = (
+    _GGUF_BEFORE
+    | _GGUF_AFTER
+    | {
+        "experts_norm": "pre_ffw_norm_2",
+        "dense_out_norm": "post_ffw_norm_1",
+        "experts_out_norm": "post_ffw_norm_2",
+    }
+)
 _GGUF = Naming(
     _GGUF_BEFORE,
     qkv=("attn_q", "attn_k", "attn_v"),
@@ -122,6 +139,7 @@ _GGUF = Naming(
     stored_norms=NormKind.RMS,
     output_scale="layer_output_scale.weight",
     last_norm="output_norm.weight",
+    experts=GGUF_EXPERTS,
 )
 # llama.cpp rotates neighbouring pairs in some families. For these its converter stores q and k
 # accordingly, unless transformers stores them so itself.
@@ -133,9 +151,8 @@ _GGUF_FAMILIES = {
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), replace(_GGUF, norms=_GGUF_AFTER)),
     **dict.fromkeys(("seed_oss", "glm4_moe"), _GGUF_POST_ATTENTION),
     "glm4": replace(_GGUF_PAIRS, norms=_GGUF_BEFORE | _GGUF_AFTER, gate_up=("ffn_up",)),
-    **dict.fromkeys(
-        ("gemma3_text", "gemma4_text"), replace(_GGUF, norms=_GGUF_BEFORE | _GGUF_AFTER)
-    ),
+    "gemma3_text": replace(_GGUF, norms=_GGUF_BEFORE | _GGUF_AFTER),
+    "gemma4_text": replace(_GGUF, norms=_GGUF_GEMMA4, experts=GGUF_GEMMA4),
     "phi3": replace(_GGUF, qkv=("attn_qkv",), gate_up=("ffn_up",)),
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text"),
@@ -167,7 +184,7 @@ def hf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str],
 def gguf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str], list[Piece]]:
     """Return the pieces of each tensor in a GGUF file. held: names of the tensors in it"""
     naming = _GGUF_FAMILIES.get(config.family, _GGUF)
-    naming = replace(naming, experts=GGUF_EXPERTS.as_held(held))
+    naming = replace(naming, experts=naming.experts.as_held(held))
     ends = {
         "embedding": "token_embd.weight",
         "head": "token_embd.weight" if config.tied else "output.weight",

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from triforce_core.model.families.family import Family, Layers, layer, with_windows
+from triforce_core.model.families.family import Family, Layers, activation, layer, with_windows
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.windows import windows
+from triforce_core.model.feed_forward import ExpertsBeside
 from triforce_core.model.layers import LayerSpec, NormKind, Norms
 from triforce_offload.errors import CheckpointError, UnsupportedModelError
 
@@ -42,7 +43,7 @@ def _gemma4(fields: Fields, count: int) -> Layers:
     """Layers without a window have heads of another size and number, and may have no values of
     their own. Raises UnsupportedModelError for what the small models have.
     """
-    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers", "enable_moe_block"):
+    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
         if value := fields.get(name):
             raise UnsupportedModelError(f"{fields.source}: {name} ({value!r}) is not supported")
     if fields.get("use_bidirectional_attention") not in (None, "vision"):
@@ -70,7 +71,19 @@ def _gemma4_layer(fields: Fields, window: int | None, full: Mapping[str, Any]) -
         window=window,
         **_both(fields),
     )
+    if fields.flag("enable_moe_block", False):
+        spec = replace(spec, mlp=_experts_beside(fields))
     return replace(spec, output_scale=True)
+
+
+def _experts_beside(fields: Fields) -> ExpertsBeside:
+    return ExpertsBeside(
+        fields.whole("num_experts"),
+        fields.whole("top_k_experts"),
+        fields.whole("moe_intermediate_size"),
+        shared=fields.whole("intermediate_size"),
+        activation=activation(fields, "hidden_activation"),
+    )
 
 
 def _full_layers(fields: Fields, full: list[int]) -> Mapping[str, Any]:

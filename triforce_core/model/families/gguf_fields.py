@@ -61,6 +61,7 @@ def _gemma4(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
         "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in names,
         "hidden_size_per_layer_input": own.get("embedding_length_per_layer_input"),
         "num_kv_shared_layers": own.get("attention.shared_kv_layers"),
+        "enable_moe_block": bool(own.get("expert_count")),
     }
     widths = set(_of_layers(fields, "feed_forward_length", len(slides)))
     if len(widths) > 1:
@@ -138,7 +139,7 @@ def _by_layer(
 # their own for some.
 _EXPERTS = {
     "expert_count": EXPERT_COUNTS,
-    "expert_used_count": ("num_experts_per_tok", "moe_k"),
+    "expert_used_count": ("num_experts_per_tok", "moe_k", "top_k_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),

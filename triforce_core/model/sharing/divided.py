@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple, Protocol
 
-from triforce_core.model.feed_forward import MLP, Experts
+from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
 from triforce_core.model.layers import Attention, DeltaNet, Mixer, ShortConv
 from triforce_offload.errors import UsageError
 
@@ -164,6 +164,14 @@ def divided(mixer: Mixer, ranks: int) -> Divided:
             if mixer.bias and ranks > 1:
                 raise UsageError(f"convolutions with a bias do not spread over {ranks} GPUs")
             return DividedShortConv(mixer, Heads.divided(mixer.channels, mixer.channels, ranks))
+
+
+def check_divides(mlp: MLP, ranks: int) -> None:
+    """Raise UsageError for an MLP that ranks cannot share: norms of its parts would need their sums
+    over ranks.
+    """
+    if isinstance(mlp, ExpertsBeside) and ranks > 1:
+        raise UsageError(f"experts beside a dense MLP (Gemma 4) do not spread over {ranks} GPUs")
 
 
 def mlp_share(mlp: MLP, columns: Callable[[int], range]) -> MLP:

@@ -10,6 +10,7 @@ from triforce_core.model.layers import LayerSpec, Mixer
 from triforce_core.model.sharing.divided import (
     Heads,
     Window,
+    check_divides,
     divided,
     mlp_share,
     mlp_windows,
@@ -56,6 +57,7 @@ class Share:
             )
         for spec in config.distinct_layers:
             divided(spec.mixer, ranks)
+            check_divides(spec.mlp, ranks)
         narrowest = min(spec.mlp.width for spec in config.distinct_layers)
         if min(narrowest, config.vocab) < ranks:
             raise UsageError(
