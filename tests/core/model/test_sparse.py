@@ -155,6 +155,22 @@ def test_what_reads_experts_knows_their_layers() -> None:
     assert [spec.mlp.active > 0 for spec in config.layers] == [False, True, False, False]
 
 
+def test_layers_that_only_draft_are_left_out(tmp_path) -> None:
+    """GLM-4.5 is published with one behind the others."""
+    make_model("glm4_moe", tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors = load_file(file)
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
+    save_file(tensors, file, {"format": "pt"})
+    raw = json.loads(config.read_text())
+    config.write_text(json.dumps(raw | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(UnsupportedModelError, match=r"layers\.3\.eh_proj"):
+        engine(tmp_path)
+    config.write_text(json.dumps(raw | {"num_nextn_predict_layers": 1}))
+    with engine(tmp_path) as running:
+        assert len(running.generate(PROMPT, GREEDY).token_ids) == NEW
+
+
 def test_how_many_experts_rows_choose() -> None:
     """Independent choices, counted."""
     mlp = Experts(16, 3, 8, Router())

@@ -41,8 +41,11 @@ _HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
 # Some repositories hold copies of the same weights in other layouts.
 _HUB_IGNORED = ["consolidated*", "*/*"]
 # Names of tensors of layers begin so; names of tensors that read images contain one of these.
-_OF_LAYERS = ("blk.", *(f"{prefix}layers." for prefix, _ in HF_PREFIXES))
+_LAYER_PREFIXES = tuple(f"{prefix}layers." for prefix, _ in HF_PREFIXES)
+_OF_LAYERS = ("blk.", *_LAYER_PREFIXES)
 _OF_IMAGES = ("vision", "visual", "multi_modal")
+# No model has more layers that only draft.
+_MOST_DRAFTING = 16
 # Old checkpoints contain buffers that are computed here; scales are read with the tensor they
 # belong to.
 _UNUSED = ("rotary_emb.inv_freq", SCALE_SUFFIX)
@@ -333,7 +336,8 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         if reads_images(raw):
             config = _text_alone(path, config, source.names())
         names = hf_names(config, source.names())
-        return Checkpoint(path, config, source, names, checked=checked)
+        drafts = _of_drafts(config, raw.get("num_nextn_predict_layers"), _LAYER_PREFIXES)
+        return Checkpoint(path, config, source, names, of_drafts=drafts, checked=checked)
     if path.suffix != ".gguf":
         raise UsageError(f"{path} is neither a directory nor a .gguf file")
     # Imported here, because only GGUF files need the package.
@@ -348,8 +352,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
     factors = "rope_freqs.weight" if "rope_freqs.weight" in source.names() else None
     names = gguf_names(config, source.names())
     further = source.metadata.get(f"{source.metadata['general.architecture']}.nextn_predict_layers")
-    first = len(config.layers)
-    drafts = tuple(f"blk.{layer}." for layer in range(first, first + (further or 0)))
+    drafts = _of_drafts(config, further, ("blk.",))
     return Checkpoint(
         path,
         config,
@@ -360,6 +363,16 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         of_drafts=drafts,
         checked=checked,
     )
+
+
+def _of_drafts(config: ModelConfig, further: object, prefixes: Sequence[str]) -> tuple[str, ...]:
+    """Return with what the names of tensors begin in layers that only draft, behind the others.
+
+    further: number of such layers, as a header gives it
+    """
+    first, count = len(config.layers), further if isinstance(further, int) else 0
+    layers = range(first, first + min(max(count, 0), _MOST_DRAFTING))
+    return tuple(f"{prefix}{layer}." for prefix in prefixes for layer in layers)
 
 
 def _text_alone(path: Path, config: ModelConfig, held: Collection[str]) -> ModelConfig:
