@@ -1,4 +1,4 @@
-"""Random models with recurrent layers, all in memory, beside transformers' `generate` on a CPU.
+"""Random models with recurrent layers or with experts, all in memory, beside transformers' `generate` on a CPU.
 
 Of each model and length of the prompt: seconds of the prefill, and of a token of plain decoding, in
 float32; medians of TURNS turns, in which both run one after the other.
@@ -46,6 +46,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 64,
     },
     "Lfm2": {"layer_types": ["conv", "conv", "conv", "full_attention"] * 2},
+    "Qwen3Moe": {
+        "head_dim": 64,
+        "num_experts": 32,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 192,
+        "norm_topk_prob": True,
+    },
 }
 # Logits nearer to the greatest than this, in float32, may be chosen by either.
 NEAR = 1e-4
@@ -103,7 +110,11 @@ def compared(model: torch.nn.Module, directory: str, tokens: int, count: int) ->
 def exact(model: torch.nn.Module, prompt: list[int], text: list[int]) -> bool:
     """Whether each token is the likeliest of a model in float64, or as good as."""
     whole = torch.tensor([[*prompt, *text]])
-    logits = copy.deepcopy(model).double()(whole).logits[0, len(prompt) - 1 : -1]
+    exact = copy.deepcopy(model).double()
+    if exact._can_set_experts_implementation():
+        # The others take no float64.
+        exact.set_experts_implementation("eager")
+    logits = exact(whole).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, whole[0, len(prompt) :, None])[:, 0]
     return bool((logits.amax(1) - chosen <= NEAR).all())
 
