@@ -9,6 +9,9 @@ from triforce_kernels.checks import alike, require
 from triforce_kernels.dispatch import implementation
 from triforce_kernels.kv.rounding import rounded
 
+# Of `clamped_swiglu`.
+_CLAMP, _SHARPNESS = 7.0, 1.702
+
 
 def rms_norm(
     x: torch.Tensor,
@@ -143,6 +146,15 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
         gate_up=gate_up,
     )
     return implementation("geglu", gate_up.device)(gate_up)
+
+
+def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return gate * sigmoid(1.702 gate) * (up + 1) of [rows, 2 width], gate first: [rows, width].
+    Gates are at most 7, and up projections within -7 and 7 (gpt-oss).
+    """
+    gate, up = gate_up.chunk(2, -1)
+    gate = gate.clamp(max=_CLAMP)
+    return (up.clamp(-_CLAMP, _CLAMP) + 1).mul_(gate).mul_(gate.mul(_SHARPNESS).sigmoid_())
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,8 @@ SPLIT_BYTES_ON_GPU = 2
 # more.
 NUMBERS_OF_AN_EXCEPTION = 704
 LEAST_EXCEPTIONS = 32
+# Places of exceptions are 32-bit integers, of which the greatest stands for none.
+MOST_SPLIT_NUMBERS = 2**31 - 2
 # A split matrix stores where the exceptions of each group of this many rows begin.
 ROWS_OF_A_START = 32
 # Adjacent split KV blocks are decoded this many at a time, by two launches.
@@ -38,3 +40,10 @@ KV_CODING_BYTES = 14
 # Number of rows of a prefill that the gated delta rule computes at once, a multiple of the rows
 # that are folded at a time.
 DELTA_ROWS = 256
+
+
+def most_expert_tiles(rows: int, active: int, count: int) -> int:
+    """Return an upper bound of the number of tiles of `rows` rows, each of which chooses `active`
+    of `count` experts.
+    """
+    return min(rows * active, count) + rows * active // EXPERT_TILE

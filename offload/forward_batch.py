@@ -197,18 +197,31 @@ class ForwardBatch:
 class Cache(Protocol):
     """Stores the keys and values of a forward and computes its attention."""
 
-    def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Rotate queries and keys, append keys and values to the context, and attend.
 
         qkv: [rows, heads + 2 kv_heads, head_dim]: queries, keys and values of the batch's rows
         batch: the forward batch, with its rotation. Parts of one forward batch come in order, layer
             by layer
+        sinks: scores of one more column of the softmax of each head, [heads] float32
 
         Returns [heads, rows, head_dim]: each row attends to the whole context, to the rows it
         follows and to itself. Raises RuntimeError, before any write, if there is no room.
         """
 
-    def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend_window(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attend as `attend` does in a layer with a window, to the last tokens only.
 
         layer: index among the layers with a window

@@ -23,12 +23,30 @@ _NAMES = {
 }
 
 
-def expert_tensors(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
-    """The tensors of a file that one of transformers becomes; none if it is not of experts."""
+def expert_tensors(
+    name: str, array: np.ndarray, *, alternating: bool = False
+) -> dict[str, np.ndarray]:
+    """The tensors of a file that one of transformers becomes; none if it is not of experts.
+
+    alternating: whether matrices are transposed, with gates and up projections by turns
+    """
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     if layer is None:
         return {}
     prefix = f"blk.{layer[1]}."
+    if "mlp.router" in name:
+        return {f"{prefix}ffn_gate_inp.{name.rpartition('.')[2]}": array}
+    if name.endswith("_proj_bias"):
+        if "down" in name:
+            return {f"{prefix}ffn_down_exps.bias": array}
+        gate, up = array[:, ::2], array[:, 1::2]
+        return {f"{prefix}ffn_gate_exps.bias": gate, f"{prefix}ffn_up_exps.bias": up}
+    if alternating and name.endswith("experts.gate_up_proj"):
+        rows = array.swapaxes(1, 2)
+        gate, up = rows[:, ::2], rows[:, 1::2]
+        return {f"{prefix}ffn_gate_exps.weight": gate, f"{prefix}ffn_up_exps.weight": up}
+    if alternating and name.endswith("experts.down_proj"):
+        return {f"{prefix}ffn_down_exps.weight": np.ascontiguousarray(array.swapaxes(1, 2))}
     if name.endswith(".mlp.experts.gate_up_proj"):
         gate, up = np.split(array, 2, 1)
         return {f"{prefix}ffn_gate_exps.weight": gate, f"{prefix}ffn_up_exps.weight": up}

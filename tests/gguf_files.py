@@ -46,6 +46,7 @@ _RENAMED = {
     **{"gemma4_text": "gemma4", "gemma4_unified_text": "gemma4", "qwen3_5_text": "qwen35"},
     **{"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"},
     **{"qwen3_5_moe_text": "qwen35moe", "ernie4_5_moe": "ernie4_5-moe", "glm4_moe": "glm4moe"},
+    "gpt_oss": "gpt-oss",
 }
 # Those whose q and k llama.cpp's converter permutes.
 _PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
@@ -83,6 +84,9 @@ def write_gguf(
     tensors |= _of_head(head, config.num_hidden_layers) if head else {}
     for name, array in tensors.items():
         stored = gguf.GGMLQuantizationType.Q8_0 if mixed and _LARGER.match(name) else kind
+        if architecture == "gpt-oss" and not name.endswith("_exps.weight"):
+            # Only experts are quantised.
+            stored = gguf.GGMLQuantizationType.F32
         block = gguf.GGML_QUANT_SIZES[stored][0]
         if array.ndim > 1 and array.shape[-1] % block == 0 and "_inp" not in name:
             writer.add_tensor(name, in_blocks(array, stored), raw_dtype=stored)
@@ -154,7 +158,10 @@ def _tensors(model: torch.nn.Module, architecture: str) -> dict[str, np.ndarray]
             array = array.squeeze(1)
         if name.endswith("layer_scalar"):
             name += ".weight"
-        if of_experts := expert_tensors(name, array):
+        if name.endswith("self_attn.sinks"):
+            name += ".weight"
+        alternating = architecture == "gpt-oss"
+        if of_experts := expert_tensors(name, array, alternating=alternating):
             tensors |= of_experts
             continue
         tensors[names.get_name(name, (".weight", ".bias"))] = array

@@ -67,7 +67,13 @@ def make_model(family: str, directory: Path, **overrides: object) -> torch.nn.Mo
     for name, parameter in model.named_parameters():
         if name.endswith(("router.scale", "per_expert_scale")):
             torch.nn.init.normal_(parameter, 1.0, 0.2)
+        if name.endswith(("sinks", "proj_bias")):
+            torch.nn.init.normal_(parameter, 0.0, 1.0)
     model.save_pretrained(directory)
+    if kind == "GptOss":
+        from mxfp4_files import to_mxfp4
+
+        to_mxfp4(directory, model)
     return model
 
 

@@ -84,17 +84,43 @@ def attention_to_blocks(
     return [partial_attention(query, k, v) for k, v in zip(key, value, strict=True)]
 
 
-def merge(partials: Sequence[Partial]) -> torch.Tensor:
+def merge(partials: Sequence[Partial]) -> Partial:
     """Merge partial attentions over disjoint keys, in float32.
 
-    Returns [kv_heads, rows, head_dim] in the dtype of the partial outputs. The result depends on
-    the order only by rounding; callers that need bitwise equality keep one order.
+    The result depends on the order only by rounding; callers that need bitwise equality keep one
+    order.
     """
     if len(partials) == 1:
-        return partials[0].out
-    weights = torch.stack([part.lse for part in partials]).softmax(0)
+        return partials[0]
+    masses = torch.stack([part.lse for part in partials])
     outs = torch.stack([part.out for part in partials])
-    return outs.float().mul_(weights.unsqueeze(-1)).sum(0).to(outs.dtype)
+    merged = outs.float().mul_(masses.softmax(0).unsqueeze(-1)).sum(0).to(outs.dtype)
+    return Partial(merged, masses.logsumexp(0))
+
+
+def with_sinks(part: Partial, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return the output of attention whose softmax has one more column for each head, without a
+    value (StreamingLLM, Xiao et al., 2024; gpt-oss).
+
+    part: the attention to all keys; its first two dimensions are the heads and their rows
+    sinks: [heads] float32, scores of the columns; None for none
+
+    Returns [heads, rows, head_dim].
+    """
+    if sinks is None:
+        return part.out
+    heads, head_dim = len(sinks), part.out.shape[-1]
+    share = (part.lse.reshape(heads, -1) - sinks.unsqueeze(1)).sigmoid_().unsqueeze(-1)
+    out = part.out.reshape(heads, -1, head_dim)
+    return (out.float() * share).to(out.dtype)
+
+
+def masses(part: Partial, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return the log-sum-exps of a whole attention with its sinks, shaped as `part.lse`."""
+    if sinks is None:
+        return part.lse
+    own = part.lse.reshape(len(sinks), -1)
+    return torch.logaddexp(own, sinks.unsqueeze(1)).view(part.lse.shape)
 
 
 def reference_attention(

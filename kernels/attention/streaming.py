@@ -158,7 +158,7 @@ def attend_cache(
     tokens: int,
     end: int | torch.Tensor,
     window: int | None = None,
-) -> torch.Tensor:
+) -> Partial:
     """Compute causal attention of a few tokens over a cache that already has their keys.
 
     query: [kv_heads, rows, head_dim]; rows are a multiple of `tokens`
@@ -168,7 +168,7 @@ def attend_cache(
         the call can be recorded as part of a CUDA graph
     window: number of keys that each token attends to, its own included; None for all
 
-    Returns [kv_heads, rows, head_dim]. Raises ValueError.
+    Raises ValueError.
     """
     kv_heads, rows, head_dim = query.shape
     capacity = key.shape[1]
@@ -248,15 +248,15 @@ def reference_cache(
     tokens: int,
     end: int | torch.Tensor,
     window: int | None,
-) -> torch.Tensor:
+) -> Partial:
     if isinstance(end, int):
         seen = end + tokens
         key, value = key[:, :seen].to(query.dtype), value[:, :seen].to(query.dtype)
         if window is not None:
             mask = _additive(window_mask(tokens, end, window, query.device), query)
-            return partial_attention(query, key, value, mask=mask).out
+            return partial_attention(query, key, value, mask=mask)
         if tokens == 1:
-            return partial_attention(query, key, value).out
+            return partial_attention(query, key, value)
         # Two calls, since an operator without a mask is faster.
         own = slice(end, seen)
         mask = _tail_mask(query, tokens, tokens, None)
@@ -270,7 +270,7 @@ def reference_cache(
     if window is not None:
         seen &= columns > last - window
     mask = _additive(seen, query)
-    return partial_attention(query, key.to(query.dtype), value.to(query.dtype), mask=mask).out
+    return partial_attention(query, key.to(query.dtype), value.to(query.dtype), mask=mask)
 
 
 def window_mask(tokens: int, before: int, window: int, device: torch.device) -> torch.Tensor:

@@ -326,7 +326,7 @@ def cache(
     tokens: int,
     end: int | torch.Tensor,
     window: int | None,
-) -> torch.Tensor:
+) -> Partial:
     kv_heads, rows, head_dim = query.shape
     if isinstance(end, int):
         end = torch.full((1,), end, dtype=torch.int64, device=query.device)
@@ -342,7 +342,7 @@ def cache(
         rows, tokens, window or _ALL_KEYS, head_dim**-0.5, **_options(t, head_dim),
     )  # fmt: skip
     # No keys, but in the query's dtype, whatever the dtype of the cache is.
-    return tail(running, query, query[:, :0], query[:, :0], tokens, None, None).out
+    return tail(running, query, query[:, :0], query[:, :0], tokens, None, None)
 
 
 def _options(t: Tile, head_dim: int) -> dict[str, int]:

@@ -9,7 +9,7 @@ import torch
 
 from triforce_kernels.checks import require
 from triforce_kernels.dispatch import TRITON, backend, implementation
-from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS
+from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS, most_expert_tiles
 from triforce_kernels.weights.linear import Weight, linear, rows_of
 from triforce_kernels.weights.tiles import Tiles
 
@@ -22,11 +22,13 @@ class Experts(NamedTuple):
 
     gate_up: [count * 2 width, hidden]
     down: [count * hidden, width]
+    biases: [count, 2 width] and [count, hidden], or None
     """
 
     count: int
     gate_up: Weight
     down: Weight
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def gated_experts(
@@ -35,15 +37,18 @@ def gated_experts(
     chosen: torch.Tensor,
     weights: torch.Tensor,
     gated: Gated,
+    come: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu,
 ) -> torch.Tensor:
     """Return the weighted sums of the experts of each row, [rows, hidden] in x's dtype, summed in
     float32.
 
     x: [rows, hidden]
     chosen, weights: experts of each row and their weights, [rows, active] int64 and float32
-    Waits for the device if there are many rows, or no kernels for the format. Raises ValueError.
+    come: returns a tensor of the device on the host, which takes until it is there: if there are
+        many rows, or no kernels for the format
+    Raises ValueError.
     """
-    count, gate_up, down = experts
+    count, gate_up, down, _ = experts
     rows, hidden = x.shape
     require(
         "gated_experts",
@@ -58,7 +63,7 @@ def gated_experts(
     )
     if rows <= FEW_ROWS and has_kernels(experts):
         return _by_tiles(x, experts, chosen, weights, gated)
-    return _one_by_one(x, experts, chosen, weights, gated)
+    return _one_by_one(x, experts, chosen, weights, gated, come)
 
 
 def has_kernels(experts: Experts) -> bool:
@@ -74,9 +79,11 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
 
     Raises ValueError.
     """
+    kernel = _kernel(weight)
     require(
         "product",
-        x.dim() == 2
+        (kernel is not None or backend(x.device) != TRITON)
+        and x.dim() == 2
         and x.stride(1) == 1
         and x.shape[1] == weight.shape[1]
         and weight.shape[0] % tiles.columns == 0
@@ -88,7 +95,7 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
         experts=tiles.experts,
         columns=tiles.columns,
     )
-    return implementation(_kernel(weight) or "dense_experts", x.device)(x, weight, tiles)
+    return implementation(kernel or "dense_experts", x.device)(x, weight, tiles)
 
 
 class Divided(NamedTuple):
@@ -118,7 +125,7 @@ def in_tiles(chosen: torch.Tensor, count: int) -> Divided:
         chosen=chosen,
         count=count,
     )
-    tiles = most_tiles(*chosen.shape, count)
+    tiles = most_expert_tiles(*chosen.shape, count)
     return Divided(*implementation("expert_tiles", chosen.device)(chosen, count, tiles))
 
 
@@ -175,11 +182,6 @@ def reference_weighted_sums(
     return out.to(outputs.dtype)
 
 
-def most_tiles(rows: int, active: int, count: int) -> int:
-    """Return an upper bound of the number of tiles of `rows` rows."""
-    return min(rows * active, count) + rows * active // EXPERT_TILE
-
-
 def _kernel(weight: Weight) -> str | None:
     return "dense_experts" if isinstance(weight, torch.Tensor) else weight.experts_kernel
 
@@ -187,28 +189,43 @@ def _kernel(weight: Weight) -> str | None:
 def _by_tiles(
     x: torch.Tensor, experts: Experts, chosen: torch.Tensor, weights: torch.Tensor, gated: Gated
 ) -> torch.Tensor:
-    count, gate_up, down = experts
+    count, gate_up, down, biases = experts
     order, own, which, places = in_tiles(chosen, count)
     inner = product(x, gate_up, Tiles(EXPERT_TILE, 2 * down.shape[1], order, which))
+    if biases:
+        _add_to_tiles(inner, biases[0], which)
     outer = product(gated(inner), down, Tiles(EXPERT_TILE, x.shape[1], own, which))
+    if biases:
+        _add_to_tiles(outer, biases[1], which)
     return weighted_sums(outer, places, weights)
 
 
+def _add_to_tiles(out: torch.Tensor, bias: torch.Tensor, experts: torch.Tensor) -> None:
+    """Add each tile's bias, [count, columns], in place."""
+    out.unflatten(0, (-1, EXPERT_TILE)).add_(bias[experts.clamp(min=0)].unsqueeze(1))
+
+
 def _one_by_one(
-    x: torch.Tensor, experts: Experts, chosen: torch.Tensor, weights: torch.Tensor, gated: Gated
+    x: torch.Tensor,
+    experts: Experts,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gated: Gated,
+    come: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    count, gate_up, down = experts
+    count, gate_up, down, biases = experts
     (rows, active), hidden, width = chosen.shape, x.shape[1], 2 * down.shape[1]
     flat = chosen.flatten()
     order = flat.sort(stable=True).indices
     row = order // active
     outputs, first = x.new_empty(rows * active, hidden), 0
-    for expert, size in enumerate(flat.bincount(minlength=count).tolist()):
+    for expert, size in enumerate(come(flat.bincount(minlength=count)).tolist()):
         if size:
             part = rows_of(gate_up, expert * width, (expert + 1) * width)
-            inner = gated(linear(x[row[first : first + size]], part))
+            bias = biases and biases[0][expert]
+            inner = gated(linear(x[row[first : first + size]], part, bias))
             part = rows_of(down, expert * hidden, (expert + 1) * hidden)
-            outputs[first : first + size] = linear(inner, part)
+            outputs[first : first + size] = linear(inner, part, biases and biases[1][expert])
             first += size
     places = torch.empty_like(flat)
     places[order] = torch.arange(rows * active, device=x.device)

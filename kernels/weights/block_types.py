@@ -51,6 +51,9 @@ BLOCK_TYPES = {
         BlockType("IQ2_S", 22, 256, 82),
         BlockType("IQ4_XS", 23, 256, 136),
         BlockType("IQ1_M", 29, 256, 56),
+        # An exponent, then numbers of 4 bits: 2 of exponent, 1 of mantissa (Open Compute Project,
+        # Microscaling Formats 1.0).
+        BlockType("MXFP4", 39, 32, 17),
     )
 }
 

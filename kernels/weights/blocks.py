@@ -15,7 +15,7 @@ from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.stored import StoredWeight
 
 # Types that `blocks_triton` decodes.
-FUSED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F8_E4M3")
+FUSED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F8_E4M3", "MXFP4")
 
 
 @dataclass(frozen=True)
@@ -162,5 +162,15 @@ def _f8_e4m3(blocks: torch.Tensor) -> torch.Tensor:
     return numbers * blocks[:, 128:].contiguous().view(torch.float32)
 
 
+def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    """Numbers are twice those that the format defines, and scales half of them, so that the
+    smallest scale is a normal number.
+    """
+    codes = torch.cat((blocks[:, 1:] & 15, blocks[:, 1:] >> 4), 1)
+    doubled = torch.tensor(_DOUBLED, device=blocks.device)[codes.long()]
+    return torch.ldexp(doubled, blocks[:, :1].int() - 128)
+
+
+_DOUBLED = [0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]
 # Block types that transformers does not decode.
-_OWN = {"Q5_0": _q5_0, "Q5_1": _q5_1, "F8_E4M3": _f8_e4m3}
+_OWN = {"Q5_0": _q5_0, "Q5_1": _q5_1, "F8_E4M3": _f8_e4m3, "MXFP4": _mxfp4}

@@ -26,6 +26,7 @@ _SHAPES = {
     "Q5_0": (16, 1),
     "Q5_1": (16, 1),
     "Q8_0": (16, 1),
+    "MXFP4": (16, 1),
     "F8_E4M3": (32, 2),
     "Q4_K": (32, 4),
     "Q5_K": (32, 4),
@@ -49,6 +50,22 @@ def _eight(place):
     bits = tl.load(place).to(tl.uint16)
     half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+
+
+@triton.jit
+def _four(code):
+    """Return twice the numbers of 4 bits: 2 of exponent, 1 of mantissa."""
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    size = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
+    return tl.where(code >= 8, -size.to(tl.float32), size.to(tl.float32))
+
+
+@triton.jit
+def _power(place):
+    """Return half the power of two of an exponent of 8 bits, whose least ones are subnormal."""
+    exponent = tl.load(place).to(tl.int32)
+    bits = tl.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -96,6 +113,10 @@ def _step(row, step, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.co
         scale = _half(block)[:, None]
         low = tl.load(place).to(tl.int8, bitcast=True).to(tl.float32) * scale
         high = tl.load(place + BYTES).to(tl.int8, bitcast=True).to(tl.float32) * scale
+    elif KIND == "MXFP4":
+        both = tl.load(block[:, None] + 1 + byte[None, :]).to(tl.int32)
+        scale = _power(block)[:, None]
+        low, high = _four(both & 15) * scale, _four(both >> 4) * scale
     elif KIND == "F8_E4M3":
         place = block[:, None] + part * 64 + byte[None, :]
         scale = _single(block + 128)[:, None]

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from triforce_kernels.weights.block_types import F8_E4M3
+from triforce_offload.checkpoint.coded import SCALE_SUFFIX, coded_tensors
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.checkpoint.opened import Stored, TensorsFile
 from triforce_offload.checkpoint.source import WHOLE, Corner
@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": None, "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_FP8 = "F8_E4M3"
-# Suffix of the scales of an FP8 tensor: one number for each 128 by 128 numbers of the tensor.
-SCALE_SUFFIX = "_scale_inv"
-_SCALED = 128
-_TORCH_NAMES = _DTYPES | {"F64": "float64", _FP8: "float8_e4m3fn"}
+_TORCH_NAMES = _DTYPES | {"F64": "float64", "F8_E4M3": "float8_e4m3fn", "U8": "uint8"}
 # Number of elements that are read at a time when they are converted.
 _CHUNK_ELEMENTS = 4 << 20
 
@@ -52,88 +48,72 @@ class SafetensorsSource:
         except BaseException:
             self._stack.close()
             raise
+        self._stored = {name: stored for name, (_, stored) in self._tensors.items()}
+        self._coded = coded_tensors(self._stored)
 
     @property
     def files(self) -> list[Path]:
         return sorted({file.path for file, _ in self._tensors.values()})
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._tensors)
+        parts = {part for name, each in self._coded.items() for part in each.parts if part != name}
+        # Scales of FP8 have names that are known to belong to others.
+        hidden = {part for part in parts if not part.endswith(SCALE_SUFFIX)}
+        return frozenset(self._tensors.keys() - hidden | self._coded.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
+        if coded := self._coded.get(name):
+            return coded.shape(self._stored, self._tensors[coded.parts[0]][0].path)
         file, stored = self._tensors[name]
-        if stored.dtype not in _TORCH_NAMES:
+        if stored.dtype not in _DTYPES:
             raise UnsupportedModelError(
                 f"{file.path}: {name} is {stored.dtype}, supported are {', '.join(_TORCH_NAMES)}"
             )
-        if stored.dtype == _FP8:
-            self._check_scales(name, stored.shape)
         return stored.shape
 
     def dtype(self, name: str) -> str | None:
-        return _DTYPES.get(self._tensors[name][1].dtype)
+        return None if name in self._coded else _DTYPES.get(self._tensors[name][1].dtype)
 
     def blocks(self, name: str) -> BlockType | None:
-        return F8_E4M3 if self._tensors[name][1].dtype == _FP8 else None
+        coded = self._coded.get(name)
+        return coded and coded.kind
 
     def read_blocks(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
-        import torch
-
-        count = into.shape[-1] // F8_E4M3.nbytes
-        rows = into.numel() // into.shape[-1]
-        numbers = torch.empty(rows, count * _SCALED, dtype=torch.float8_e4m3fn)
-        self._read_plain(name, numbers, corner)
-        # Scales begin with the row group of the first row; rows of that group above it are cut off
-        # below.
-        above = corner.row % _SCALED
-        scales = torch.empty(-(-(above + rows) // _SCALED), count)
-        at = Corner(corner.row // _SCALED, corner.column // _SCALED)
-        self._read_plain(name + SCALE_SUFFIX, scales, at)
-        each = scales.repeat_interleave(_SCALED, 0)[above : above + rows]
-        made = torch.empty(rows, count, F8_E4M3.nbytes, dtype=torch.uint8)
-        made[..., :_SCALED] = numbers.view(torch.uint8).unflatten(1, (-1, _SCALED))
-        made[..., _SCALED:] = each.unsqueeze(-1).view(torch.uint8)
-        into.copy_(made.flatten(1).view(into.shape))
+        self._coded[name].read_blocks(self._read_plain, into, corner)
 
     def read(self, name: str, into: torch.Tensor, corner: Corner = WHOLE) -> None:
-        if self._tensors[name][1].dtype != _FP8:
+        kind = self.blocks(name)
+        if kind is None:
             self._read_plain(name, into, corner)
             return
         import torch
 
         from triforce_kernels.weights.blocks import decode
 
-        rows, columns = into.shape
-        before = corner.column % _SCALED
-        count = -(-(before + columns) // _SCALED)
-        blocks = torch.empty(rows, count * F8_E4M3.nbytes, dtype=torch.uint8)
+        columns = into.shape[-1]
+        into = into.view(-1, columns)
+        rows = len(into)
+        before = corner.column % kind.elements
+        count = -(-(before + columns) // kind.elements)
+        blocks = torch.empty(rows, count * kind.nbytes, dtype=torch.uint8)
         self.read_blocks(name, blocks, Corner(corner.row, corner.column - before))
         step = max(1, _CHUNK_ELEMENTS // columns)
         for part, target in zip(blocks.split(step), into.split(step), strict=True):
-            decoded = decode(part, F8_E4M3, into.dtype)
+            decoded = decode(part, kind, into.dtype)
             target.copy_(decoded[:, before : before + columns])
 
-    def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise UnsupportedModelError or CheckpointError unless an FP8 tensor has its scales."""
-        path = self._tensors[name][0].path
-        if len(shape) != 2 or shape[1] % _SCALED:
-            raise UnsupportedModelError(
-                f"{path}: {name} is {_FP8} of shape {list(shape)}; supported are matrices whose "
-                f"rows are a multiple of {_SCALED} numbers"
-            )
-        expected = (-(-shape[0] // _SCALED), shape[1] // _SCALED)
-        scales = name + SCALE_SUFFIX
-        if scales not in self._tensors or self.shape(scales) != expected:
-            raise CheckpointError(f"{path}: {scales} is missing or not of shape {list(expected)}")
-
-    def _read_plain(self, name: str, into: torch.Tensor, corner: Corner) -> None:
+    def _read_plain(
+        self, name: str, into: torch.Tensor, corner: Corner, columns: int | None = None
+    ) -> None:
+        """columns: number of columns of the tensor, if its last dimension is not a whole row"""
         # The header is read without torch, which takes longer to load than a small model.
         import torch
 
-        shape, (file, stored) = self.shape(name), self._tensors[name]
+        file, stored = self._tensors[name]
         dtype = getattr(torch, _TORCH_NAMES[stored.dtype])
         # Columns of the whole tensor, and of the part that is read.
-        whole, width = (shape[-1], into.shape[-1]) if len(shape) > 1 else (1, 1)
+        shape = stored.shape
+        whole, width = (columns or shape[-1], into.shape[-1]) if len(shape) > 1 else (1, 1)
         count = into.numel() // width
         row_bytes, start = whole * dtype.itemsize, corner.column * dtype.itemsize
         start += stored.start + corner.row * row_bytes

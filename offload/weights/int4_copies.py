@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from triforce_kernels import limits
 from triforce_kernels.weights.int4 import Int4Weight, quantise
 from triforce_kernels.weights.linear import Weight, dense_rows
 from triforce_offload.checkpoint.layer_cache import LayerCache
@@ -85,12 +86,16 @@ class Int4Copies:
 
 def _quantise_into(exact: Weight, into: Int4Weight) -> None:
     """Quantise some rows at a time on the device, so that no dense matrix exists as a whole."""
-    for first, rows in dense_rows(exact, into.scale.dtype):
-        part = into.rows(first, first + rows.shape[0])
-        made = quantise(rows.to(into.device), into.group)
-        part.packed.copy_(made.packed)
-        part.scale.copy_(made.scale)
-        part.offset.copy_(made.offset)
+    step = max(1, limits.DECODED_AT_ONCE // into.shape[1])
+    for first, decoded in dense_rows(exact, into.scale.dtype):
+        start = first
+        for rows in decoded.split(step):
+            part = into.rows(start, start + rows.shape[0])
+            made = quantise(rows.to(into.device), into.group)
+            part.packed.copy_(made.packed)
+            part.scale.copy_(made.scale)
+            part.offset.copy_(made.offset)
+            start += rows.shape[0]
 
 
 def _copy_into(exact: Weight, into: torch.Tensor) -> None:

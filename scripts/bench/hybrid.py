@@ -1,4 +1,6 @@
-"""Random models with recurrent layers or with experts, all in memory, beside transformers' `generate` on a CPU.
+"""Random models with recurrent layers or with experts, beside transformers' `generate` on a CPU.
+
+All in memory.
 
 Of each model and length of the prompt: seconds of the prefill, and of a token of plain decoding, in
 float32; medians of TURNS turns, in which both run one after the other.

@@ -287,7 +287,7 @@ def test_attention_over_a_cache(backend, draw, case, capacity, end, on_device, d
     buffer[:, :, seen:] *= 100
     keys, values = buffer[:, :, :capacity]
     where = torch.tensor([end], device=DEVICE) if on_device else end
-    out = attend_cache(query, keys, values, case.tokens, where)
+    out = attend_cache(query, keys, values, case.tokens, where).out
     expected, _, _ = exact(query, keys[:, :seen], values[:, :seen], case.tokens)
     assert_near(out, expected, TOLERANCE[dtype])
 
@@ -308,7 +308,7 @@ def test_attention_through_a_window(backend, draw, case, capacity, end, on_devic
     query = draw(case.kv_heads, case.rows, case.head_dim)
     keys, values = draw(2, case.kv_heads, capacity, case.head_dim)
     where = torch.tensor([end], device=DEVICE) if on_device else end
-    out = attend_cache(query, keys, values, case.tokens, where, window)
+    out = attend_cache(query, keys, values, case.tokens, where, window).out
     last = end + torch.arange(case.rows, device=DEVICE).unsqueeze(1) % case.tokens
     columns = torch.arange(capacity, device=DEVICE)
     scores = query.double() @ keys.double().transpose(1, 2) * case.head_dim**-0.5
@@ -316,7 +316,7 @@ def test_attention_through_a_window(backend, draw, case, capacity, end, on_devic
     assert_near(out, scores.softmax(-1) @ values.double(), TOLERANCE[torch.float32])
     hidden = max(0, end + 1 - window)
     keys[:, :hidden], values[:, :hidden] = 100.0, float("nan") if not on_device else 100.0
-    again = attend_cache(query, keys, values, case.tokens, where, window)
+    again = attend_cache(query, keys, values, case.tokens, where, window).out
     assert_near(again, out.double(), TOLERANCE[torch.float32])
 
 
@@ -329,8 +329,8 @@ def test_attention_over_whole_numbers_is_that_over_the_same_in_any_dtype(
     query = draw(case.kv_heads, case.rows, case.head_dim, dtype=dtype) / 16
     whole = draw(2, case.kv_heads, 50, case.head_dim).mul(60).clamp(-127, 127).to(torch.int8)
     where = torch.tensor([40], device=DEVICE) if on_device else 40
-    out = attend_cache(query, *whole, case.tokens, where)
-    assert torch.equal(out, attend_cache(query, *whole.to(dtype), case.tokens, where))
+    out = attend_cache(query, *whole, case.tokens, where).out
+    assert torch.equal(out, attend_cache(query, *whole.to(dtype), case.tokens, where).out)
 
 
 @pytest.mark.parametrize(

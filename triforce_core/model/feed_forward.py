@@ -17,6 +17,8 @@ class Activation(Enum):
 
     SILU = "silu"
     GELU_TANH = "gelu_pytorch_tanh"
+    # Of gpt-oss, which calls it "silu" too: clamped, and the up projection is increased by 1.
+    CLAMPED = "clamped"
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,6 +74,7 @@ class Router:
     scores: what the products go through
     normalised: whether the scores of the chosen experts are divided by their sum
     biased: whether a bias is added to the scores for the choice alone (Wang et al., 2024)
+    linear_bias: whether a bias is added to the products
     scale: factor of the scores of the chosen experts
     groups: number of groups of neighbouring experts
     chosen_groups: number of groups that experts are chosen from: those with the greatest sums of
@@ -84,6 +87,7 @@ class Router:
     scale: float = 1.0
     groups: int = 1
     chosen_groups: int = 1
+    linear_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class Experts:
     width: number of columns of each expert
     shared: number of columns of the expert that every token goes through, 0 for none
     gated_shared: whether its output is multiplied by the sigmoid of a gate
+    biases: whether the projections of experts have biases
     """
 
     count: int
@@ -106,6 +111,7 @@ class Experts:
     shared: int = 0
     gated_shared: bool = False
     activation: Activation = Activation.SILU
+    biases: bool = False
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of experts or groups are impossible."""
@@ -130,6 +136,12 @@ class Experts:
             shapes["router_bias"] = (self.count,)
         shapes["experts_gate_up"] = (self.count * 2 * self.width, hidden)
         shapes["experts_down"] = (self.count * hidden, self.width)
+        if self.router.linear_bias:
+            shapes["router_linear_bias"] = (self.count,)
+        if self.biases:
+            shapes["experts_gate_bias"] = (self.count, self.width)
+            shapes["experts_up_bias"] = (self.count, self.width)
+            shapes["experts_down_bias"] = (self.count, hidden)
         if self.shared:
             shapes |= DenseMLP(self.shared).shapes(hidden)
         if self.gated_shared:

@@ -45,12 +45,13 @@ class Attention(Described):
         projected
     output_gate: whether the output is multiplied by the sigmoid of a gate, which is projected with
         the queries: in "qkv" the gate of each head follows its query
+    sinks: whether the softmax of each head has one more column, without a value
     """
 
     _NEWER = frozenset(
         {
             *("norm_over_heads", "rotated", "scale", "window", "window_rope"),
-            *("value_norm", "projects_values", "output_gate"),
+            *("value_norm", "projects_values", "output_gate", "sinks"),
         }
     )
 
@@ -68,6 +69,7 @@ class Attention(Described):
     value_norm: bool = False
     projects_values: bool = True
     output_gate: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         """Raise CheckpointError if the numbers of heads or their size are impossible."""
@@ -104,6 +106,8 @@ class Attention(Described):
             whole = self.norm_over_heads
             shapes["q_norm"] = (self.queries if whole else self.head_dim,)
             shapes["k_norm"] = (self.keys if whole else self.head_dim,)
+        if self.sinks:
+            shapes["sinks"] = (self.heads,)
         shapes["o"] = (hidden, self.queries)
         if self.output_bias:
             shapes["o_bias"] = (hidden,)
@@ -203,7 +207,8 @@ Mixer = Attention | Recurrent
 FLOAT32_PARTS = frozenset(
     {
         *("decay", "decay_bias", "router", "router_bias", "shared_gate"),
-        *("router_scale", "expert_scale"),
+        *("router_scale", "expert_scale", "sinks"),
+        *("router_linear_bias", "experts_gate_bias", "experts_up_bias", "experts_down_bias"),
     }
 )
 

@@ -72,7 +72,8 @@ class AttentionMixer:
         if batch.query_scale is not None:
             queries.mul_(batch.query_scale[:, None, None])
         attend = cache.attend if spec.window is None else cache.attend_window
-        mixed = attend(self._kv_layer, heads, batch).transpose(0, 1).reshape(batch.rows, -1)
+        mixed = attend(self._kv_layer, heads, batch, w.get("sinks"))
+        mixed = mixed.transpose(0, 1).reshape(batch.rows, -1)
         if spec.output_gate:
             mixed *= gate.sigmoid_()
         return linear(mixed, w["o"], w.get("o_bias"))

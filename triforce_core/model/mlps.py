@@ -18,11 +18,16 @@ from triforce_core.model.layers import LayerSpec
 from triforce_core.model.norms import Norm
 from triforce_kernels.experts import grouped
 from triforce_kernels.experts.routing import Choice, choose
-from triforce_kernels.layer import geglu, swiglu
+from triforce_kernels.layer import clamped_swiglu, geglu, swiglu
 from triforce_kernels.weights.linear import linear
+from triforce_offload.link.waiting import come
 from triforce_offload.weights.layouts import Views
 
-_GATED = {Activation.SILU: swiglu, Activation.GELU_TANH: geglu}
+_GATED = {
+    Activation.SILU: swiglu,
+    Activation.GELU_TANH: geglu,
+    Activation.CLAMPED: clamped_swiglu,
+}
 
 
 class MLPLayer(Protocol):
@@ -66,7 +71,10 @@ class ExpertsMLP:
     def __call__(self, w: Views, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """MLPLayer.__call__."""
         spec, wide = self._spec, normed.float()
-        chosen, weights = choose(wide @ w["router"].T, w.get("router_bias"), self._choice)
+        products = wide @ w["router"].T
+        if spec.router.linear_bias:
+            products += w["router_linear_bias"]
+        chosen, weights = choose(products, w.get("router_bias"), self._choice)
         out = self._experts(w, normed, chosen, weights)
         if spec.shared:
             shared = self._shared(w, normed)
@@ -78,8 +86,12 @@ class ExpertsMLP:
     def _experts(
         self, w: Views, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        experts = grouped.Experts(self._spec.count, w["experts_gate_up"], w["experts_down"])
-        return grouped.gated_experts(x, experts, chosen, weights, self._gated)
+        biases = None
+        if self._spec.biases:
+            gate_up = torch.cat((w["experts_gate_bias"], w["experts_up_bias"]), 1)
+            biases = gate_up.to(x.dtype), w["experts_down_bias"].to(x.dtype)
+        experts = grouped.Experts(self._spec.count, w["experts_gate_up"], w["experts_down"], biases)
+        return grouped.gated_experts(x, experts, chosen, weights, self._gated, come)
 
     def _shared(self, w: Views, normed: torch.Tensor) -> torch.Tensor:
         return linear(self._gated(linear(normed, w["gate_up"])), w["down"])

@@ -6,11 +6,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from math import prod
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import EXPERT_PARTS
 from triforce_core.model.layers import FLOAT32_PARTS, DeltaNet, ShortConv
 from triforce_core.model.sharing.share import Pieces
+from triforce_kernels import limits
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.states.shape import StateShape
@@ -164,7 +166,8 @@ def stored_layouts(config: ModelConfig, dtype: ElementType, pieces: Pieces) -> L
 def split_layouts(config: ModelConfig, dtype: ElementType, dense: Collection[str] = ()) -> Layouts:
     """Return layouts with split matrices, and all else in `dtype`, which is bfloat16 or float16.
 
-    Matrices of bfloat16 with an odd number of columns stay dense.
+    Matrices of bfloat16 with an odd number of columns stay dense, and those that have too many
+    numbers (experts of the largest models).
 
     dense: names of other bfloat16 matrices that stay dense: `head`, `embedding` or `layers.N.PART`
     """
@@ -174,7 +177,9 @@ def split_layouts(config: ModelConfig, dtype: ElementType, dense: Collection[str
     def split(name: str, shape: tuple[int, ...]) -> Format:
         if halves:
             return SplitFP16(*shape)
-        return Dense(shape, dtype) if shape[1] % 2 or name in dense else SplitBF16(*shape)
+        if shape[1] % 2 or name in dense or prod(shape) > limits.MOST_SPLIT_NUMBERS:
+            return Dense(shape, dtype)
+        return SplitBF16(*shape)
 
     return _layouts(config, dtype, split)
 

@@ -22,6 +22,7 @@ from triforce_kernels.limits import (
     SPLIT_BYTES,
     SPLIT_BYTES_ON_GPU,
     WIDENED_BYTES,
+    most_expert_tiles,
 )
 from triforce_offload.kv.sizes import SCORED_TOKENS
 from triforce_offload.kv.states.shape import FOLD_TOKENS, MOST_HELD
@@ -88,9 +89,8 @@ def _mlp_bytes(mlp: MLP, hidden: int, tokens: int, itemsize: int) -> int:
 
 def _tiles_bytes(mlp: Experts, hidden: int, tokens: int, itemsize: int) -> int:
     """Return the additional bytes of products by tiles, which have places without rows."""
-    if tokens > FEW_ROWS:
-        return 0
-    places = EXPERT_TILE * min(tokens * mlp.active, mlp.count)
+    rows = min(tokens, FEW_ROWS)
+    places = EXPERT_TILE * most_expert_tiles(rows, mlp.active, mlp.count)
     return places * ((hidden + 3 * mlp.width) * itemsize + 2 * 8)
 
 

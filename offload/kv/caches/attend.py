@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from triforce_kernels.attention.attention import masses, with_sinks
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.layer import rope_into
 from triforce_kernels.recurrent.conv import Convolution
@@ -45,7 +46,13 @@ class PassCache:
         self._batch: ForwardBatch | None = None
         self.text = 0
 
-    def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Cache.attend. Raises LinkError."""
         store = self._store
         keys, values = store.room(layer, batch.end)
@@ -57,9 +64,10 @@ class PassCache:
         if not locations and scores is None and batch.visible is None:
             # A sequence that fills no block has nothing to merge.
             rows = query.reshape(store.shape.kv_heads, -1, query.shape[2])
-            return attend_cache(rows, keys, values, batch.rows, end - batch.rows).view(query.shape)
+            part = attend_cache(rows, keys, values, batch.rows, end - batch.rows)
+            return with_sinks(part, sinks).view(query.shape)
         seen = len(locations) * store.shape.block_tokens + end
-        attention = PassAttention(query, store.shape.kv_heads, scores, seen)
+        attention = PassAttention(query, store.shape.kv_heads, scores, seen, sinks)
         for run in store.runs(layer):
             attention.blocks(*run)
         for index in range(store.on_device(layer), len(locations)):
@@ -69,10 +77,16 @@ class PassCache:
                 store.settle(layer, index, block)
         return attention.end(layer, keys[:, :end], values[:, :end], batch.visible)
 
-    def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend_window(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Cache.attend_window."""
         windows = self._recent.windows
-        return windows.attend(layer, qkv, batch, windows.end)
+        return windows.attend(layer, qkv, batch, windows.end, sinks)
 
     def convolve(
         self,
@@ -107,11 +121,18 @@ class PassAttention:
     """
 
     def __init__(
-        self, query: torch.Tensor, kv_heads: int, scores: ChunkScores | None, keys: int
+        self,
+        query: torch.Tensor,
+        kv_heads: int,
+        scores: ChunkScores | None,
+        keys: int,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """query: [heads, rows, head_dim]
         keys: number of all keys that will come, the rows' own included
+        sinks: see `Cache.attend`
         """
+        self._sinks = sinks
         heads, self._tokens, head_dim = self._shape = query.shape
         self._rows = query.reshape(kv_heads, heads // kv_heads * self._tokens, head_dim)
         self._running = Running.of(self._rows)
@@ -148,7 +169,7 @@ class PassAttention:
         own = self._tokens if self._tokens > 1 or self._buffer or visible is not None else 0
         seen = (key.shape[1] - own) // size * size
         self.blocks(key[None, :, :seen], value[None, :, :seen])
-        out, lse = attend_tail(
+        part = attend_tail(
             self._running,
             self._rows,
             key[:, seen:],
@@ -158,5 +179,6 @@ class PassAttention:
             scores=self._buffer,
         )
         if self._scores:
+            lse = masses(part, self._sinks)
             self._scores.end_layer(layer, lse, self._tokens, self._keys)
-        return out.view(self._shape)
+        return with_sinks(part, self._sinks).view(self._shape)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from triforce_kernels.attention.attention import with_sinks
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.layer import rope_into
 from triforce_kernels.recurrent.conv import Convolution
@@ -47,15 +48,28 @@ class DenseKV:
         self.rows = self._allocation.bytes.zero_().view(shape.dtype)
         self.rows = self.rows.view(shape.layers, 2, shape.kv_heads, self.capacity, shape.head_dim)
 
-    def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Cache.attend."""
         if self.end + batch.end > self.capacity:
             raise RuntimeError(f"{self.end + batch.end} tokens in a cache of {self.capacity}")
-        return self.attend_at(layer, qkv, self.end + batch.first, batch)
+        return self.attend_at(layer, qkv, self.end + batch.first, batch, sinks)
 
-    def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend_window(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Cache.attend_window."""
-        return self.recent.stores.windows.attend(layer, qkv, batch, self.recent.windows_end)
+        recent = self.recent
+        return recent.stores.windows.attend(layer, qkv, batch, recent.windows_end, sinks)
 
     def convolve(
         self,
@@ -77,7 +91,12 @@ class DenseKV:
         return self.recent.has_room(rows) and self.end + rows <= self.capacity
 
     def attend_at(
-        self, layer: int, qkv: torch.Tensor, start: int | torch.Tensor, batch: ForwardBatch
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        start: int | torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Cache.attend with rows written after `start`, a number or [1] int64 on the device. The
         caller makes sure that there is room.
@@ -87,13 +106,14 @@ class DenseKV:
         heads, tokens, head_dim = query.shape
         rows = query.reshape(keys.shape[0], heads // keys.shape[0] * tokens, head_dim)
         if batch.visible is None:
-            return attend_cache(rows, keys, values, tokens, start).view(query.shape)
+            part = attend_cache(rows, keys, values, tokens, start)
+            return with_sinks(part, sinks).view(query.shape)
         running, own = Running.of(rows), slice(start, start + tokens)
         attend_blocks(running, rows, keys[None, :, :start], values[None, :, :start])
-        out = attend_tail(
+        part = attend_tail(
             running, rows, keys[:, own], values[:, own], tokens, visible=batch.visible
         )
-        return out.out.view(query.shape)
+        return with_sinks(part, sinks).view(query.shape)
 
     def gather(self, moves: torch.Tensor, reader: Reader, chunk: int) -> None:
         """Copy chunks of `chunk` tokens to their slots, the first of which is at token 0.
@@ -147,13 +167,25 @@ class FixedDense:
         self._windows_end.fill_(self._kv.recent.windows_end)
         self._states_end.fill_(self._kv.recent.states_end)
 
-    def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Cache.attend."""
-        return self._kv.attend_at(layer, qkv, self._end, batch)
+        return self._kv.attend_at(layer, qkv, self._end, batch, sinks)
 
-    def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend_window(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Cache.attend_window."""
-        return self._stores.windows.attend(layer, qkv, batch, self._windows_end)
+        return self._stores.windows.attend(layer, qkv, batch, self._windows_end, sinks)
 
     def convolve(
         self,

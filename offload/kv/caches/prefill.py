@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_kernels.attention.attention import Partial, merge, partial_attention
+from triforce_kernels.attention.attention import Partial, merge, partial_attention, with_sinks
 from triforce_kernels.layer import rope_into
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
@@ -58,7 +58,13 @@ class PrefillCache:
         size = (2, shape.kv_heads, store.length + rows, shape.head_dim)
         self.gathered = gathered.view(shape.dtype).view(size)
 
-    def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Cache.attend. Raises LinkError."""
         if not batch.first:
             self._bring_kept(layer)
@@ -67,14 +73,20 @@ class PrefillCache:
         query = rope_into(qkv, *batch.rotation, keys, values, start)
         last = batch.end == self._rows
         if last and self._scores:
-            self._score(layer, query[:, -SCORED_TOKENS:])
+            self._score(layer, query[:, -SCORED_TOKENS:], sinks)
         end = start + batch.rows
         self._store.fill(layer, self.gathered, end, last=last)
-        return _attend(query, keys[:, :end], values[:, :end])
+        return with_sinks(_attend(query, keys[:, :end], values[:, :end]), sinks)
 
-    def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend_window(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Cache.attend_window."""
-        return self._windows.attend(layer, qkv, batch)
+        return self._windows.attend(layer, qkv, batch, sinks)
 
     def convolve(
         self,
@@ -113,17 +125,17 @@ class PrefillCache:
         tail = store.tail(layer)
         self.gathered[:, :, store.length - tail.shape[2] : store.length] = tail
 
-    def _score(self, layer: int, query: torch.Tensor) -> None:
+    def _score(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """Score the chunks by the last tokens. query: [heads, tokens, head_dim]"""
         tokens, size = self.gathered.shape[2], self._store.shape.block_tokens
         whole = (tokens - query.shape[1]) // size
         blocks = self.gathered[:, :, : whole * size].unflatten(2, (whole, size)).transpose(1, 2)
-        attention = PassAttention(query, self.gathered.shape[1], self._scores, tokens)
+        attention = PassAttention(query, self.gathered.shape[1], self._scores, tokens, sinks)
         attention.blocks(*blocks)
         attention.end(layer, *self.gathered[:, :, whole * size :])
 
 
-def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Partial:
     """Return the attention of the last rows of a sequence to all of it: query [heads, rows,
     head_dim], keys and values [kv_heads, tokens, head_dim].
     """

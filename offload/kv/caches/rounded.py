@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from triforce_kernels.attention.attention import with_sinks
 from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.kv.rounding import round_chunks, rounded, scale_of
 from triforce_kernels.layer import rope_into
@@ -93,7 +94,12 @@ class RoundedKV(DenseKV):
         super().write(start, rounded(keys_values, self.scale.unsqueeze(3)))
 
     def attend_at(
-        self, layer: int, qkv: torch.Tensor, start: int | torch.Tensor, batch: ForwardBatch
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        start: int | torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """DenseKV.attend_at; the forward batch must not be a tree."""
         if batch.visible is not None:
@@ -101,8 +107,9 @@ class RoundedKV(DenseKV):
         (keys, values), scale = self.rows[layer], self.scale[layer]
         query = rope_into(qkv, *batch.rotation, keys, values, start, scale)
         rows = query.reshape(keys.shape[0], -1, query.shape[2])
-        out = attend_cache(rows, keys, values, batch.rows, start)
-        return torch.mul(out, scale[1].unsqueeze(1), out=out).view(query.shape)
+        part = attend_cache(rows, keys, values, batch.rows, start)
+        torch.mul(part.out, scale[1].unsqueeze(1), out=part.out)
+        return with_sinks(part, sinks).view(query.shape)
 
     def close(self) -> None:
         super().close()

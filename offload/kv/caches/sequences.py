@@ -23,15 +23,27 @@ class SequenceCaches:
         self._caches = list(caches)
         self._batches: tuple[ForwardBatch, ...] = ()
 
-    def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Cache.attend."""
         parts = self._parts(qkv, batch)
-        return torch.cat([cache.attend(layer, *part) for cache, *part in parts], 1)
+        return torch.cat([cache.attend(layer, *part, sinks) for cache, *part in parts], 1)
 
-    def attend_window(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend_window(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Cache.attend_window."""
         parts = self._parts(qkv, batch)
-        return torch.cat([cache.attend_window(layer, *part) for cache, *part in parts], 1)
+        return torch.cat([cache.attend_window(layer, *part, sinks) for cache, *part in parts], 1)
 
     def convolve(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from triforce_kernels.attention.attention import partial_attention
+from triforce_kernels.attention.attention import partial_attention, with_sinks
 from triforce_kernels.attention.streaming import window_mask
 from triforce_kernels.layer import rope_into
 from triforce_offload.forward_batch import ForwardBatch
@@ -29,7 +29,13 @@ class WindowPrefill:
         self._marks: dict[int, torch.Tensor] = {}
         store.begin_fill()
 
-    def attend(self, layer: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Cache.attend_window."""
         store, shape = self._store, self._store.shape
         if not batch.first:
@@ -45,7 +51,7 @@ class WindowPrefill:
             store.fill(layer, self._recent)
         elif self._places.due(batch.first, batch.end):
             self._mark(layer, store.length + batch.end)
-        return _attend(query, keys, values, shape.window)
+        return _attend(query, keys, values, shape.window, sinks)
 
     def commit(self) -> None:
         """Make the rows tokens of the text."""
@@ -62,7 +68,11 @@ class WindowPrefill:
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window: int,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the attention of the last rows of a sequence to the last `window` keys of each.
 
@@ -78,10 +88,12 @@ def _attend(
         span = slice(first, before + end)
         own = [each[:, span].repeat_interleave(heads // kv_heads, 0) for each in (keys, values)]
         if before + end <= window and not before + start:
-            outs.append(partial_attention(query[:, start:end], *own, causal=True).out)
+            part = partial_attention(query[:, start:end], *own, causal=True)
+            outs.append(with_sinks(part, sinks))
             continue
         seen = window_mask(end - start, before + start - first, window, query.device)
         mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
         mask.masked_fill_(~seen, float("-inf"))
-        outs.append(partial_attention(query[:, start:end], *own, mask=mask).out)
+        part = partial_attention(query[:, start:end], *own, mask=mask)
+        outs.append(with_sinks(part, sinks))
     return torch.cat(outs, 1)

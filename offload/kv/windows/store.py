@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_kernels.attention.attention import partial_attention
+from triforce_kernels.attention.attention import partial_attention, with_sinks
 from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.layer import rope_into
 from triforce_offload.forward_batch import ForwardBatch
@@ -35,7 +35,12 @@ class WindowStore(RecentStore):
         self.rows = numbers[: size.numel()].view(size)
 
     def attend(
-        self, layer: int, qkv: torch.Tensor, batch: ForwardBatch, end: int | torch.Tensor
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        batch: ForwardBatch,
+        end: int | torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Cache.attend_window.
 
@@ -52,7 +57,7 @@ class WindowStore(RecentStore):
         packed = query.reshape(keys.shape[0], heads // keys.shape[0] * tokens, head_dim)
         window = self.shape.window
         if batch.parents is None:
-            out = attend_cache(packed, keys, values, tokens, start, window)
+            part = attend_cache(packed, keys, values, tokens, start, window)
         else:
             first = max(0, start + 1 - window)
             seen = batch.within(window, start - first)
@@ -60,8 +65,8 @@ class WindowStore(RecentStore):
             mask.masked_fill_(~seen, float("-inf"))
             span = slice(first, start + tokens)
             mask = mask.repeat(heads // keys.shape[0], 1)
-            out = partial_attention(packed, keys[:, span], values[:, span], mask=mask).out
-        return out.view(query.shape)
+            part = partial_attention(packed, keys[:, span], values[:, span], mask=mask)
+        return with_sinks(part, sinks).view(query.shape)
 
     def move(self, end: int, rows: Sequence[int]) -> None:
         """RecentStore.move."""

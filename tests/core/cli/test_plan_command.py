@@ -162,7 +162,7 @@ def test_hub_ids_are_known_by_their_names(capsys) -> None:
         ("google/gemma-4-E4B-it", "Gemma 4 E2B and E4B"),
         ("Qwen/Qwen3.8-Flash-Next", "Qwen3-Next and Qwen3.8-Flash"),
         ("zai-org/GLM-4.7-Flash", "GLM-4.7-Flash and GLM-5"),
-        ("openai/gpt-oss-20b", "gpt-oss"),
+        ("Qwen/Qwen3-VL-30B-A3B-Instruct", "models with experts that read images"),
     ):
         code, _, err = run(capsys, "plan", model, *options)
         assert code == 4

@@ -67,6 +67,9 @@ def test_the_text_is_that_of_exact_weights(tiny, family: str) -> None:
         (2, {"placement": PLACEMENTS["int4-in-part"]}),
         (3, {"placement": PLACEMENTS["kv"], "draft_weights": "int4"}),
     ):
+        if family == "gpt-oss-moe":
+            # Copies of its experts as stored would be no smaller.
+            options["weights"] = "dense"
         with engine(path, **options) as drafting:
             result = drafting.generate(PROMPT, GREEDY)
             line = drafting.plan_line

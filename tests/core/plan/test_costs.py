@@ -40,10 +40,12 @@ class Cache8:
     rows: torch.Tensor = field(default_factory=lambda: torch.zeros(2, 2, 16, 8, dtype=torch.int8))
     scale: torch.Tensor = field(default_factory=lambda: torch.ones(2, 2, 8))
 
-    def attend(self, index: int, qkv: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def attend(
+        self, index: int, qkv: torch.Tensor, batch: ForwardBatch, sinks: None
+    ) -> torch.Tensor:
         keys, values = self.rows
         query = rope_into(qkv, *batch.rotation, keys, values, 0, self.scale)
-        out = attend_cache(query.reshape(2, -1, 8), keys, values, batch.rows, 0)
+        out = attend_cache(query.reshape(2, -1, 8), keys, values, batch.rows, 0).out
         return torch.mul(out, self.scale[1].unsqueeze(1), out=out).view(query.shape)
 
 

@@ -98,7 +98,8 @@ def test_no_simulation_undercuts_the_bound(seed: int) -> None:
     for budget, drafted in ((0, 2), (1024, 24), (4096, rng.randint(1, 256))):
         try:
             chosen = candidate(case, budget, drafted, 1)
-        except DoesNotFitError:
+        except (DoesNotFitError, UsageError):
+            # Some models are for one GPU.
             continue
         share = chosen.round.compute_seconds / max(chosen.round.link_seconds, 1e-9)
         for scale in (1.0, share, 2 * share):

@@ -282,7 +282,8 @@ def _read_changed(source: TensorSource, piece: Piece, into: torch.Tensor) -> Non
 
     from triforce_offload.checkpoint.reading import read_into
 
-    numbers = torch.empty(into.shape)
+    shape = into.shape if piece.columns is None else (into.shape[0], piece.columns)
+    numbers = torch.empty(shape)
     read_into(source, piece.name, numbers, piece.corner, piece.order)
     into.copy_(piece.change(numbers))
 
@@ -336,7 +337,8 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         if reads_images(raw):
             config = _text_alone(path, config, source.names())
         names = hf_names(config, source.names())
-        drafts = _of_drafts(config, raw.get("num_nextn_predict_layers"), _LAYER_PREFIXES)
+        further = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers"))
+        drafts = _of_drafts(config, further, _LAYER_PREFIXES)
         return Checkpoint(path, config, source, names, of_drafts=drafts, checked=checked)
     if path.suffix != ".gguf":
         raise UsageError(f"{path} is neither a directory nor a .gguf file")

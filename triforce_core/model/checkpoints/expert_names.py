@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from triforce_core.model.checkpoints.pieces import Piece, pieces_of
+from triforce_core.model.checkpoints.pieces import (
+    Piece,
+    even_columns,
+    odd_columns,
+    pieces_of,
+)
 from triforce_core.model.feed_forward import Experts
 from triforce_offload.checkpoint.source import Corner
 
@@ -17,6 +22,7 @@ class ExpertNames:
     gate_up, down: names with a place for the number of the expert, or of tensors that have those of
         all experts one above the other. Gate and up projections are apart, or in one tensor
     stacked: the other names that files may have instead
+    alternating: whether rows of gate and up projections, in one tensor, come by turns
     shared_gate_up, shared_down: names of the shared expert's, or those of the MLP beside experts
     """
 
@@ -34,19 +40,29 @@ class ExpertNames:
     shared_down: str = "mlp.shared_experts.down_proj.weight"
     shared_gate: str = "mlp.shared_expert_gate.weight"
     stacked: tuple[str, str] | None = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    gate_up_bias: tuple[str, ...] = ("mlp.experts.gate_up_proj_bias",)
+    down_bias: str = "mlp.experts.down_proj_bias"
+    router_linear_bias: str = "mlp.router.bias"
+    alternating: bool = False
     router_scale: str = "router.scale"
     expert_scale: str = "router.per_expert_scale"
 
-    def as_held(self, held: Collection[str]) -> ExpertNames:
-        """Return the names that files with tensors of these names have."""
-        if self.stacked is None or not any(name.endswith(self.stacked[0]) for name in held):
+    def as_held(self, held: Collection[str], layer: str, layers: int) -> ExpertNames:
+        """Return the names that files with tensors of these names have.
+
+        layer: with what the names of a layer's tensors begin, with a place for its number
+        layers: number of layers; others only draft, and may be stored otherwise
+        """
+        if self.stacked is None:
+            return self
+        stacked = (layer.format(index) + self.stacked[0] for index in range(layers))
+        if not any(name in held for name in stacked):
             return self
         return replace(self, gate_up=self.stacked[:1], down=self.stacked[1])
 
 
 _MIXTRAL = ExpertNames(
     router="block_sparse_moe.gate.weight",
-    bias="block_sparse_moe.e_score_correction_bias",
     gate_up=(
         "block_sparse_moe.experts.{}.w1.weight",
         "block_sparse_moe.experts.{}.w3.weight",
@@ -57,9 +73,16 @@ _QWEN2 = ExpertNames(
     shared_gate_up=("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
     shared_down="mlp.shared_expert.down_proj.weight",
 )
+_GEMMA4 = ExpertNames(
+    router="router.proj.weight",
+    gate_up=("experts.gate_up_proj",),
+    down="experts.down_proj",
+    shared_gate_up=("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    shared_down="mlp.down_proj.weight",
+    stacked=None,
+)
 HF_EXPERTS = {
     "mixtral": _MIXTRAL,
-    "minimax_m2": _MIXTRAL,
     "qwen2_moe": _QWEN2,
     "qwen3_5_moe_text": _QWEN2,
     "granitemoe": ExpertNames(
@@ -68,13 +91,14 @@ HF_EXPERTS = {
         down="block_sparse_moe.output_linear.weight",
         stacked=None,
     ),
-    "gemma4_text": ExpertNames(
-        router="router.proj.weight",
-        gate_up=("experts.gate_up_proj",),
-        down="experts.down_proj",
-        shared_gate_up=("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-        shared_down="mlp.down_proj.weight",
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
+    "gpt_oss": ExpertNames(
+        router="mlp.router.weight",
+        gate_up=("mlp.experts.gate_up_proj",),
+        down="mlp.experts.down_proj",
         stacked=None,
+        alternating=True,
     ),
     "ernie4_5_moe": ExpertNames(bias="mlp.moe_statics.e_score_correction_bias"),
 }
@@ -89,6 +113,9 @@ GGUF_EXPERTS = ExpertNames(
     stacked=("ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
     router_scale="ffn_gate_inp.scale",
     expert_scale="ffn_down_exps.scale",
+    gate_up_bias=("ffn_gate_exps.bias", "ffn_up_exps.bias"),
+    down_bias="ffn_down_exps.bias",
+    router_linear_bias="ffn_gate_inp.bias",
 )
 GGUF_GEMMA4 = replace(
     GGUF_EXPERTS,
@@ -107,6 +134,15 @@ def expert_pieces(mlp: Experts, hidden: int, names: ExpertNames) -> dict[str, li
         for expert in experts
         for name, first in _halves(names.gate_up, width)
     ]
+    if names.alternating:
+        order = (*range(0, 2 * width, 2), *range(1, 2 * width, 2))
+        whole = Piece(names.gate_up[0], 2 * width, order)
+        gate_up = [_of_expert(whole.name, expert, 2 * width, whole) for expert in experts]
+    biases = [Piece(name, mlp.count) for name in names.gate_up_bias]
+    if len(biases) == 1:
+        name, both = names.gate_up_bias[0], 2 * width
+        changes = even_columns, odd_columns
+        biases = [Piece(name, mlp.count, change=each, columns=both) for each in changes]
     down = [_of_expert(names.down, e, hidden, Piece(names.down, hidden)) for e in experts]
     return {
         "router": [Piece(names.router, mlp.count)],
@@ -116,6 +152,10 @@ def expert_pieces(mlp: Experts, hidden: int, names: ExpertNames) -> dict[str, li
         "gate_up": pieces_of(names.shared_gate_up, (mlp.shared,) * 2, (None, None)),
         "down": [Piece(names.shared_down, hidden)],
         "shared_gate": [Piece(names.shared_gate, 1)],
+        "router_linear_bias": [Piece(names.router_linear_bias, mlp.count)],
+        "experts_gate_bias": biases[:1],
+        "experts_up_bias": biases[1:],
+        "experts_down_bias": [Piece(names.down_bias, mlp.count)],
         "router_scale": [Piece(names.router_scale, hidden)],
         "expert_scale": [Piece(names.expert_scale, mlp.count)],
     }

@@ -38,6 +38,7 @@ _FAMILIES = {
     "granitemoe": FAMILIES["granitemoe"],
     "ernie4_5-moe": FAMILIES["ernie4_5_moe"],
     "glm4moe": FAMILIES["glm4_moe"],
+    "gpt-oss": FAMILIES["gpt_oss"],
 }
 # Families of files with experts, by an architecture that is another one's without them.
 _WITH_EXPERTS = {"llama": FAMILIES["mixtral"]}
@@ -98,7 +99,7 @@ def gguf_config(source: GGUFSource) -> ModelConfig:
         vocab=fields.whole("vocab_size", getattr(vocab, "length", None)),
         norm_eps=fields.real(_NORM_EPS.get(family.norm_kind, "attention.layer_norm_rms_epsilon")),
         trained_positions=positions,
-        rope=_gguf_rope(fields, positions, head_dim),
+        rope=_gguf_rope(fields, family, positions, head_dim),
         window_rope=window_rope,
         norm_kind=family.norm_kind,
         tied="output.weight" not in names,
@@ -204,7 +205,7 @@ def _with_tensors(spec: LayerSpec, index: int, names: Set[str]) -> LayerSpec:
     return replace(spec, mixer=mixer)
 
 
-def _gguf_rope(fields: Fields, positions: int, head_dim: int) -> RopeConfig:
+def _gguf_rope(fields: Fields, family: Family, positions: int, head_dim: int) -> RopeConfig:
     kind = fields.raw.get("rope.scaling.type", "none")
     parameters: dict[str, Any] = {}
     if (rotated := fields.whole("rope.dimension_count", head_dim)) != head_dim:
@@ -215,6 +216,9 @@ def _gguf_rope(fields: Fields, positions: int, head_dim: int) -> RopeConfig:
         parameters["original_max_position_embeddings"] = fields.whole(
             "rope.scaling.original_context_length", positions
         )
+        if family.name == "gpt_oss":
+            # As the model was trained, though llama.cpp rounds the bounds of the frequencies.
+            parameters["truncate"] = False
     rope = RopeConfig(
         "default" if kind == "none" else str(kind),
         fields.real("rope.freq_base", 10000.0),

@@ -37,6 +37,7 @@ class Naming:
     """How a family names the tensors of its layers in a kind of file.
 
     norms: name of each norm, by this runtime's name
+    sinks: full name of the scores of sinks
     qkv, gate_up: names of projections, apart or as one tensor
     interleaved: whether the rotated numbers of a head are stored in pairs: those with the same
         frequency side by side, not half a head apart
@@ -50,6 +51,7 @@ class Naming:
     norms: Mapping[str, str]
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     o: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     interleaved: bool = False
@@ -134,6 +136,7 @@ _GGUF = Naming(
     _GGUF_BEFORE,
     qkv=("attn_q", "attn_k", "attn_v"),
     o="attn_output",
+    sinks="attn_sinks.weight",
     gate_up=("ffn_gate", "ffn_up"),
     down="ffn_down",
     stored_norms=NormKind.RMS,
@@ -149,7 +152,7 @@ _GGUF_FAMILIES = {
     **dict.fromkeys(("llama", "smollm3", "granite", "ernie4_5", "cohere2"), _GGUF_PAIRS),
     **dict.fromkeys(("mixtral", "granitemoe", "ernie4_5_moe"), _GGUF_PAIRS),
     **dict.fromkeys(("olmo2", "olmo3", "exaone4"), replace(_GGUF, norms=_GGUF_AFTER)),
-    **dict.fromkeys(("seed_oss", "glm4_moe"), _GGUF_POST_ATTENTION),
+    **dict.fromkeys(("seed_oss", "glm4_moe", "gpt_oss"), _GGUF_POST_ATTENTION),
     "glm4": replace(_GGUF_PAIRS, norms=_GGUF_BEFORE | _GGUF_AFTER, gate_up=("ffn_up",)),
     "gemma3_text": replace(_GGUF, norms=_GGUF_BEFORE | _GGUF_AFTER),
     "gemma4_text": replace(_GGUF, norms=_GGUF_GEMMA4, experts=GGUF_GEMMA4),
@@ -171,26 +174,28 @@ def hf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str],
     prefix, head = next((each for each in HF_PREFIXES if each[0] in first), HF_PREFIXES[0])
     naming = _HF.get(config.family, Naming(_HF_BEFORE))
     experts = HF_EXPERTS.get(config.family, naming.experts)
-    naming = replace(naming, experts=experts.as_held(held))
+    layer = prefix + "layers.{}."
+    naming = replace(naming, experts=experts.as_held(held, layer, len(config.layers)))
     embedding = f"{prefix}embed_tokens.weight"
     ends = {
         "embedding": embedding,
         "head": embedding if config.tied else head,
         "norm": prefix + naming.last_norm,
     }
-    return _named(config, ends, naming, prefix + "layers.{}.")
+    return _named(config, ends, naming, layer)
 
 
 def gguf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str], list[Piece]]:
     """Return the pieces of each tensor in a GGUF file. held: names of the tensors in it"""
     naming = _GGUF_FAMILIES.get(config.family, _GGUF)
-    naming = replace(naming, experts=naming.experts.as_held(held))
+    layer = "blk.{}."
+    naming = replace(naming, experts=naming.experts.as_held(held, layer, len(config.layers)))
     ends = {
         "embedding": "token_embd.weight",
         "head": "token_embd.weight" if config.tied else "output.weight",
         "norm": naming.last_norm,
     }
-    return _named(config, ends, naming, "blk.{}.")
+    return _named(config, ends, naming, layer)
 
 
 def _named(
@@ -254,6 +259,7 @@ def _attention_pieces(
         named = [f"{name}.{ending}" for name in naming.qkv[:projected]]
         parts["qkv" + suffix] = pieces_of(named, sizes[:projected], orders[:projected])
         parts["o" + suffix] = [Piece(f"{naming.o}.{ending}", config.hidden)]
+    parts["sinks"] = [Piece(naming.sinks, mixer.heads)]
     for part in ("q_norm", "k_norm"):
         if shape := mixer.shapes(config.hidden).get(part):
             change = _change_of_norms(config, naming)

@@ -25,6 +25,7 @@ class Piece:
     order: which stored row of a head each row is (see `head_order`); None for rows as stored
     corner: first row and column of the part that is read; it is as wide as the model's tensor
     change: turns the stored numbers into the model's; None if they are the same
+    columns: number of stored columns that `change` takes; None for as many as the model's
     """
 
     name: str
@@ -32,6 +33,7 @@ class Piece:
     order: tuple[int, ...] | None = None
     corner: Corner = WHOLE
     change: Change | None = None
+    columns: int | None = None
 
     def within(self, window: Window) -> Piece:
         """Return the part of the piece in a window, which covers whole heads."""
@@ -63,8 +65,10 @@ def stored_shapes(
     rows: dict[str, int] = {}
     for piece in pieces:
         rows[piece.name] = rows.get(piece.name, 0) + piece.rows
+    columns = {piece.name: piece.columns for piece in pieces if piece.columns}
     for stored, count in rows.items():
-        yield stored, (count, *shape[1:])
+        width = columns.get(stored)
+        yield stored, (count, *shape[1:]) if width is None else (count, width)
 
 
 def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> tuple[int, ...] | None:
@@ -86,6 +90,16 @@ def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> tuple[int, 
 def less_one(numbers: torch.Tensor) -> torch.Tensor:
     """The weights of a norm whose files have 1 + the weights."""
     return numbers - 1
+
+
+def even_columns(numbers: torch.Tensor) -> torch.Tensor:
+    """Of gates and up projections by turns, the gates."""
+    return numbers[:, ::2]
+
+
+def odd_columns(numbers: torch.Tensor) -> torch.Tensor:
+    """Of gates and up projections by turns, the up projections."""
+    return numbers[:, 1::2]
 
 
 def minus_exp(numbers: torch.Tensor) -> torch.Tensor:

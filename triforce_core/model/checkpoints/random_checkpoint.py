@@ -46,7 +46,7 @@ class RandomCheckpoint:
             self._read_coded(name, into)
         elif "norm" in name:
             into.fill_(float(self.config.norm_kind is not NormKind.RMS_PLUS_ONE))
-        elif name.endswith("output_scale"):
+        elif name.endswith("_scale"):
             into.fill_(1)
         else:
             self._fill(into)

@@ -54,7 +54,9 @@ class Family:
         """Return a config with the family's defaults. null is a default too, except that it says
         that there is no window.
         """
-        raw = {self.renamed.get(name, name): value for name, value in raw.items()}
+        own = {name: value for name, value in raw.items() if name not in self.renamed}
+        others = {self.renamed.get(name): value for name, value in raw.items() if value is not None}
+        raw = own | {name: value for name, value in others.items() if name is not None}
         absent = {
             name: value
             for name, value in self.defaults.items()

@@ -106,7 +106,7 @@ def _glm4moe(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:
     """Return the fields of a file without its layers that only draft. Raises CheckpointError."""
     own = dict(fields.raw)
     own["block_count"] = fields.whole("block_count") - (own.get("nextn_predict_layers") or 0)
-    return Fields(own, fields.source), {}
+    return Fields(own, fields.source), {"norm_topk_prob": bool(own.get("expert_weights_norm"))}
 
 
 def _lfm2(fields: Fields, names: Set[str]) -> tuple[Fields, dict[str, Any]]:

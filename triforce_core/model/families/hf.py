@@ -43,7 +43,7 @@ def from_hf(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfi
     """
     raw, family = _text_of(raw)
     raw = family.completed(raw)
-    _refuse_unsupported(raw)
+    _refuse_unsupported(raw, family)
     fields = Fields(raw, SOURCE)
     hidden = fields.whole("hidden_size")
     positions = fields.whole("max_position_embeddings")
@@ -116,11 +116,11 @@ def _text_of(raw: Mapping[str, Any]) -> tuple[Mapping[str, Any], Family]:
     raise UnsupportedModelError(f"{what} not supported (only {known})")
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
     for name in _UNSUPPORTED:
         if raw.get(name):
             raise UnsupportedModelError(f"{name} is not supported")
-    _refuse_quantised(raw.get("quantization_config"))
+    _refuse_quantised(raw.get("quantization_config"), family)
 
 
 def _refuse_unread(fields: Fields, family: Family, positions: int, count: int) -> None:
@@ -146,14 +146,16 @@ def _refuse_unread(fields: Fields, family: Family, positions: int, count: int) -
             )
 
 
-def _refuse_quantised(quantised: Any) -> None:
+def _refuse_quantised(quantised: Any, family: Family) -> None:
     """Raise UnsupportedModelError for quantised weights, except FP8 with one scale for each 128 by
-    128 numbers, the format in which Qwen3 and others are published.
+    128 numbers, in which Qwen3 and others are published, and MXFP4 experts of gpt-oss.
     """
     if not quantised:
         return
     asked = quantised if isinstance(quantised, Mapping) else {}
     method, blocks = asked.get("quant_method"), asked.get("weight_block_size")
+    if method == "mxfp4" and family.name == "gpt_oss":
+        return
     if method != "fp8" or asked.get("fmt", "e4m3") != "e4m3" or blocks != [128, 128]:
         raise UnsupportedModelError(
             f"quantization_config of method {method!r} with blocks of {blocks} is not supported "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from triforce_core.model.families.family import (
@@ -15,9 +16,12 @@ from triforce_core.model.families.family import (
 from triforce_core.model.families.fields import Fields
 from triforce_core.model.families.recurrent import QWEN3_5, qwen3_5_layers
 from triforce_core.model.families.windows import windows, windows_if_shorter
-from triforce_core.model.feed_forward import Experts, Router, Scores
+from triforce_core.model.feed_forward import Activation, Experts, Router, Scores
 from triforce_core.model.layers import LayerSpec, NormKind
-from triforce_offload.errors import CheckpointError
+from triforce_offload.errors import CheckpointError, UnsupportedModelError
+
+# Least sum of a token's scores in ERNIE: those of a softmax never are so small.
+_NORM_MIN = 1e-12
 
 
 def _experts(
@@ -48,6 +52,21 @@ def _where(dense: LayerSpec, experts: Experts, sparse: list[bool]) -> Layers:
     return tuple(kinds[each] for each in sparse)
 
 
+def _alternating(
+    fields: Fields,
+    seen: Sequence[int | None],
+    experts: Experts,
+    sparse: list[bool],
+    **same: bool,
+) -> Layers:
+    """Return layers with these windows, of which those that are marked have experts."""
+    dense = {window: layer(fields, window=window, **same) for window in dict.fromkeys(seen)}
+    return tuple(
+        replace(dense[window], mlp=experts) if each else dense[window]
+        for window, each in zip(seen, sparse, strict=True)
+    )
+
+
 def _mixtral(fields: Fields, count: int) -> Layers:
     seen = windows_if_shorter(fields, count)
     experts = _experts(fields, "num_local_experts", Router(), width="intermediate_size")
@@ -76,20 +95,15 @@ def _qwen2_moe(fields: Fields, count: int) -> Layers:
         gated_shared=True,
     )
     bias, sparse = fields.flag("qkv_bias", True), _sparse_of_qwen(fields, count)
-    dense = {window: layer(fields, qkv_bias=bias, window=window) for window in set(seen)}
-    return tuple(
-        replace(dense[window], mlp=experts) if each else dense[window]
-        for window, each in zip(seen, sparse, strict=True)
-    )
+    return _alternating(fields, seen, experts, sparse, qkv_bias=bias)
 
 
 def _qwen3_moe(fields: Fields, count: int) -> Layers:
     bias = fields.flag("attention_bias", False)
-    (window,) = set(windows_if_shorter(fields, count))
     router = Router(normalised=fields.flag("norm_topk_prob", False))
-    dense = layer(fields, qkv_bias=bias, output_bias=bias, qk_norm=True, window=window)
-    experts = _experts(fields, "num_experts", router)
-    return _where(dense, experts, _sparse_of_qwen(fields, count))
+    same = {"qkv_bias": bias, "output_bias": bias, "qk_norm": True}
+    experts, sparse = _experts(fields, "num_experts", router), _sparse_of_qwen(fields, count)
+    return _alternating(fields, windows_if_shorter(fields, count), experts, sparse, **same)
 
 
 def _olmoe(fields: Fields, count: int) -> Layers:
@@ -114,6 +128,11 @@ def _ernie4_5_moe(fields: Fields, count: int) -> Layers:
     last = fields.get("moe_layer_end_index")
     last = count - 1 if last in (None, -1) else fields.whole("moe_layer_end_index", least=0)
     shared = fields.whole("moe_num_shared_experts", 2, least=0)
+    if fields.real("moe_norm_min", _NORM_MIN) != _NORM_MIN:
+        raise UnsupportedModelError(
+            f"{fields.source}: moe_norm_min {fields.raw['moe_norm_min']!r} is not supported (only "
+            f"{_NORM_MIN})"
+        )
     experts = _experts(
         fields,
         "moe_num_experts",
@@ -153,9 +172,28 @@ def _qwen3_5_moe(fields: Fields, count: int) -> Layers:
     return qwen3_5_layers(fields, count, mlp=experts)
 
 
+def _gpt_oss(fields: Fields, count: int) -> Layers:
+    """Every second layer has a window, from the first one on."""
+    bias = fields.flag("attention_bias", True)
+    for name, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
+        if fields.real(name, value) != value:
+            raise UnsupportedModelError(
+                f"{fields.source}: {name} {fields.raw[name]!r} is not supported (only {value})"
+            )
+    experts = replace(
+        _experts(fields, "num_local_experts", Router(linear_bias=True), width="intermediate_size"),
+        activation=Activation.CLAMPED,
+        biases=True,
+    )
+    seen = windows(fields, count, lambda index: index % 2 == 0)
+    same = {"qkv_bias": bias, "output_bias": bias, "sinks": True}
+    kinds = {each: layer(fields, mlp=experts, window=each, **same) for each in set(seen)}
+    return tuple(kinds[each] for each in seen)
+
+
 def _renamed(own: str) -> dict[str, str]:
     """Return a family's name of the number of experts by the names in other files."""
-    return dict.fromkeys(EXPERT_COUNTS, own)
+    return {name: own for name in EXPERT_COUNTS if name != own}
 
 
 # What transformers' configs take for fields that are not there.
@@ -209,6 +247,23 @@ _QWEN3_5 = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+_GPT_OSS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
 SPARSE = (
     Family(
         "mixtral",
@@ -240,6 +295,13 @@ SPARSE = (
         _glm4_moe,
         defaults=_GLM,
         renamed=_renamed("n_routed_experts"),
+    ),
+    Family(
+        "gpt_oss",
+        "GptOss",
+        _gpt_oss,
+        defaults=_GPT_OSS,
+        renamed=_renamed("num_local_experts"),
     ),
     Family(
         "qwen3_5_moe_text",

@@ -44,6 +44,8 @@ _MODELS = {
     "Qwen/Qwen3-Coder-30B-A3B-Instruct": "qwen3-coder-30b-a3b",
     "Qwen/Qwen3.5-35B-A3B": "qwen3.5-35b-a3b",
     "Qwen/Qwen3.6-35B-A3B": "qwen3.5-35b-a3b",
+    "openai/gpt-oss-20b": "gpt-oss-20b",
+    "openai/gpt-oss-120b": "gpt-oss-120b",
     "google/gemma-4-26b-a4b-it": "gemma4-26b-a4b",
     "zai-org/GLM-4.5-Air": "glm-4.5-air",
     "mistralai/Mixtral-8x7B-Instruct-v0.1": "mixtral-8x7b",
@@ -57,7 +59,7 @@ _VARIANT = re.compile(r"-(hf|chat|base|instruct|it)(?=-|$)")
 _UNSUPPORTED = (
     (r"gemma-?(2|3n)", "Gemma 2 and 3n"),
     (r"gemma-?4.*e[24]b", "Gemma 4 E2B and E4B"),
-    (r"gpt-oss", "gpt-oss"),
+    (r"qwen3-vl-.*-a\d|glm-4[.]\dv|ernie.*-vl", "models with experts that read images"),
     (r"qwen3-next|qwen3[.]8-flash", "Qwen3-Next and Qwen3.8-Flash"),
     (r"glm-4[.]\d-flash|glm-5", "GLM-4.7-Flash and GLM-5"),
     (r"deepseek", "DeepSeek"),

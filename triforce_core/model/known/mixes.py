@@ -17,7 +17,9 @@ from triforce_kernels.weights.block_types import ALL_TYPES, BlockType
 from triforce_offload.errors import UsageError
 from triforce_offload.machine.profiles import nearest
 
-FP8 = "FP8"
+FP8, MXFP4 = "FP8", "MXFP4"
+# Mixes of safetensors files, as their configs name the method, in capitals.
+OF_SAFETENSORS = (FP8, MXFP4)
 # Block type of most matrices in each mix.
 _MIXES = {
     "Q2_K": "Q2_K",
@@ -32,10 +34,14 @@ _MIXES = {
     "IQ4_XS": "IQ4_XS",
     # Of safetensors. Embeddings and the output matrix stay in 16 bits.
     FP8: "F8_E4M3",
+    # Of gpt-oss, whose other matrices are in 16 bits.
+    MXFP4: "MXFP4",
 }
 NAMES = tuple(_MIXES)
 # Stands for matrices that are never quantised.
 _DENSE = ""
+# End of the names of matrices of experts.
+_OF_EXPERTS = "_of_experts"
 # Number of experts of Mixtral, whose attention llama.cpp keeps in more bits.
 _FEW_EXPERTS, _BELOW_Q5 = 8, ("Q2_K", "Q3_K", "Q4_K", "IQ4_XS")
 # llama.cpp's replacements for rows that are not whole blocks of 256 numbers.
@@ -66,7 +72,7 @@ def pieces_of(config: ModelConfig, mix: str) -> Pieces:
         columns = {part: shape[1] for part, shape in spec.products(config.hidden).items()}
         whole = partial(_whole, columns=columns.get(part, config.hidden))
         return [
-            (count, whole(kinds(which)) if which != _DENSE else None)
+            (count, whole(kinds(which)) if which != _DENSE and kinds(which) != _DENSE else None)
             for which, count in _rows(spec, config.hidden)[part]
         ]
 
@@ -85,8 +91,12 @@ def _rows(spec: LayerSpec, hidden: int) -> dict[str, list[tuple[str, int]]]:
         "down": [("down", hidden)],
     }
     if experts:
-        rows["experts_gate_up"] = [("gate", mlp.width), ("up", mlp.width)] * mlp.count
-        rows["experts_down"] = [("down", hidden)] * mlp.count
+        rows["experts_gate_up"] = [
+            ("gate" + _OF_EXPERTS, mlp.width),
+            ("up" + _OF_EXPERTS, mlp.width),
+        ]
+        rows["experts_gate_up"] *= mlp.count
+        rows["experts_down"] = [("down" + _OF_EXPERTS, hidden)] * mlp.count
     return rows
 
 
@@ -119,7 +129,7 @@ def _whole(kind: str, columns: int) -> BlockType | None:
 
 
 def _end(name: str, *, output: bool) -> str:
-    if name == FP8:
+    if name in (FP8, MXFP4):
         return _DENSE
     if name == "Q8_0":
         return name
@@ -160,13 +170,24 @@ def _layer(name: str, layer: int, config: ModelConfig) -> Callable[[str], str]:
             special["v"] = "Q5_K"
         if layer < eighth:
             special["down"] = "Q5_K"
-    if getattr(config.layers[layer].mlp, "count", 0) == _FEW_EXPERTS and name not in ("Q8_0", FP8):
+    if getattr(config.layers[layer].mlp, "count", 0) == _FEW_EXPERTS and name not in (
+        "Q8_0",
+        FP8,
+        MXFP4,
+    ):
         # Small beside the experts.
         special |= {"k": "Q8_0", "v": "Q8_0"} | ({"o": "Q5_K"} if plain in _BELOW_Q5 else {})
     # A 70B model has many query heads per value head, so values are small and can take more bits.
     if plain in ("Q3_K", "Q4_K") and layers == 80 and special.get("v", plain) != "Q6_K":
         special["v"] = "Q5_K"
-    return lambda which: special.get(which, plain)
+
+    def kind(which: str) -> str:
+        of_experts = which.endswith(_OF_EXPERTS)
+        if name == MXFP4 and not of_experts:
+            return _DENSE
+        return special.get(which.removesuffix(_OF_EXPERTS), plain)
+
+    return kind
 
 
 def _has_more_bits(index: int, count: int) -> bool:

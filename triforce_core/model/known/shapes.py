@@ -12,8 +12,9 @@ from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.known.hub_ids import shape_of, unsupported_family
-from triforce_core.model.known.mixes import pieces_of
+from triforce_core.model.known.mixes import OF_SAFETENSORS, pieces_of
 from triforce_core.model.known.recent import MISTRAL_SMALL, RECENT
+from triforce_core.model.layers import DeltaNet, LayerSpec
 from triforce_core.model.tensors import Pieces
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.errors import UnsupportedModelError, UsageError
@@ -274,7 +275,10 @@ def read_model(name: str) -> Shape:
         known = shape_of(known) or known
     if known in SHAPES:
         shape = _of_config(SHAPES[known])
-        return replace(shape, pieces=pieces_of(shape.config, mix), dtype=None) if mix else shape
+        if not mix:
+            return shape
+        config = shape.config if mix.upper() in OF_SAFETENSORS else _in_gguf(shape.config)
+        return replace(shape, config=config, pieces=pieces_of(config, mix), dtype=None)
     path = Path(name).expanduser()
     if path.is_dir():
         return _of_config(read_json(path / "config.json"))
@@ -301,7 +305,24 @@ def read_model(name: str) -> Shape:
 def _of_config(raw: Mapping[str, Any]) -> Shape:
     """Return the shape that a config.json describes. Raises as `from_hf` does."""
     stored = raw.get("dtype", raw.get("torch_dtype"))
-    return Shape(from_hf(raw, {}), dtype=stored if isinstance(stored, str) else None)
+    config, quantised = from_hf(raw, {}), raw.get("quantization_config") or {}
+    # Methods that are known have the names of mixes.
+    mix = str(quantised.get("quant_method", "")).upper()
+    pieces = pieces_of(config, mix) if mix in OF_SAFETENSORS else None
+    return Shape(config, pieces, stored if isinstance(stored, str) else None)
+
+
+def _in_gguf(config: ModelConfig) -> ModelConfig:
+    """Return a model as its GGUF files have it, with the heads of recurrent layers in another
+    order.
+    """
+
+    def stored(spec: LayerSpec) -> LayerSpec:
+        if not isinstance(spec.mixer, DeltaNet):
+            return spec
+        return replace(spec, mixer=replace(spec.mixer, tiled_output=True))
+
+    return replace(config, layers=tuple(map(stored, config.layers)))
 
 
 def _pieces_read(checkpoint: Checkpoint) -> Pieces:

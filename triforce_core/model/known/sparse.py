@@ -22,6 +22,17 @@ _QWEN3_30B_A3B = {
     "rope_theta": 1e7,
     "dtype": "bfloat16",
 }
+# Other fields have their defaults.
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "dtype": "bfloat16",
+}
 SPARSE: Mapping[str, Mapping[str, Any]] = {
     # Those of July 2025 and later, and Qwen3-Coder, which has the same shape.
     "qwen3-30b-a3b": _QWEN3_30B_A3B,
@@ -41,6 +52,8 @@ SPARSE: Mapping[str, Mapping[str, Any]] = {
         },
         "dtype": "bfloat16",
     },
+    "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
     # The text part of Gemma 4, whose other fields have their defaults.
     "gemma4-26b-a4b": {
         "model_type": "gemma4_text",

@@ -93,6 +93,8 @@ class DividedAttention:
             if whole.output_gate:
                 first = _columns(self.heads.queries[rank], 2 * whole.head_dim)
             return [Window(first), Window(keys), Window(keys)][: 2 + whole.projects_values]
+        if part == "sinks":
+            return [Window(self.heads.queries[rank])]
         if whole.norm_over_heads and part in ("q_norm", "k_norm"):
             return [Window(queries if part == "q_norm" else keys)]
         return [Window(None, queries if part == "o" else None)]
@@ -168,10 +170,12 @@ def divided(mixer: Mixer, ranks: int) -> Divided:
 
 def check_divides(mlp: MLP, ranks: int) -> None:
     """Raise UsageError for an MLP that ranks cannot share: norms of its parts would need their sums
-    over ranks.
+    over ranks, or all would add its biases.
     """
-    if isinstance(mlp, ExpertsBeside) and ranks > 1:
+    if ranks > 1 and isinstance(mlp, ExpertsBeside):
         raise UsageError(f"experts beside a dense MLP (Gemma 4) do not spread over {ranks} GPUs")
+    if ranks > 1 and isinstance(mlp, Experts) and mlp.biases:
+        raise UsageError(f"experts with biases (gpt-oss) do not spread over {ranks} GPUs")
 
 
 def mlp_share(mlp: MLP, columns: Callable[[int], range]) -> MLP:

@@ -71,10 +71,10 @@ class Candidate:
         flops = prefill_flops(rank, prompt)
         compute = flops / hardware.flops_per_second + case.costs.head(1)
         compute += (2 * len(rank.layers) + 1) * case.costs.all_reduce(prompt)
-        if not hardware.asynchronous:
-            chunks = -(-prompt // PREFILL_CHUNK)
-            launches = len(rank.layers) * chunks * case.costs.launches.layer
-            compute += launches * hardware.launch_seconds
+        each = case.costs.launches.layer + case.costs.expert_launches(PREFILL_CHUNK)
+        launches = len(rank.layers) * -(-prompt // PREFILL_CHUNK) * each * hardware.launch_seconds
+        # A GPU computes while the host launches.
+        compute = max(compute, launches) if hardware.asynchronous else compute + launches
         rate = hardware.stream_bytes_per_second
         crossing = matrices / rate + self.round.disk_seconds
         outwards = max(0, self.memory.host_bytes - matrices)

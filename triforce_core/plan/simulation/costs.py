@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from math import prod
+from math import ceil, prod
 
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import EXPERT_PARTS, Experts
@@ -46,7 +46,7 @@ from triforce_core.plan.simulation.launches import (
     SMALL_KERNEL_SECONDS,
     Launches,
 )
-from triforce_kernels.limits import FEW_ROWS
+from triforce_kernels.limits import EXPERT_TILE, FEW_ROWS
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.states.shape import FOLD_TOKENS
 from triforce_offload.machine.profiles import Hardware
@@ -101,27 +101,31 @@ class Costs:
 
     def after(self, tokens: int, *, recorded: bool = False) -> float:
         """Return the seconds of a layer after its attention, with its two sums over GPUs."""
-        touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * self._layer.mlp.columns
+        layers = self.config.layers
+        columns = sum(spec.mlp.columns for spec in layers) / len(layers)
+        touched = (NORM_TOUCHES + 6) * self.config.hidden + MLP_TOUCHES * columns
         matrices, launches = self.matrices, self.launches
         work = self._product(tokens, self._elements[1], matrices.rest, matrices.layer_read)
         if matrices.experts:
             work += self._experts(tokens)
         work += self._touch(tokens, touched, launches.small_after)
-        count = launches.after + self._expert_launches(tokens)
+        count = launches.after + self.expert_launches(tokens)
         layer = self._launched(work, count, recorded)
         return layer + 2 * self.all_reduce(tokens)
 
     def _experts(self, tokens: int) -> float:
         """Return the seconds of the products with the experts of an average layer: those that the
-        tokens choose are read once, each for the rows that chose it.
+        tokens choose are read, by a kernel once for each tile of the rows that chose them.
         """
         mlp = next(spec.mlp for spec in self.config.layers if isinstance(spec.mlp, Experts))
         share, matrices = mlp.distinct(tokens) / mlp.count, self.matrices
         rows = tokens * mlp.active / mlp.distinct(tokens)
         elements, nbytes = self._elements[2] * share, matrices.experts * share
+        if self.hardware.asynchronous and tokens <= FEW_ROWS:
+            nbytes *= ceil(rows / EXPERT_TILE)
         return self._product(rows, elements, nbytes, matrices.layer_read)
 
-    def _expert_launches(self, tokens: int) -> int:
+    def expert_launches(self, tokens: int) -> int:
         """Return the launches of a layer's experts, the average of all layers."""
         sparse = [spec.mlp for spec in self.config.layers if spec.mlp.active]
         if not sparse:
@@ -129,7 +133,8 @@ class Costs:
         plain, fused = EXPERT_LAUNCHES
         share = len(sparse) / len(self.config.layers)
         if self.hardware.asynchronous and tokens <= FEW_ROWS:
-            return round(share * (fused + 2))
+            # Two products, instead of those of a dense MLP and its activation if there is none.
+            return round(share * (fused + 2 - (0 if sparse[0].shared else 3)))
         return round(share * plain * sparse[0].distinct(tokens))
 
     def attend(
