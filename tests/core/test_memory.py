@@ -35,7 +35,7 @@ def two_threads():
         # Models whose layers have different heads, or a state, do not draft.
         *product(("gemma4", "qwen3_5", "lfm2"), ("autoregressive", "ngram", "mean")),
         ("qwen3_5", "mtp"),
-        *product(("qwen2_moe", "gemma4-moe"), ("autoregressive", "ngram")),
+        *product(("qwen2_moe", "gemma4-moe", "gpt-oss-moe"), ("autoregressive", "ngram")),
     ],
 )
 @pytest.mark.parametrize("placement", ["resident", "kv", "weights", "both"])

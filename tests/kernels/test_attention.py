@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from triforce_kernels.attention import attention
 from triforce_kernels.attention.attention import (
+    Partial,
     attention_to_blocks,
     finite_mask,
+    masses,
     merge,
     partial_attention,
     reference_attention,
+    with_sinks,
 )
 
 SHAPES = [
@@ -82,6 +85,22 @@ def test_merged_pieces_equal_the_whole(pieces, rows, head_dim, sharpness) -> Non
     ]
     bound = attention_bound(query, key, value)
     assert_within(merge(parts).out, exact(query, key, value).out, bound)
+
+
+def test_sinks_are_columns_of_the_softmax_without_values() -> None:
+    query, key, value = make(6, 5, 40, 16)
+    sinks = torch.randn(6, generator=torch.Generator().manual_seed(0))
+    part = partial_attention(query, key, value)
+    scores = query.double() @ key.double().transpose(1, 2) * 16**-0.5
+    columns = torch.cat((scores, sinks.double().view(6, 1, 1).expand(6, 5, 1)), -1)
+    shares = columns.softmax(-1)[..., :-1]
+    assert_near(with_sinks(part, sinks), shares @ value.double(), TOLERANCE[torch.float32])
+    assert_near(masses(part, sinks), columns.logsumexp(-1), TOLERANCE[torch.float32])
+    assert with_sinks(part, None) is part.out
+    assert masses(part, None) is part.lse
+    # Query heads that share a key-value head are rows of it.
+    grouped = Partial(part.out.view(2, 15, 16), part.lse.reshape(2, 15))
+    assert torch.equal(with_sinks(grouped, sinks), with_sinks(part, sinks))
 
 
 def test_nan_in_a_key_reaches_the_output() -> None:

@@ -186,7 +186,10 @@ class ModelSizes:
     def _product_bytes(self, tokens: int) -> int:
         """Return the bytes of temporaries of products with weights, without their results."""
         config = self.config
-        sizes = config, tokens, self.weights.decoded_numbers, self.dtype.itemsize
+        largest = max(config.vocab_rows * config.hidden, self._largest)
+        # Of experts that stand one above the other, one is decoded at a time.
+        decoded = min(self.weights.decoded_numbers, largest)
+        sizes = config, tokens, decoded, self.dtype.itemsize
         if self.weights.split:
             # With few rows, split bfloat16 is multiplied directly; split float16 is always joined.
             joins = tokens * self.sequences > FEW_ROWS or dtype_name(self.dtype) == "float16"
@@ -194,7 +197,6 @@ class ModelSizes:
         else:
             total = decode_bytes(*sizes)
         if self.device.widens:
-            largest = max(config.vocab_rows * config.hidden, self._largest)
             total += widened_bytes(config, tokens, largest)
         return total
 
