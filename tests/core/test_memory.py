@@ -79,7 +79,8 @@ def test_accounted_bytes_cover_what_is_allocated(
     # Marks are in host memory, which is the device's here.
     assert peak <= accounted + stats["marks"]
     if prompt_tokens > new_tokens:  # the workspace is for a prompt that fills the context
-        assert accounted <= 1.35 * peak
+        # With experts the workspace is for rows that all choose the same one.
+        assert accounted <= (1.75 if family in WITH_EXPERTS else 1.35) * peak
 
 
 @pytest.mark.one_in(8)
