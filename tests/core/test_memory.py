@@ -10,6 +10,7 @@ import torch
 from allocations import allocated_peak
 from gguf_files import write_gguf
 from helpers import BLOCK, PLACEMENTS, add_head, make_model, placed, random_ids
+from tiny_families import WITH_EXPERTS
 
 from triforce_core import Engine, SamplingParams
 from triforce_offload.errors import DoesNotFitError
