@@ -7,7 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from triforce_core.requests.reasoning import ReasoningSplit, variables
+from triforce_core.requests.reasoning import (
+    ChannelSplit,
+    ReasoningSplit,
+    split_of,
+    variables,
+    whole,
+)
 from triforce_core.server.messages.schema import Message
 from triforce_core.server.messages.wording import Wording
 from triforce_core.server.settings import ServerSettings
@@ -34,7 +40,7 @@ CASES = [
 
 @pytest.mark.parametrize(("prompt", "text", "reasoning", "answer"), CASES)
 def test_any_pieces_add_up_to_the_same_parts(prompt, text, reasoning, answer) -> None:
-    assert ReasoningSplit(prompt).whole(text) == (reasoning, answer)
+    assert whole(ReasoningSplit(prompt), text) == (reasoning, answer)
     choose = random.Random(text)
     for _ in range(20):
         split, rest, found = ReasoningSplit(prompt), text, ["", ""]
@@ -48,6 +54,47 @@ def test_any_pieces_add_up_to_the_same_parts(prompt, text, reasoning, answer) ->
         assert found == [reasoning, answer]
 
 
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+NEXT = "<|end|><|start|>assistant"
+CHANNELS = [
+    (f"{ANALYSIS}Two.\nThen four.{NEXT}{FINAL}Four.", "Two.\nThen four.", "Four."),
+    (f"{FINAL}At once.", "", "At once."),
+    (f"{ANALYSIS}I do not end", "I do not end", ""),
+    (f"{ANALYSIS}a <| b{NEXT}{FINAL}c <|e", "a <| b", "c <|e"),
+    (
+        f"{ANALYSIS}Hm.{NEXT}<|channel|>commentary to=f<|message|>{{}}{NEXT}{FINAL}So.<|end|>",
+        "Hm.{}",
+        "So.",
+    ),
+    ("Not in a message", "", "Not in a message"),
+    ("<|channel|>anal", "", ""),
+    ("", "", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "reasoning", "answer"), CHANNELS)
+def test_messages_in_channels_are_told_apart(text, reasoning, answer) -> None:
+    """As gpt-oss writes them."""
+    assert whole(ChannelSplit(), text) == (reasoning, answer)
+    choose = random.Random(text)
+    for _ in range(20):
+        split, rest, found = ChannelSplit(), text, ["", ""]
+        while rest:
+            count = choose.randint(1, 9)
+            for index, part in enumerate(split.take(rest[:count])):
+                found[index] += part
+            rest = rest[count:]
+        for index, part in enumerate(split.finish()):
+            found[index] += part
+        assert found == [reasoning, answer]
+
+
+def test_the_template_says_how_a_model_reasons() -> None:
+    assert split_of("{{ messages }}", PLAIN) is None
+    assert isinstance(split_of("... </think> ...", PLAIN), ReasoningSplit)
+    assert isinstance(split_of("... <|channel|>analysis ...", PLAIN), ChannelSplit)
+
+
 def test_a_setting_is_a_variable_of_the_template() -> None:
     assert [variables(setting) for setting in ("auto", "on", "off")] == [
         {},
@@ -59,7 +106,7 @@ def test_a_setting_is_a_variable_of_the_template() -> None:
 
 
 def test_an_answer_that_follows_a_grammar_has_no_reasoning() -> None:
-    tokenizer = SimpleNamespace(reasons=True)
+    tokenizer = SimpleNamespace(chat_template="</think>")
     wording = Wording("tiny", tokenizer, prompt=OPEN, guided=True)
     (choice,) = wording.piece(0, SimpleNamespace(text="{}", origin="bonus", logprobs=None))[
         "choices"
@@ -80,7 +127,8 @@ def test_an_answer_with_reasoning_can_be_sent_back() -> None:
 @pytest.mark.parametrize("reasons", [True, False])
 def test_a_chat_says_its_reasoning_apart_if_the_template_knows_it(reasons: bool) -> None:
     def wording(prompt: str | None) -> Wording:
-        return Wording("tiny", SimpleNamespace(reasons=reasons), prompt=prompt)
+        tokenizer = SimpleNamespace(chat_template="</think>" if reasons else "plain")
+        return Wording("tiny", tokenizer, prompt=prompt)
 
     text = "Two and two.\n</think>\n\nFour."
     stats = dict.fromkeys(("prompt_tokens", "reused_tokens"), 3)
@@ -96,7 +144,7 @@ def test_a_chat_says_its_reasoning_apart_if_the_template_knows_it(reasons: bool)
         (choice,) = streamed.piece(0, piece)["choices"]
         for name, part in choice["delta"].items():
             parts[name] += part
-    whole = ("Two and two.", "Four.") if reasons else ("", text)
-    assert tuple(parts.values()) == whole
+    expected = ("Two and two.", "Four.") if reasons else ("", text)
+    assert tuple(parts.values()) == expected
     (choice,) = wording(None).whole([said], 1, told=False)["choices"]
     assert choice["text"] == text

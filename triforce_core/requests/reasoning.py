@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import re
+from typing import NamedTuple, Protocol
 
 BEGINS, ENDS = "<think>", "</think>"
 # Settings of `--reasoning`, and the variable of chat templates that each stands for.
@@ -19,6 +20,88 @@ class Parts(NamedTuple):
 
     reasoning: str
     answer: str
+
+
+class Split(Protocol):
+    """A splitter of a text that arrives in pieces."""
+
+    def take(self, text: str) -> Parts:
+        """Return what a piece of the text completes."""
+
+    def finish(self) -> Parts:
+        """Return the text that was held back."""
+
+
+def whole(split: Split, text: str) -> Parts:
+    """Return the parts of a complete text."""
+    some, rest = split.take(text), split.finish()
+    return Parts(some.reasoning + rest.reasoning, some.answer + rest.answer)
+
+
+def split_of(template: str, prompt: str) -> Split | None:
+    """Return a splitter of answers to a rendered prompt, None if the chat template knows no way to
+    reason.
+    """
+    if CHANNEL in template:
+        return ChannelSplit()
+    return ReasoningSplit(prompt) if ENDS in template else None
+
+
+# Tags of messages in channels (OpenAI's harmony format, of gpt-oss).
+CHANNEL, START, MESSAGE, END = "<|channel|>", "<|start|>", "<|message|>", "<|end|>"
+_ANSWERS_IN = re.compile(r"<\|channel\|>\s*final\b")
+
+
+class ChannelSplit:
+    """A splitter of messages in channels: the answer is in the channel "final", and all else is
+    reasoning. Headers are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        # Whether the body of a message comes, not its header; and whether it is the answer.
+        self._body = self._answers = False
+
+    def take(self, text: str) -> Parts:
+        """Split.take."""
+        self._held += text
+        reasoning = answer = ""
+        while True:
+            tags = (END, START, CHANNEL) if self._body else (MESSAGE,)
+            found = [(at, tag) for tag in tags if (at := self._held.find(tag)) >= 0]
+            if not found:
+                break
+            at, tag = min(found)
+            before, self._held = self._held[:at], self._held[at + len(tag) :]
+            if self._body:
+                reasoning, answer = self._added(reasoning, answer, before)
+                # A header may begin with its channel.
+                self._held = (tag if tag != END else "") + self._held
+            else:
+                self._answers = bool(_ANSWERS_IN.search(before))
+            self._body = not self._body
+        if self._body:
+            kept = max(_begun(self._held, tag) for tag in (END, START, CHANNEL))
+            ready = len(self._held) - kept
+            reasoning, answer = self._added(reasoning, answer, self._held[:ready])
+            self._held = self._held[ready:]
+        return Parts(reasoning, answer)
+
+    def finish(self) -> Parts:
+        """Split.finish. A text without any message is an answer."""
+        rest, self._held = self._held, ""
+        if not self._body:
+            return Parts("", "" if CHANNEL in rest or START in rest else rest)
+        return Parts(*self._added("", "", rest))
+
+    def _added(self, reasoning: str, answer: str, text: str) -> tuple[str, str]:
+        return (reasoning, answer + text) if self._answers else (reasoning + text, answer)
+
+
+def _begun(text: str, tag: str) -> int:
+    """Return how many characters at the end of a text may begin a tag."""
+    most = min(len(text), len(tag) - 1)
+    return next((n for n in range(most, 0, -1) if tag.startswith(text[len(text) - n :])), 0)
 
 
 class ReasoningSplit:
@@ -71,11 +154,6 @@ class ReasoningSplit:
         rest, self._held = self._held, ""
         return Parts("", rest) if self._answers or self._tag == BEGINS else Parts(rest, "")
 
-    def whole(self, text: str) -> Parts:
-        """Return the parts of a complete text."""
-        some, rest = self.take(text), self.finish()
-        return Parts(some.reasoning + rest.reasoning, some.answer + rest.answer)
-
     def _without_blank_lines(self) -> bool:
         """Drop blank lines at the beginning of what is held. Return whether more than blank text is
         held, whose first line keeps its indentation.
@@ -91,7 +169,6 @@ def _tail(text: str) -> int:
     """Return how many characters at the end may begin the closing tag: blank text before it, and a
     part of it.
     """
-    most = min(len(text), len(ENDS) - 1)
-    begun = next((n for n in range(most, 0, -1) if ENDS.startswith(text[len(text) - n :])), 0)
+    begun = _begun(text, ENDS)
     rest = text[: len(text) - begun]
     return begun + len(rest) - len(rest.rstrip())

@@ -16,7 +16,11 @@ from sentence_piece_files import write_sentence_piece
 
 from triforce_core.model.tokenizing.byte_level import _SPLITS, _split
 from triforce_core.model.tokenizing.sentence_piece import SentencePieceTokenizer
-from triforce_core.model.tokenizing.tokenizer import load_tokenizer
+from triforce_core.model.tokenizing.tokenizer import (
+    Tokenizer,
+    TransformersTokenizer,
+    load_tokenizer,
+)
 from triforce_offload.errors import CheckpointError, UsageError
 
 TEXT = (
@@ -211,3 +215,22 @@ def test_a_models_own_code_is_never_run_nor_asked_about(
 def test_texts_are_split_as_llama_cpp_does(pre: str, pieces: list[str]) -> None:
     found = [piece for piece, _ in _split(pre).pre_tokenize_str("in 1984!?\nwe")]
     assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece in found] == pieces
+
+
+def test_tags_of_messages_in_channels_are_shown(tmp_path) -> None:
+    """Those of gpt-oss are special tokens; without them parts of an answer run together."""
+    from tokenizers import Tokenizer as Made
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    tags = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+    made = Made(WordLevel({word: i for i, word in enumerate(["hm", "so", *tags])}, unk_token="hm"))
+    made.pre_tokenizer = Whitespace()
+    theirs = PreTrainedTokenizerFast(tokenizer_object=made, additional_special_tokens=tags)
+    tokens = theirs.convert_tokens_to_ids(["<|channel|>", "so", "<|message|>", "hm", "<|return|>"])
+    for template, shown in (("<|channel|>", True), ("plain", False)):
+        theirs.chat_template = template
+        text = Tokenizer(TransformersTokenizer(theirs)).decode(tokens)
+        assert ("<|channel|>" in text and "<|message|>" in text) == shown
+        assert "<|return|>" not in text

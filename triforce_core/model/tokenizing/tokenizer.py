@@ -37,6 +37,10 @@ class Backend(Protocol):
         """Return an equivalent tokenizer of transformers."""
 
 
+# Tags of messages in channels (OpenAI's harmony format, of gpt-oss).
+_MESSAGE_TAGS = ("<|channel|>", "<|start|>", "<|message|>", "<|end|>")
+
+
 class TransformersTokenizer:
     """A tokenizer of transformers as a Backend."""
 
@@ -51,7 +55,21 @@ class TransformersTokenizer:
         return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        if not self._shown:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        kept = [token for token in token_ids if token not in self._hidden]
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
+
+    @cached_property
+    def _shown(self) -> set[int]:
+        """Special tokens that tell parts of an answer apart, and are shown."""
+        if _MESSAGE_TAGS[0] not in str(self.chat_template or ""):
+            return set()
+        return set(self._tokenizer.convert_tokens_to_ids(list(_MESSAGE_TAGS)))
+
+    @cached_property
+    def _hidden(self) -> set[int]:
+        return set(self._tokenizer.all_special_ids) - self._shown
 
     def vocabulary(self) -> dict[str, int]:
         return self._tokenizer.get_vocab()
@@ -73,9 +91,9 @@ class Tokenizer:
         return bool(self._backend.chat_template)
 
     @property
-    def reasons(self) -> bool:
-        """Whether the chat template knows the tags in which models reason."""
-        return "</think>" in str(self._backend.chat_template)
+    def chat_template(self) -> str:
+        """The chat template, "" if there is none."""
+        return str(self._backend.chat_template or "")
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text. Raises UsageError if it is not valid Unicode."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from triforce_core.model.tokenizing.tokenizer import Tokenizer
-from triforce_core.requests.reasoning import Parts, ReasoningSplit
+from triforce_core.requests.reasoning import Parts, Split, split_of, whole
 from triforce_core.requests.stats import LEAST_EXAMINED
 from triforce_core.requests.stream import Completion, Piece, TokenLogprob
 
@@ -31,9 +31,10 @@ class Wording:
         self._tokenizer = tokenizer
         self._chat = chat
         self._prompt = prompt
-        self._splits: defaultdict[int, ReasoningSplit] | None = None
-        if chat and tokenizer.reasons and not guided:
-            self._splits = defaultdict(lambda: ReasoningSplit(prompt))
+        self._splits: defaultdict[int, Split] | None = None
+        template = tokenizer.chat_template
+        if chat and not guided and split_of(template, prompt):
+            self._splits = defaultdict(lambda: split_of(template, prompt))
         kind = "chat.completion" if chat else "text_completion"
         self._head = {
             "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
@@ -100,7 +101,7 @@ class Wording:
         if self._chat:
             said: dict[str, Any] = {"role": "assistant", "content": text}
             if self._splits is not None:
-                parts = ReasoningSplit(self._prompt).whole(text)
+                parts = whole(split_of(self._tokenizer.chat_template, self._prompt), text)
                 said |= {"content": parts.answer, "reasoning_content": parts.reasoning or None}
             content = {"message": said}
         return {
