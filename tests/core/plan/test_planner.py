@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from triforce_core.model.known.shapes import SHAPES, read_model, read_shape
+from triforce_core.model.sharing.share import Share
 from triforce_core.model.tensors import stored_layouts
 from triforce_core.plan.simulation.acceptance_curve import AcceptanceCurve, expected_tokens
 from triforce_core.plan.simulation.candidates import Candidate, candidates
@@ -52,6 +53,10 @@ def random_case(seed: int) -> Case:
         if config.attention.kv_heads % 2 == config.attention.heads % 2 == 0
         else 1
     )
+    try:
+        Share.of(config, 0, gpus)
+    except UsageError:
+        gpus = 1
     rate = hardware.link_bytes_per_second * rng.uniform(0.3, 1.2)
     return Case(
         config,
@@ -98,8 +103,7 @@ def test_no_simulation_undercuts_the_bound(seed: int) -> None:
     for budget, drafted in ((0, 2), (1024, 24), (4096, rng.randint(1, 256))):
         try:
             chosen = candidate(case, budget, drafted, 1)
-        except (DoesNotFitError, UsageError):
-            # Some models are for one GPU.
+        except DoesNotFitError:
             continue
         share = chosen.round.compute_seconds / max(chosen.round.link_seconds, 1e-9)
         for scale in (1.0, share, 2 * share):
