@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple, Protocol
 
+from triforce_core.model.tokenizing.channels import TAGS
+
 BEGINS, ENDS = "<think>", "</think>"
 # Settings of `--reasoning`, and the variable of chat templates that each stands for.
 AS_TEMPLATE, ON, OFF = "auto", "on", "off"
@@ -47,8 +49,7 @@ def split_of(template: str, prompt: str) -> Split | None:
     return ReasoningSplit(prompt) if ENDS in template else None
 
 
-# Tags of messages in channels (OpenAI's harmony format, of gpt-oss).
-CHANNEL, START, MESSAGE, END = "<|channel|>", "<|start|>", "<|message|>", "<|end|>"
+CHANNEL, START, MESSAGE, END = TAGS
 _ANSWERS_IN = re.compile(r"<\|channel\|>\s*final\b")
 
 

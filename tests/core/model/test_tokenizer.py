@@ -31,7 +31,7 @@ TEXT = (
 
 
 # Splits that transformers does not take from GGUF files.
-UNKNOWN_TO_OTHERS = ("refact", "glm4", "chatglm-bpe", "seed-coder")
+UNKNOWN_TO_OTHERS = ("refact", "glm4", "chatglm-bpe", "seed-coder", "gpt-4o")
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -217,6 +217,21 @@ def test_texts_are_split_as_llama_cpp_does(pre: str, pieces: list[str]) -> None:
     assert [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece in found] == pieces
 
 
+def test_gpt_oss_splits_texts_as_it_was_published() -> None:
+    """The pattern of o200k."""
+    contraction = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    published = (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        + contraction
+        + r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        + contraction
+        + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    assert _SPLITS["gpt-4o"] == published
+    pieces = [piece for piece, _ in _split("gpt-4o").pre_tokenize_str("We'll see iPhone 2024")]
+    assert pieces == ["We'll", "Ġsee", "Ġi", "Phone", "Ġ", "202", "4"]
+
+
 def test_tags_of_messages_in_channels_are_shown(tmp_path) -> None:
     """Those of gpt-oss are special tokens; without them parts of an answer run together."""
     from tokenizers import Tokenizer as Made
@@ -234,3 +249,21 @@ def test_tags_of_messages_in_channels_are_shown(tmp_path) -> None:
         text = Tokenizer(TransformersTokenizer(theirs)).decode(tokens)
         assert ("<|channel|>" in text and "<|message|>" in text) == shown
         assert "<|return|>" not in text
+
+
+@pytest.mark.parametrize("template", ["<|channel|>", "plain"])
+def test_tags_of_messages_in_a_gguf_file_are_shown(tiny, tmp_path, template: str) -> None:
+    tags = ["<|channel|>", "<|message|>", "<|return|>"]
+
+    def describe(writer: gguf.GGUFWriter) -> None:
+        tokenizer_metadata(writer, "gpt-4o", adds=False)
+        held = writer.kv_data[0]
+        held["tokenizer.ggml.tokens"].value += tags
+        held["tokenizer.ggml.token_type"].value += [3] * len(tags)
+        held["tokenizer.chat_template"].value = template
+
+    _, twin = tiny("llama")
+    write_gguf(twin, tmp_path / "m.gguf", describe=describe)
+    ours = load_tokenizer(tmp_path / "m.gguf")
+    text = ours.decode([ours.vocabulary[tag] for tag in tags])
+    assert text == ("<|channel|><|message|>" if template != "plain" else "")

@@ -8,6 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from triforce_core.model.tokenizing.channels import shown
+
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
@@ -43,6 +45,10 @@ class GGUFTokenizer(ABC):
         tokenizer.add_tokens([AddedToken(t, normalized=False) for t in own])
         self.chat_template: str | None = metadata.get("tokenizer.chat_template")
         self.tokenizer = tokenizer
+        # None if no special tokens are shown.
+        self._hidden: set[int] | None = None
+        if tags := shown(self.chat_template):
+            self._hidden = {tokenizer.token_to_id(token) for token in set(special) - set(tags)}
         self._adds = {
             "bos_token": bool(about.get("add_bos_token", self._begins_with_bos(about))),
             "eos_token": bool(about.get("add_eos_token", False)),
@@ -74,7 +80,10 @@ class GGUFTokenizer(ABC):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens. Special tokens are skipped."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        if self._hidden is None:
+            return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        kept = [token for token in token_ids if token not in self._hidden]
+        return self.tokenizer.decode(kept, skip_special_tokens=False)
 
     def vocabulary(self) -> dict[str, int]:
         return self.tokenizer.get_vocab()

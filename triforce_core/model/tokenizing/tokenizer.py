@@ -11,6 +11,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from triforce_core.model.tokenizing.channels import shown
 from triforce_offload.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
@@ -37,10 +38,6 @@ class Backend(Protocol):
         """Return an equivalent tokenizer of transformers."""
 
 
-# Tags of messages in channels (OpenAI's harmony format, of gpt-oss).
-_MESSAGE_TAGS = ("<|channel|>", "<|start|>", "<|message|>", "<|end|>")
-
-
 class TransformersTokenizer:
     """A tokenizer of transformers as a Backend."""
 
@@ -62,10 +59,9 @@ class TransformersTokenizer:
 
     @cached_property
     def _shown(self) -> set[int]:
-        """Special tokens that tell parts of an answer apart, and are shown."""
-        if _MESSAGE_TAGS[0] not in str(self.chat_template or ""):
-            return set()
-        return set(self._tokenizer.convert_tokens_to_ids(list(_MESSAGE_TAGS)))
+        """Special tokens that are shown."""
+        tags = shown(self.chat_template and str(self.chat_template))
+        return set(self._tokenizer.convert_tokens_to_ids(list(tags)))
 
     @cached_property
     def _hidden(self) -> set[int]:
