@@ -38,20 +38,25 @@ CASES = [
 ]  # fmt: skip
 
 
+def in_pieces(
+    split: ReasoningSplit | ChannelSplit, text: str, choose: random.Random, longest: int
+) -> tuple[str, str]:
+    """Return the reasoning and the answer of a text that comes in pieces of random lengths."""
+    parts = []
+    while text:
+        count = choose.randint(1, longest)
+        parts.append(split.take(text[:count]))
+        text = text[count:]
+    reasoning, answer = zip(*parts, split.finish(), strict=True)
+    return "".join(reasoning), "".join(answer)
+
+
 @pytest.mark.parametrize(("prompt", "text", "reasoning", "answer"), CASES)
 def test_any_pieces_add_up_to_the_same_parts(prompt, text, reasoning, answer) -> None:
     assert whole(ReasoningSplit(prompt), text) == (reasoning, answer)
     choose = random.Random(text)
     for _ in range(20):
-        split, rest, found = ReasoningSplit(prompt), text, ["", ""]
-        while rest:
-            count = choose.randint(1, 5)
-            for index, part in enumerate(split.take(rest[:count])):
-                found[index] += part
-            rest = rest[count:]
-        for index, part in enumerate(split.finish()):
-            found[index] += part
-        assert found == [reasoning, answer]
+        assert in_pieces(ReasoningSplit(prompt), text, choose, 5) == (reasoning, answer)
 
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
@@ -78,15 +83,7 @@ def test_messages_in_channels_are_told_apart(text, reasoning, answer) -> None:
     assert whole(ChannelSplit(), text) == (reasoning, answer)
     choose = random.Random(text)
     for _ in range(20):
-        split, rest, found = ChannelSplit(), text, ["", ""]
-        while rest:
-            count = choose.randint(1, 9)
-            for index, part in enumerate(split.take(rest[:count])):
-                found[index] += part
-            rest = rest[count:]
-        for index, part in enumerate(split.finish()):
-            found[index] += part
-        assert found == [reasoning, answer]
+        assert in_pieces(ChannelSplit(), text, choose, 9) == (reasoning, answer)
 
 
 def test_the_template_says_how_a_model_reasons() -> None:

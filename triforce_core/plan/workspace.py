@@ -84,13 +84,16 @@ def _mlp_bytes(mlp: MLP, hidden: int, tokens: int, itemsize: int) -> int:
     if isinstance(mlp, ExpertsBeside):
         # The router's input, and norms of both parts.
         each += hidden * (4 * 3 + itemsize * 2)
-    return tokens * (each + mlp.active * 48) + _tiles_bytes(mlp, hidden, tokens, itemsize)
+    each += mlp.active * 48
+    few = min(tokens, FEW_ROWS)
+    return max(tokens * each, few * each + _tiles_bytes(mlp, hidden, few, itemsize))
 
 
-def _tiles_bytes(mlp: Experts, hidden: int, tokens: int, itemsize: int) -> int:
-    """Return the additional bytes of products by tiles, which have places without rows."""
-    rows = min(tokens, FEW_ROWS)
-    places = EXPERT_TILE * most_expert_tiles(rows, mlp.active, mlp.count)
+def _tiles_bytes(mlp: Experts, hidden: int, few: int, itemsize: int) -> int:
+    """Return the additional bytes of products of few rows, by tiles that have places without rows.
+    More rows are multiplied by one expert after another.
+    """
+    places = EXPERT_TILE * most_expert_tiles(few, mlp.active, mlp.count)
     return places * ((hidden + 3 * mlp.width) * itemsize + 2 * 8)
 
 

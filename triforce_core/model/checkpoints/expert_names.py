@@ -61,7 +61,7 @@ class ExpertNames:
         return replace(self, gate_up=self.stacked[:1], down=self.stacked[1])
 
 
-_MIXTRAL = ExpertNames(
+HF_MIXTRAL = ExpertNames(
     router="block_sparse_moe.gate.weight",
     gate_up=(
         "block_sparse_moe.experts.{}.w1.weight",
@@ -69,11 +69,11 @@ _MIXTRAL = ExpertNames(
     ),
     down="block_sparse_moe.experts.{}.w2.weight",
 )
-_QWEN2 = ExpertNames(
+HF_QWEN2 = ExpertNames(
     shared_gate_up=("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
     shared_down="mlp.shared_expert.down_proj.weight",
 )
-_GEMMA4 = ExpertNames(
+HF_GEMMA4 = ExpertNames(
     router="router.proj.weight",
     gate_up=("experts.gate_up_proj",),
     down="experts.down_proj",
@@ -81,27 +81,20 @@ _GEMMA4 = ExpertNames(
     shared_down="mlp.down_proj.weight",
     stacked=None,
 )
-HF_EXPERTS = {
-    "mixtral": _MIXTRAL,
-    "qwen2_moe": _QWEN2,
-    "qwen3_5_moe_text": _QWEN2,
-    "granitemoe": ExpertNames(
-        router="block_sparse_moe.router.layer.weight",
-        gate_up=("block_sparse_moe.input_linear.weight",),
-        down="block_sparse_moe.output_linear.weight",
-        stacked=None,
-    ),
-    "gemma4_text": _GEMMA4,
-    "gemma4_unified_text": _GEMMA4,
-    "gpt_oss": ExpertNames(
-        router="mlp.router.weight",
-        gate_up=("mlp.experts.gate_up_proj",),
-        down="mlp.experts.down_proj",
-        stacked=None,
-        alternating=True,
-    ),
-    "ernie4_5_moe": ExpertNames(bias="mlp.moe_statics.e_score_correction_bias"),
-}
+HF_GRANITE = ExpertNames(
+    router="block_sparse_moe.router.layer.weight",
+    gate_up=("block_sparse_moe.input_linear.weight",),
+    down="block_sparse_moe.output_linear.weight",
+    stacked=None,
+)
+HF_GPT_OSS = ExpertNames(
+    router="mlp.router.weight",
+    gate_up=("mlp.experts.gate_up_proj",),
+    down="mlp.experts.down_proj",
+    stacked=None,
+    alternating=True,
+)
+HF_ERNIE = ExpertNames(bias="mlp.moe_statics.e_score_correction_bias")
 GGUF_EXPERTS = ExpertNames(
     router="ffn_gate_inp.weight",
     bias="exp_probs_b.bias",

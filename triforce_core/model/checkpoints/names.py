@@ -8,7 +8,12 @@ from dataclasses import dataclass, field, replace
 from triforce_core.model.checkpoints.expert_names import (
     GGUF_EXPERTS,
     GGUF_GEMMA4,
-    HF_EXPERTS,
+    HF_ERNIE,
+    HF_GEMMA4,
+    HF_GPT_OSS,
+    HF_GRANITE,
+    HF_MIXTRAL,
+    HF_QWEN2,
     ExpertNames,
     expert_pieces,
 )
@@ -91,14 +96,22 @@ _HF = {
     "glm": Naming(_HF_BEFORE, gate_up=_ONE_GATE_UP, interleaved=True),
     "glm4": Naming(_GLM4, gate_up=_ONE_GATE_UP, interleaved=True),
     "cohere2": Naming(_HF_BEFORE, interleaved=True),
-    **dict.fromkeys(("gemma3_text", "gemma4_text", "gemma4_unified_text"), Naming(_HF_GEMMA)),
+    "gemma3_text": Naming(_HF_GEMMA),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), Naming(_HF_GEMMA, experts=HF_GEMMA4)),
+    "mixtral": Naming(_HF_BEFORE, experts=HF_MIXTRAL),
+    "qwen2_moe": Naming(_HF_BEFORE, experts=HF_QWEN2),
+    "gpt_oss": Naming(_HF_BEFORE, experts=HF_GPT_OSS),
+    "granitemoe": Naming(_HF_BEFORE, experts=HF_GRANITE),
     "granitemoehybrid": Naming(
         _HF_BEFORE, gate_up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"
     ),
     "phi3": Naming(_HF_BEFORE, qkv=("self_attn.qkv_proj",), gate_up=_ONE_GATE_UP),
-    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), Naming(_HF_BEFORE, interleaved=True)),
     **dict.fromkeys(
-        ("qwen3_5_text", "qwen3_5_moe_text"), Naming(_HF_BEFORE, recurrent=HF_DELTA_NET)
+        ("ernie4_5", "ernie4_5_moe"), Naming(_HF_BEFORE, interleaved=True, experts=HF_ERNIE)
+    ),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        Naming(_HF_BEFORE, recurrent=HF_DELTA_NET, experts=HF_QWEN2),
     ),
     "lfm2": Naming(
         {
@@ -173,9 +186,8 @@ def hf_names(config: ModelConfig, held: Collection[str] = ()) -> Callable[[str],
     first = {name.split("layers.")[0] for name in held}
     prefix, head = next((each for each in HF_PREFIXES if each[0] in first), HF_PREFIXES[0])
     naming = _HF.get(config.family, Naming(_HF_BEFORE))
-    experts = HF_EXPERTS.get(config.family, naming.experts)
     layer = prefix + "layers.{}."
-    naming = replace(naming, experts=experts.as_held(held, layer, len(config.layers)))
+    naming = replace(naming, experts=naming.experts.as_held(held, layer, len(config.layers)))
     embedding = f"{prefix}embed_tokens.weight"
     ends = {
         "embedding": embedding,

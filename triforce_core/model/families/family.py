@@ -54,9 +54,11 @@ class Family:
         """Return a config with the family's defaults. null is a default too, except that it says
         that there is no window.
         """
-        own = {name: value for name, value in raw.items() if name not in self.renamed}
-        others = {self.renamed.get(name): value for name, value in raw.items() if value is not None}
-        raw = own | {name: value for name, value in others.items() if name is not None}
+        raw = dict(raw)
+        for old, new in self.renamed.items():
+            value = raw.pop(old, None)
+            if value is not None:
+                raw[new] = value
         absent = {
             name: value
             for name, value in self.defaults.items()
