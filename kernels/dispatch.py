@@ -1,7 +1,8 @@
 """Selects the implementation of a kernel: one table, looked up by the device of its inputs.
 
-Triton runs on CUDA, plain PyTorch (the reference) elsewhere. `TRIFORCE_KERNELS=reference` or
-`=triton` forces one; Triton on a CPU needs its interpreter, `TRITON_INTERPRET=1`.
+Triton runs on CUDA, compiled C on a CPU (`host`), and plain PyTorch (the reference) where neither
+is. `TRIFORCE_KERNELS=reference`, `=triton` or `=host` forces one; Triton on a CPU needs its
+interpreter, `TRITON_INTERPRET=1`. A kernel without C runs as its reference on a CPU.
 """
 
 from __future__ import annotations
@@ -12,27 +13,53 @@ from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from triforce_kernels.host.library import LibraryError, library
 from triforce_kernels.warmup import watch_compiler
 
 VARIABLE = "TRIFORCE_KERNELS"
-REFERENCE, TRITON = "reference", "triton"
+REFERENCE, TRITON, HOST = BACKENDS = ("reference", "triton", "host")
 
 # Products with experts in any format have one reference.
 _EXPERTS = "experts.grouped.reference_product"
-# Each kernel has a reference and a Triton implementation, which take the same arguments: the module
-# and function of the reference, then those of Triton.
-KERNELS = {
+_ON_HOST = "host.experts.product"
+_DENSE = "weights.linear.reference_dense"
+
+
+class Kernel(NamedTuple):
+    """The implementations of a kernel, which take the same arguments: the module and function of
+    each. host: "" if the processor runs the reference
+    """
+
+    reference: str
+    triton: str
+    host: str = ""
+
+
+_PATHS: dict[str, tuple[str, ...]] = {
     "attention_splits": (
         "attention.streaming.reference_splits",
         "attention.streaming_triton.splits",
+        "host.attention.splits",
     ),
-    "attend_blocks": ("attention.streaming.reference_blocks", "attention.streaming_triton.blocks"),
-    "attend_tail": ("attention.streaming.reference_tail", "attention.streaming_triton.tail"),
-    "attend_cache": ("attention.streaming.reference_cache", "attention.streaming_triton.cache"),
+    "attend_blocks": (
+        "attention.streaming.reference_blocks",
+        "attention.streaming_triton.blocks",
+        "host.attention.blocks",
+    ),
+    "attend_tail": (
+        "attention.streaming.reference_tail",
+        "attention.streaming_triton.tail",
+        "host.attention.tail",
+    ),
+    "attend_cache": (
+        "attention.streaming.reference_cache",
+        "attention.streaming_triton.cache",
+        "host.attention.cache",
+    ),
     "group_scores": (
         "attention.scoring.reference_group_scores",
         "attention.scoring_triton.group_scores",
@@ -55,27 +82,60 @@ KERNELS = {
     ),
     "accept": ("sampling.sampling.reference_accept", "sampling.accept_triton.accept"),
     "pick": ("sampling.sampling.reference_pick", "sampling.accept_triton.pick"),
-    "decode_blocks": ("weights.blocks.reference_decode", "weights.blocks_triton.decode"),
-    "block_matmul": ("weights.blocks.reference_matmul", "weights.blocks_triton.matmul"),
-    "decode_split": ("weights.split_bf16.reference_decode", "weights.split_bf16_triton.decode"),
-    "split_matmul": ("weights.split_bf16.reference_matmul", "weights.split_bf16_triton.matmul"),
-    "high_bits_matmul": ("weights.high_bits.reference_matmul", "weights.high_bits_triton.matmul"),
+    # On a GPU this is PyTorch's product too.
+    "dense_matmul": (_DENSE, _DENSE, "host.weights.dense_matmul"),
+    "decode_blocks": (
+        "weights.blocks.reference_decode",
+        "weights.blocks_triton.decode",
+        "host.weights.decode_blocks",
+    ),
+    "block_matmul": (
+        "weights.blocks.reference_matmul",
+        "weights.blocks_triton.matmul",
+        "host.weights.block_matmul",
+    ),
+    "decode_split": (
+        "weights.split_bf16.reference_decode",
+        "weights.split_bf16_triton.decode",
+        "host.weights.decode_split",
+    ),
+    "split_matmul": (
+        "weights.split_bf16.reference_matmul",
+        "weights.split_bf16_triton.matmul",
+        "host.weights.split_matmul",
+    ),
+    "high_bits_matmul": (
+        "weights.high_bits.reference_matmul",
+        "weights.high_bits_triton.matmul",
+        "host.weights.high_bits_matmul",
+    ),
     "gather_split_chunks": ("kv.gather_split.reference_gather", "kv.gather_split_triton.gather"),
     "encode_kv_block": ("kv.split_kv.reference_encode", "kv.split_kv_triton.encode"),
     "decode_kv_blocks": ("kv.split_kv.reference_decode", "kv.split_kv_triton.decode"),
     "choose_experts": ("experts.routing.reference_choose", "experts.routing_triton.choose"),
-    "expert_tiles": ("experts.grouped.reference_in_tiles", "experts.routing_triton.in_tiles"),
+    "expert_tiles": (
+        "experts.grouped.reference_in_tiles",
+        "experts.routing_triton.in_tiles",
+        "host.experts.in_tiles",
+    ),
     "sum_experts": (
         "experts.grouped.reference_weighted_sums",
         "experts.routing_triton.weighted_sums",
+        "host.experts.weighted_sums",
     ),
-    "dense_experts": (_EXPERTS, "experts.grouped_triton.dense"),
-    "block_experts": (_EXPERTS, "weights.blocks_triton.grouped"),
-    "split_experts": (_EXPERTS, "weights.split_bf16_triton.grouped"),
-    "high_bits_experts": (_EXPERTS, "weights.high_bits_triton.grouped"),
-    "int4_experts": (_EXPERTS, "weights.int4_triton.grouped"),
-    "int4_matmul": ("weights.int4.reference_matmul", "weights.int4_triton.matmul"),
+    "dense_experts": (_EXPERTS, "experts.grouped_triton.dense", _ON_HOST),
+    "block_experts": (_EXPERTS, "weights.blocks_triton.grouped", _ON_HOST),
+    "split_experts": (_EXPERTS, "weights.split_bf16_triton.grouped", _ON_HOST),
+    "high_bits_experts": (_EXPERTS, "weights.high_bits_triton.grouped", _ON_HOST),
+    "int4_experts": (_EXPERTS, "weights.int4_triton.grouped", _ON_HOST),
+    "int4_matmul": (
+        "weights.int4.reference_matmul",
+        "weights.int4_triton.matmul",
+        "host.weights.int4_matmul",
+    ),
 }
+
+KERNELS = {name: Kernel(*paths) for name, paths in _PATHS.items()}
 
 
 class KernelsError(ValueError):
@@ -84,7 +144,8 @@ class KernelsError(ValueError):
 
 def implementation(kernel: str, device: torch.device) -> Callable:
     """Return the function that computes `kernel` on a device. Raises KernelsError."""
-    found = _load(KERNELS[kernel][backend(device) == TRITON])
+    paths = KERNELS[kernel]
+    found = _load(paths[BACKENDS.index(backend(device))] or paths.reference)
     if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
         # Triton launches on the current device, whatever device its inputs are on.
         return partial(_launch_on, device, found)
@@ -97,20 +158,29 @@ def _launch_on(device: torch.device, launch: Callable, *values: Any, **named: An
 
 
 def backend(device: torch.device) -> str:
-    """Return REFERENCE or TRITON for a device; "cuda" without an index is the current device.
+    """Return REFERENCE, TRITON or HOST for a device; "cuda" without an index is the current device.
     Raises KernelsError.
     """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return _backend(device, os.environ.get(VARIABLE, ""))
+    return _backend(device, _forced)
+
+
+# Read once: several kernels of a layer ask for it.
+_forced = os.environ.get(VARIABLE, "")
 
 
 @cache
 def _backend(device: torch.device, forced: str) -> str:
-    if forced not in ("", REFERENCE, TRITON):
-        raise KernelsError(f"{VARIABLE} is {forced!r}; use {REFERENCE} or {TRITON}, or unset it")
-    if forced == REFERENCE or (device.type != "cuda" and forced != TRITON):
+    if forced not in ("", *BACKENDS):
+        raise KernelsError(f"{VARIABLE} is {forced!r}; use {', '.join(BACKENDS)}, or unset it")
+    if forced == HOST and (device.type != "cpu" or _library() is None):
+        why = "is not compiled here" if device.type == "cpu" else f"does not run on {device.type}"
+        raise KernelsError(f"{VARIABLE}={HOST}, which {why}")
+    if forced == REFERENCE:
         return REFERENCE
+    if device.type != "cuda" and forced != TRITON:
+        return HOST if device.type == "cpu" and _library() else REFERENCE
     if find_spec("triton") is None:
         if forced:
             raise KernelsError(f"{VARIABLE}={TRITON}, but the package triton is not installed")
@@ -138,6 +208,14 @@ def _backend(device: torch.device, forced: str) -> str:
         )
     watch_compiler()
     return TRITON
+
+
+def _library() -> object:
+    """Return the processor's compiled kernels, None without any. Raises KernelsError."""
+    try:
+        return library()
+    except LibraryError as error:
+        raise KernelsError(str(error)) from error
 
 
 def _failure(device: torch.device) -> str | None:

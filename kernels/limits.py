@@ -2,6 +2,8 @@
 
 # Largest number of parts into which the attention of a pass divides its keys on a GPU.
 MOST_SPLITS = 32
+# On a CPU, heads times the parts into which the keys of each are divided, if there are fewer heads.
+HOST_PARTS = 16
 # A product with more rows than this decodes the weight first, some rows of it at a time. A program
 # multiplies at most this many rows at a time, so more rows would decode the weight again.
 FEW_ROWS = 64
@@ -12,6 +14,8 @@ EXPERT_TILE = 16
 DECODED_AT_ONCE = 2 << 20
 # Device bytes for each of these numbers while they are decoded, the result in float32 included.
 DECODE_BYTES = 24
+# The same where a processor's compiled kernel decodes: the numbers in float32 and in another dtype.
+DECODE_BYTES_ON_HOST = 6
 # Both limits for weights in groups of 4 bits: numbers decoded at a time, and bytes for each.
 GROUPS_AT_ONCE = 1 << 20
 GROUPS_BYTES = 12

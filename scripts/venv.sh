@@ -18,7 +18,8 @@ use_venv() {
     fi
     # Installed once for each state of the files that say what to install.
     stamp=".venv/installed${1//[^a-z]/-}"
-    wanted="$(cat setup.py pyproject.toml constraints.txt scripts/venv.sh | cksum)"
+    wanted="$(cat setup.py pyproject.toml constraints.txt scripts/venv.sh kernels/host/source/*.* \
+        kernels/host/source/makes/* | cksum)"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         echo "installing into .venv (once) ..." >&2
         .venv/bin/python -m pip install --quiet --disable-pip-version-check \

@@ -16,6 +16,8 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ and "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)  # threads of several processes would wait for one another
 
+from triforce_kernels import dispatch
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="slow tests and whole grids too")
@@ -81,3 +83,9 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model("llama", directory)
     add_tokenizer(directory)
     return directory
+
+
+@pytest.fixture
+def recordable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The references compute: their operations are PyTorch's, which tests can record and count."""
+    monkeypatch.setattr(dispatch, "_forced", dispatch.REFERENCE)

@@ -61,4 +61,9 @@ BLOCK_TYPES = {
 # Checkpoints have a scale for each 128 by 128 numbers. Here each row has its own, at the cost of
 # 1/32 more bytes, so that rows can be separated and joined.
 F8_E4M3 = BlockType("F8_E4M3", 0, 128, 132)
-ALL_TYPES = BLOCK_TYPES | {F8_E4M3.name: F8_E4M3}
+# Numbers of 16 bits as blocks of one, which a model that computes in float32 keeps as they are.
+NARROW = {
+    "bfloat16": BlockType("BF16", 30, 1, 2),
+    "float16": BlockType("F16", 1, 1, 2),
+}
+ALL_TYPES = BLOCK_TYPES | {kind.name: kind for kind in (F8_E4M3, *NARROW.values())}

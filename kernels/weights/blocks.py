@@ -10,12 +10,17 @@ import torch.nn.functional as F
 
 from triforce_kernels import limits
 from triforce_kernels.checks import require
-from triforce_kernels.dispatch import TRITON, backend, implementation
+from triforce_kernels.dispatch import HOST, REFERENCE, TRITON, backend, implementation
 from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.stored import StoredWeight
 
-# Types that `blocks_triton` decodes.
+# Types that kernels decode, on a GPU and on a CPU.
 FUSED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F8_E4M3", "MXFP4")
+_BY = {
+    TRITON: frozenset(FUSED),
+    HOST: frozenset((*FUSED, "Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "BF16", "F16")),
+    REFERENCE: frozenset(),
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def can_decode(kind: BlockType, device: torch.device) -> bool:
 
 def has_kernel(kind: BlockType, device: torch.device) -> bool:
     """Return whether a kernel on this device decodes a block type, alone and within a product."""
-    return kind.name in FUSED and backend(device) == TRITON
+    return kind.name in _BY[backend(device)]
 
 
 def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
@@ -173,4 +178,11 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
 
 _DOUBLED = [0.0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]
 # Block types that transformers does not decode.
-_OWN = {"Q5_0": _q5_0, "Q5_1": _q5_1, "F8_E4M3": _f8_e4m3, "MXFP4": _mxfp4}
+_OWN = {
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "F8_E4M3": _f8_e4m3,
+    "MXFP4": _mxfp4,
+    "BF16": lambda blocks: blocks.view(torch.bfloat16).float(),
+    "F16": lambda blocks: blocks.view(torch.float16).float(),
+}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from triforce_kernels import limits
+from triforce_kernels.dispatch import HOST, backend, implementation
 from triforce_kernels.weights.stored import StoredWeight
 
 # On a CPU, half-precision products with more rows than this are made in float32.
@@ -58,29 +59,76 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     A weight that is not dense is decoded to x's dtype some rows at a time, so the result is that of
     the dense matrix of the same numbers.
     """
-    wide = widens(x.device, x.dtype, x.shape[0])
-    if isinstance(weight, torch.Tensor) and not wide:
+    few = x.shape[0] <= limits.FEW_ROWS and x.dtype != torch.float64
+    if few and not isinstance(weight, torch.Tensor):
+        if matmul := weight.small_batch_matmul():
+            product = matmul(x, weight)
+            return product if bias is None else product.add_(bias)
+        if isinstance(weight, StackedWeight):
+            return _stacked(x, weight, bias)
+    if few and backend(x.device) == HOST:
+        if isinstance(weight, torch.Tensor):
+            return _host_product(x, weight, bias)
+        return _by_slices(x, weight, bias, _host_product)
+    if widens(x.device, x.dtype, x.shape[0]):
+        return _by_slices(x, weight, bias, _WideProduct(x))
+    if isinstance(weight, torch.Tensor):
         return F.linear(x, weight, bias)
-    few = x.shape[0] <= limits.FEW_ROWS
-    if few and not isinstance(weight, torch.Tensor) and (matmul := weight.small_batch_matmul()):
-        product = matmul(x, weight)
-        return product if bias is None else product.add_(bias)
+    return _by_slices(x, weight, bias, F.linear)
+
+
+def _stacked(x: torch.Tensor, weight: StackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """`linear`, part by part."""
     out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=x.dtype, device=x.device)
-    if few and isinstance(weight, StackedWeight):
-        first = 0
-        for part in weight.parts:
-            end = first + part.shape[0]
-            out[..., first:end] = linear(x, part, None if bias is None else bias[first:end])
-            first = end
-        return out
-    computed = torch.float32 if wide else x.dtype
-    left, added = x.to(computed), None
+    first = 0
+    for part in weight.parts:
+        end = first + part.shape[0]
+        out[..., first:end] = linear(x, part, None if bias is None else bias[first:end])
+        first = end
+    return out
+
+
+def _by_slices(
+    x: torch.Tensor,
+    weight: Weight,
+    bias: torch.Tensor | None,
+    product: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
+) -> torch.Tensor:
+    """`linear` with some rows of the weight at a time, as dense numbers.
+
+    product: multiplies by these rows and adds their bias
+    """
+    out = None
     for first, rows in dense_rows(weight, x.dtype):
         end = first + rows.shape[0]
-        if bias is not None:
-            added = bias[first:end].to(computed)
-        out[..., first:end] = F.linear(left, rows.to(computed), added)
-    return out
+        added = None if bias is None else bias[first:end]
+        if end - first == weight.shape[0]:
+            return product(x, rows, added).to(x.dtype)
+        if out is None:
+            out = x.new_empty(*x.shape[:-1], weight.shape[0])
+        out[..., first:end] = product(x, rows, added)
+    return x.new_empty(*x.shape[:-1], 0) if out is None else out
+
+
+def _host_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    product = implementation("dense_matmul", x.device)(x, weight)
+    return product if bias is None else product.add_(bias)
+
+
+class _WideProduct:
+    """Products in float32 of rows and weights in half precision."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x.float()
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return F.linear(self._x, weight.float(), None if bias is None else bias.float())
+
+
+def reference_dense(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, weight)
 
 
 def widens(device: torch.device, dtype: torch.dtype, rows: int = _NARROW_ROWS + 1) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from triforce_kernels import limits
 from triforce_kernels.checks import require
-from triforce_kernels.dispatch import TRITON, backend, implementation
+from triforce_kernels.dispatch import REFERENCE, TRITON, backend, implementation
 from triforce_kernels.weights.slices import sliced_product
 from triforce_kernels.weights.split_codes import (
     EXCEPTION,
@@ -114,7 +114,7 @@ class SplitBF16Weight(CodedMatrix, SplitWeight):
 
     def small_batch_matmul(self) -> Callable[[torch.Tensor, SplitBF16Weight], torch.Tensor] | None:
         """StoredWeight.small_batch_matmul. None without a kernel: the reference decodes too."""
-        return split_matmul if backend(self.device) == TRITON else None
+        return split_matmul if backend(self.device) != REFERENCE else None
 
     @property
     def experts_kernel(self) -> str:

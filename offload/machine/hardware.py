@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 
+from triforce_kernels.host.library import vectors
 from triforce_offload.memory.available import available_host_bytes
 
 _PACKAGES = ("torch", "transformers", "safetensors", "gguf", "triton", "numpy")
@@ -36,6 +37,7 @@ class Machine:
     """A machine's hardware and the versions that matter.
 
     pinning_limit_bytes: bytes that a process may lock (RLIMIT_MEMLOCK), None if unlimited
+    vectors: vector units that the processor's compiled kernels use, None without such kernels
     """
 
     gpus: tuple[Gpu, ...]
@@ -44,6 +46,7 @@ class Machine:
     host_available_bytes: int
     pinning_limit_bytes: int | None
     cores: int
+    vectors: str | None
     python: str
     platform: str
     packages: dict[str, str | None]
@@ -60,6 +63,7 @@ def inspect_machine() -> Machine:
         host_available_bytes=available_host_bytes(),
         pinning_limit_bytes=None if limit == resource.RLIM_INFINITY else limit,
         cores=psutil.cpu_count() or 1,
+        vectors=vectors(),
         python=platform.python_version(),
         platform=platform.platform(),
         packages={name: _version(name) for name in _PACKAGES},

@@ -7,9 +7,10 @@ import ctypes
 import os
 import threading
 from functools import cache
-from pathlib import Path
 
 import torch
+
+from triforce_kernels.host.library import openmp_libraries
 
 # Each of these sets how long an idle thread busy-waits: by the user's choice, or by `offload`.
 _CHOSEN_BY = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
@@ -29,7 +30,7 @@ def limit_busy_waiting() -> None:
 @cache
 def _park_teams() -> None:
     """Start a team in each GNU OpenMP library of this process, once."""
-    libraries = [ctypes.CDLL(path) for path in _loaded_libraries()]
+    libraries = [ctypes.CDLL(path) for path in openmp_libraries()]
     if not libraries:
         return
     size = (os.cpu_count() or 1) + 1
@@ -46,13 +47,3 @@ def _park_teams() -> None:
     # Not a `threading.Thread`: it belongs to no engine and ends with the process.
     _thread.start_new_thread(park, ())
     started.wait()
-
-
-def _loaded_libraries() -> list[str]:
-    """Paths of the GNU OpenMP libraries that this process has loaded."""
-    try:
-        mapped = Path("/proc/self/maps").read_text()
-    except OSError:
-        return []
-    paths = {line.split(maxsplit=5)[5] for line in mapped.splitlines() if "libgomp" in line}
-    return sorted(path for path in paths if Path(path).name.startswith("libgomp"))

@@ -9,7 +9,8 @@ import torch
 from simulated_gpu import REAL, Adversary, simulated
 from simulated_gpu.processes import environment
 
-from triforce_kernels.dispatch import REFERENCE, VARIABLE
+from triforce_kernels import dispatch
+from triforce_kernels.dispatch import REFERENCE
 
 # Kernels divide their work by these, and the interpreter does it part by part.
 _MULTIPROCESSORS = 2
@@ -32,7 +33,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     if why := request.node.get_closest_marker("not_simulated"):
         pytest.skip(why.args[0])
     if not request.node.get_closest_marker("interpreted"):
-        monkeypatch.setenv(VARIABLE, REFERENCE)
+        monkeypatch.setattr(dispatch, "_forced", REFERENCE)
     from triforce_offload.graphs import _recording_stream
 
     for name, value in environment(gpus, _MULTIPROCESSORS).items():

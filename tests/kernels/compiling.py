@@ -51,7 +51,7 @@ from triforce_kernels.weights.split_bf16 import decode_rows, encode, split_matmu
 from triforce_kernels.weights.tiles import Tiles
 from triforce_offload.kv.shape import SplitBlockLayout
 
-LAUNCHERS = {reference.rpartition(".")[0] for reference, _ in KERNELS.values()}
+LAUNCHERS = {paths.reference.rpartition(".")[0] for paths in KERNELS.values()}
 
 
 class Compiled(NamedTuple):

@@ -12,7 +12,9 @@ import torch
 from exactness import DEVICE
 from quick_interpreter import quicken
 
-from triforce_kernels.dispatch import REFERENCE, TRITON, VARIABLE
+from triforce_kernels import dispatch
+from triforce_kernels.dispatch import HOST, REFERENCE, TRITON
+from triforce_kernels.host.library import library
 
 
 @pytest.fixture(
@@ -21,11 +23,14 @@ from triforce_kernels.dispatch import REFERENCE, TRITON, VARIABLE
         pytest.param(
             TRITON, marks=pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
         ),
+        pytest.param(
+            HOST, marks=pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
+        ),
     ]
 )
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both implementations of every kernel."""
-    monkeypatch.setenv(VARIABLE, request.param)
+    monkeypatch.setattr(dispatch, "_forced", request.param)
     return request.param
 
 

@@ -1,4 +1,4 @@
-"""The table of kernels: both implementations of each, and who may ask for which."""
+"""The table of kernels: the implementations of each, and who may ask for which."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from triforce_kernels import dispatch, warmup
-from triforce_kernels.dispatch import KERNELS, REFERENCE, TRITON, VARIABLE, KernelsError, backend
+from triforce_kernels.dispatch import (
+    HOST,
+    KERNELS,
+    REFERENCE,
+    TRITON,
+    VARIABLE,
+    KernelsError,
+    backend,
+)
+from triforce_kernels.host.library import library
 
 triton = pytest.importorskip("triton")
 
@@ -19,11 +28,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_both_implementations_take_the_same_arguments(kernel: str) -> None:
-    reference, other = (dispatch._load(path) for path in KERNELS[kernel])
-    assert list(inspect.signature(reference).parameters) == list(
-        inspect.signature(other).parameters
-    )
+def test_all_implementations_take_the_same_arguments(kernel: str) -> None:
+    reference, *others = (dispatch._load(path) for path in KERNELS[kernel] if path)
+    parameters = list(inspect.signature(reference).parameters)
+    assert all(list(inspect.signature(other).parameters) == parameters for other in others)
 
 
 @pytest.fixture
@@ -40,13 +48,16 @@ def launches(monkeypatch):
 
 def test_the_device_decides_unless_the_variable_does(monkeypatch, launches) -> None:
     launches(None)
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert backend(CPU) == REFERENCE
+    monkeypatch.setattr(dispatch, "_forced", "")
+    assert backend(CPU) == (HOST if library() else REFERENCE)
     assert backend(GPU) == TRITON
-    monkeypatch.setenv(VARIABLE, REFERENCE)
+    monkeypatch.setattr(dispatch, "_forced", REFERENCE)
     assert backend(GPU) == REFERENCE
-    monkeypatch.setenv(VARIABLE, "cutlass")
-    with pytest.raises(KernelsError, match="TRIFORCE_KERNELS is 'cutlass'; use reference or tri"):
+    monkeypatch.setattr(dispatch, "_forced", HOST)
+    with pytest.raises(KernelsError, match="TRIFORCE_KERNELS=host, which does not run on cuda"):
+        backend(GPU)
+    monkeypatch.setattr(dispatch, "_forced", "cutlass")
+    with pytest.raises(KernelsError, match="TRIFORCE_KERNELS is 'cutlass'; use reference, tri"):
         backend(CPU)
 
 
@@ -77,7 +88,7 @@ def test_triton_is_tried_on_the_device_of_the_inputs_alone(monkeypatch) -> None:
         yield
         current[0] = before
 
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(dispatch, "_forced", "")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", enter)
     monkeypatch.setattr(torch, "zeros", lambda *_, device: torch.device(device))
@@ -98,7 +109,7 @@ def test_triton_is_tried_on_the_device_of_the_inputs_alone(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        ("fast", "TRIFORCE_KERNELS is 'fast'; use reference or triton, or unset it"),
+        ("fast", "TRIFORCE_KERNELS is 'fast'; use reference, triton, host, or unset it"),
         ("triton", "TRIFORCE_KERNELS=triton on cpu needs Triton's interpreter"),
     ],
 )

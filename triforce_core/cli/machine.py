@@ -30,6 +30,7 @@ def print_machine(*, probe: bool) -> None:
     limit = machine.pinning_limit_bytes
     table.add_row("pinning limit", "none" if limit is None else format_bytes(limit))
     table.add_row("cores", str(machine.cores))
+    table.add_row("host kernels", machine.vectors or "not compiled: see docs/install.md")
     table.add_row("system", f"Python {machine.python}, {machine.platform}")
     for name, found in machine.packages.items():
         table.add_row(name, found or "not installed")

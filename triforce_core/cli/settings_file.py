@@ -22,7 +22,7 @@ FILE_VARIABLE = "TRIFORCE_SETTINGS"
 # Variables that are not flags: the choice of kernels, the server's key, the leader's settings for
 # its ranks and those of the tests.
 _OTHERS = {
-    *("TRIFORCE_KERNELS", "TRIFORCE_API_KEY", FILE_VARIABLE),
+    *("TRIFORCE_KERNELS", "TRIFORCE_VECTORS", "TRIFORCE_API_KEY", FILE_VARIABLE),
     *("TRIFORCE_LEADER", "TRIFORCE_LEADER_ADDRESS"),
     *("TRIFORCE_DRAWS", "TRIFORCE_MUTANTS", "TRIFORCE_SCHEDULES"),
 }

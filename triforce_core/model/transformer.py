@@ -13,7 +13,7 @@ from triforce_core.model.mixers import mixer_layer
 from triforce_core.model.mlps import mlp_layer
 from triforce_core.model.norms import Norm
 from triforce_core.model.rope import Rope
-from triforce_kernels.dispatch import TRITON, backend
+from triforce_kernels.dispatch import HOST, TRITON, backend
 from triforce_kernels.weights.linear import Weight, linear, lookup
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.link.waiting import come
@@ -79,6 +79,8 @@ class Model:
     def recordable(self) -> bool:
         """Whether a forward can be recorded as a graph: the host computes no part of it."""
         if self.rope.needs_host or self._ends.embedding.device != self.device:
+            return False
+        if backend(self.device) == HOST:
             return False
         # Without kernels, the host chooses the experts to multiply by.
         experts = any(spec.mlp.active for spec in self.config.layers)

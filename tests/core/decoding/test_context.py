@@ -184,6 +184,7 @@ def test_dynamic_rope_keeps_only_what_it_would_rotate_alike(tiny) -> None:
             assert_equal_but_for_ties(twin, prompt, result.token_ids, theirs[0, tokens:].tolist())
 
 
+@pytest.mark.usefixtures("recordable")
 @pytest.mark.parametrize("method", ["retrieval", "model"])
 def test_graphs_that_one_request_recorded_serve_the_next(tiny, method: str) -> None:
     """At other temperatures too: what is recorded ends at the logits."""

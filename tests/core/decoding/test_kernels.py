@@ -10,7 +10,8 @@ from helpers import BLOCK, PLACEMENTS, make_model, random_ids
 
 from triforce_core import Engine, SamplingParams
 from triforce_kernels import dispatch
-from triforce_kernels.dispatch import KERNELS, REFERENCE, TRITON, VARIABLE
+from triforce_kernels.dispatch import HOST, KERNELS, REFERENCE, TRITON
+from triforce_kernels.host.library import library
 
 pytest.importorskip("triton")
 
@@ -24,8 +25,12 @@ SPLIT = {
 }
 # Products with experts that are not dense.
 EXPERTS = {"block_experts", "split_experts", "high_bits_experts", "int4_experts"}
-RECURRENT = {name for name, (_, triton) in KERNELS.items() if triton.startswith("recurrent.")}
+RECURRENT = {name for name, paths in KERNELS.items() if paths.triton.startswith("recurrent.")}
+# The processor's compiled kernels, where there are any.
+HERE = [HOST] if DEVICE == "cpu" and library() else []
 NOT_USED = PACKED | SPLIT | EXPERTS | ({"gather_chunks"} if DEVICE == "cpu" else set())
+# PyTorch's product, which Triton does not replace.
+NOT_USED = NOT_USED | {"dense_matmul"}
 
 # Norms and gates that a family does not have, if it has others than most.
 OF_OTHERS = {"gemma4": {"layer_norm", "swiglu"}, "cohere2": {"rms_norm", "geglu"}}
@@ -73,14 +78,14 @@ def test_greedy_text_is_the_same_with_triton_and_with_the_reference(
     if draft_kv != "int8":
         not_used |= {"round_chunks"}
     texts = {}
-    for name in (REFERENCE, TRITON):
-        monkeypatch.setenv(VARIABLE, name)
+    for name in (REFERENCE, *HERE, TRITON):
+        monkeypatch.setattr(dispatch, "_forced", name)
         with Engine.from_pretrained(path, **options) as engine:
             texts[name] = engine.generate(random_ids(24) * 2, SamplingParams(9, temperature=0))
-    assert texts[TRITON].token_ids == texts[REFERENCE].token_ids
+    assert all(text.token_ids == texts[REFERENCE].token_ids for text in texts.values())
     assert texts[TRITON].stats["retrieval"]["churn"] is not None, "it was refreshed"
-    for kernel, (_, triton) in KERNELS.items():
-        assert (triton in used) == (kernel not in not_used), kernel
+    for kernel, paths in KERNELS.items():
+        assert (paths.triton in used) == (kernel not in not_used), kernel
 
 
 @pytest.mark.slow
@@ -91,11 +96,11 @@ def test_sampled_text_is_the_same_if_coins_fall_alike(tiny, monkeypatch) -> None
     options |= {"accept": "coupled", "draft": "none", "budget": 32, "draft_tokens": 3}
     params = SamplingParams(6, temperature=0.8, top_p=0.9, seed=2)
     texts = []
-    for name in (REFERENCE, TRITON):
-        monkeypatch.setenv(VARIABLE, name)
+    for name in (REFERENCE, *HERE, TRITON):
+        monkeypatch.setattr(dispatch, "_forced", name)
         with Engine.from_pretrained(path, placement=PLACEMENTS["kv"], **options) as engine:
             texts.append(engine.generate(random_ids(40), params).token_ids)
-    assert texts[0] == texts[1]
+    assert all(text == texts[0] for text in texts)
 
 
 @pytest.mark.slow
@@ -118,12 +123,12 @@ def test_weights_that_are_not_dense_give_the_same_text(
     else:
         options |= {"budget": 32, "placement": PLACEMENTS["int4"]}
     texts = []
-    for name in (REFERENCE, TRITON):
-        monkeypatch.setenv(VARIABLE, name)
+    for name in (REFERENCE, *HERE, TRITON):
+        monkeypatch.setattr(dispatch, "_forced", name)
         with Engine.from_pretrained(path, **options) as engine:
             texts.append(engine.generate(random_ids(24), SamplingParams(6, temperature=0)))
-    assert texts[0].token_ids == texts[1].token_ids
+    assert all(text.token_ids == texts[0].token_ids for text in texts)
     expected = {"int4_matmul"} if packed == "int4" else PACKED - {"int4_matmul"}
     if family == "qwen2_moe":
         expected.add("int4_experts")
-    assert {each for each in PACKED | EXPERTS if KERNELS[each][1] in used} == expected
+    assert {each for each in PACKED | EXPERTS if KERNELS[each].triton in used} == expected

@@ -222,6 +222,7 @@ def test_kv_that_stays_on_the_device_goes_to_the_host_as_it_is(tiny, monkeypatch
         assert ours.generate(PROMPT, GREEDY).token_ids == expected
 
 
+@pytest.mark.usefixtures("recordable")
 def test_what_was_recorded_is_given_back_before_the_model_it_was_recorded_of(tiny) -> None:
     recorder, placement = ReplayRecorder(), replace(PLACEMENTS["kv"], kv_slots=2)
     with engine(tiny("llama")[0], placement=placement) as ours:

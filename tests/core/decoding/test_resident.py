@@ -25,6 +25,8 @@ from triforce_offload.link.trace import NoTrace
 from triforce_offload.memory.device import DeviceMemory
 from triforce_offload.weights.store import ResidentWeights
 
+pytestmark = pytest.mark.usefixtures("recordable")
+
 CPU = torch.device("cpu")
 # A nucleus has an edge, where rounding decides.
 SAMPLED = SamplingParams(temperature=0.8, top_p=1)

@@ -68,6 +68,7 @@ class Launched(TorchDispatchMode):
 KERNELS_OF = {"attend_cache": 2}
 
 
+@pytest.mark.usefixtures("recordable")
 def test_kernels_of_a_layer_are_as_many_as_the_code_launches(monkeypatch) -> None:
     """Of a step of the retrieval model, its cache in 8 bits: products aside they are small."""
     launched = Launched()

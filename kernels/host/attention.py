@@ -1,0 +1,122 @@
+"""Attention of a few queries by the processor's compiled kernels, and the scores of chunks."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+
+from triforce_kernels.attention.attention import Partial
+from triforce_kernels.host.library import DENSE, Attention, library
+from triforce_kernels.limits import HOST_PARTS
+
+if TYPE_CHECKING:
+    from triforce_kernels.attention.scoring import ScoreBuffer
+    from triforce_kernels.attention.streaming import Running
+
+_INT8 = -1
+
+
+def splits(query: torch.Tensor) -> int:
+    """Return into how many parts the keys of a head are divided. It does not depend on threads or
+    rows, and neither do results.
+    """
+    return max(1, HOST_PARTS // len(query))
+
+
+def blocks(
+    running: Running,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: ScoreBuffer | None,
+) -> None:
+    """`streaming.attend_blocks`."""
+    _attend(running, query, key, value, scores)
+
+
+def tail(
+    running: Running,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tokens: int,
+    visible: torch.Tensor | None,
+    scores: ScoreBuffer | None,
+) -> Partial:
+    """`streaming.attend_tail`."""
+    if key.shape[1]:
+        _attend(running, query, key[None], value[None], scores, own=tokens, visible=visible)
+    elif running.fresh:
+        lse = query.new_full(query.shape[:2], float("-inf"), dtype=torch.float32)
+        return Partial(torch.zeros_like(query), lse)
+    return _merged(running, query)
+
+
+def cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tokens: int,
+    end: int | torch.Tensor,
+    window: int | None,
+) -> Partial:
+    """`streaming.attend_cache`."""
+    from triforce_kernels.attention.streaming import Running, reference_cache
+
+    if isinstance(end, torch.Tensor):
+        return reference_cache(query, key, value, tokens, end, window)
+    seen = end + tokens
+    running, keys, values = Running.of(query), key[None, :, :seen], value[None, :, :seen]
+    _attend(running, query, keys, values, None, own=tokens, window=window or 0)
+    return _merged(running, query)
+
+
+def _attend(
+    running: Running,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: ScoreBuffer | None,
+    *,
+    own: int = 0,
+    window: int = 0,
+    visible: torch.Tensor | None = None,
+) -> None:
+    """Add blocks of keys [blocks, heads, tokens, head_dim] to a state; see `source/host.h`."""
+    wide = query.float()
+    call = _call(running, query)
+    call.query, call.query_head, call.query_row = wide.data_ptr(), wide.stride(0), wide.stride(1)
+    call.key, call.value = key.data_ptr(), value.data_ptr()
+    call.format = _INT8 if key.dtype == torch.int8 else DENSE[key.dtype]
+    call.blocks, call.tokens, call.own, call.window = len(key), key.shape[2], own, window
+    size = key.itemsize
+    call.key_block, call.key_head, call.key_row = (n * size for n in key.stride()[:3])
+    call.value_block, call.value_head, call.value_row = (n * size for n in value.stride()[:3])
+    if visible is not None:
+        call.visible = visible.data_ptr()
+    if scores is not None:
+        call.scores, call.first_chunk, call.chunk = scores.out.data_ptr(), scores.first, scores.size
+        call.scores_head, call.scores_row = scores.out.stride()[:2]
+        call.mass = scores.mass
+    call.fresh, running.fresh = running.fresh, False
+    call.scale = query.shape[-1] ** -0.5
+    library().triforce_attend(ctypes.byref(call), torch.get_num_threads())
+
+
+def _merged(running: Running, query: torch.Tensor) -> Partial:
+    """Return the whole attention that a state holds."""
+    out = torch.empty(query.shape)
+    lse = out.new_empty(query.shape[:2])
+    call = _call(running, query)
+    library().triforce_merge(ctypes.byref(call), out.data_ptr(), lse.data_ptr())
+    return Partial(out.to(query.dtype), lse)
+
+
+def _call(running: Running, query: torch.Tensor) -> Attention:
+    call = Attention()
+    call.acc, call.peak = running.acc.data_ptr(), running.peak.data_ptr()
+    call.total, call.splits = running.total.data_ptr(), len(running.acc)
+    call.heads, call.rows, call.head_dim = query.shape
+    return call

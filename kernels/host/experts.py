@@ -1,0 +1,79 @@
+"""Products with experts in any format, by the processor's compiled kernels."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from triforce_kernels.host.library import Experts, Product, library
+from triforce_kernels.host.weights import stored
+from triforce_kernels.limits import EXPERT_TILE
+from triforce_kernels.weights.linear import Weight
+from triforce_kernels.weights.tiles import Tiles
+
+
+def in_tiles(
+    chosen: torch.Tensor, count: int, tiles: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`grouped.in_tiles`."""
+    order, own = chosen.new_empty(2, tiles * EXPERT_TILE).unbind()
+    which, places, sizes = chosen.new_empty(tiles), chosen.new_empty(chosen.shape), [0] * count
+    library().triforce_tiles(
+        chosen.data_ptr(),
+        *chosen.shape,
+        count,
+        tiles,
+        EXPERT_TILE,
+        order.data_ptr(),
+        own.data_ptr(),
+        which.data_ptr(),
+        places.data_ptr(),
+        (ctypes.c_int64 * count)(*sizes),
+    )
+    return order, own, which, places
+
+
+def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
+    """`grouped.product`."""
+    there = (tiles.order >= 0).view(-1, tiles.rows)
+    rows = x[tiles.order[there.flatten()]].float()
+    counts = there.sum(1)
+    out = rows.new_empty(len(tiles.order), tiles.columns)
+    whole, rounded = stored(weight, x.dtype)
+    call = Experts(
+        Product(
+            ctypes.addressof(whole),
+            rows.data_ptr(),
+            out.data_ptr(),
+            0,
+            tiles.columns,
+            rows.shape[1],
+            tiles.columns,
+            rounded,
+        ),
+        tiles.experts.data_ptr(),
+        counts.data_ptr(),
+        len(tiles.experts),
+        tiles.rows,
+    )
+    library().triforce_experts(ctypes.byref(call), torch.get_num_threads())
+    return out.to(x.dtype)
+
+
+def weighted_sums(
+    outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """`grouped.weighted_sums`."""
+    wide, (rows, active) = outputs.float(), places.shape
+    out = wide.new_empty(rows, outputs.shape[1])
+    library().triforce_weighted_sums(
+        wide.data_ptr(),
+        places.data_ptr(),
+        weights.data_ptr(),
+        rows,
+        active,
+        outputs.shape[1],
+        out.data_ptr(),
+    )
+    return out.to(outputs.dtype)

@@ -1,0 +1,134 @@
+/* What Python calls: a product, decoding, attention, each divided among threads. */
+#include <math.h>
+#include <stdatomic.h>
+#include <stddef.h>
+
+#include "host.h"
+#include "threads.h"
+
+#if defined(__x86_64__)
+extern const Kernels kernels_avx512, kernels_avx2;
+#elif defined(__aarch64__)
+extern const Kernels kernels_neon;
+#endif
+extern const Kernels kernels_plain;
+
+static const Kernels *const MAKES[] = {
+#if defined(__x86_64__)
+    &kernels_avx512, &kernels_avx2,
+#elif defined(__aarch64__)
+    &kernels_neon,
+#endif
+    &kernels_plain,
+};
+enum { COUNT = sizeof MAKES / sizeof *MAKES };
+
+const Kernels *kernels = &kernels_plain;
+
+/* The version of this interface (`library.py`). */
+EXPORT int triforce_version(void) { return 1; }
+
+/* Sizes of structures, for a check against those of `library.py`. */
+EXPORT int triforce_size_of_weight(void) { return sizeof(Weight); }
+EXPORT int triforce_size_of_product(void) { return sizeof(Product); }
+EXPORT int triforce_size_of_attention(void) { return sizeof(Attention); }
+
+/* Returns the name of the `index`th make that runs here, or NULL; the best one is the first. */
+EXPORT const char *triforce_make(int index) {
+    for (int i = 0; i < COUNT; i++)
+        if (MAKES[i]->runs_here() && index-- == 0) return MAKES[i]->name;
+    return NULL;
+}
+
+float half_numbers[1 << 16];
+
+/* Fills the table of half-precision numbers. */
+static void __attribute__((constructor)) fill_half_numbers(void) {
+    for (int bits = 0; bits < 1 << 16; bits++) {
+        int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+        float size = exponent == 0    ? ldexpf((float)mantissa, -24)
+                     : exponent < 31 ? ldexpf((float)(1024 + mantissa), exponent - 25)
+                     : mantissa      ? NAN
+                                     : INFINITY;
+        half_numbers[bits] = bits >> 15 ? -size : size;
+    }
+}
+
+/* Uses the kernels of the `index`th make that runs here. */
+EXPORT void triforce_use_make(int index) {
+    for (int i = 0; i < COUNT; i++)
+        if (MAKES[i]->runs_here() && index-- == 0) kernels = MAKES[i];
+}
+
+static void product_part(const void *job, int64_t first, int64_t end) {
+    kernels->product(job, first, end);
+}
+
+EXPORT void triforce_product(const Product *p, int threads) {
+    divide(product_part, p, p->outputs, outputs_at_once(p, threads), threads);
+}
+
+typedef struct {
+    const Weight *weight;
+    float *out;
+} Decoded;
+
+static void decoded_part(const void *job, int64_t first, int64_t end) {
+    const Decoded *d = job;
+    int64_t columns = d->weight->columns;
+    for (int64_t row = first; row < end; row++)
+        kernels->decode(d->weight, row, 0, columns, d->out + row * columns);
+}
+
+/* Decodes `rows` rows of a weight to float32: out [rows, columns]. */
+EXPORT void triforce_decode(const Weight *weight, int64_t rows, float *out, int threads) {
+    Decoded d = {weight, out};
+    divide(decoded_part, &d, rows, 1 + (1 << 15) / weight->columns, threads);
+}
+
+static void attention_part(const void *job, int64_t first, int64_t end) {
+    const Attention *a = job;
+    for (int64_t i = first; i < end; i++) kernels->attend(a, i / a->splits, i % a->splits);
+}
+
+EXPORT void triforce_attend(const Attention *a, int threads) {
+    divide(attention_part, a, a->heads * a->splits, 1, threads);
+}
+
+/* Merges the splits of a state: out [heads, rows, head_dim] and the log-sum-exps [heads, rows]. Rows
+   that saw no key get 0 and -inf. */
+EXPORT void triforce_merge(const Attention *a, float *out, float *lse) {
+    int64_t rows = a->heads * a->rows, dim = a->head_dim;
+    for (int64_t row = 0; row < rows; row++, out += dim) {
+        float peak = -INFINITY, total = 0;
+        for (int64_t s = 0; s < a->splits; s++)
+            if (a->peak[s * rows + row] > peak) peak = a->peak[s * rows + row];
+        for (int64_t i = 0; i < dim; i++) out[i] = 0;
+        for (int64_t s = 0; s < a->splits; s++) {
+            int64_t at = s * rows + row;
+            if (a->peak[at] == -INFINITY) continue;
+            float share = expf(a->peak[at] - peak);
+            total += a->total[at] * share;
+            for (int64_t i = 0; i < dim; i++) out[i] += a->acc[at * dim + i] * share;
+        }
+        for (int64_t i = 0; total != 0 && i < dim; i++) out[i] /= total;
+        lse[row] = total != 0 ? logf(total) + peak : -INFINITY;
+    }
+}
+
+typedef struct {
+    const uint64_t *numbers;
+    _Atomic uint64_t sum;
+} Read;
+
+static void read_part(const void *job, int64_t first, int64_t end) {
+    Read *read = (Read *)job;
+    atomic_fetch_add(&read->sum, kernels->sum(read->numbers + first, end - first));
+}
+
+/* Reads memory, and nothing else: what a benchmark holds the kernels against. */
+EXPORT uint64_t triforce_sum(const uint64_t *numbers, int64_t count, int threads) {
+    Read read = {numbers, 0};
+    divide(read_part, &read, count, 1 << 15, threads);
+    return read.sum;
+}

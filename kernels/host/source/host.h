@@ -1,0 +1,85 @@
+/* What every file here shares: a weight as it is stored, a product, and the kernels of one make of
+   vector units.
+
+   Kernels exist once, in headers (`blocks.h`, `split.h`, `product.h`, `attention.h`), over a small
+   layer of vectors (`vectors.h`). A file in `makes/` for each make of vector units compiles them, and
+   `entry.c` chooses one when it is loaded. */
+#pragma once
+
+#include <stdint.h>
+
+/* What Python calls; all else is hidden from other libraries. */
+#define EXPORT __attribute__((visibility("default")))
+
+/* Rows of a product; more are multiplied by a decoded weight instead (`limits.FEW_ROWS`). */
+#define MOST_ROWS 64
+/* Rows that share a tile of an attention. */
+#define MOST_QUERIES 16
+
+enum format {
+    F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K,
+    IQ4_NL, IQ4_XS, MXFP4, F8_E4M3, SPLIT_BF16, HIGH_BF16, HIGH_F16, INT4, FORMATS
+};
+
+/* A matrix [rows, columns].
+
+   data: first row; `stride` bytes from a row to the next
+   low, base, places, patterns, starts, room, first: of a split matrix, see `SplitBF16Weight`;
+       `room` is the length of `places`, `groups` that of `starts`
+   scale, offset: of groups of `group` columns, [groups, rows] of `scale_format`, with
+       `scale_stride` numbers from a group to the next */
+typedef struct {
+    int64_t format, columns, stride;
+    const uint8_t *data, *low, *base;
+    const int32_t *places, *starts;
+    const uint16_t *patterns;
+    int64_t room, groups, first;
+    const uint8_t *scale, *offset;
+    int64_t group, scale_format, scale_stride;
+} Weight;
+
+/* out [rows, outputs] = x [rows, columns] times the transposed weight [outputs, columns], whose
+   numbers are first rounded to `rounded`, F32 for not at all, F16 or BF16. */
+typedef struct {
+    const Weight *weight;
+    const float *x;
+    float *out;
+    int64_t rows, outputs, x_stride, out_stride, rounded;
+} Product;
+
+/* Attention of queries [heads, rows, head_dim] to keys and values [blocks, heads, tokens, head_dim]
+   of `format`, F32, F16, BF16 or INT8, added to a state in `splits` parts: acc [splits, heads, rows,
+   head_dim], peak and total [splits, heads, rows], which are set first if it is `fresh`.
+
+   query_head, ...: distances, of queries in numbers, of keys and values in bytes
+   own: of the last so many tokens, row r sees those up to token r % own, or those in `visible`
+       [own, own]; 0 if all rows see all tokens
+   window: how many tokens up to its own a row sees, 0 for all
+   scores: scores of chunks of `chunk` tokens, from chunk `first_chunk` of a row; NULL for none
+   mass: whether a score is the log-sum-exp of a chunk's scores; else their sum */
+enum { INT8 = -1 };
+typedef struct {
+    const float *query;
+    const uint8_t *key, *value, *visible;
+    float *acc, *peak, *total, *scores;
+    int64_t format, heads, rows, head_dim, blocks, tokens, own, window, splits, fresh;
+    int64_t query_head, query_row, key_block, key_head, key_row, value_block, value_head,
+        value_row;
+    int64_t scores_head, scores_row, first_chunk, chunk, mass;
+    float scale;
+} Attention;
+
+/* The kernels of one make of vector units.
+
+   product: computes outputs `first` to `end`
+   decode: writes `count` columns of a row from column `first`, both multiples of 256 or the last
+   attend: computes one split of one head
+   sum: adds numbers, as fast as memory gives them: the bound of all others */
+typedef struct {
+    const char *name;
+    int (*runs_here)(void);
+    void (*product)(const Product *, int64_t first, int64_t end);
+    void (*decode)(const Weight *, int64_t row, int64_t first, int64_t count, float *out);
+    void (*attend)(const Attention *, int64_t head, int64_t split);
+    uint64_t (*sum)(const uint64_t *numbers, int64_t count);
+} Kernels;

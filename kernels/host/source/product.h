@@ -1,0 +1,125 @@
+/* Products of up to MOST_ROWS rows with a weight in any format, summed in float32.
+
+   Some columns of OUTPUTS rows of the weight are decoded into a buffer that stays in the first
+   cache, then multiplied by all rows. The order of a sum depends on the number of columns alone:
+   lane l of the one accumulator of a row and an output takes columns l, l + W, ... So a row has the
+   same bits whatever stands beside it, and whichever thread computes it. */
+#pragma once
+
+#include "blocks.h"
+#include "host.h"
+#include "split.h"
+
+enum { SEGMENT = 512, OUTPUTS = 4, DECODED = 2 * OUTPUTS };
+#if defined(AVX512) || defined(NEON)
+enum { TOGETHER = 4 };
+#else
+enum { TOGETHER = 2 };
+#endif
+
+/* Decodes a part of a row of a weight; a multiple of 256 columns, or up to the last one. */
+static void decode(const Weight *w, int64_t row, int64_t first, int64_t count, float *out) {
+#define BLOCKS(NAME, function, elements, nbytes) \
+    case NAME: \
+        function(w->data + row * w->stride + first / elements * nbytes, count, out); \
+        return;
+    switch (w->format) {
+        BLOCKS(F16, decode_f16, 1, 2)
+        BLOCKS(BF16, decode_bf16, 1, 2)
+        BLOCKS(Q4_0, decode_q4_0, 32, 18)
+        BLOCKS(Q4_1, decode_q4_1, 32, 20)
+        BLOCKS(Q5_0, decode_q5_0, 32, 22)
+        BLOCKS(Q5_1, decode_q5_1, 32, 24)
+        BLOCKS(Q8_0, decode_q8_0, 32, 34)
+        BLOCKS(Q2_K, decode_q2_k, 256, 84)
+        BLOCKS(Q3_K, decode_q3_k, 256, 110)
+        BLOCKS(Q4_K, decode_q4_k, 256, 144)
+        BLOCKS(Q5_K, decode_q5_k, 256, 176)
+        BLOCKS(Q6_K, decode_q6_k, 256, 210)
+        BLOCKS(IQ4_NL, decode_iq4_nl, 32, 18)
+        BLOCKS(IQ4_XS, decode_iq4_xs, 256, 136)
+        BLOCKS(MXFP4, decode_mxfp4, 32, 17)
+        BLOCKS(F8_E4M3, decode_f8_e4m3, 128, 132)
+    case SPLIT_BF16: decode_split_bf16(w, row, first, count, out); return;
+    case HIGH_BF16: decode_high_bf16(w, row, first, count, out); return;
+    case HIGH_F16: decode_high_f16(w, row, first, count, out); return;
+    case INT4: decode_int4(w, row, first, count, out); return;
+    default: memcpy(out, w->data + row * w->stride + 4 * first, count * 4);
+    }
+#undef BLOCKS
+}
+
+typedef vf Sums[DECODED];
+
+/* Adds `count` columns, a multiple of W, to the sums of `rows` rows and `outputs` outputs. */
+INLINE void add_columns(int rows, int outputs, const float *x, int64_t x_stride,
+                        const float *const *weights, int64_t count, Sums *sums, int first) {
+    vf acc[TOGETHER][DECODED];
+    for (int r = 0; r < rows; r++)
+        for (int o = 0; o < outputs; o++) acc[r][o] = sums[r][first + o];
+    for (int64_t i = 0; i < count; i += W) {
+        vf w[DECODED];
+        for (int o = 0; o < outputs; o++) w[o] = load(weights[o] + i);
+        for (int r = 0; r < rows; r++) {
+            vf numbers = load(x + r * x_stride + i);
+            for (int o = 0; o < outputs; o++) acc[r][o] = fma_of(numbers, w[o], acc[r][o]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int o = 0; o < outputs; o++) sums[r][first + o] = acc[r][o];
+}
+
+/* Asks for bytes that are read soon. Rows are stored one after the other, but read in segments,
+   which no processor foresees. */
+INLINE void ask_for(const uint8_t *at, int64_t nbytes) {
+    for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
+static void product(const Product *p, int64_t first, int64_t end) {
+    const Weight *w = p->weight;
+    _Alignas(64) float buffer[DECODED][SEGMENT];
+    Sums sums[MOST_ROWS];
+    float rest[MOST_ROWS][DECODED];
+    for (int64_t output = first; output < end; output += DECODED) {
+        int outputs = end - output < DECODED ? (int)(end - output) : DECODED;
+        memset(sums, 0, p->rows * sizeof *sums);
+        memset(rest, 0, p->rows * sizeof *rest);
+        for (int64_t column = 0; column < w->columns; column += SEGMENT) {
+            int64_t left = w->columns - column, count = left < SEGMENT ? left : SEGMENT;
+            int64_t whole = count / W * W, row = 0;
+            int64_t begin = w->stride * column / w->columns, size = w->stride * count / w->columns;
+            const float *weights[DECODED];
+            for (int o = 0; o < DECODED; o++) {
+                /* Outputs that are not there repeat the first one. */
+                weights[o] = buffer[o < outputs ? o : 0];
+                if (o >= outputs) continue;
+                int64_t later = output + o + DECODED;
+                ask_for(w->data + later * w->stride + begin, size);
+                if (w->low) ask_for(w->low + later * (w->columns / 2) + column / 2, count / 2);
+                if (w->format == F32)
+                    weights[o] = (const float *)(w->data + (output + o) * w->stride) + column;
+                else
+                    decode(w, output + o, column, count, buffer[o]);
+                if (p->rounded != F32) round_numbers(p->rounded, count, buffer[o]);
+            }
+            const float *x = p->x + column;
+            for (; row + TOGETHER <= p->rows; row += TOGETHER)
+                for (int o = 0; o < DECODED; o += OUTPUTS)
+                    add_columns(TOGETHER, OUTPUTS, x + row * p->x_stride, p->x_stride, weights + o,
+                                whole, sums + row, o);
+            for (; row < p->rows; row++)
+                add_columns(1, DECODED, x + row * p->x_stride, p->x_stride, weights, whole,
+                            sums + row, 0);
+            for (int64_t i = whole; i < count; i++)
+                for (row = 0; row < p->rows; row++)
+                    for (int o = 0; o < outputs; o++)
+                        rest[row][o] += x[row * p->x_stride + i] * weights[o][i];
+        }
+        for (int64_t row = 0; row < p->rows; row++) {
+            float total[DECODED];
+            for (int o = 0; o < DECODED; o += OUTPUTS) four_sums(sums[row] + o, total + o);
+            for (int o = 0; o < outputs; o++)
+                p->out[row * p->out_stride + output + o] = total[o] + rest[row][o];
+        }
+    }
+}

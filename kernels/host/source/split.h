@@ -1,0 +1,132 @@
+/* Split matrices, their high bits alone, and groups of 4-bit integers, decoded to float32. See
+   `triforce_kernels.weights.split_codes` for the codes. A function decodes `count` numbers of a row
+   from column `first`. */
+#pragma once
+
+#include "host.h"
+#include "vectors.h"
+
+enum { SIGN = 0x80, CODE = 0x78, BELOW = 12, ROWS_OF_A_START = 32 };
+
+/* Sign and magnitude of coded numbers as 16 bits. low, second: what is added to the magnitude on
+   the first and on the second line of the code */
+INLINE vi coded(vi high, vi base, vi first, vi second) {
+    vi code = high & 127;
+    vi above = least_int((code << 4) - (8 << 4) + first, (code << 3) + (80 << 3) + second);
+    vi bits = (above + base) & (vi)((high & CODE) != 0);
+    return bits | (high & SIGN) << 8;
+}
+
+INLINE uint16_t coded_one(uint8_t high, int base, int first, int second) {
+    int code = high & 127, one = (code << 4) - (8 << 4) + first;
+    int other = (code << 3) + (80 << 3) + second, bits = (one < other ? one : other) + base;
+    return (uint16_t)((high & CODE ? bits : 0) | (high & SIGN) << 8);
+}
+
+INLINE float from_bits(uint32_t bits) {
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
+/* The index of the first exception at `place` or after it, among those of a row's group. */
+static int64_t exception_from(const Weight *w, int64_t row, int64_t place) {
+    int64_t group = row / ROWS_OF_A_START, begin = 0, end = w->room;
+    if (group + 1 < w->groups) {
+        int64_t from = w->starts[group], to = w->starts[group + 1];
+        if (0 <= from && from <= to && to <= w->room) begin = from, end = to;
+    }
+    while (begin < end) {
+        int64_t middle = (begin + end) / 2;
+        if (w->places[middle] < place) begin = middle + 1;
+        else end = middle;
+    }
+    return begin;
+}
+
+/* Writes the exceptions of some columns. A damaged list cannot make it write elsewhere. */
+static void put_exceptions(const Weight *w, int64_t row, int64_t first, int64_t count, float *out) {
+    int64_t place = (row + w->first) * w->columns + first;
+    int64_t entry = exception_from(w, row + w->first, place);
+    for (; entry < w->room && w->places[entry] < place + count; entry++)
+        if (w->places[entry] >= place)
+            out[w->places[entry] - place] = from_bits((uint32_t)w->patterns[entry] << 16);
+}
+
+static void decode_split_bf16(const Weight *w, int64_t row, int64_t first, int64_t count,
+                              float *out) {
+    int64_t width = w->columns / 2, i = 0;
+    const uint8_t *high = w->data + row * w->stride + first, *low = w->low + row * width;
+    int base = (w->base[row] - BELOW) * 128;
+    while (i < count) {
+        /* Numbers of the first half of a row have their low bits in the low 4 bits of a byte. */
+        int64_t column = first + i, upper = column >= width;
+        int64_t end = !upper && first + count > width ? width - first : count;
+        const uint8_t *bits = low + column - upper * width - i;
+        for (; i + W <= end; i += W) {
+            vi more = upper ? unsigned_bytes(bits + i) >> 4 : unsigned_bytes(bits + i) & 15;
+            vi number = coded(unsigned_bytes(high + i), all_int(base), all_int(0), all_int(0));
+            store(out + i, (vf)((number | more) << 16));
+        }
+        for (; i < end; i++) {
+            uint32_t more = upper ? bits[i] >> 4 : bits[i] & 15;
+            out[i] = from_bits((coded_one(high[i], base, 0, 0) | more) << 16);
+        }
+    }
+    put_exceptions(w, row, first, count, out);
+}
+
+static void decode_high_bf16(const Weight *w, int64_t row, int64_t first, int64_t count,
+                             float *out) {
+    const uint8_t *high = w->data + row * w->stride + first;
+    int base = (w->base[row] - BELOW) * 128;
+    int64_t i = 0;
+    for (; i + W <= count; i += W) {
+        vi byte = unsigned_bytes(high + i);
+        vi number = coded(byte, all_int(base), all_int(8), all_int(4));
+        store(out + i, (vf)((number & (vi)((byte & CODE) != 0)) << 16));
+    }
+    for (; i < count; i++)
+        out[i] = high[i] & CODE ? from_bits((uint32_t)coded_one(high[i], base, 8, 4) << 16) : 0;
+}
+
+/* The high bytes of float16, each in the middle of its range. Numbers that are 0 without their low
+   bits, or not finite, are 0. */
+static void decode_high_f16(const Weight *w, int64_t row, int64_t first, int64_t count,
+                            float *out) {
+    const uint8_t *high = w->data + row * w->stride + first;
+    for (int64_t i = 0; i < count; i += W) {
+        int64_t here = count - i < W ? count - i : W;
+        uint8_t numbers[2 * W] = {0};
+        float some[W];
+        for (int64_t j = 0; j < here; j++) {
+            uint8_t byte = high[i + j];
+            int there = (byte & 0x7f) != 0 && (byte & 0x7c) != 0x7c;
+            numbers[2 * j] = there ? 0x80 : 0;
+            numbers[2 * j + 1] = there ? byte : 0;
+        }
+        store(some, from_f16(numbers));
+        memcpy(out + i, some, here * sizeof(float));
+    }
+}
+
+INLINE float scale_of(const Weight *w, const uint8_t *numbers, int64_t at) {
+    if (w->scale_format == F16) return half(numbers + 2 * at);
+    if (w->scale_format == BF16)
+        return from_bits((uint32_t)(numbers[2 * at] | numbers[2 * at + 1] << 8) << 16);
+    return ((const float *)numbers)[at];
+}
+
+static void decode_int4(const Weight *w, int64_t row, int64_t first, int64_t count, float *out) {
+    int64_t width = w->group / 2, group = first / w->group;
+    const uint8_t *at = w->data + row * w->stride + first / 2;
+    for (int64_t i = 0; i < count; i += w->group, group++, at += width) {
+        vf scale = all(scale_of(w, w->scale, group * w->scale_stride + row));
+        vf offset = all(scale_of(w, w->offset, group * w->scale_stride + row));
+        for (int64_t j = 0; j < width; j += W) {
+            vi both = unsigned_bytes(at + j);
+            store(out + i + j, floats(both & 15) * scale + offset);
+            store(out + i + width + j, floats(both >> 4) * scale + offset);
+        }
+    }
+}

@@ -1,0 +1,40 @@
+/* Divides work among the threads of torch's OpenMP library. */
+#include "threads.h"
+
+#include <stdatomic.h>
+#include <stddef.h>
+
+static Team team = NULL;
+
+EXPORT void triforce_use_team(Team found) { team = found; }
+
+typedef struct {
+    Part part;
+    const void *job;
+    int64_t count, step;
+    _Atomic int64_t next;
+} Shared;
+
+static void work(void *data) {
+    Shared *shared = data;
+    int64_t first;
+    while ((first = atomic_fetch_add(&shared->next, shared->step)) < shared->count) {
+        int64_t end = first + shared->step;
+        shared->part(shared->job, first, end < shared->count ? end : shared->count);
+    }
+}
+
+void divide(Part part, const void *job, int64_t count, int64_t step, int threads) {
+    Shared shared = {part, job, count, step, 0};
+    int64_t most = (count + step - 1) / step;
+    if (threads > most) threads = (int)most;
+    if (threads > 1 && team) team(work, &shared, (unsigned)threads, 0);
+    else work(&shared);
+}
+
+/* Outputs of a part of a product: at least 8 parts a thread, if these are not too small. */
+int64_t outputs_at_once(const Product *p, int threads) {
+    int64_t step = p->outputs / (8 * threads), least = 1 + (1 << 15) / p->weight->columns;
+    if (step < least) step = least;
+    return (step + 3) / 4 * 4;
+}

@@ -1,0 +1,163 @@
+"""Products with weights in any format, and their decoding, by the processor's compiled kernels.
+
+A product takes at most `library.MOST_ROWS` rows. It sums in float32, in an order that depends on
+the number of columns alone: a row has the same bits whatever rows stand beside it, and however many
+threads compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from triforce_kernels.host.library import DENSE, FORMATS, MOST_ROWS, Product, Weight, library
+from triforce_kernels.weights.block_types import BlockType
+
+if TYPE_CHECKING:
+    from triforce_kernels.weights.high_bits import HighBitsWeight
+    from triforce_kernels.weights.int4 import Int4Weight
+    from triforce_kernels.weights.split_bf16 import SplitBF16Weight
+
+
+def computes(dtype: torch.dtype) -> bool:
+    """Return whether the kernels compute with rows of a dtype."""
+    return dtype in DENSE
+
+
+def dense_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A product with dense numbers (`linear`)."""
+    return _product(x, weight if weight.stride(1) == 1 else weight.contiguous())
+
+
+def block_matmul(x: torch.Tensor, data: torch.Tensor, kind: BlockType) -> torch.Tensor:
+    """`blocks.block_matmul`."""
+    return _multiplied(x, _blocks(data, kind), len(data), DENSE[x.dtype])
+
+
+def decode_blocks(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
+    """`blocks.decode`."""
+    return _decoded(_blocks(data, kind), len(data)).to(dtype)
+
+
+def split_matmul(x: torch.Tensor, weight: SplitBF16Weight) -> torch.Tensor:
+    """`split_bf16.split_matmul`."""
+    return _product(x, weight)
+
+
+def decode_split(weight: SplitBF16Weight, index: torch.Tensor | None) -> torch.Tensor:
+    """`split_bf16.decode`, and `decode_rows` row by row."""
+    if index is None:
+        # The upper halves of the float32 numbers: a conversion would change NaN.
+        numbers = _decoded(_split(weight), weight.shape[0])
+        return numbers.view(torch.bfloat16)[:, 1::2].contiguous()
+    rows = [decode_split(weight.rows(row, row + 1), None) for row in index.tolist()]
+    return torch.cat(rows) if rows else torch.empty(0, weight.shape[1], dtype=torch.bfloat16)
+
+
+def high_bits_matmul(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
+    """`high_bits.high_bits_matmul`."""
+    return _product(x, weight)
+
+
+def int4_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
+    """`int4.int4_matmul`."""
+    return _product(x, weight)
+
+
+def stored(weight: Any, dtype: torch.dtype) -> tuple[Weight, int]:
+    """Return what the kernels take of a weight in any format but a stack, and the format that its
+    numbers are rounded to for rows of a dtype.
+    """
+    if isinstance(weight, torch.Tensor):
+        stride = weight.stride(0) * weight.itemsize
+        kind = DENSE[weight.dtype]
+        return Weight(kind, weight.shape[1], stride, weight.data_ptr()), DENSE[torch.float32]
+    describe, rounds = _FORMATS[type(weight).__name__]
+    return describe(weight), DENSE[dtype if rounds else torch.float32]
+
+
+def _blocks(data: torch.Tensor, kind: BlockType) -> Weight:
+    columns = data.shape[1] // kind.nbytes * kind.elements
+    return Weight(FORMATS[kind.name], columns, data.stride(0), data.data_ptr())
+
+
+def _split(weight: SplitBF16Weight) -> Weight:
+    high = weight.high
+    stored = Weight(FORMATS["SPLIT_BF16"], high.shape[1], high.stride(0), high.data_ptr())
+    stored.low, stored.base = weight.low.data_ptr(), weight.base.data_ptr()
+    stored.places, stored.patterns = weight.places.data_ptr(), weight.patterns.data_ptr()
+    stored.room, stored.starts = len(weight.places), weight.starts.data_ptr()
+    stored.groups, stored.first = len(weight.starts), weight.first
+    return stored
+
+
+def _high_bits(weight: HighBitsWeight) -> Weight:
+    high, base = weight.high, weight.base
+    kind = FORMATS["HIGH_F16" if base is None else "HIGH_BF16"]
+    found = Weight(kind, high.shape[1], high.stride(0), high.data_ptr())
+    found.base = None if base is None else base.data_ptr()
+    return found
+
+
+def _int4(weight: Int4Weight) -> Weight:
+    packed, scale = weight.packed, weight.scale
+    found = Weight(FORMATS["INT4"], weight.shape[1], packed.stride(0), packed.data_ptr())
+    found.scale, found.offset = scale.data_ptr(), weight.offset.data_ptr()
+    found.group, found.scale_format = weight.group, DENSE[scale.dtype]
+    found.scale_stride = scale.stride(0)
+    return found
+
+
+# By the names of the classes, which import this module's callers; and whether decoded numbers are
+# rounded to the dtype of the rows first, as the references do.
+_FORMATS: dict[str, tuple[Callable[[Any], Weight], bool]] = {
+    "BlockWeight": (lambda weight: _blocks(weight.data, weight.kind), True),
+    "SplitBF16Weight": (_split, False),
+    "HighBitsWeight": (_high_bits, False),
+    "Int4Weight": (_int4, False),
+}
+
+
+def _product(x: torch.Tensor, weight: Any) -> torch.Tensor:
+    return _multiplied(x, *_with_outputs(weight, x.dtype))
+
+
+def _with_outputs(weight: Any, dtype: torch.dtype) -> tuple[Weight, int, int]:
+    found, rounded = stored(weight, dtype)
+    return found, weight.shape[0], rounded
+
+
+def _multiplied(x: torch.Tensor, weight: Weight, outputs: int, rounded: int) -> torch.Tensor:
+    """Return x [rows, columns] times a transposed weight: [rows, outputs] in x's dtype. rounded:
+    format to which decoded numbers are rounded first
+    """
+    wide = x if x.dtype == torch.float32 else x.float()
+    if wide.stride(1) != 1:
+        wide = wide.contiguous()
+    out = wide.new_empty(len(x), outputs)
+    found, threads = library(), torch.get_num_threads()
+    for first in range(0, len(x), MOST_ROWS):
+        some = wide[first : first + MOST_ROWS]
+        product = Product(
+            ctypes.addressof(weight),
+            some.data_ptr(),
+            out[first:].data_ptr(),
+            len(some),
+            outputs,
+            wide.stride(0),
+            outputs,
+            rounded,
+        )
+        found.triforce_product(ctypes.byref(product), threads)
+    return out.to(x.dtype)
+
+
+def _decoded(weight: Weight, rows: int) -> torch.Tensor:
+    """Return `rows` rows of a weight, [rows, columns] float32."""
+    out = torch.empty(rows, weight.columns)
+    found = library()
+    found.triforce_decode(ctypes.byref(weight), rows, out.data_ptr(), torch.get_num_threads())
+    return out

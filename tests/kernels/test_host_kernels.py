@@ -1,0 +1,249 @@
+"""The processor's compiled kernels: every make of vector units that runs here, rows that do not
+depend on their neighbours, damaged input, and machines without them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+from float_bounds import assert_within, product_bound
+
+from triforce_kernels import dispatch
+from triforce_kernels.attention.scoring import ScoreBuffer
+from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
+from triforce_kernels.dispatch import HOST, REFERENCE, KernelsError
+from triforce_kernels.host import library as found
+from triforce_kernels.host import weights as host
+from triforce_kernels.weights import blocks, int4, split_bf16
+from triforce_kernels.weights.block_types import ALL_TYPES, BlockType
+from triforce_kernels.weights.blocks import BlockWeight
+from triforce_kernels.weights.high_bits import HighBitsWeight
+from triforce_kernels.weights.linear import Weight, linear
+from triforce_kernels.weights.split_fp16 import SplitFP16Weight
+
+LIBRARY = found.library()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="needs the compiled kernels")
+MAKES = found.makes(LIBRARY) if LIBRARY else []
+KINDS = [ALL_TYPES[name] for name in found.FORMATS if name in ALL_TYPES]
+# Where the half-precision numbers of a block are, whose exponents random bits would make too large.
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": (), "F8_E4M3": ()}
+HALVES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_forced", HOST)
+
+
+@pytest.fixture(params=MAKES)
+def make(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each make of vector units that this processor has."""
+    LIBRARY.triforce_use_make(MAKES.index(request.param))
+    yield request.param
+    LIBRARY.triforce_use_make(0)
+
+
+def random_blocks(kind: BlockType, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Random rows of a block type, with scales of a usual size."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = rows, columns // kind.elements, kind.nbytes
+    data = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    if kind.name in ("BF16", "F16"):
+        data[..., 1] &= 0xBB
+    elif kind.name == "F8_E4M3":
+        data[..., 128:] = torch.rand(*shape[:2], 1, generator=generator).view(torch.uint8)
+        data[..., :128] &= 0xF7
+    for place in HALVES.get(kind.name, (0,) if kind.elements > 1 else ()):
+        data[..., place + 1] &= 0xBB
+    if kind.name == "MXFP4":
+        data[..., 0] = data[..., 0] % 9 + 122
+    return data.flatten(1)
+
+
+def weights(columns: int) -> dict[str, Weight]:
+    """A matrix of an odd number of rows in every format that the kernels multiply by."""
+    generator = torch.Generator().manual_seed(1)
+    dense = torch.randn(37, columns, generator=generator)
+    # Some numbers far below the others are exceptions.
+    rare = torch.rand(dense.shape, generator=generator) < 0.01
+    split = split_bf16.encode(dense.where(~rare, dense * 1e-9).bfloat16())
+    high, low = torch.empty(2, *dense.shape, dtype=torch.uint8)
+    half = SplitFP16Weight(high, None, low)
+    half.write(dense.half())
+    made: dict[str, Weight] = {
+        "F32": dense,
+        "split bf16": split,
+        "part of split bf16": split.rows(5, 36),
+        "high bf16": HighBitsWeight.of(split),
+        "high f16": HighBitsWeight.of(half),
+    }
+    for group in int4.GROUPS:
+        if columns % group == 0:
+            made[f"int4 of {group}"] = int4.quantise(dense, group)
+    for kind in KINDS:
+        if columns % kind.elements == 0:
+            made[kind.name] = BlockWeight(random_blocks(kind, 37, columns), kind, columns)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_numbers_are_those_of_the_reference_to_the_last_bit(make, kind: BlockType) -> None:
+    data = random_blocks(kind, 33, 3 * 256)
+    decoded = host.decode_blocks(data, kind, torch.float32)
+    assert torch.equal(decoded, blocks.reference_decode(data, kind, torch.float32))
+
+
+@pytest.mark.parametrize("columns", [2, 38, 96, 1024, 2816])
+def test_products_are_those_of_the_numbers(make, columns: int) -> None:
+    """Odd sizes, and rows longer than what is decoded at a time."""
+    for weight in weights(columns).values():
+        exact = torch.cat([rows for _, rows in _dense(weight)]).double()
+        for rows in (1, 3, 64):
+            x = torch.randn(rows, columns + 3)[:, :columns]
+            product = linear(x, weight)
+            assert_within(product, x.double() @ exact.T, product_bound(x, exact, torch.float32))
+
+
+@pytest.mark.parametrize("columns", [38, 256, 2816])
+def test_a_row_has_the_same_bits_whatever_stands_beside_it(make, columns: int) -> None:
+    """And however many threads compute, and whichever part of a matrix it is multiplied by."""
+    x = torch.randn(64, columns)
+    for name, weight in weights(columns).items():
+        alone = torch.cat([linear(row[None], weight) for row in x])
+        for first, end in (*pairwise((0, 1, 3, 8, 25, 64)), (0, 64)):
+            assert torch.equal(linear(x[first:end], weight), alone[first:end]), name
+        with threads(3):
+            assert torch.equal(linear(x, weight), alone), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decoded_numbers_are_rounded_as_torch_rounds_them(make, dtype: torch.dtype) -> None:
+    """Those of blocks, to the dtype of the rows. Each row of x picks a column."""
+    kind, columns = ALL_TYPES["F8_E4M3"], 128
+    data = random_blocks(kind, 64, columns)
+    scales = torch.logspace(-9, 5, 64).unsqueeze(1)
+    data[:, 128:] = scales.view(torch.uint8)
+    numbers = blocks.reference_decode(data, kind, torch.float32).to(dtype).float()
+    numbers = numbers.nan_to_num(posinf=0, neginf=0)
+    data[numbers.isnan().any(1)] = 0
+    x = torch.eye(columns)[:64].to(dtype)
+    picked = host._multiplied(x, host._blocks(data, kind), 64, found.DENSE[dtype]).float()
+    finite = picked.isfinite()
+    assert finite.float().mean() > 0.8
+    assert torch.equal(picked[finite], numbers.T[:64][finite])
+
+
+@pytest.mark.parametrize("head_dim", [6, 64, 100, 256])
+def test_attention_of_a_row_does_not_depend_on_others(make, head_dim: int) -> None:
+    """Nor on the threads, nor on how many blocks come at once."""
+    query = torch.randn(3, 24, head_dim)
+    key, value = torch.randn(2, 5, 3, 80, head_dim)
+    results = []
+    for rows, at_once, count in ((24, 5, 1), (24, 1, 1), (1, 5, 1), (7, 2, 1), (24, 5, 3)):
+        out = torch.empty(3, 24, 5 * 5)
+        parts = []
+        with threads(count):
+            for first in range(0, 24, rows):
+                some = query[:, first : first + rows].contiguous()
+                running, here = Running.of(some), out[:, first : first + rows]
+                scores = ScoreBuffer(here, 0, 16, mass=True)
+                for block in range(0, 5, at_once):
+                    piece = slice(block, block + at_once)
+                    attend_blocks(running, some, key[piece], value[piece], scores.at(5 * block))
+                empty = key[0, :, :0]
+                parts.append(attend_tail(running, some, empty, empty, some.shape[1]).out)
+        results.append((torch.cat(parts, 1), out))
+    for attended, scored in results[1:]:
+        assert torch.equal(attended, results[0][0])
+        assert torch.equal(scored, results[0][1])
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_over_a_cache_is_that_of_the_reference(
+    make, monkeypatch, window: int | None
+) -> None:
+    query, cache = torch.randn(2, 4 * 5, 72), torch.randn(2, 2, 200, 72)
+    results = []
+    for name in (HOST, REFERENCE):
+        monkeypatch.setattr(dispatch, "_forced", name)
+        results.append(attend_cache(query, *cache, 5, 130, window))
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_a_damaged_list_of_exceptions_is_never_followed(make) -> None:
+    """Neither its places nor its starts, which may be anything, lead outside of the matrix."""
+    generator = torch.Generator().manual_seed(5)
+    whole = split_bf16.encode(torch.randn(64, 128, generator=generator).bfloat16() ** 9)
+    assert len(whole.places) > 20
+    clean = split_bf16.reference_decode(whole, None)
+    for turn in range(30):
+        for part in (whole.places, whole.starts):
+            part.random_(-(2**31), 2**31 - 1, generator=generator)
+            if turn % 2:
+                part.copy_(part.sort().values)
+        decoded = split_bf16.decode(whole)
+        coded = whole.high != split_bf16.EXCEPTION
+        same = decoded.view(torch.int16) == clean.view(torch.int16)
+        assert (same | ~coded).float().mean() > 0.5, "a few numbers may be replaced, within rows"
+
+
+def test_without_the_library_the_references_run(monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "library", lambda: None)
+    dispatch._backend.cache_clear()
+    try:
+        monkeypatch.setattr(dispatch, "_forced", "")
+        assert dispatch.backend(torch.device("cpu")) == REFERENCE
+        monkeypatch.setattr(dispatch, "_forced", HOST)
+        with pytest.raises(KernelsError, match="TRIFORCE_KERNELS=host, which is not compiled here"):
+            dispatch.backend(torch.device("cpu"))
+    finally:
+        dispatch._backend.cache_clear()
+
+
+def test_a_library_of_another_version_is_not_used(monkeypatch) -> None:
+    monkeypatch.setattr(found, "_VERSION", found._VERSION + 1)
+    assert found.library.__wrapped__() is None
+
+
+def test_vector_units_can_be_chosen_of_those_that_are_here(monkeypatch) -> None:
+    monkeypatch.setenv(found.VARIABLE, MAKES[-1])
+    assert found.library.__wrapped__() is not None
+    assert found.vectors() == MAKES[-1]
+    LIBRARY.triforce_use_make(0)
+    monkeypatch.setenv(found.VARIABLE, "mmx")
+    with pytest.raises(found.LibraryError, match=r"TRIFORCE_VECTORS is 'mmx'; here run .*plain"):
+        found.library.__wrapped__()
+
+
+def test_structures_are_those_of_the_header() -> None:
+    """The library says how large it takes them to be."""
+    for name in ("Weight", "Product", "Experts", "Attention"):
+        size = getattr(LIBRARY, f"triforce_size_of_{name.lower()}")()
+        assert size == ctypes.sizeof(getattr(found, name)), name
+
+
+class threads:  # noqa: N801, used as a function
+    """Compute with so many threads inside of the block."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._before = count, torch.get_num_threads()
+
+    def __enter__(self) -> None:
+        torch.set_num_threads(self._count)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_num_threads(self._before)
+
+
+def _dense(weight: Weight) -> Iterator[tuple[int, torch.Tensor]]:
+    """The weight's numbers as the reference decodes them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "_forced", REFERENCE)
+        if isinstance(weight, torch.Tensor):
+            yield 0, weight
+        else:
+            yield from weight.dense_rows(torch.float32)
