@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from triforce_kernels import limits
+from triforce_kernels.weights.block_types import NARROW
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.linear import Weight
 from triforce_kernels.weights.stored import SplitWeight, is_split
@@ -29,6 +30,11 @@ def read_into(
     """
     if is_split(into):
         _read_split(source, name, into, corner, order)
+    elif isinstance(into, BlockWeight) and into.kind in NARROW.values():
+        dtype = next(name for name, kind in NARROW.items() if kind == into.kind)
+        numbers = into.data.view(getattr(torch, dtype))
+        source.read(name, numbers, corner)
+        _reorder(numbers, order)
     elif isinstance(into, BlockWeight):
         source.read_blocks(name, into.data, corner)
         _reorder(into.data, order)

@@ -8,7 +8,7 @@ import torch
 
 from triforce_core.plan.machine import Device
 from triforce_core.settings import MachineSettings
-from triforce_kernels.dispatch import TRITON, KernelsError, backend
+from triforce_kernels.dispatch import HOST, TRITON, KernelsError, backend
 from triforce_kernels.weights.blocks import can_decode, has_kernel
 from triforce_kernels.weights.linear import widens
 from triforce_offload.errors import UsageError
@@ -96,9 +96,11 @@ def describe(
     copy_bytes: size of one copy on its link
     """
     gpu, kernels = device.type == "cuda", backend(device) == TRITON
+    host_kernels = backend(device) == HOST
     return Device(
         gpu=gpu,
         kernels=kernels,
+        host_kernels=host_kernels,
         copy_bytes=copy_bytes,
         # Ranks that share a device exchange data through host memory, which cannot be recorded.
         graphs=machine.cuda_graphs and gpu and own_device,

@@ -21,7 +21,7 @@ from triforce_core.loading.execution import Execution, Progress
 from triforce_core.loading.layer_source import Readable
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.sharing.share import Share, mlp_unit
-from triforce_core.plan.formats import as_asked, element_type
+from triforce_core.plan.formats import as_asked, element_type, kept
 from triforce_core.plan.machine import Room
 from triforce_core.plan.resolve import resolve
 from triforce_core.plan.sizes import ModelSizes
@@ -116,14 +116,15 @@ def _load(
             sequences=config.sequences,
         )
         room, limit = _room(checkpoint, config, device, ranks, share, own_device=own_device)
-        sizes = as_asked(sizes, config, checkpoint.pieces, room, unsplit)
+        pieces = kept(checkpoint.pieces, sizes)
+        sizes = as_asked(sizes, config, pieces, room, unsplit)
         memory = DeviceMemory(device, limit, sizes.stored_bytes)
         stack.callback(memory.close)
         resolved = resolve(
             sizes,
             config,
             replace(room, device_bytes=memory.available_bytes),
-            checkpoint.pieces,
+            pieces,
             unsplit,
             hardware=rates(device, dtype, link.bandwidth),
             alone=ranks.count == 1,

@@ -10,6 +10,7 @@ from triforce_core.model.tensors import Layouts, split_layouts, stored_layouts
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import AUTO, DENSE, SPLIT, EngineConfig
+from triforce_kernels.weights.block_types import NARROW, BlockType
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.plan.memory_plan import MemoryPlan
 from triforce_offload.plan.placing import place
@@ -46,7 +47,8 @@ def as_asked(
 
     sizes: sizes with dense weights
     pieces: pieces of quantised matrices
-    emulated: memory of the emulated device, where "auto" weights are dense unless they stream
+    emulated: memory of the emulated device, where "auto" weights without a kernel are dense unless
+        they stream
     unsplit: matrices that have too many exceptions to be split
 
     Raises UsageError.
@@ -58,6 +60,19 @@ def as_asked(
         )
     layouts = _weights(sizes, config, pieces, emulated, unsplit)
     return replace(sizes, layouts=layouts, kv_split=config.kv == SPLIT)
+
+
+def kept(pieces: Pieces, sizes: ModelSizes) -> Pieces:
+    """Return the pieces that may be kept as stored: numbers of 16 bits only if the model computes
+    in float32 and a kernel multiplies by them.
+    """
+    wide = dtype_name(sizes.dtype) == "float32"
+
+    def kind(stored: BlockType | None) -> BlockType | None:
+        narrow = stored in NARROW.values()
+        return None if narrow and not (wide and sizes.device.has_kernel(stored)) else stored
+
+    return lambda name: [(rows, kind(stored)) for rows, stored in pieces(name)]
 
 
 def _weights(
@@ -81,7 +96,9 @@ def _weights(
     unknown = [kind.name for kind in stored.block_types if not sizes.device.can_decode(kind)]
     if config.weights == AUTO:
         usable = stored.decoded_numbers and not unknown
-        wanted = sizes.device.gpu or _layers_stream(sizes, config, emulated)
+        device = sizes.device
+        wanted = device.gpu or all(map(device.has_kernel, stored.block_types))
+        wanted = wanted or _layers_stream(sizes, config, emulated)
         return stored if usable and wanted else sizes.weights
     if not stored.decoded_numbers:
         raise UsageError("weights are kept as stored where they are quantised, and these are not")

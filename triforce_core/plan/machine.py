@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from triforce_kernels.limits import MOST_SPLITS
+from triforce_kernels.limits import HOST_PARTS, MOST_SPLITS
 from triforce_kernels.weights.block_types import BlockType
 from triforce_offload.errors import DoesNotFitError
 from triforce_offload.kv.sizes import COPY_BYTES
@@ -19,6 +19,7 @@ class Device:
 
     gpu: whether it is a GPU rather than the emulated device
     kernels: whether its kernels are Triton's
+    host_kernels: whether it is a processor with compiled kernels (`kernels/host`)
     copy_bytes: size of a KV block with which copies get close to the link's peak rate
     graphs: whether the forwards of draft levels may be recorded
     gathers_through_host: whether the host gathers retrieved chunks (`kv/gather`)
@@ -29,6 +30,7 @@ class Device:
 
     gpu: bool = False
     kernels: bool = False
+    host_kernels: bool = False
     copy_bytes: int = COPY_BYTES
     graphs: bool = False
     gathers_through_host: bool = True
@@ -36,9 +38,10 @@ class Device:
     can_decode: Callable[[BlockType], bool] = lambda kind: True
     has_kernel: Callable[[BlockType], bool] = lambda kind: True
 
-    @property
-    def splits(self) -> int:
-        """The most parts into which the attention of a pass divides its keys."""
+    def splits(self, kv_heads: int) -> int:
+        """Return the most parts into which the attention of a pass divides the keys of a head."""
+        if self.host_kernels:
+            return max(1, HOST_PARTS // kv_heads)
         return MOST_SPLITS if self.kernels else 1
 
 

@@ -154,7 +154,7 @@ class ModelSizes:
                 shape.block_tokens,
                 scored,
                 itemsize,
-                self.device.splits,
+                self.device.splits(config.attention.kv_heads),
                 self._rounding_bytes(shape, budget),
             )
             + self._product_bytes(verified)
@@ -189,13 +189,14 @@ class ModelSizes:
         largest = max(config.vocab_rows * config.hidden, self._largest)
         # Of experts that stand one above the other, one is decoded at a time.
         decoded = min(self.weights.decoded_numbers, largest)
-        sizes = config, tokens, decoded, self.dtype.itemsize
+        sizes, blocks = (config, tokens, decoded, self.dtype.itemsize), self.weights.block_types
         if self.weights.split:
             # With few rows, split bfloat16 is multiplied directly; split float16 is always joined.
             joins = tokens * self.sequences > FEW_ROWS or dtype_name(self.dtype) == "float16"
             total = split_bytes(*sizes, by_kernel=self.device.gpu and self.device.kernels and joins)
         else:
-            total = decode_bytes(*sizes)
+            by_host = self.device.host_kernels and all(map(self.device.has_kernel, blocks))
+            total = decode_bytes(*sizes, by_host=by_host)
         if self.device.widens:
             total += widened_bytes(config, tokens, largest)
         return total
@@ -253,7 +254,7 @@ class ModelSizes:
                         recorded,
                         LONGEST_RECORDED,
                         self.dtype.itemsize,
-                        self.device.splits,
+                        self.device.splits(recorded.attention.kv_heads),
                         self.max_context,
                     )
                     total += self.sequences * graphs

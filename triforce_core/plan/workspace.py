@@ -12,6 +12,7 @@ from triforce_core.model.tensors import matrices
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.limits import (
     DECODE_BYTES,
+    DECODE_BYTES_ON_HOST,
     DECODED_AT_ONCE,
     DELTA_ROWS,
     EXPERT_TILE,
@@ -177,13 +178,17 @@ def _mask_bytes(rows: int, keys: int, itemsize: int) -> int:
     return rows * keys * (1 + 3 * itemsize)
 
 
-def decode_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:
+def decode_bytes(
+    config: ModelConfig, tokens: int, numbers: int, itemsize: int, *, by_host: bool = False
+) -> int:
     """Return the additional bytes for decoding weights in blocks: some decoded rows of the largest
     matrix, and their product with `tokens` rows before it is copied to the result.
 
     numbers: number of elements of the largest matrix
+    by_host: whether a processor's compiled kernel decodes them
     """
-    return _sliced_bytes(config, tokens, numbers, itemsize, DECODED_AT_ONCE, DECODE_BYTES)
+    each = DECODE_BYTES_ON_HOST if by_host else DECODE_BYTES
+    return _sliced_bytes(config, tokens, numbers, itemsize, DECODED_AT_ONCE, each)
 
 
 def split_bytes(

@@ -12,6 +12,9 @@ from helpers import BLOCK, PLACEMENTS, make_model, placed, random_ids
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding.contexts.context import Context
+from triforce_kernels import dispatch
+from triforce_kernels.dispatch import HOST, REFERENCE
+from triforce_kernels.host.library import library
 from triforce_kernels.weights.block_types import BLOCK_TYPES
 from triforce_offload.errors import UsageError
 
@@ -46,7 +49,7 @@ def quantised(tmp_path_factory):
 )
 def test_greedy_text_is_that_of_the_dequantised_model(quantised, family: str, kind: str) -> None:
     path = quantised(family, kind)
-    with engine(path, method="autoregressive") as dense:
+    with engine(path, method="autoregressive", weights="dense") as dense:
         expected = dense.generate(PROMPT, GREEDY)
     with engine(path, method="autoregressive", weights="stored") as stored:
         found = stored.generate(PROMPT, GREEDY)
@@ -55,6 +58,25 @@ def test_greedy_text_is_that_of_the_dequantised_model(quantised, family: str, ki
     block = BLOCK_TYPES[kind]
     # Vectors and matrices whose rows are no whole blocks stay as they are.
     assert taken[1] < taken[0] * (block.nbytes / (4 * block.elements) + 0.15)
+
+
+@pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2_moe"])
+def test_numbers_of_16_bits_stay_so_where_the_model_computes_in_float32(
+    tmp_path, family: str, dtype: torch.dtype
+) -> None:
+    """On a CPU, unless asked otherwise: the same text from half the bytes, wherever they are."""
+    make_model(family, tmp_path).to(dtype).save_pretrained(tmp_path)
+    found = {}
+    for weights in ("dense", "auto", "stored"):
+        with engine(tmp_path, weights=weights, method="autoregressive") as running:
+            found[weights] = running.generate(PROMPT, GREEDY)
+    taken = {name: result.stats["memory"]["weights_bytes"] for name, result in found.items()}
+    assert taken["auto"] == taken["stored"] < 0.6 * taken["dense"]
+    with engine(tmp_path, placement=PLACEMENTS["weights"], budget=None) as running:
+        found["streamed"] = running.generate(PROMPT, GREEDY)
+    assert len({tuple(result.token_ids) for result in found.values()}) == 1
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BLOCK_TYPES if kind not in WRITTEN])
@@ -121,9 +143,9 @@ def has_blocks(running: Engine) -> bool:
 
 
 def test_what_nothing_here_decodes_is_refused_before_it_is_loaded(quantised, monkeypatch) -> None:
-    path = quantised("llama", "Q8_0")
+    path = quantised("llama", "IQ2_S", hidden_size=256, intermediate_size=256, head_dim=16)
     monkeypatch.setattr("triforce_kernels.weights.blocks._library", lambda: None)
-    with pytest.raises(UsageError, match=r"Q8_0 weights are kept as stored by transformers 5\.23"):
+    with pytest.raises(UsageError, match=r"IQ2_S weights are kept as stored by transformers 5\.23"):
         engine(path, weights="stored")
     with engine(path, placement=PLACEMENTS["weights"], budget=None) as running:
         assert not any(
@@ -133,7 +155,13 @@ def test_what_nothing_here_decodes_is_refused_before_it_is_loaded(quantised, mon
         )
 
 
-def test_auto_keeps_weights_as_stored_where_dense_ones_would_stream(quantised) -> None:
+@pytest.mark.parametrize("computed", [REFERENCE, HOST])
+def test_auto_keeps_weights_as_stored_where_dense_ones_would_stream_or_kernels_multiply(
+    quantised, monkeypatch, computed: str
+) -> None:
+    if computed == HOST and library() is None:
+        pytest.skip("needs the compiled kernels")
+    monkeypatch.setattr(dispatch, "_forced", computed)
     path = quantised("llama", "Q4_0", num_hidden_layers=8)
     texts, kept = [], []
     for memory in ("1GiB", 1_150_000):
@@ -146,5 +174,5 @@ def test_auto_keeps_weights_as_stored_where_dense_ones_would_stream(quantised) -
                     for part in layout.decoded()
                 )
             )
-    assert kept == [False, True]
+    assert kept == [computed == HOST, True]
     assert texts[0] == texts[1]

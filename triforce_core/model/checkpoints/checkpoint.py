@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from triforce_core.model.checkpoints.gguf_config import gguf_config
 from triforce_core.model.checkpoints.mtp import MtpHead, head_names, head_pieces
 from triforce_core.model.checkpoints.names import HF_PREFIXES, gguf_names, hf_names
-from triforce_core.model.checkpoints.pieces import Piece, stored_shapes
+from triforce_core.model.checkpoints.pieces import Piece, block_type, stored_shapes
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import from_hf, reads_images
 from triforce_core.model.sharing.share import Share
@@ -170,11 +170,11 @@ class Checkpoint:
 
     def pieces(self, name: str) -> list[tuple[int, BlockType | None]]:
         """Return the pieces of `embedding`, `head` or `layers.N.PART`: the rows of each, and the
-        block type it is stored in, or None.
+        block type it is stored in, or None. Numbers of 16 bits are blocks of one (`NARROW`).
         """
 
         def whole(name: str) -> list[tuple[int, BlockType | None]]:
-            return [(piece.rows, self._source.blocks(piece.name)) for piece in self._names(name)]
+            return [(piece.rows, block_type(self._source, piece)) for piece in self._names(name)]
 
         return whole(name) if self._share is None else self._share.pieces(whole)(name)
 

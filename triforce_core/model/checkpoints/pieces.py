@@ -8,7 +8,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from triforce_core.model.sharing.divided import Window
-from triforce_offload.checkpoint.source import WHOLE, Corner
+from triforce_kernels.weights.block_types import NARROW, BlockType
+from triforce_offload.checkpoint.source import WHOLE, Corner, TensorSource
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,13 @@ def pieces_of(
         Piece(names[0], rows, order, Corner(first, 0))
         for rows, order, first in zip(sizes, orders, firsts, strict=False)
     ]
+
+
+def block_type(source: TensorSource, piece: Piece) -> BlockType | None:
+    """Return the block type that a piece can be kept in, None for none."""
+    if (blocks := source.blocks(piece.name)) or piece.change:
+        return blocks
+    return NARROW.get(source.dtype(piece.name) or "")
 
 
 def stored_shapes(
