@@ -14,7 +14,8 @@ from rivals.job import Job, Outcome, Refusal
 def run(job: Job) -> Outcome:
     """Run the job.
 
-    options: engine options; `in_memory`: whether everything may be resident; `policies`: policies
+    options: engine options; `in_memory`: whether everything may be resident; `as_stored`: whether
+        the file's blocks are kept, as llama.cpp keeps them; `policies`: policies
         of the published code to use; `resident_blocks`, `kv_slots`: the placement of streamed KV
     """
     from rivals.published_policies import installed
@@ -24,6 +25,7 @@ def run(job: Job) -> Outcome:
 
     options: dict[str, Any] = dict(job.options)
     in_memory = options.pop("in_memory", False)
+    model = _model(job, as_stored=options.pop("as_stored", False))
     policies = options.pop("policies", ())
     text_tokens = len(job.prompt) + job.new_tokens
     if "kv_slots" in options:
@@ -42,7 +44,7 @@ def run(job: Job) -> Outcome:
         try:
             engine = stack.enter_context(
                 Engine.from_pretrained(
-                    job.model,
+                    model,
                     device=job.device,
                     threads=job.threads,
                     dtype=job.dtype,
@@ -68,6 +70,12 @@ def run(job: Job) -> Outcome:
             for name in ("levels", "passes", "tokens_per_pass", "acceptance", "placement", "link")
         },
     )
+
+
+def _model(job: Job, *, as_stored: bool) -> str:
+    if as_stored and not job.gguf:
+        raise Refusal("the model is no GGUF file, whose blocks it would keep")
+    return job.gguf if as_stored and job.gguf else job.model
 
 
 class NoTokenizer:

@@ -62,6 +62,14 @@ def systems(
         ("llama.cpp, plain", MEMORY, "llama_cpp", {}),
         ("ours, autoregressive", MEMORY, "ours", {"method": "autoregressive", "in_memory": True}),
         ("ours, speculative", MEMORY, "ours", {"method": "speculative", "in_memory": True}),
+        (
+            *("ours, autoregressive, as stored", MEMORY, "ours"),
+            {"method": "autoregressive", "in_memory": True, "as_stored": True},
+        ),
+        (
+            *("ours, speculative, as stored", MEMORY, "ours"),
+            {"method": "speculative", "in_memory": True, "as_stored": True},
+        ),
         ("transformers, offloaded cache", OFFLOADED, hf, {"cache_implementation": "offloaded"}),
         ("accelerate, cpu_offload", OFFLOADED, accelerate, {"how": "cpu_offload"}),
         ("accelerate, disk_offload", OFFLOADED, accelerate, {"how": "disk_offload"}),
