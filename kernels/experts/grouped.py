@@ -61,7 +61,7 @@ def gated_experts(
         weights=weights,
         count=count,
     )
-    if rows <= FEW_ROWS and has_kernels(experts):
+    if rows <= FEW_ROWS and x.dtype != torch.float64 and has_kernels(experts):
         return _by_tiles(x, experts, chosen, weights, gated)
     return _one_by_one(x, experts, chosen, weights, gated, come)
 
@@ -88,7 +88,13 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
         and x.shape[1] == weight.shape[1]
         and weight.shape[0] % tiles.columns == 0
         and tiles.order.shape == (len(tiles.experts) * tiles.rows,)
-        and (not isinstance(weight, torch.Tensor) or x.dtype == weight.dtype)
+        and tiles.rows <= FEW_ROWS
+        and tiles.experts.dtype == tiles.order.dtype == torch.int64
+        and tiles.experts.is_contiguous()
+        and (
+            not isinstance(weight, torch.Tensor)
+            or (x.dtype == weight.dtype and weight.stride(1) == 1)
+        )
         and x.device == weight.device == tiles.order.device == tiles.experts.device,
         x=x,
         order=tiles.order,

@@ -8,21 +8,28 @@ from typing import TYPE_CHECKING
 import torch
 
 from triforce_kernels.attention.attention import Partial
+from triforce_kernels.attention.streaming import (
+    Running,
+    reference_blocks,
+    reference_cache,
+    reference_splits,
+    reference_tail,
+)
 from triforce_kernels.host.library import DENSE, Attention, library
 from triforce_kernels.limits import HOST_PARTS
 
 if TYPE_CHECKING:
     from triforce_kernels.attention.scoring import ScoreBuffer
-    from triforce_kernels.attention.streaming import Running
 
-_INT8 = -1
+# As in `source/host.h` and `source/attention.h`.
+_INT8, _MOST_HEAD_DIM = -1, 1024
 
 
 def splits(query: torch.Tensor) -> int:
     """Return into how many parts the keys of a head are divided. It does not depend on threads or
     rows, and neither do results.
     """
-    return max(1, HOST_PARTS // len(query))
+    return max(1, HOST_PARTS // len(query)) if _computes(query) else reference_splits(query)
 
 
 def blocks(
@@ -33,6 +40,9 @@ def blocks(
     scores: ScoreBuffer | None,
 ) -> None:
     """`streaming.attend_blocks`."""
+    if not _computes(query):
+        reference_blocks(running, query, key, value, scores)
+        return
     _attend(running, query, key, value, scores)
 
 
@@ -46,6 +56,8 @@ def tail(
     scores: ScoreBuffer | None,
 ) -> Partial:
     """`streaming.attend_tail`."""
+    if not _computes(query):
+        return reference_tail(running, query, key, value, tokens, visible, scores)
     if key.shape[1]:
         _attend(running, query, key[None], value[None], scores, own=tokens, visible=visible)
     elif running.fresh:
@@ -63,14 +75,17 @@ def cache(
     window: int | None,
 ) -> Partial:
     """`streaming.attend_cache`."""
-    from triforce_kernels.attention.streaming import Running, reference_cache
-
-    if isinstance(end, torch.Tensor):
+    if isinstance(end, torch.Tensor) or not _computes(query):
         return reference_cache(query, key, value, tokens, end, window)
     seen = end + tokens
     running, keys, values = Running.of(query), key[None, :, :seen], value[None, :, :seen]
     _attend(running, query, keys, values, None, own=tokens, window=window or 0)
     return _merged(running, query)
+
+
+def _computes(query: torch.Tensor) -> bool:
+    """Whether the kernels take these queries: not float64, nor heads that are larger than any."""
+    return query.dtype in DENSE and query.shape[2] <= _MOST_HEAD_DIM
 
 
 def _attend(
@@ -107,7 +122,7 @@ def _attend(
 
 def _merged(running: Running, query: torch.Tensor) -> Partial:
     """Return the whole attention that a state holds."""
-    out = torch.empty(query.shape)
+    out = torch.empty(query.shape, dtype=torch.float32, device="cpu")
     lse = out.new_empty(query.shape[:2])
     call = _call(running, query)
     library().triforce_merge(ctypes.byref(call), out.data_ptr(), lse.data_ptr())

@@ -6,8 +6,9 @@ import ctypes
 
 import torch
 
+from triforce_kernels.experts.grouped import reference_product
 from triforce_kernels.host.library import Experts, Product, library
-from triforce_kernels.host.weights import stored
+from triforce_kernels.host.weights import computes, stored
 from triforce_kernels.limits import EXPERT_TILE
 from triforce_kernels.weights.linear import Weight
 from triforce_kernels.weights.tiles import Tiles
@@ -19,7 +20,7 @@ def in_tiles(
     """`grouped.in_tiles`."""
     order, own = chosen.new_empty(2, tiles * EXPERT_TILE).unbind()
     which, places, sizes = chosen.new_empty(tiles), chosen.new_empty(chosen.shape), [0] * count
-    library().triforce_tiles(
+    fits = library().triforce_tiles(
         chosen.data_ptr(),
         *chosen.shape,
         count,
@@ -31,11 +32,15 @@ def in_tiles(
         places.data_ptr(),
         (ctypes.c_int64 * count)(*sizes),
     )
+    if not fits:
+        raise IndexError(f"an expert is chosen that is none of {count}")
     return order, own, which, places
 
 
 def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
     """`grouped.product`."""
+    if not computes(x.dtype):
+        return reference_product(x, weight, tiles)
     there = (tiles.order >= 0).view(-1, tiles.rows)
     rows = x[tiles.order[there.flatten()]].float()
     counts = there.sum(1)
@@ -66,7 +71,7 @@ def weighted_sums(
 ) -> torch.Tensor:
     """`grouped.weighted_sums`."""
     wide, (rows, active) = outputs.float(), places.shape
-    out = wide.new_empty(rows, outputs.shape[1])
+    out = wide.new_zeros(rows, outputs.shape[1])
     library().triforce_weighted_sums(
         wide.data_ptr(),
         places.data_ptr(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -104,7 +105,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         found = ctypes.CDLL(str(path))
-        if found.triforce_version() != _VERSION:
+        if found.triforce_version() != _VERSION or not _same_structures(found):
             return None
         found.triforce_make.restype = ctypes.c_char_p
         found.triforce_product.argtypes = (_Address, ctypes.c_int)
@@ -129,6 +130,14 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
+def _same_structures(found: ctypes.CDLL) -> bool:
+    """Whether the library was compiled with the structures of this module."""
+    return all(
+        getattr(found, f"triforce_size_of_{kind.__name__.lower()}")() == ctypes.sizeof(kind)
+        for kind in (Weight, Product, Experts, Attention)
+    )
+
+
 def makes(found: ctypes.CDLL) -> list[str]:
     """Return the names of the vector units that the library knows and this processor has, the best
     first.
@@ -146,20 +155,25 @@ def sum_of(numbers: torch.Tensor) -> int:
 
 
 def vectors() -> str | None:
-    """Return the name of the vector units that are used, or None without compiled kernels."""
-    found = library()
+    """Return the name of the vector units that are used, or why those that were asked for are not.
+    None without compiled kernels.
+    """
+    try:
+        found = library()
+    except LibraryError as error:
+        return str(error)
     return found and (os.environ.get(VARIABLE) or makes(found)[0])
 
 
-def _team() -> ctypes._FuncPointer | None:
+def _team() -> ctypes.c_void_p | None:
     """Return the function with which torch's OpenMP library runs another one in all threads, so
     that kernels and torch share their threads. None if there is no such library.
     """
-    for path in openmp_libraries():
-        try:
+    # A name that is looked up in a library is looked up in those that it needs, too.
+    torchs = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    for path in (str(torchs), *openmp_libraries()):
+        with suppress(OSError, AttributeError):
             return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, _Address)
-        except (OSError, AttributeError):
-            continue
     return None
 
 

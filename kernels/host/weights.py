@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from triforce_kernels.checks import require
 from triforce_kernels.host.library import DENSE, FORMATS, MOST_ROWS, Product, Weight, library
 from triforce_kernels.weights.block_types import BlockType
 
@@ -29,6 +30,16 @@ def computes(dtype: torch.dtype) -> bool:
 
 def dense_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """A product with dense numbers (`linear`)."""
+    require(
+        "dense_matmul",
+        x.dim() == weight.dim() == 2
+        and x.shape[1] == weight.shape[1]
+        and computes(x.dtype)
+        and computes(weight.dtype)
+        and x.device == weight.device,
+        x=x,
+        weight=weight,
+    )
     return _product(x, weight if weight.stride(1) == 1 else weight.contiguous())
 
 
@@ -48,13 +59,14 @@ def split_matmul(x: torch.Tensor, weight: SplitBF16Weight) -> torch.Tensor:
 
 
 def decode_split(weight: SplitBF16Weight, index: torch.Tensor | None) -> torch.Tensor:
-    """`split_bf16.decode`, and `decode_rows` row by row."""
-    if index is None:
-        # The upper halves of the float32 numbers: a conversion would change NaN.
-        numbers = _decoded(_split(weight), weight.shape[0])
-        return numbers.view(torch.bfloat16)[:, 1::2].contiguous()
-    rows = [decode_split(weight.rows(row, row + 1), None) for row in index.tolist()]
-    return torch.cat(rows) if rows else torch.empty(0, weight.shape[1], dtype=torch.bfloat16)
+    """`split_bf16.decode`; single rows are decoded by the reference."""
+    from triforce_kernels.weights.split_bf16 import reference_decode
+
+    if index is not None:
+        return reference_decode(weight, index)
+    # The upper halves of the float32 numbers: a conversion would change NaN.
+    numbers = _decoded(_split(weight), weight.shape[0])
+    return numbers.view(torch.bfloat16)[:, 1::2].contiguous()
 
 
 def high_bits_matmul(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
@@ -157,7 +169,7 @@ def _multiplied(x: torch.Tensor, weight: Weight, outputs: int, rounded: int) -> 
 
 def _decoded(weight: Weight, rows: int) -> torch.Tensor:
     """Return `rows` rows of a weight, [rows, columns] float32."""
-    out = torch.empty(rows, weight.columns)
+    out = torch.empty(rows, weight.columns, dtype=torch.float32, device="cpu")
     found = library()
     found.triforce_decode(ctypes.byref(weight), rows, out.data_ptr(), torch.get_num_threads())
     return out

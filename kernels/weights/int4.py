@@ -149,6 +149,7 @@ def int4_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
         and x.shape[1] == width
         and x.shape[0] > 0
         and x.stride(1) == 1
+        and weight.group in GROUPS
         and x.dtype == weight.scale.dtype == weight.offset.dtype
         and weight.packed.dtype == torch.uint8
         and weight.packed.is_contiguous()

@@ -59,7 +59,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     A weight that is not dense is decoded to x's dtype some rows at a time, so the result is that of
     the dense matrix of the same numbers.
     """
-    few = x.shape[0] <= limits.FEW_ROWS and x.dtype != torch.float64
+    few = 0 < x.shape[0] <= limits.FEW_ROWS and x.dtype != torch.float64 and x.dim() == 2
     if few and not isinstance(weight, torch.Tensor):
         if matmul := weight.small_batch_matmul():
             product = matmul(x, weight)

@@ -15,6 +15,7 @@ from triforce_kernels import dispatch
 from triforce_kernels.attention.scoring import ScoreBuffer
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.dispatch import HOST, REFERENCE, KernelsError
+from triforce_kernels.experts.grouped import in_tiles
 from triforce_kernels.host import library as found
 from triforce_kernels.host import weights as host
 from triforce_kernels.weights import blocks, int4, split_bf16
@@ -172,6 +173,37 @@ def test_attention_over_a_cache_is_that_of_the_reference(
         results.append(attend_cache(query, *cache, 5, 130, window))
     for ours, reference in zip(*results, strict=True):
         torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["query", "key"])
+def test_nan_is_never_taken_for_no_keys(make, where: str) -> None:
+    """A row whose every score is NaN gives NaN, as the reference does, not zeros."""
+    query, cache = torch.randn(2, 3, 64), torch.randn(2, 2, 100, 64)
+    if where == "query":
+        query[1, 2] = float("nan")
+    else:
+        cache[0, 1] = float("nan")
+    part = attend_cache(query, *cache, 1, 99)
+    assert part.out[1, 2].isnan().all()
+    assert part.lse[1, 2].isnan()
+    assert part.out[0].isfinite().all()
+
+
+def test_what_the_kernels_do_not_take_goes_to_the_references_or_is_refused() -> None:
+    double = torch.randn(2, 5, 16, dtype=torch.float64)
+    cache = torch.randn(2, 2, 30, 16, dtype=torch.float64)
+    assert attend_cache(double, *cache, 5, 20).out.dtype == torch.float64
+    wide = torch.randn(1, 2, 1026), torch.randn(1, 4, 1026), torch.randn(1, 4, 1026)
+    assert attend_cache(*wide, 1, 3).out.isfinite().all()
+    assert linear(torch.randn(2, 0), torch.randn(3, 0)).tolist() == [[0.0] * 3] * 2
+    data = random_blocks(ALL_TYPES["Q8_0"], 3, 64)
+    nothing = linear(torch.randn(0, 64), BlockWeight(data, ALL_TYPES["Q8_0"], 64))
+    assert nothing.shape == (0, 3)
+    assert linear(torch.randn(1, 70, 64), torch.randn(5, 64)).shape == (1, 70, 5)
+    with pytest.raises(ValueError, match="dense_matmul cannot take x"):
+        linear(torch.randn(4, 64), torch.randn(128, 96))
+    with pytest.raises(IndexError, match="an expert is chosen that is none of 4"):
+        in_tiles(torch.tensor([[0, 4]]), 4)
 
 
 def test_a_damaged_list_of_exceptions_is_never_followed(make) -> None:

@@ -111,10 +111,18 @@ INLINE void hide(const Attention *a, int64_t row, int64_t first, int64_t count, 
    the factor of what was summed before. `scores` is padded with -inf to a multiple of W. */
 INLINE float weigh(float *scores, int64_t count, float *peak, float *total) {
     vf highest = all(-INFINITY);
-    for (int64_t t = 0; t < count; t += W) highest = most(highest, load(scores + t));
+    vi undefined = all_int(0);
+    for (int64_t t = 0; t < count; t += W) {
+        vf some = load(scores + t);
+        highest = most(highest, some);
+        undefined |= (vi)(some != some);
+    }
     float greatest = *peak;
-    for (int i = 0; i < W; i++)
+    for (int i = 0; i < W; i++) {
         if (highest[i] > greatest) greatest = highest[i];
+        /* NaN in a score reaches everything that the row gives. */
+        if (undefined[i]) greatest = NAN;
+    }
     if (greatest == -INFINITY) {
         for (int64_t t = 0; t < count; t += W) store(scores + t, all(0));
         return 1;
@@ -152,7 +160,7 @@ INLINE void store_masses(const Attention *a, const float *weights, int64_t count
     for (int64_t t = 0; t < count; out++) {
         float sum = 0;
         for (int64_t i = 0; i < a->chunk && t < count; i++, t++) sum += weights[t];
-        *out = sum > 0 ? logf(sum) + peak : -INFINITY;
+        *out = sum == 0 ? -INFINITY : logf(sum) + peak;
     }
 }
 

@@ -83,7 +83,7 @@ static void decoded_part(const void *job, int64_t first, int64_t end) {
 /* Decodes `rows` rows of a weight to float32: out [rows, columns]. */
 EXPORT void triforce_decode(const Weight *weight, int64_t rows, float *out, int threads) {
     Decoded d = {weight, out};
-    divide(decoded_part, &d, rows, 1 + (1 << 15) / weight->columns, threads);
+    divide(decoded_part, &d, rows, rows_at_once(weight->columns), threads);
 }
 
 static void attention_part(const void *job, int64_t first, int64_t end) {

@@ -90,9 +90,12 @@ static void product(const Product *p, int64_t first, int64_t end) {
             int64_t begin = w->stride * column / w->columns, size = w->stride * count / w->columns;
             const float *weights[DECODED];
             for (int o = 0; o < DECODED; o++) {
-                /* Outputs that are not there repeat the first one. */
-                weights[o] = buffer[o < outputs ? o : 0];
-                if (o >= outputs) continue;
+                if (o >= outputs) {
+                    /* An output that is not there repeats the first one. */
+                    weights[o] = weights[0];
+                    continue;
+                }
+                weights[o] = buffer[o];
                 int64_t later = output + o + DECODED;
                 ask_for(w->data + later * w->stride + begin, size);
                 if (w->low) ask_for(w->low + later * (w->columns / 2) + column / 2, count / 2);

@@ -26,15 +26,15 @@ static void work(void *data) {
 
 void divide(Part part, const void *job, int64_t count, int64_t step, int threads) {
     Shared shared = {part, job, count, step, 0};
-    int64_t most = (count + step - 1) / step;
-    if (threads > most) threads = (int)most;
-    if (threads > 1 && team) team(work, &shared, (unsigned)threads, 0);
+    /* A team of another size than before would end threads and start others. */
+    if (threads > 1 && count > step && team) team(work, &shared, (unsigned)threads, 0);
     else work(&shared);
 }
 
 /* Outputs of a part of a product: at least 8 parts a thread, if these are not too small. */
 int64_t outputs_at_once(const Product *p, int threads) {
-    int64_t step = p->outputs / (8 * threads), least = 1 + (1 << 15) / p->weight->columns;
-    if (step < least) step = least;
-    return (step + 3) / 4 * 4;
+    int64_t step = p->outputs / (8 * threads), least = rows_at_once(p->weight->columns);
+    return ((step < least ? least : step) + 7) / 8 * 8;
 }
+
+int64_t rows_at_once(int64_t columns) { return 1 + (1 << 15) / (columns > 0 ? columns : 1); }
