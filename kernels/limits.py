@@ -14,8 +14,9 @@ EXPERT_TILE = 16
 DECODED_AT_ONCE = 2 << 20
 # Device bytes for each of these numbers while they are decoded, the result in float32 included.
 DECODE_BYTES = 24
-# The same where a processor's compiled kernel decodes: the numbers in float32 and in another dtype.
-DECODE_BYTES_ON_HOST = 6
+# The same where a processor's compiled kernel decodes: the numbers in float32. Another dtype takes
+# its bytes besides.
+DECODE_BYTES_ON_HOST = 4
 # Both limits for weights in groups of 4 bits: numbers decoded at a time, and bytes for each.
 GROUPS_AT_ONCE = 1 << 20
 GROUPS_BYTES = 12

@@ -56,15 +56,20 @@ def device_options(*, stream_weights: bool) -> list[str]:
     """Return options for a device too small for the KV cache, or also for the weights."""
     import torch
 
+    from triforce_kernels.host.library import library
+
     if torch.cuda.is_available():
         return ["--device-memory", "320MiB" if stream_weights else "450MiB"]
     say(
         "This machine has no CUDA GPU: the device is a part of host memory with a budget, and the\n"
         "link to it is EMULATED, a copy thread paced to 2 GB/s.\n"
     )
+    # With compiled kernels the weights stay in 4 bits, and without them they are float32, as they
+    # are to stream.
+    memory = "400MiB" if stream_weights else "300MiB" if library() else "700MiB"
     return [
-        *("--device", "cpu", "--link-bandwidth", "2GB/s"),
-        *("--device-memory", "400MiB" if stream_weights else "700MiB"),
+        *("--device", "cpu", "--link-bandwidth", "2GB/s", "--device-memory", memory),
+        *(["--weights", "dense"] if stream_weights else []),
         # A larger cache would leave no room for all of the weights.
         *("--budget", "512" if stream_weights else "1024"),
     ]

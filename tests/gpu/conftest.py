@@ -10,7 +10,7 @@ from simulated_gpu import REAL, Adversary, simulated
 from simulated_gpu.processes import environment
 
 from triforce_kernels import dispatch
-from triforce_kernels.dispatch import REFERENCE
+from triforce_kernels.dispatch import REFERENCE, VARIABLE
 
 # Kernels divide their work by these, and the interpreter does it part by part.
 _MULTIPROCESSORS = 2
@@ -34,6 +34,8 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         pytest.skip(why.args[0])
     if not request.node.get_closest_marker("interpreted"):
         monkeypatch.setattr(dispatch, "_forced", REFERENCE)
+        # Of processes that the test starts.
+        monkeypatch.setenv(VARIABLE, REFERENCE)
     from triforce_offload.graphs import _recording_stream
 
     for name, value in environment(gpus, _MULTIPROCESSORS).items():

@@ -187,7 +187,9 @@ def decode_bytes(
     numbers: number of elements of the largest matrix
     by_host: whether a processor's compiled kernel decodes them
     """
-    each = DECODE_BYTES_ON_HOST if by_host else DECODE_BYTES
+    each = DECODE_BYTES
+    if by_host:
+        each = DECODE_BYTES_ON_HOST + (itemsize if itemsize < 4 else 0)
     return _sliced_bytes(config, tokens, numbers, itemsize, DECODED_AT_ONCE, each)
 
 
