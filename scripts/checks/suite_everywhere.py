@@ -1,8 +1,8 @@
 """Run the default test suite beside busy processes, and as on other processors.
 
-Runs beside two busy processes come first. In the other runs, one of PyTorch's libraries uses an
-older instruction set, or the number of threads is one or four. The result is written after every
-run.
+Runs beside two busy processes come first. In the other runs, one of PyTorch's libraries or the
+processor's kernels use an older instruction set or none, or the number of threads is one or four.
+The result is written after every run.
 
     python scripts/checks suite_everywhere [--runs 10] [--only NAME ...] [--resume] [-- ...]
 
@@ -65,6 +65,9 @@ ENVIRONMENTS = (
     Environment("onednn-sse41", {"ONEDNN_MAX_CPU_ISA": "SSE41"}),
     Environment("mkl-avx2", {"MKL_ENABLE_INSTRUCTIONS": "AVX2"}),
     Environment("mkl-sse4_2", {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}),
+    Environment("vectors-avx2", {"TRIFORCE_VECTORS": "avx2"}),
+    Environment("vectors-plain", {"TRIFORCE_VECTORS": "plain"}),
+    Environment("references", {"TRIFORCE_KERNELS": "reference"}),
     Environment("threads-1", {"OMP_NUM_THREADS": "1"}),
     Environment("threads-4", {"OMP_NUM_THREADS": "4"}),
 )

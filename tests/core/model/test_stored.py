@@ -64,9 +64,10 @@ def test_greedy_text_is_that_of_the_dequantised_model(quantised, family: str, ki
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2_moe"])
 def test_numbers_of_16_bits_stay_so_where_the_model_computes_in_float32(
-    tmp_path, family: str, dtype: torch.dtype
+    tmp_path, monkeypatch, family: str, dtype: torch.dtype
 ) -> None:
     """On a CPU, unless asked otherwise: the same text from half the bytes, wherever they are."""
+    monkeypatch.setattr(dispatch, "_forced", HOST)
     make_model(family, tmp_path).to(dtype).save_pretrained(tmp_path)
     found = {}
     for weights in ("dense", "auto", "stored"):
