@@ -8,7 +8,7 @@ import torch
 
 from triforce_kernels.experts.grouped import reference_product
 from triforce_kernels.host.library import Experts, Product, library
-from triforce_kernels.host.weights import computes, stored
+from triforce_kernels.host.weights import computes, rounded, stored
 from triforce_kernels.limits import EXPERT_TILE
 from triforce_kernels.weights.linear import Weight
 from triforce_kernels.weights.tiles import Tiles
@@ -19,7 +19,7 @@ def in_tiles(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`grouped.in_tiles`."""
     order, own = chosen.new_empty(2, tiles * EXPERT_TILE).unbind()
-    which, places, sizes = chosen.new_empty(tiles), chosen.new_empty(chosen.shape), [0] * count
+    which, places = chosen.new_empty(tiles), chosen.new_empty(chosen.shape)
     fits = library().triforce_tiles(
         chosen.data_ptr(),
         *chosen.shape,
@@ -30,7 +30,7 @@ def in_tiles(
         own.data_ptr(),
         which.data_ptr(),
         places.data_ptr(),
-        (ctypes.c_int64 * count)(*sizes),
+        (ctypes.c_int64 * count)(),
     )
     if not fits:
         raise IndexError(f"an expert is chosen that is none of {count}")
@@ -45,7 +45,7 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
     rows = x[tiles.order[there.flatten()]].float()
     counts = there.sum(1)
     out = rows.new_empty(len(tiles.order), tiles.columns)
-    whole, rounded = stored(weight, x.dtype)
+    whole = stored(weight)
     call = Experts(
         Product(
             ctypes.addressof(whole),
@@ -55,7 +55,7 @@ def product(x: torch.Tensor, weight: Weight, tiles: Tiles) -> torch.Tensor:
             tiles.columns,
             rows.shape[1],
             tiles.columns,
-            rounded,
+            rounded(weight, x.dtype),
         ),
         tiles.experts.data_ptr(),
         counts.data_ptr(),

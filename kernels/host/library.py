@@ -19,7 +19,6 @@ import torch
 VARIABLE = "TRIFORCE_VECTORS"
 # As in `source/host.h`. A library of another version is not used.
 _VERSION = 1
-MOST_ROWS = 64
 
 _Long, _Address = ctypes.c_int64, ctypes.c_void_p
 

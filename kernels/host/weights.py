@@ -1,6 +1,6 @@
 """Products with weights in any format, and their decoding, by the processor's compiled kernels.
 
-A product takes at most `library.MOST_ROWS` rows. It sums in float32, in an order that depends on
+A product sums in float32, in an order that depends on
 the number of columns alone: a row has the same bits whatever rows stand beside it, and however many
 threads compute.
 """
@@ -8,19 +8,19 @@ threads compute.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import singledispatch
 
 import torch
 
 from triforce_kernels.checks import require
-from triforce_kernels.host.library import DENSE, FORMATS, MOST_ROWS, Product, Weight, library
+from triforce_kernels.host.library import DENSE, FORMATS, Product, Weight, library
+from triforce_kernels.limits import FEW_ROWS
 from triforce_kernels.weights.block_types import BlockType
-
-if TYPE_CHECKING:
-    from triforce_kernels.weights.high_bits import HighBitsWeight
-    from triforce_kernels.weights.int4 import Int4Weight
-    from triforce_kernels.weights.split_bf16 import SplitBF16Weight
+from triforce_kernels.weights.blocks import BlockWeight
+from triforce_kernels.weights.high_bits import HighBitsWeight
+from triforce_kernels.weights.int4 import Int4Weight
+from triforce_kernels.weights.split_bf16 import SplitBF16Weight, reference_decode
+from triforce_kernels.weights.stored import StoredWeight
 
 
 def computes(dtype: torch.dtype) -> bool:
@@ -60,8 +60,6 @@ def split_matmul(x: torch.Tensor, weight: SplitBF16Weight) -> torch.Tensor:
 
 def decode_split(weight: SplitBF16Weight, index: torch.Tensor | None) -> torch.Tensor:
     """`split_bf16.decode`; single rows are decoded by the reference."""
-    from triforce_kernels.weights.split_bf16 import reference_decode
-
     if index is not None:
         return reference_decode(weight, index)
     # The upper halves of the float32 numbers: a conversion would change NaN.
@@ -79,33 +77,37 @@ def int4_matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
     return _product(x, weight)
 
 
-def stored(weight: Any, dtype: torch.dtype) -> tuple[Weight, int]:
-    """Return what the kernels take of a weight in any format but a stack, and the format that its
-    numbers are rounded to for rows of a dtype.
+@singledispatch
+def stored(weight: torch.Tensor | StoredWeight) -> Weight:
+    """Return what the kernels take of a weight in any format but a stack. It holds addresses, so
+    the weight must outlive it. Raise TypeError for other formats.
     """
-    if isinstance(weight, torch.Tensor):
-        stride = weight.stride(0) * weight.itemsize
-        kind = DENSE[weight.dtype]
-        return Weight(kind, weight.shape[1], stride, weight.data_ptr()), DENSE[torch.float32]
-    describe, rounds = _FORMATS[type(weight).__name__]
-    return describe(weight), DENSE[dtype if rounds else torch.float32]
+    raise TypeError(f"no kernel of the processor multiplies by a {type(weight).__name__}")
 
 
-def _blocks(data: torch.Tensor, kind: BlockType) -> Weight:
-    columns = data.shape[1] // kind.nbytes * kind.elements
-    return Weight(FORMATS[kind.name], columns, data.stride(0), data.data_ptr())
+@stored.register
+def _dense(weight: torch.Tensor) -> Weight:
+    stride = weight.stride(0) * weight.itemsize
+    return Weight(DENSE[weight.dtype], weight.shape[1], stride, weight.data_ptr())
 
 
+@stored.register
+def _of_blocks(weight: BlockWeight) -> Weight:
+    return _blocks(weight.data, weight.kind)
+
+
+@stored.register
 def _split(weight: SplitBF16Weight) -> Weight:
     high = weight.high
-    stored = Weight(FORMATS["SPLIT_BF16"], high.shape[1], high.stride(0), high.data_ptr())
-    stored.low, stored.base = weight.low.data_ptr(), weight.base.data_ptr()
-    stored.places, stored.patterns = weight.places.data_ptr(), weight.patterns.data_ptr()
-    stored.room, stored.starts = len(weight.places), weight.starts.data_ptr()
-    stored.groups, stored.first = len(weight.starts), weight.first
-    return stored
+    found = Weight(FORMATS["SPLIT_BF16"], high.shape[1], high.stride(0), high.data_ptr())
+    found.low, found.base = weight.low.data_ptr(), weight.base.data_ptr()
+    found.places, found.patterns = weight.places.data_ptr(), weight.patterns.data_ptr()
+    found.room, found.starts = len(weight.places), weight.starts.data_ptr()
+    found.groups, found.first = len(weight.starts), weight.first
+    return found
 
 
+@stored.register
 def _high_bits(weight: HighBitsWeight) -> Weight:
     high, base = weight.high, weight.base
     kind = FORMATS["HIGH_F16" if base is None else "HIGH_BF16"]
@@ -114,6 +116,7 @@ def _high_bits(weight: HighBitsWeight) -> Weight:
     return found
 
 
+@stored.register
 def _int4(weight: Int4Weight) -> Weight:
     packed, scale = weight.packed, weight.scale
     found = Weight(FORMATS["INT4"], weight.shape[1], packed.stride(0), packed.data_ptr())
@@ -123,23 +126,26 @@ def _int4(weight: Int4Weight) -> Weight:
     return found
 
 
-# By the names of the classes, which import this module's callers; and whether decoded numbers are
-# rounded to the dtype of the rows first, as the references do.
-_FORMATS: dict[str, tuple[Callable[[Any], Weight], bool]] = {
-    "BlockWeight": (lambda weight: _blocks(weight.data, weight.kind), True),
-    "SplitBF16Weight": (_split, False),
-    "HighBitsWeight": (_high_bits, False),
-    "Int4Weight": (_int4, False),
-}
+@singledispatch
+def rounded(weight: torch.Tensor | StoredWeight, dtype: torch.dtype) -> int:
+    """Return the format that a weight's numbers are rounded to before they multiply rows of a
+    dtype. Only those of blocks are rounded, as in the references.
+    """
+    return DENSE[torch.float32]
 
 
-def _product(x: torch.Tensor, weight: Any) -> torch.Tensor:
-    return _multiplied(x, *_with_outputs(weight, x.dtype))
+@rounded.register
+def _rounded_blocks(weight: BlockWeight, dtype: torch.dtype) -> int:
+    return DENSE[dtype]
 
 
-def _with_outputs(weight: Any, dtype: torch.dtype) -> tuple[Weight, int, int]:
-    found, rounded = stored(weight, dtype)
-    return found, weight.shape[0], rounded
+def _blocks(data: torch.Tensor, kind: BlockType) -> Weight:
+    columns = data.shape[1] // kind.nbytes * kind.elements
+    return Weight(FORMATS[kind.name], columns, data.stride(0), data.data_ptr())
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor | StoredWeight) -> torch.Tensor:
+    return _multiplied(x, stored(weight), weight.shape[0], rounded(weight, x.dtype))
 
 
 def _multiplied(x: torch.Tensor, weight: Weight, outputs: int, rounded: int) -> torch.Tensor:
@@ -151,8 +157,8 @@ def _multiplied(x: torch.Tensor, weight: Weight, outputs: int, rounded: int) -> 
         wide = wide.contiguous()
     out = wide.new_empty(len(x), outputs)
     found, threads = library(), torch.get_num_threads()
-    for first in range(0, len(x), MOST_ROWS):
-        some = wide[first : first + MOST_ROWS]
+    for first in range(0, len(x), FEW_ROWS):
+        some = wide[first : first + FEW_ROWS]
         product = Product(
             ctypes.addressof(weight),
             some.data_ptr(),

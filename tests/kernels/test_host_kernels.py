@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -258,17 +259,13 @@ def test_structures_are_those_of_the_header() -> None:
         assert size == ctypes.sizeof(getattr(found, name)), name
 
 
-class threads:  # noqa: N801, used as a function
-    """Compute with so many threads inside of the block."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self._before = count, torch.get_num_threads()
-
-    def __enter__(self) -> None:
-        torch.set_num_threads(self._count)
-
-    def __exit__(self, *error: object) -> None:
-        torch.set_num_threads(self._before)
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute with `count` threads inside of the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 def _dense(weight: Weight) -> Iterator[tuple[int, torch.Tensor]]:

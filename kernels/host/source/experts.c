@@ -58,8 +58,8 @@ EXPORT int triforce_size_of_experts(void) { return sizeof(Experts); }
 /* `grouped.in_tiles`, for rows that chose `active` of `count` experts each. sizes: room for `count`
    numbers. Returns 0 for an expert that is not there. */
 EXPORT int triforce_tiles(const int64_t *chosen, int64_t rows, int64_t active, int64_t count,
-                    int64_t tiles, int64_t size, int64_t *order, int64_t *own, int64_t *which,
-                    int64_t *places, int64_t *sizes) {
+                          int64_t tiles, int64_t size, int64_t *order, int64_t *own,
+                          int64_t *which, int64_t *places, int64_t *sizes) {
     for (int64_t i = 0; i < tiles * size; i++) order[i] = own[i] = -1;
     for (int64_t t = 0; t < tiles; t++) which[t] = -1;
     for (int64_t e = 0; e < count; e++) sizes[e] = 0;
@@ -83,8 +83,9 @@ EXPORT int triforce_tiles(const int64_t *chosen, int64_t rows, int64_t active, i
 }
 
 /* out [rows, columns] += the sums of `active` outputs of each row, at `places`, by its weights. */
-EXPORT void triforce_weighted_sums(const float *outputs, const int64_t *places, const float *weights,
-                            int64_t rows, int64_t active, int64_t columns, float *out) {
+EXPORT void triforce_weighted_sums(const float *outputs, const int64_t *places,
+                                   const float *weights, int64_t rows, int64_t active,
+                                   int64_t columns, float *out) {
     for (int64_t row = 0; row < rows; row++, out += columns)
         for (int64_t a = 0; a < active; a++) {
             const float *from = outputs + places[row * active + a] * columns;

@@ -18,7 +18,7 @@
 
 enum format {
     F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K,
-    IQ4_NL, IQ4_XS, MXFP4, F8_E4M3, SPLIT_BF16, HIGH_BF16, HIGH_F16, INT4, FORMATS
+    IQ4_NL, IQ4_XS, MXFP4, F8_E4M3, SPLIT_BF16, HIGH_BF16, HIGH_F16, INT4
 };
 
 /* A matrix [rows, columns].
@@ -52,8 +52,8 @@ typedef struct {
    head_dim], peak and total [splits, heads, rows], which are set first if it is `fresh`.
 
    query_head, ...: distances, of queries in numbers, of keys and values in bytes
-   own: of the last so many tokens, row r sees those up to token r % own, or those in `visible`
-       [own, own]; 0 if all rows see all tokens
+   own: how many tokens at the end are the rows' own: of these row r sees those up to token r % own,
+       or those in `visible` [own, own]; 0 if all rows see all tokens
    window: how many tokens up to its own a row sees, 0 for all
    scores: scores of chunks of `chunk` tokens, from chunk `first_chunk` of a row; NULL for none
    mass: whether a score is the log-sum-exp of a chunk's scores; else their sum */

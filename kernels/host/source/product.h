@@ -1,6 +1,6 @@
 /* Products of up to MOST_ROWS rows with a weight in any format, summed in float32.
 
-   Some columns of OUTPUTS rows of the weight are decoded into a buffer that stays in the first
+   Some columns of DECODED rows of the weight are decoded into a buffer that stays in the first
    cache, then multiplied by all rows. The order of a sum depends on the number of columns alone:
    lane l of the one accumulator of a row and an output takes columns l, l + W, ... So a row has the
    same bits whatever stands beside it, and whichever thread computes it. */
@@ -95,14 +95,15 @@ static void product(const Product *p, int64_t first, int64_t end) {
                     weights[o] = weights[0];
                     continue;
                 }
-                weights[o] = buffer[o];
                 int64_t later = output + o + DECODED;
                 ask_for(w->data + later * w->stride + begin, size);
                 if (w->low) ask_for(w->low + later * (w->columns / 2) + column / 2, count / 2);
-                if (w->format == F32)
+                if (w->format == F32) {
                     weights[o] = (const float *)(w->data + (output + o) * w->stride) + column;
-                else
-                    decode(w, output + o, column, count, buffer[o]);
+                    continue;
+                }
+                weights[o] = buffer[o];
+                decode(w, output + o, column, count, buffer[o]);
                 if (p->rounded != F32) round_numbers(p->rounded, count, buffer[o]);
             }
             const float *x = p->x + column;

@@ -8,8 +8,8 @@
 
 enum { SIGN = 0x80, CODE = 0x78, BELOW = 12, ROWS_OF_A_START = 32 };
 
-/* Sign and magnitude of coded numbers as 16 bits. low, second: what is added to the magnitude on
-   the first and on the second line of the code */
+/* Sign and magnitude of coded numbers as 16 bits. first, second: what is added to the magnitude on
+   each line of the code */
 INLINE vi coded(vi high, vi base, vi first, vi second) {
     vi code = high & 127;
     vi above = least_int((code << 4) - (8 << 4) + first, (code << 3) + (80 << 3) + second);

@@ -14,7 +14,7 @@ typedef void (*Part)(const void *job, int64_t first, int64_t end);
 /* Computes parts of `step` of `count` items, each by whichever thread is free. */
 void divide(Part part, const void *job, int64_t count, int64_t step, int threads);
 
-/* How many rows of so many columns are worth waking a thread for. */
+/* How many rows of this width are worth waking a thread for. */
 int64_t rows_at_once(int64_t columns);
 
 /* How many outputs of a product are a part. */
