@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -294,8 +294,14 @@ def launch_experts(dtype: torch.dtype) -> None:
 
 
 def main(capability: int, which: str) -> None:
+    launched = set()
+
+    def implementation(kernel: str, device: torch.device) -> Callable:
+        launched.add(kernel)
+        return dispatch._load(KERNELS[kernel].triton)
+
     # Launchers look their kernels up by the device of the inputs, which is this processor.
-    dispatch.implementation = lambda kernel, device: dispatch._load(KERNELS[kernel][1])
+    dispatch.implementation = implementation
     for name in LAUNCHERS:
         sys.modules[f"triforce_kernels.{name}"].implementation = dispatch.implementation
     blocks.has_kernel = lambda kind, device: True
@@ -314,7 +320,7 @@ def main(capability: int, which: str) -> None:
             launch_experts(dtype)
             rows += [(str(dtype), *kernel) for kernel in compiled]
             compiled.clear()
-    print(json.dumps(rows))
+    print(json.dumps({"launched": sorted(launched), "rows": rows}))
 
 
 if __name__ == "__main__":

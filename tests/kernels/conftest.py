@@ -1,5 +1,6 @@
-"""Every kernel is tested as its reference and as Triton computes it: on a GPU if there is one, else
-in Triton's interpreter. Fresh tensors hold NaN, so that nothing counts on what was there before.
+"""Every kernel is tested as its reference, as Triton computes it (on a GPU if there is one, else in
+Triton's interpreter) and, without a GPU, as the processor's compiled kernels do. Fresh tensors hold
+NaN, so that nothing counts on what was there before.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from triforce_kernels.host.library import library
             TRITON, marks=pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
         ),
         pytest.param(
-            HOST, marks=pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
+            HOST,
+            marks=pytest.mark.skipif(
+                library() is None or DEVICE.type != "cpu",
+                reason="needs the compiled kernels, and a processor to run them",
+            ),
         ),
     ]
 )

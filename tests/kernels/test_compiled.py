@@ -45,11 +45,10 @@ def test_kernels_compile_and_fit(capability: int, which: str) -> None:
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])
-    # Splits and pick have none; the two norms share one, as the two gated activations do, and the
-    # products with experts that are not dense share four with other products.
-    assert len({kernel for _, kernel, *_ in rows}) >= len(KERNELS) - 8
-    for name, kernel, shared, spilt, _, widest, byte_reads, approximate in rows:
+    said = json.loads(done.stdout.splitlines()[-1])
+    of_triton = {name for name, paths in KERNELS.items() if paths.triton != paths.reference}
+    assert of_triton - set(said["launched"]) <= {"attention_splits"}
+    for name, kernel, shared, spilt, _, widest, byte_reads, approximate in said["rows"]:
         assert shared <= SHARED_BYTES, (name, kernel)
         assert spilt <= SPILT_BYTES, (name, kernel)
         # Out of host memory, where every read counts.

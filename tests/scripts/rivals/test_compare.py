@@ -44,6 +44,8 @@ def test_every_system_gives_the_text_or_says_why_it_cannot(speaking, tmp_path) -
         "transformers, offloaded cache",
         "llama.cpp, plain",
         "llama.cpp, KV on the host",
+        "ours, autoregressive, as stored",
+        "ours, speculative, as stored",
     }
     assert "--assistant" in refused["transformers, assistant"]
     assert "CUDA" in refused["transformers, offloaded cache"]
@@ -65,18 +67,18 @@ def test_every_system_gives_the_text_or_says_why_it_cannot(speaking, tmp_path) -
 
 @pytest.mark.slow
 def test_a_comparison_goes_on_where_it_was_interrupted(speaking, tmp_path) -> None:
-    rivals = ("--rivals", "ours, auto", "ours, spec")
+    rivals = ("--rivals", "ours, autoregressive, streamed", "ours, speculative, streamed")
     assert compare(speaking, tmp_path, *rivals).returncode == 0
     assert not list(tmp_path.glob("*.jsonl"))
     (done,) = tmp_path.glob("*.done")
     lines, kept = done.read_text().splitlines(), done.with_suffix(".jsonl")
-    assert len(lines) == 5
+    assert len(lines) == 3
     # As if it had been ended while it wrote the last line.
-    kept.write_text("\n".join(lines[:4]) + "\n" + lines[4][:40])
+    kept.write_text("\n".join(lines[:2]) + "\n" + lines[2][:40])
     assert compare(speaking, tmp_path, *rivals).returncode == 0
     again = done.read_text().splitlines()
-    assert again[:4] == lines[:4]
-    assert again[4] != lines[4]
+    assert again[:2] == lines[:2]
+    assert again[2] != lines[2]
     systems_of = [json.loads(line)["system"] for line in again[1:]]
     assert sorted(systems_of) == sorted(json.loads(line)["system"] for line in lines[1:])
 
