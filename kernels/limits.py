@@ -42,6 +42,12 @@ KV_BLOCKS_AT_ONCE = 4
 # one head: the temporaries stay in a processor's cache. Then the bytes for each number.
 KV_CODED_AT_ONCE = 1 << 17
 KV_CODING_BYTES = 14
+# Least number of rows of a prefill that attend at once through a window; rows that attend at once
+# see the keys of each other's windows too.
+WINDOW_ROWS = 256
+# Keys of a text are attended to in groups of this many, counted from its first key. A piece of keys
+# that begins elsewhere gives other sums.
+ALIGNED_KEYS = 64
 # Number of rows of a prefill that the gated delta rule computes at once, a multiple of the rows
 # that are folded at a time.
 DELTA_ROWS = 256

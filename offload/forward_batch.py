@@ -97,17 +97,6 @@ class ForwardBatch:
                 seen[row] |= seen[parent]
         return seen.to(self.positions.device)
 
-    @cached_property
-    def depths(self) -> torch.Tensor:
-        """How many rows of the batch each row follows, itself not counted: [rows] int64 on the
-        device.
-        """
-        depths: list[int] = []
-        for row in range(self.first, self.end):
-            parent = self.parent(row) - self.first
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        return torch.tensor(depths, device=self.positions.device)
-
     def lineage(self, count: int) -> torch.Tensor:
         """Return the `count` rows that end with each row, each following the one before it:
         [rows, count] int64 on the device. -1 stands for the last token before the batch, -2 for
@@ -122,19 +111,6 @@ class ForwardBatch:
             while len(line) < count:
                 line.append(self.parents[line[-1]] if line[-1] >= 0 else line[-1] - 1)
         return torch.tensor([line[::-1] for line in seen], device=device)
-
-    def within(self, window: int, before: int) -> torch.Tensor:
-        """Return which keys each row of a tree sees through a window, [rows, before + rows] bool on
-        the device.
-
-        window: number of tokens that a row attends to, itself included
-        before: number of keys before those of the rows
-        """
-        depths = self.depths.unsqueeze(1)
-        columns = torch.arange(before, device=depths.device)
-        past = columns > before + depths - window
-        own = self.visible & (depths - depths.T < window)
-        return torch.cat((past, own), 1)
 
     def parts(self, rows: int | None) -> Iterator[ForwardBatch]:
         """Yield the forward batch in parts of `rows` rows; None yields it whole. Raises ValueError

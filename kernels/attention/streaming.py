@@ -39,6 +39,7 @@ class Running:
     acc: [splits, kv_heads, rows, head_dim] sum of exp(score - peak) * value
     peak, total: [splits, kv_heads, rows] greatest score, and sum of exp(score - peak)
     fresh: whether nothing was added yet; the tensors are then uninitialised
+    keys: place in the text of the next key
 
     Tensors are float32, or float64 if the query is. Each split has its own part of every piece of
     keys, so that one sequence fills a GPU; `attend_tail` merges the splits.
@@ -48,6 +49,7 @@ class Running:
     peak: torch.Tensor
     total: torch.Tensor
     fresh: bool = True
+    keys: int = 0
 
     @classmethod
     def of(cls, query: torch.Tensor) -> Running:
@@ -94,6 +96,7 @@ def attend_blocks(
     if blocks * tokens:
         implementation("attend_blocks", query.device)(running, query, key, value, scores)
         running.fresh = False
+        running.keys += blocks * tokens
 
 
 def attend_tail(
@@ -112,7 +115,8 @@ def attend_tail(
     key, value: [kv_heads, tail, head_dim]: all queries see the first tail - tokens keys; the last
         `tokens` keys are the queries' own, of which each query sees those up to itself, or, for a
         tree of drafts, those in `visible`
-    visible: [tokens, tokens] bool, row: query, column: key
+    visible: [tokens, tokens] bool, row: query, column: key; a key comes after those before it on
+        its path
     scores: as for `attend_blocks`; chunks that a query does not see get -inf, or nothing is added
 
     tail = 0 only merges. `running` is invalid afterwards. If a query sees no key at all its output
@@ -130,14 +134,7 @@ def attend_tail(
         and (tail == 0 or tail >= tokens)
         and alike(query, key, value)
         and (scores is None or scores.fits(kv_heads, rows, 1, tail))
-        and (
-            visible is None
-            or (
-                (visible.shape == (tokens, tokens) and visible.dtype == torch.bool)
-                and visible.device == query.device
-                and visible.is_contiguous()
-            )
-        ),
+        and (visible is None or _is_tree(visible, query, tokens)),
         query=query,
         key=key,
         value=value,
@@ -158,8 +155,11 @@ def attend_cache(
     tokens: int,
     end: int | torch.Tensor,
     window: int | None = None,
+    *,
+    first: int = 0,
+    visible: torch.Tensor | None = None,
 ) -> Partial:
-    """Compute causal attention of a few tokens over a cache that already has their keys.
+    """Compute causal attention of tokens over a cache that already has their keys.
 
     query: [kv_heads, rows, head_dim]; rows are a multiple of `tokens`
     key, value: [kv_heads, capacity, head_dim] in the query's dtype, or integers in int8; those of
@@ -167,6 +167,8 @@ def attend_cache(
     end: a number, or [1] int64 on the device: then no address, shape or launch depends on it, and
         the call can be recorded as part of a CUDA graph
     window: number of keys that each token attends to, its own included; None for all
+    first: place in the text of the cache's first key
+    visible: as for `attend_tail`, if `end` is a number
 
     Raises ValueError.
     """
@@ -186,21 +188,34 @@ def attend_cache(
             if on_device
             else 0 <= end <= capacity - tokens
         )
-        and (window is None or window > 0),
+        and (window is None or window > 0)
+        and (visible is None or _is_tree(visible, query, tokens))
+        and not (visible is not None and on_device),
         query=query,
         key=key,
         value=value,
         tokens=tokens,
         end=end,
         window=window,
+        visible=visible,
     )
     if window is not None and not on_device:
         # No query sees the keys before the window of the first one.
         hidden = max(0, end + 1 - window)
-        key, value, end = key[:, hidden:], value[:, hidden:], end - hidden
+        key, value, end, first = key[:, hidden:], value[:, hidden:], end - hidden, first + hidden
         if end + tokens <= window:
             window = None
-    return implementation("attend_cache", query.device)(query, key, value, tokens, end, window)
+    return implementation("attend_cache", query.device)(
+        query, key, value, tokens, end, window, first, visible
+    )
+
+
+def _is_tree(visible: torch.Tensor, query: torch.Tensor, tokens: int) -> bool:
+    return (
+        (visible.shape, visible.dtype) == ((tokens, tokens), torch.bool)
+        and visible.device == query.device
+        and visible.is_contiguous()
+    )
 
 
 def reference_splits(query: torch.Tensor) -> int:
@@ -248,13 +263,18 @@ def reference_cache(
     tokens: int,
     end: int | torch.Tensor,
     window: int | None,
+    first: int,
+    visible: torch.Tensor | None,
 ) -> Partial:
     if isinstance(end, int):
         seen = end + tokens
         key, value = key[:, :seen].to(query.dtype), value[:, :seen].to(query.dtype)
-        if window is not None:
-            mask = _additive(window_mask(tokens, end, window, query.device), query)
-            return partial_attention(query, key, value, mask=mask)
+        if visible is not None or window is not None:
+            if visible is None:
+                seen_keys = window_mask(tokens, end, window, query.device)
+            else:
+                seen_keys = tree_mask(visible, end, window)
+            return partial_attention(query, key, value, mask=_additive(seen_keys, query))
         if tokens == 1:
             return partial_attention(query, key, value)
         # Two calls, since an operator without a mask is faster.
@@ -281,6 +301,22 @@ def window_mask(tokens: int, before: int, window: int, device: torch.device) -> 
     """
     seen = torch.ones(tokens, before + tokens, dtype=torch.bool, device=device)
     return seen.tril_(before).triu_(before + 1 - window)
+
+
+def tree_mask(visible: torch.Tensor, before: int, window: int | None) -> torch.Tensor:
+    """Return which keys each row of a tree sees, [rows, before + rows] bool: the last `window` of
+    its path, or all.
+
+    visible: as for `attend_tail`
+    before: number of keys before those of the rows
+    """
+    past = visible.new_ones(len(visible), before)
+    if window is None:
+        return torch.cat((past, visible), 1)
+    depths = visible.sum(1, keepdim=True) - 1
+    columns = torch.arange(before, device=visible.device)
+    own = visible & (depths - depths.T < window)
+    return torch.cat((columns > before + depths - window, own), 1)
 
 
 def _additive(seen: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from triforce_kernels.attention.attention import Partial
 from triforce_kernels.attention.scoring import ScoreBuffer
-from triforce_kernels.attention.streaming import Running
+from triforce_kernels.attention.streaming import Running, reference_cache
 from triforce_kernels.limits import MOST_SPLITS
 
 _PROGRAMS_PER_PROCESSOR = 2
@@ -326,7 +326,11 @@ def cache(
     tokens: int,
     end: int | torch.Tensor,
     window: int | None,
+    first: int,
+    visible: torch.Tensor | None,
 ) -> Partial:
+    if visible is not None:
+        return reference_cache(query, key, value, tokens, end, window, first, visible)
     kv_heads, rows, head_dim = query.shape
     if isinstance(end, int):
         end = torch.full((1,), end, dtype=torch.int64, device=query.device)

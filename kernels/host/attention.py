@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # As in `source/host.h` and `source/attention.h`.
 _INT8, _MOST_HEAD_DIM = -1, 1024
+# With more rows than this there is work for all threads without dividing the keys.
+_WHOLE_ROWS = 64
 
 
 def splits(query: torch.Tensor) -> int:
@@ -73,13 +75,20 @@ def cache(
     tokens: int,
     end: int | torch.Tensor,
     window: int | None,
+    first: int,
+    visible: torch.Tensor | None,
 ) -> Partial:
     """`streaming.attend_cache`."""
     if isinstance(end, torch.Tensor) or not _computes(query):
-        return reference_cache(query, key, value, tokens, end, window)
+        return reference_cache(query, key, value, tokens, end, window, first, visible)
     seen = end + tokens
-    running, keys, values = Running.of(query), key[None, :, :seen], value[None, :, :seen]
-    _attend(running, query, keys, values, None, own=tokens, window=window or 0)
+    keys, values = key[None, :, :seen], value[None, :, :seen]
+    options = {"own": tokens, "window": window or 0, "visible": visible}
+    if query.shape[1] > _WHOLE_ROWS:
+        return _attend_whole(query, keys, values, first, **options)
+    running = Running.of(query)
+    running.keys = first
+    _attend(running, query, keys, values, **options)
     return _merged(running, query)
 
 
@@ -93,31 +102,62 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scores: ScoreBuffer | None,
-    *,
-    own: int = 0,
-    window: int = 0,
-    visible: torch.Tensor | None = None,
+    scores: ScoreBuffer | None = None,
+    **options: Any,
 ) -> None:
-    """Add blocks of keys [blocks, heads, tokens, head_dim] to a state; see `source/host.h`."""
+    """Add blocks of keys [blocks, heads, tokens, head_dim] to a state. options: those of `_keys`"""
     wide = query.float()
     call = _call(running, query)
-    call.query, call.query_head, call.query_row = wide.data_ptr(), wide.stride(0), wide.stride(1)
-    call.key, call.value = key.data_ptr(), value.data_ptr()
-    call.format = _INT8 if key.dtype == torch.int8 else DENSE[key.dtype]
-    call.blocks, call.tokens, call.own, call.window = len(key), key.shape[2], own, window
-    size = key.itemsize
-    call.key_block, call.key_head, call.key_row = (n * size for n in key.stride()[:3])
-    call.value_block, call.value_head, call.value_row = (n * size for n in value.stride()[:3])
-    if visible is not None:
-        call.visible = visible.data_ptr()
+    _keys(call, wide, key, value, running.keys, **options)
     if scores is not None:
         call.scores, call.first_chunk, call.chunk = scores.out.data_ptr(), scores.first, scores.size
         call.scores_head, call.scores_row = scores.out.stride()[:2]
         call.mass = scores.mass
     call.fresh, running.fresh = running.fresh, False
-    call.scale = query.shape[-1] ** -0.5
     library().triforce_attend(ctypes.byref(call), torch.get_num_threads())
+
+
+def _attend_whole(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int, **options: Any
+) -> Partial:
+    """Return the attention to blocks of keys, without a state."""
+    wide, call = query.float(), Attention()
+    call.heads, call.rows, call.head_dim = query.shape
+    call.splits, call.fresh = splits(query), True
+    _keys(call, wide, key, value, first, **options)
+    out = torch.empty(query.shape, dtype=torch.float32, device="cpu")
+    lse = out.new_empty(query.shape[:2])
+    library().triforce_attend_whole(
+        ctypes.byref(call), out.data_ptr(), lse.data_ptr(), torch.get_num_threads()
+    )
+    return Partial(out.to(query.dtype), lse)
+
+
+def _keys(
+    call: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first: int,
+    *,
+    own: int = 0,
+    window: int = 0,
+    visible: torch.Tensor | None = None,
+) -> None:
+    """Describe queries in float32 and blocks of keys [blocks, heads, tokens, head_dim]; see
+    `source/host.h`. The tensors must outlive the call.
+    """
+    call.query, call.query_head, call.query_row = query.data_ptr(), *query.stride()[:2]
+    call.scale = query.shape[-1] ** -0.5
+    call.key, call.value = key.data_ptr(), value.data_ptr()
+    call.format = _INT8 if key.dtype == torch.int8 else DENSE[key.dtype]
+    call.blocks, call.tokens, call.first_key = len(key), key.shape[2], first
+    call.own, call.window = own, window
+    size = key.itemsize
+    call.key_block, call.key_head, call.key_row = (n * size for n in key.stride()[:3])
+    call.value_block, call.value_head, call.value_row = (n * size for n in value.stride()[:3])
+    if visible is not None:
+        call.visible = visible.data_ptr()
 
 
 def _merged(running: Running, query: torch.Tensor) -> Partial:

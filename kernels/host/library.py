@@ -61,7 +61,7 @@ class Attention(ctypes.Structure):
         *((name, _Address) for name in ("query", "key", "value", "visible")),
         *((name, _Address) for name in ("acc", "peak", "total", "scores")),
         *((name, _Long) for name in ("format", "heads", "rows", "head_dim", "blocks", "tokens")),
-        *((name, _Long) for name in ("own", "window", "splits", "fresh")),
+        *((name, _Long) for name in ("first_key", "own", "window", "splits", "fresh")),
         *((name, _Long) for name in ("query_head", "query_row")),
         *((name, _Long) for name in ("key_block", "key_head", "key_row")),
         *((name, _Long) for name in ("value_block", "value_head", "value_row")),
@@ -111,6 +111,7 @@ def library() -> ctypes.CDLL | None:
         found.triforce_decode.argtypes = (_Address, _Long, _Address, ctypes.c_int)
         found.triforce_attend.argtypes = (_Address, ctypes.c_int)
         found.triforce_merge.argtypes = (_Address, _Address, _Address)
+        found.triforce_attend_whole.argtypes = (_Address, _Address, _Address, ctypes.c_int)
         found.triforce_experts.argtypes = (_Address, ctypes.c_int)
         found.triforce_tiles.argtypes = (_Address, *[_Long] * 5, *[_Address] * 5)
         found.triforce_weighted_sums.argtypes = (*[_Address] * 3, *[_Long] * 3, _Address)

@@ -59,17 +59,18 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     A weight that is not dense is decoded to x's dtype some rows at a time, so the result is that of
     the dense matrix of the same numbers.
     """
-    few = 0 < x.shape[0] <= limits.FEW_ROWS and x.dtype != torch.float64 and x.dim() == 2
-    if few and not isinstance(weight, torch.Tensor):
-        if matmul := weight.small_batch_matmul():
-            product = matmul(x, weight)
-            return product if bias is None else product.add_(bias)
+    on_host = backend(x.device) == HOST
+    few = len(x) > 0 and (on_host or len(x) <= limits.FEW_ROWS)
+    if few and x.dtype != torch.float64 and x.dim() == 2:
         if isinstance(weight, StackedWeight):
             return _stacked(x, weight, bias)
-    if few and backend(x.device) == HOST:
-        if isinstance(weight, torch.Tensor):
-            return _host_product(x, weight, bias)
-        return _by_slices(x, weight, bias, _host_product)
+        if not isinstance(weight, torch.Tensor) and (matmul := weight.small_batch_matmul()):
+            product = matmul(x, weight)
+            return product if bias is None else product.add_(bias)
+        if on_host:
+            if isinstance(weight, torch.Tensor):
+                return _host_product(x, weight, bias)
+            return _by_slices(x, weight, bias, _host_product)
     if widens(x.device, x.dtype, x.shape[0]):
         return _by_slices(x, weight, bias, _WideProduct(x))
     if isinstance(weight, torch.Tensor):

@@ -23,11 +23,12 @@ from triforce_kernels.limits import (
     SPLIT_BYTES,
     SPLIT_BYTES_ON_GPU,
     WIDENED_BYTES,
+    WINDOW_ROWS,
     most_expert_tiles,
 )
 from triforce_offload.kv.sizes import SCORED_TOKENS
 from triforce_offload.kv.states.shape import FOLD_TOKENS, MOST_HELD
-from triforce_offload.kv.windows.shape import WINDOW_ROWS, held_tokens, window_capacity
+from triforce_offload.kv.windows.shape import held_tokens, window_capacity
 
 # Temporaries of a distribution: scores, sorted values and order, softmax, cumulative sum and masks.
 # See `sampling.distribution`.

@@ -1,6 +1,11 @@
-/* Attention of a few queries to keys in blocks, merged as the blocks come (Flash-Decoding; Dao et
-   al., 2023), in float32. A head's keys are divided into splits: each takes its own part of every
-   block, so results do not depend on how many blocks come at once, nor on the threads. */
+/* Attention of queries to keys in blocks, merged as the blocks come (Flash-Decoding; Dao et al.,
+   2023), in float32.
+
+   The order of all sums follows from the places of keys in the text alone. Keys `t * tile` to
+   `(t + 1) * tile` of the text are a tile, and tile t belongs to split t % splits, whatever the
+   blocks are. Keys that a row does not see weigh exactly 0. The rows of a tree take their keys in the
+   order of their path. So a row has the same bits alone, in a draft, in a tree and in a prefill, with
+   any blocks and any number of threads. */
 #pragma once
 
 #include <math.h>
@@ -11,6 +16,8 @@
 
 /* Keys of a tile are at most this many numbers, and at least 16 keys, the largest scored chunk. */
 enum { TILE_NUMBERS = 1 << 13, TILE_KEYS = 64, LEAST_KEYS = 16, MOST_HEAD_DIM = 1024 };
+/* A row of a tile's scores; OUTPUTS keys are scored at a time, wherever the first one stands. */
+enum { SCORES = TILE_KEYS + 16 };
 
 /* exp(x) for x <= 0, as Cephes computes it; 0 where the result would be denormal, and NaN of NaN:
    `most` returns its second argument if they cannot be compared. */
@@ -60,9 +67,9 @@ INLINE const float *tile_of(const uint8_t *at, int64_t stride, int64_t format, i
     return room;
 }
 
-/* Scores of rows, a multiple of TOGETHER, with keys: out [rows, TILE_KEYS]. */
+/* Scores of rows, a multiple of TOGETHER, with keys: out [rows, SCORES] from column `place`. */
 INLINE void scores_of(const float *query, int64_t rows, const float *keys, int64_t step,
-                      int64_t count, int64_t width, float (*out)[TILE_KEYS]) {
+                      int64_t place, int64_t count, int64_t width, float (*out)[SCORES]) {
     for (int64_t t = 0; t < count; t += OUTPUTS) {
         const float *four[OUTPUTS];
         for (int o = 0; o < OUTPUTS; o++) four[o] = keys + (t + o < count ? t + o : t) * step;
@@ -71,15 +78,15 @@ INLINE void scores_of(const float *query, int64_t rows, const float *keys, int64
             for (int i = 0; i < TOGETHER; i++)
                 for (int o = 0; o < OUTPUTS; o++) sums[i][o] = all(0);
             add_columns(TOGETHER, OUTPUTS, query + r * width, width, four, width, sums, 0);
-            for (int i = 0; i < TOGETHER; i++) four_sums(sums[i], out[r + i] + t);
+            for (int i = 0; i < TOGETHER; i++) four_sums(sums[i], out[r + i] + place + t);
         }
     }
 }
 
-/* acc [TOGETHER, width] = acc * shrink + weights [TOGETHER, TILE_KEYS] times values, for `vectors`
-   vectors of a row. */
+/* acc [TOGETHER, width] = acc * shrink + weights [TOGETHER, SCORES], from column `place`, times
+   values, for `vectors` vectors of a row. */
 INLINE void add_values(int vectors, float *acc, int64_t width, const float *shrink,
-                       float (*weights)[TILE_KEYS], const float *values, int64_t step,
+                       float (*weights)[SCORES], const float *values, int64_t step, int64_t place,
                        int64_t count) {
     vf sums[TOGETHER][2];
     for (int r = 0; r < TOGETHER; r++)
@@ -89,21 +96,29 @@ INLINE void add_values(int vectors, float *acc, int64_t width, const float *shri
         for (int i = 0; i < vectors; i++) {
             vf value = load(values + t * step + i * W);
             for (int r = 0; r < TOGETHER; r++)
-                sums[r][i] = fma_of(all(weights[r][t]), value, sums[r][i]);
+                sums[r][i] = fma_of(all(weights[r][place + t]), value, sums[r][i]);
         }
     for (int r = 0; r < TOGETHER; r++)
         for (int i = 0; i < vectors; i++) store(acc + r * width + i * W, sums[r][i]);
 }
 
-/* Hides the keys of a tile that a row does not see. first: index of the tile's first key */
+/* How many of the rows' own keys a row sees, its own not counted. */
+INLINE int64_t depth_of(const Attention *a, int64_t row) {
+    int64_t token = a->own ? row % a->own : 0, depth = -1;
+    if (!a->visible) return token;
+    for (int64_t i = 0; i < a->own; i++) depth += a->visible[token * a->own + i] != 0;
+    return depth;
+}
+
+/* Hides the keys of a tile that a row does not see. first: index in its block of the first key */
 INLINE void hide(const Attention *a, int64_t row, int64_t first, int64_t count, float *scores) {
     int64_t before = a->tokens - a->own, token = row % a->own;
-    if (first + count <= before && !(a->window && first - before <= token - a->window)) return;
+    if (first + count <= before && !a->window) return;
+    int64_t gone = a->window ? depth_of(a, row) - a->window : INT64_MIN;
     for (int64_t t = 0; t < count; t++) {
         int64_t key = first + t - before;
         int seen = key < 0 || (a->visible ? a->visible[token * a->own + key] : key <= token);
-        if (a->window && key <= token - a->window) seen = 0;
-        if (!seen) scores[t] = -INFINITY;
+        if (!seen || key <= gone) scores[t] = -INFINITY;
     }
 }
 
@@ -164,87 +179,238 @@ INLINE void store_masses(const Attention *a, const float *weights, int64_t count
     }
 }
 
-/* A tile of keys for some rows of a head; `acc` is padded to `width`. */
-static void attend_tile(const Attention *a, int64_t head, int64_t block, int64_t first_row,
-                        int64_t rows, int64_t first, int64_t count, const float *query,
-                        const float *keys, int64_t key_step, const float *values,
-                        int64_t value_step, int64_t width, float *acc, float *peak, float *total) {
-    float scores[MOST_QUERIES][TILE_KEYS], shrink[MOST_QUERIES];
-    int64_t padded = (count + W - 1) / W * W;
-    scores_of(query, (rows + TOGETHER - 1) / TOGETHER * TOGETHER, keys, key_step, count, width,
-              scores);
-    for (int64_t r = 0; r < rows; r++) {
-        if (a->scores && !a->mass)
-            store_sums(a, scores[r], count, chunks_of(a, head, first_row + r, block, first));
-        if (a->own) hide(a, first_row + r, first, count, scores[r]);
-        for (int64_t t = count; t < padded; t++) scores[r][t] = -INFINITY;
-        shrink[r] = weigh(scores[r], padded, peak + r, total + r);
-        if (a->scores && a->mass)
-            store_masses(a, scores[r], count, peak[r],
-                         chunks_of(a, head, first_row + r, block, first));
+/* Some rows of a head, a part of its keys, and their state: rows as float32, padded to `width`. */
+typedef struct {
+    const Attention *a;
+    int64_t head, first_row, rows, width;
+    float *query, *acc, *peak, *total;
+} Queries;
+
+/* A part of a tile: `count` keys of a block from index `first`. `place` keys of the tile are before
+   them. */
+typedef struct {
+    const float *keys, *values;
+    int64_t key_step, value_step, block, first, place, count;
+} Keys;
+
+/* Makes weights of the scores of rows with keys, and updates their peaks and totals. Stores scores of
+   chunks, if they are asked for. */
+INLINE void weigh_rows(const Queries *q, const Keys *k, float (*scores)[SCORES], float *shrink) {
+    const Attention *a = q->a;
+    int64_t end = k->place + k->count, padded = (end + W - 1) / W * W;
+    scores_of(q->query, (q->rows + TOGETHER - 1) / TOGETHER * TOGETHER, k->keys, k->key_step,
+              k->place, k->count, q->width, scores);
+    for (int64_t r = 0; r < q->rows; r++) {
+        float *own = scores[r] + k->place, *chunks = NULL;
+        if (a->scores) chunks = chunks_of(a, q->head, q->first_row + r, k->block, k->first);
+        if (chunks && !a->mass) store_sums(a, own, k->count, chunks);
+        if (a->own) hide(a, q->first_row + r, k->first, k->count, own);
+        for (int64_t t = 0; t < k->place; t++) scores[r][t] = -INFINITY;
+        for (int64_t t = end; t < padded; t++) scores[r][t] = -INFINITY;
+        shrink[r] = weigh(scores[r], padded, q->peak + r, q->total + r);
+        if (chunks && a->mass) store_masses(a, own, k->count, q->peak[r], chunks);
     }
+}
+
+/* Adds keys and values to the state of rows. */
+static void attend_keys(const Queries *q, const Keys *k) {
+    float scores[MOST_QUERIES][SCORES], shrink[MOST_QUERIES];
+    int64_t width = q->width, all_rows = (q->rows + TOGETHER - 1) / TOGETHER * TOGETHER;
+    weigh_rows(q, k, scores, shrink);
     /* Rows that are not there are zeros, and stay so. */
-    int64_t all_rows = (rows + TOGETHER - 1) / TOGETHER * TOGETHER;
-    for (int64_t r = rows; r < all_rows; r++) {
+    for (int64_t r = q->rows; r < all_rows; r++) {
         memset(scores[r], 0, sizeof *scores);
         shrink[r] = 0;
     }
     for (int64_t r = 0; r < all_rows; r += TOGETHER) {
         int64_t i = 0;
         for (; i + 2 * W <= width; i += 2 * W)
-            add_values(2, acc + r * width + i, width, shrink + r, scores + r, values + i,
-                       value_step, count);
+            add_values(2, q->acc + r * width + i, width, shrink + r, scores + r, k->values + i,
+                       k->value_step, k->place, k->count);
         if (i < width)
-            add_values(1, acc + r * width + i, width, shrink + r, scores + r, values + i,
-                       value_step, count);
+            add_values(1, q->acc + r * width + i, width, shrink + r, scores + r, k->values + i,
+                       k->value_step, k->place, k->count);
     }
 }
 
+/* Keys and values of head `head`, from key `first` of a block, as they are stored. */
+INLINE const uint8_t *key_at(const Attention *a, int64_t block, int64_t head, int64_t first) {
+    return a->key + block * a->key_block + head * a->key_head + first * a->key_row;
+}
+INLINE const uint8_t *value_at(const Attention *a, int64_t block, int64_t head, int64_t first) {
+    return a->value + block * a->value_block + head * a->value_head + first * a->value_row;
+}
+
+/* A part of a tile in which each row of a tree has keys of its own: those up to the tree, then those
+   of its path. The keys are the only block. */
+static void attend_paths(const Queries *q, Keys part, float *key_room, float *value_room) {
+    const Attention *a = q->a;
+    int64_t before = a->tokens - a->own, dim = a->head_dim, width = q->width;
+    if (a->scores) {
+        /* Chunks are scored where the rows lie; the state stays as it is. */
+        float scores[MOST_QUERIES][SCORES], shrink[MOST_QUERIES];
+        float peak[MOST_QUERIES], total[MOST_QUERIES];
+        memcpy(peak, q->peak, sizeof(float) * q->rows);
+        memcpy(total, q->total, sizeof(float) * q->rows);
+        Queries scored = *q;
+        scored.peak = peak, scored.total = total;
+        part.keys = tile_of(key_at(a, 0, q->head, part.first), a->key_row, a->format, part.count,
+                            dim, width, key_room, &part.key_step);
+        weigh_rows(&scored, &part, scores, shrink);
+    }
+    /* A row alone sees all that it is given. */
+    Attention alone = *a;
+    alone.own = 0, alone.scores = NULL;
+    _Alignas(64) float query[TOGETHER * MOST_HEAD_DIM], acc[TOGETHER * MOST_HEAD_DIM];
+    memset(query, 0, sizeof(float) * TOGETHER * width);
+    memset(acc, 0, sizeof(float) * TOGETHER * width);
+    for (int64_t r = 0; r < q->rows; r++) {
+        const uint8_t *seen = a->visible + (q->first_row + r) % a->own * a->own;
+        int64_t depth = depth_of(a, q->first_row + r), own = 0, index = before, skipped = 0;
+        int64_t gone = a->window ? before + depth - a->window : -1;
+        Keys k = {key_room, value_room, width, width, 0, part.first, part.place, 0};
+        for (int64_t t = part.first; t < part.first + part.count && t <= before + depth; t++) {
+            int64_t from = t;
+            for (; t >= before && index <= t; index++, own++) {
+                while (!seen[own]) own++;
+                from = before + own;
+            }
+            if (t <= gone) {
+                skipped++;
+                continue;
+            }
+            widen(key_at(a, 0, q->head, from), 0, a->format, 1, dim, width,
+                  key_room + k.count * width);
+            widen(value_at(a, 0, q->head, from), 0, a->format, 1, dim, width,
+                  value_room + k.count++ * width);
+        }
+        if (!k.count) continue;
+        k.place += skipped;
+        memcpy(query, q->query + r * width, sizeof(float) * width);
+        memcpy(acc, q->acc + r * width, sizeof(float) * width);
+        Queries one = {&alone, q->head, 0, 1, width, query, acc, q->peak + r, q->total + r};
+        attend_keys(&one, &k);
+        memcpy(q->acc + r * width, acc, sizeof(float) * width);
+    }
+}
+
+/* Whether no row sees any of `count` keys from key `first` of a block. */
+INLINE int hidden(const Queries *q, int64_t first, int64_t count) {
+    const Attention *a = q->a;
+    if (!a->own || a->visible || a->scores) return 0;
+    int64_t before = a->tokens - a->own, least = a->own, most = 0;
+    for (int64_t r = q->first_row; r < q->first_row + q->rows; r++) {
+        int64_t token = r % a->own;
+        if (token < least) least = token;
+        if (token > most) most = token;
+    }
+    return first - before > most || (a->window && first + count - before <= least - a->window + 1);
+}
+
+/* Adds the tiles of one split of a block to the state of rows. */
+static void attend_block(const Queries *q, int64_t block, int64_t split, int64_t tile) {
+    _Alignas(64) float key_room[TILE_NUMBERS * 2], value_room[TILE_NUMBERS * 2];
+    const Attention *a = q->a;
+    int64_t start = a->first_key + block * a->tokens, stop = start + a->tokens;
+    int64_t shared = a->visible ? stop - a->own : stop, index = start / tile;
+    index += ((split - index) % a->splits + a->splits) % a->splits;
+    for (; index * tile < stop; index += a->splits) {
+        int64_t from = index * tile, to = from + tile < stop ? from + tile : stop;
+        int64_t place = from < start ? start - from : 0;
+        Keys k = {NULL, NULL, 0, 0, block, from + place - start, place, to - from - place};
+        if (hidden(q, k.first, k.count)) continue;
+        if (to > shared) {
+            attend_paths(q, k, key_room, value_room);
+            continue;
+        }
+        const uint8_t *key = key_at(a, block, q->head, k.first);
+        const uint8_t *value = value_at(a, block, q->head, k.first);
+        k.keys = tile_of(key, a->key_row, a->format, k.count, a->head_dim, q->width, key_room,
+                         &k.key_step);
+        k.values = tile_of(value, a->value_row, a->format, k.count, a->head_dim, q->width,
+                           value_room, &k.value_step);
+        if (to + tile * (a->splits - 1) < stop) {
+            ask_for(key + tile * a->splits * a->key_row, a->key_row * tile);
+            ask_for(value + tile * a->splits * a->value_row, a->value_row * tile);
+        }
+        attend_keys(q, &k);
+    }
+}
+
+/* The state of some rows of a head in one split: acc [rows, head_dim], peak and total [rows]. */
+typedef struct {
+    float *acc, *peak, *total;
+} State;
+
 /* Adds one split of all blocks to some rows of a head. */
 static void attend_rows(const Attention *a, int64_t head, int64_t split, int64_t first_row,
-                        int64_t rows) {
-    _Alignas(64) float key_room[TILE_NUMBERS * 2], value_room[TILE_NUMBERS * 2];
+                        int64_t rows, State state) {
     _Alignas(64) float query[MOST_QUERIES * MOST_HEAD_DIM], acc[MOST_QUERIES * MOST_HEAD_DIM];
     int64_t dim = a->head_dim, width = (dim + W - 1) / W * W;
     int64_t tile = TILE_NUMBERS / width / 16 * 16;
     tile = tile > TILE_KEYS ? TILE_KEYS : tile < LEAST_KEYS ? LEAST_KEYS : tile;
-    int64_t place = (split * a->heads + head) * a->rows + first_row;
-    float *peak = a->peak + place, *total = a->total + place, *state = a->acc + place * dim;
+    Queries q = {a, head, first_row, rows, width, query, acc, state.peak, state.total};
     size_t used = (rows + TOGETHER - 1) / TOGETHER * TOGETHER * width * sizeof(float);
     memset(query, 0, used);
     memset(acc, 0, used);
     for (int64_t r = 0; r < rows; r++) {
         const float *from = a->query + head * a->query_head + (first_row + r) * a->query_row;
         for (int64_t i = 0; i < dim; i++) query[r * width + i] = from[i] * a->scale;
-        if (a->fresh) peak[r] = -INFINITY, total[r] = 0;
-        else memcpy(acc + r * width, state + r * dim, dim * sizeof(float));
+        if (a->fresh) q.peak[r] = -INFINITY, q.total[r] = 0;
+        else memcpy(acc + r * width, state.acc + r * dim, dim * sizeof(float));
     }
-    int64_t tiles = (a->tokens + tile - 1) / tile;
-    int64_t begin = tiles * split / a->splits * tile, end = tiles * (split + 1) / a->splits * tile;
-    if (end > a->tokens) end = a->tokens;
-    for (int64_t block = 0; block < a->blocks; block++)
-        for (int64_t first = begin; first < end; first += tile) {
-            int64_t count = end - first < tile ? end - first : tile, key_step, value_step;
-            const uint8_t *key = a->key + block * a->key_block + head * a->key_head;
-            const uint8_t *value = a->value + block * a->value_block + head * a->value_head;
-            const float *keys = tile_of(key + first * a->key_row, a->key_row, a->format, count,
-                                        dim, width, key_room, &key_step);
-            const float *values = tile_of(value + first * a->value_row, a->value_row, a->format,
-                                          count, dim, width, value_room, &value_step);
-            if (first + tile < end) {
-                ask_for(key + (first + tile) * a->key_row, a->key_row * tile);
-                ask_for(value + (first + tile) * a->value_row, a->value_row * tile);
-            }
-            attend_tile(a, head, block, first_row, rows, first, count, query, keys, key_step,
-                        values, value_step, width, acc, peak, total);
-        }
+    for (int64_t block = 0; block < a->blocks; block++) attend_block(&q, block, split, tile);
     for (int64_t r = 0; r < rows; r++)
-        memcpy(state + r * dim, acc + r * width, dim * sizeof(float));
+        memcpy(state.acc + r * dim, acc + r * width, dim * sizeof(float));
 }
 
 static void attend(const Attention *a, int64_t head, int64_t split) {
     for (int64_t row = 0; row < a->rows; row += MOST_QUERIES) {
         int64_t rows = a->rows - row < MOST_QUERIES ? a->rows - row : MOST_QUERIES;
-        attend_rows(a, head, split, row, rows);
+        int64_t place = (split * a->heads + head) * a->rows + row;
+        State state = {a->acc + place * a->head_dim, a->peak + place, a->total + place};
+        attend_rows(a, head, split, row, rows, state);
     }
+}
+
+/* Merges the splits of some rows: out [rows, head_dim] and the log-sum-exps [rows]. The states of a
+   row are `stride` rows apart. Rows that saw no key get 0 and -inf. */
+static void merge(State state, int64_t splits, int64_t stride, int64_t rows, int64_t dim,
+                  float *out, float *lse) {
+    for (int64_t row = 0; row < rows; row++, out += dim) {
+        float peak = -INFINITY, total = 0;
+        for (int64_t s = 0; s < splits; s++)
+            if (state.peak[s * stride + row] > peak) peak = state.peak[s * stride + row];
+        for (int64_t i = 0; i < dim; i++) out[i] = 0;
+        for (int64_t s = 0; s < splits; s++) {
+            int64_t at = s * stride + row;
+            if (state.peak[at] == -INFINITY) continue;
+            float share = expf(state.peak[at] - peak);
+            total += state.total[at] * share;
+            for (int64_t i = 0; i < dim; i++) out[i] += state.acc[at * dim + i] * share;
+        }
+        for (int64_t i = 0; total != 0 && i < dim; i++) out[i] /= total;
+        lse[row] = total != 0 ? logf(total) + peak : -INFINITY;
+    }
+}
+
+static void merge_all(const Attention *a, float *out, float *lse) {
+    int64_t rows = a->heads * a->rows;
+    State state = {a->acc, a->peak, a->total};
+    merge(state, a->splits, rows, rows, a->head_dim, out, lse);
+}
+
+/* The whole attention of MOST_QUERIES rows of a head from row `first_row`, with states of its own:
+   out [heads, rows, head_dim] and lse [heads, rows] of the whole call. */
+static void attend_whole(const Attention *a, int64_t head, int64_t first_row, float *out,
+                         float *lse) {
+    int64_t left = a->rows - first_row, rows = left < MOST_QUERIES ? left : MOST_QUERIES;
+    int64_t all = a->splits * rows, dim = a->head_dim, place = head * a->rows + first_row;
+    float acc[all * dim], peak[all], total[all];
+    State state = {acc, peak, total};
+    for (int64_t s = 0; s < a->splits; s++) {
+        State own = {acc + s * rows * dim, peak + s * rows, total + s * rows};
+        attend_rows(a, head, s, first_row, rows, own);
+    }
+    merge(state, a->splits, rows, rows, dim, out + place * dim, lse + place);
 }

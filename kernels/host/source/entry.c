@@ -95,25 +95,28 @@ EXPORT void triforce_attend(const Attention *a, int threads) {
     divide(attention_part, a, a->heads * a->splits, 1, threads);
 }
 
-/* Merges the splits of a state: out [heads, rows, head_dim] and the log-sum-exps [heads, rows]. Rows
-   that saw no key get 0 and -inf. */
+/* Merges the splits of a state: out [heads, rows, head_dim] and the log-sum-exps [heads, rows]. */
 EXPORT void triforce_merge(const Attention *a, float *out, float *lse) {
-    int64_t rows = a->heads * a->rows, dim = a->head_dim;
-    for (int64_t row = 0; row < rows; row++, out += dim) {
-        float peak = -INFINITY, total = 0;
-        for (int64_t s = 0; s < a->splits; s++)
-            if (a->peak[s * rows + row] > peak) peak = a->peak[s * rows + row];
-        for (int64_t i = 0; i < dim; i++) out[i] = 0;
-        for (int64_t s = 0; s < a->splits; s++) {
-            int64_t at = s * rows + row;
-            if (a->peak[at] == -INFINITY) continue;
-            float share = expf(a->peak[at] - peak);
-            total += a->total[at] * share;
-            for (int64_t i = 0; i < dim; i++) out[i] += a->acc[at * dim + i] * share;
-        }
-        for (int64_t i = 0; total != 0 && i < dim; i++) out[i] /= total;
-        lse[row] = total != 0 ? logf(total) + peak : -INFINITY;
-    }
+    kernels->merge(a, out, lse);
+}
+
+typedef struct {
+    const Attention *attention;
+    float *out, *lse;
+} Whole;
+
+static void whole_part(const void *job, int64_t first, int64_t end) {
+    const Whole *w = job;
+    int64_t parts = (w->attention->rows + MOST_QUERIES - 1) / MOST_QUERIES;
+    for (int64_t i = first; i < end; i++)
+        kernels->attend_whole(w->attention, i / parts, i % parts * MOST_QUERIES, w->out, w->lse);
+}
+
+/* Attends and merges, with the bits of `triforce_attend` and `triforce_merge`, and without a state:
+   threads share the rows instead of the keys. */
+EXPORT void triforce_attend_whole(const Attention *a, float *out, float *lse, int threads) {
+    Whole whole = {a, out, lse};
+    divide(whole_part, &whole, a->heads * ((a->rows + MOST_QUERIES - 1) / MOST_QUERIES), 1, threads);
 }
 
 typedef struct {

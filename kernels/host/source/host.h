@@ -52,8 +52,10 @@ typedef struct {
    head_dim], peak and total [splits, heads, rows], which are set first if it is `fresh`.
 
    query_head, ...: distances, of queries in numbers, of keys and values in bytes
+   first_key: place in the text of the first key; the order of sums follows from it
    own: how many tokens at the end are the rows' own: of these row r sees those up to token r % own,
-       or those in `visible` [own, own]; 0 if all rows see all tokens
+       or those in `visible` [own, own], a tree in which a row comes after the row it follows; 0 if
+       all rows see all tokens
    window: how many tokens up to its own a row sees, 0 for all
    scores: scores of chunks of `chunk` tokens, from chunk `first_chunk` of a row; NULL for none
    mass: whether a score is the log-sum-exp of a chunk's scores; else their sum */
@@ -62,7 +64,7 @@ typedef struct {
     const float *query;
     const uint8_t *key, *value, *visible;
     float *acc, *peak, *total, *scores;
-    int64_t format, heads, rows, head_dim, blocks, tokens, own, window, splits, fresh;
+    int64_t format, heads, rows, head_dim, blocks, tokens, first_key, own, window, splits, fresh;
     int64_t query_head, query_row, key_block, key_head, key_row, value_block, value_head,
         value_row;
     int64_t scores_head, scores_row, first_chunk, chunk, mass;
@@ -74,6 +76,8 @@ typedef struct {
    product: computes outputs `first` to `end`
    decode: writes `count` columns of a row from column `first`, both multiples of 256 or the last
    attend: computes one split of one head
+   merge: merges all splits
+   attend_whole: both for MOST_QUERIES rows of one head, without a state
    sum: adds numbers, as fast as memory gives them: the bound of all others */
 typedef struct {
     const char *name;
@@ -81,5 +85,8 @@ typedef struct {
     void (*product)(const Product *, int64_t first, int64_t end);
     void (*decode)(const Weight *, int64_t row, int64_t first, int64_t count, float *out);
     void (*attend)(const Attention *, int64_t head, int64_t split);
+    void (*merge)(const Attention *, float *out, float *lse);
+    void (*attend_whole)(const Attention *, int64_t head, int64_t first_row, float *out,
+                         float *lse);
     uint64_t (*sum)(const uint64_t *numbers, int64_t count);
 } Kernels;

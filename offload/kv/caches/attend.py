@@ -13,6 +13,7 @@ import torch
 from triforce_kernels.attention.attention import masses, with_sinks
 from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
 from triforce_kernels.layer import rope_into
+from triforce_kernels.limits import ALIGNED_KEYS
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_offload.conveyor import Conveyor
@@ -163,11 +164,9 @@ class PassAttention:
 
         visible: which of their own keys each row sees, if the rows are a tree
         """
-        # Attend to whole chunks that all rows see as to a block, which uses more of the device. A
-        # single row sees all keys.
-        size = self._buffer.size if self._buffer else 1
-        own = self._tokens if self._tokens > 1 or self._buffer or visible is not None else 0
-        seen = (key.shape[1] - own) // size * size
+        # Attend to what all rows see as to a block, which uses more of the device, up to a place
+        # that does not depend on the number of rows.
+        seen = (key.shape[1] - self._tokens) // ALIGNED_KEYS * ALIGNED_KEYS
         self.blocks(key[None, :, :seen], value[None, :, :seen])
         part = attend_tail(
             self._running,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_kernels.attention.attention import Partial, merge, partial_attention, with_sinks
+from triforce_kernels.attention.attention import with_sinks
+from triforce_kernels.attention.text import attend_text
 from triforce_kernels.layer import rope_into
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
@@ -76,7 +77,7 @@ class PrefillCache:
             self._score(layer, query[:, -SCORED_TOKENS:], sinks)
         end = start + batch.rows
         self._store.fill(layer, self.gathered, end, last=last)
-        return with_sinks(_attend(query, keys[:, :end], values[:, :end]), sinks)
+        return with_sinks(attend_text(query, keys[:, :end], values[:, :end]), sinks)
 
     def attend_window(
         self,
@@ -133,21 +134,3 @@ class PrefillCache:
         attention = PassAttention(query, self.gathered.shape[1], self._scores, tokens, sinks)
         attention.blocks(*blocks)
         attention.end(layer, *self.gathered[:, :, whole * size :])
-
-
-def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Partial:
-    """Return the attention of the last rows of a sequence to all of it: query [heads, rows,
-    head_dim], keys and values [kv_heads, tokens, head_dim].
-    """
-    heads, rows, head_dim = query.shape
-    kv_heads, tokens, _ = keys.shape
-    group, start = heads // kv_heads, tokens - rows
-    own = (x[:, start:].repeat_interleave(group, 0) for x in (keys, values))
-    partials = [partial_attention(query, *own, causal=True)]
-    if start:
-        packed = query.reshape(kv_heads, group * rows, head_dim)
-        past = partial_attention(packed, keys[:, :start], values[:, :start])
-        partials.append(
-            Partial(past.out.reshape(heads, rows, head_dim), past.lse.reshape(heads, rows))
-        )
-    return merge(partials)

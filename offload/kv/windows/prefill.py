@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from triforce_kernels.attention.attention import partial_attention, with_sinks
-from triforce_kernels.attention.streaming import window_mask
+from triforce_kernels.attention.attention import with_sinks
+from triforce_kernels.attention.text import attend_text
 from triforce_kernels.layer import rope_into
 from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.recent.marks import Mark, MarkPlaces
-from triforce_offload.kv.windows.shape import WINDOW_ROWS
 from triforce_offload.kv.windows.store import WindowStore
 
 
@@ -51,7 +50,9 @@ class WindowPrefill:
             store.fill(layer, self._recent)
         elif self._places.due(batch.first, batch.end):
             self._mark(layer, store.length + batch.end)
-        return _attend(query, keys, values, shape.window, sinks)
+        # The text before the window is gone; keys keep their places.
+        first = store.length + batch.first - before
+        return with_sinks(attend_text(query, keys, values, shape.window, first=first), sinks)
 
     def commit(self) -> None:
         """Make the rows tokens of the text."""
@@ -65,35 +66,3 @@ class WindowPrefill:
             size = (self._store.shape.layers, *self._recent.shape)
             self._marks[length] = torch.empty(size, dtype=self._recent.dtype)
         self._marks[length][layer] = self._recent
-
-
-def _attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    window: int,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return the attention of the last rows of a sequence to the last `window` keys of each.
-
-    query: [heads, rows, head_dim]; keys, values: [kv_heads, tokens, head_dim]
-    """
-    heads, rows, _ = query.shape
-    kv_heads, tokens, _ = keys.shape
-    before, at_once = tokens - rows, max(window, WINDOW_ROWS)
-    outs = []
-    for start in range(0, rows, at_once):
-        end = min(start + at_once, rows)
-        first = max(0, before + start + 1 - window)
-        span = slice(first, before + end)
-        own = [each[:, span].repeat_interleave(heads // kv_heads, 0) for each in (keys, values)]
-        if before + end <= window and not before + start:
-            part = partial_attention(query[:, start:end], *own, causal=True)
-            outs.append(with_sinks(part, sinks))
-            continue
-        seen = window_mask(end - start, before + start - first, window, query.device)
-        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
-        mask.masked_fill_(~seen, float("-inf"))
-        part = partial_attention(query[:, start:end], *own, mask=mask)
-        outs.append(with_sinks(part, sinks))
-    return torch.cat(outs, 1)

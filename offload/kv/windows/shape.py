@@ -18,9 +18,6 @@ SPARE_TOKENS = 32
 # Least number of tokens that may be held beyond these, and the same as a share of the window, as a
 # divisor: so rows move once in many passes.
 ROOM_TOKENS, _ROOM_SHARE = 64, 4
-# Least number of rows of a prefill that attend at once through a window; rows that attend at once
-# see the keys of each other's windows too.
-WINDOW_ROWS = 256
 # Rows behind those of a pass: recorded forwards of the retrieval level are padded.
 _PADDING = 32
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_kernels.attention.attention import partial_attention, with_sinks
+from triforce_kernels.attention.attention import with_sinks
 from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.layer import rope_into
 from triforce_offload.forward_batch import ForwardBatch
@@ -55,17 +55,16 @@ class WindowStore(RecentStore):
         query = rope_into(qkv, *batch.rotation, keys, values, start)
         heads, tokens, head_dim = query.shape
         packed = query.reshape(keys.shape[0], heads // keys.shape[0] * tokens, head_dim)
-        window = self.shape.window
-        if batch.parents is None:
-            part = attend_cache(packed, keys, values, tokens, start, window)
-        else:
-            first = max(0, start + 1 - window)
-            seen = batch.within(window, start - first)
-            mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
-            mask.masked_fill_(~seen, float("-inf"))
-            span = slice(first, start + tokens)
-            mask = mask.repeat(heads // keys.shape[0], 1)
-            part = partial_attention(packed, keys[:, span], values[:, span], mask=mask)
+        part = attend_cache(
+            packed,
+            keys,
+            values,
+            tokens,
+            start,
+            self.shape.window,
+            first=self.start,
+            visible=batch.visible,
+        )
         return with_sinks(part, sinks).view(query.shape)
 
     def move(self, end: int, rows: Sequence[int]) -> None:

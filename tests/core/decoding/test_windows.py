@@ -16,7 +16,6 @@ from recent_walks import walk_cuts, walk_trees
 
 from triforce_core import Engine
 from triforce_core.decoding.contexts import context
-from triforce_offload.forward_batch import ForwardBatch
 from triforce_offload.kv.recent import marks
 from triforce_offload.kv.recent.marks import Marks
 from triforce_offload.kv.windows import prefill, shape, store
@@ -86,9 +85,13 @@ def test_logits_equal_those_of_a_fresh_model_wherever_a_text_is_cut(
     assert between > 2, "texts were cut further than what they share, where no mark was nearer"
 
 
-def _wider(own: Callable) -> Callable:
-    def attend(*args: object) -> torch.Tensor:
-        return own(*args[:-1], args[-1] and args[-1] + 1)
+def _window(own: Callable, more: int, *, of_trees: bool = False) -> Callable:
+    """Attention to so many more keys; of trees only, if asked for."""
+
+    def attend(*args: object, **named: object) -> object:
+        if args[-1] and (named.get("visible") is not None or not of_trees):
+            args = (*args[:-1], args[-1] + more)
+        return own(*args, **named)
 
     return attend
 
@@ -104,26 +107,17 @@ def _one_late(windows: WindowStore, mark: object) -> None:
 
 taken = WindowStore.take
 PLANTED = {
-    "a pass sees one more": (store, "attend_cache", _wider(store.attend_cache)),
-    "a prefill sees one more": (
-        prefill,
-        "window_mask",
-        lambda tokens, before, window, device: _mask(tokens, before, window + 1, device),
-    ),
-    "a prefill sees one less": (
-        prefill,
-        "window_mask",
-        lambda tokens, before, window, device: _mask(tokens, before, window - 1, device),
-    ),
+    "a pass sees one more": (store, "attend_cache", _window(store.attend_cache, 1)),
+    "a prefill sees one more": (prefill, "attend_text", _window(prefill.attend_text, 1)),
+    "a prefill sees one less": (prefill, "attend_text", _window(prefill.attend_text, -1)),
     "a tree sees one less": (
-        ForwardBatch,
-        "within",
-        lambda batch, window, before: _within(batch, window - 1, before),
+        store,
+        "attend_cache",
+        _window(store.attend_cache, -1, of_trees=True),
     ),
     "a stale mark": (Marks, "cut", _stale),
     "a mark one place late": (WindowStore, "take", _one_late),
 }
-_mask, _within = prefill.window_mask, ForwardBatch.within
 
 
 @pytest.mark.parametrize("fault", ["none", *PLANTED])

@@ -24,4 +24,5 @@ static uint64_t sum(const uint64_t *numbers, int64_t count) {
 #define JOINED(first, second) first##second
 #define NAMED(name) JOINED(kernels_, name)
 
-const Kernels NAMED(NAME) = {TEXT_OF(NAME), runs_here, product, decode, attend, sum};
+const Kernels NAMED(NAME) = {TEXT_OF(NAME), runs_here, product,      decode,
+                             attend,        merge_all, attend_whole, sum};
