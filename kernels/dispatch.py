@@ -27,6 +27,7 @@ REFERENCE, TRITON, HOST = BACKENDS = ("reference", "triton", "host")
 _EXPERTS = "experts.grouped.reference_product"
 _ON_HOST = "host.experts.product"
 _DENSE = "weights.linear.reference_dense"
+_CHUNKS, _FOLD = "recurrent.delta.reference_chunks", "recurrent.delta.reference_fold"
 
 
 class Kernel(NamedTuple):
@@ -75,7 +76,14 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "convolve": ("recurrent.conv.reference_convolve", "recurrent.conv_triton.convolve"),
     "delta_gates": ("recurrent.gates.reference_gates", "recurrent.gates_triton.gates"),
     "gated_norm": ("recurrent.gates.reference_norm", "recurrent.gates_triton.norm"),
-    "delta_rule": ("recurrent.delta.reference_rule", "recurrent.delta_triton.rule"),
+    "delta_rule": (
+        "recurrent.delta.reference_rule",
+        "recurrent.delta_triton.rule",
+        "host.recurrent.rule",
+    ),
+    # On a GPU these are PyTorch's operations too.
+    "delta_chunks": (_CHUNKS, _CHUNKS, "host.recurrent.chunks"),
+    "fold_rows": (_FOLD, _FOLD, "host.recurrent.fold"),
     "distribution": (
         "sampling.sampling.reference_distribution",
         "sampling.distribution_triton.distribution",

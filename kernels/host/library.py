@@ -70,6 +70,19 @@ class Attention(ctypes.Structure):
     )
 
 
+class Rule(ctypes.Structure):
+    """`Rule` of `source/host.h`."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("state", "out", "updates")),
+        *((name, _Address) for name in ("queries", "keys", "values", "decays", "rates")),
+        *((name, _Address) for name in ("past_keys", "past_updates", "past_decays", "visible")),
+        *((name, _Long) for name in ("heads", "group", "rows", "past", "key_dim", "value_dim")),
+        *((name, _Long) for name in ("past_keys_head", "past_updates_head", "updates_head")),
+        ("advances", _Long),
+    )
+
+
 FORMATS = {
     name: number
     for number, name in enumerate(
@@ -115,6 +128,7 @@ def library() -> ctypes.CDLL | None:
         found.triforce_experts.argtypes = (_Address, ctypes.c_int)
         found.triforce_tiles.argtypes = (_Address, *[_Long] * 5, *[_Address] * 5)
         found.triforce_weighted_sums.argtypes = (*[_Address] * 3, *[_Long] * 3, _Address)
+        found.triforce_delta.argtypes = (_Address, ctypes.c_int)
         found.triforce_sum.argtypes = (_Address, _Long, ctypes.c_int)
         found.triforce_sum.restype = ctypes.c_uint64
     except (OSError, AttributeError):
@@ -134,7 +148,7 @@ def _same_structures(found: ctypes.CDLL) -> bool:
     """Whether the library was compiled with the structures of this module."""
     return all(
         getattr(found, f"triforce_size_of_{kind.__name__.lower()}")() == ctypes.sizeof(kind)
-        for kind in (Weight, Product, Experts, Attention)
+        for kind in (Weight, Product, Experts, Attention, Rule)
     )
 
 

@@ -58,13 +58,12 @@ def reference_convolve(
 ) -> torch.Tensor:
     weight, bias, activates = convolution
     channels, _, taps = weight.shape
-    if lineage is None:
-        out = inputs.new_zeros((len(inputs) - taps + 1, channels), dtype=torch.float32)
-        rows = len(out)
-        for tap in range(taps):
-            out.addcmul_(inputs[tap : tap + rows].float(), weight[:, 0, tap].float())
-    else:
-        out = (inputs[lineage].float() * weight[:, 0].T.float()).sum(1)
+    rows = len(inputs) - taps + 1 if lineage is None else len(lineage)
+    out = inputs.new_zeros((rows, channels), dtype=torch.float32)
+    # One tap after the other, so that a row has the same bits in a tree.
+    for tap in range(taps):
+        seen = inputs[tap : tap + rows] if lineage is None else inputs[lineage[:, tap]]
+        out += seen.float() * weight[:, 0, tap].float()
     if bias is not None:
         out += bias.float()
     # Rounded before the activation, as transformers does.

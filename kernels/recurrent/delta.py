@@ -134,7 +134,7 @@ def delta_chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tens
     if not len(rows.values):
         return rows.values
     with threads_for(chunk * state.numel(), state.device):
-        return _chunks(rows, state, chunk)
+        return implementation("delta_chunks", state.device)(rows, state, chunk)
 
 
 def fold(state: torch.Tensor, parts: Sequence[LeftRows]) -> None:
@@ -145,15 +145,7 @@ def fold(state: torch.Tensor, parts: Sequence[LeftRows]) -> None:
     """
     rows = max(part.keys.shape[1] for part in parts)
     with threads_for(rows * state.numel(), state.device):
-        steps = []
-        for part in parts:
-            total = part.decays.cumsum(1)
-            since = (total[:, -1:] - total).exp_()
-            keys = part.keys.repeat_interleave(len(state) // len(part.keys), 0)
-            keys = (keys * since.unsqueeze(2)).transpose(1, 2)
-            steps.append((total[:, -1, None, None].exp(), keys, part.updates.contiguous()))
-        for decay, keys, updates in steps:
-            state.mul_(decay).baddbmm_(keys, updates)
+        implementation("fold_rows", state.device)(state, parts)
 
 
 def reference_rule(
@@ -208,7 +200,19 @@ def reference_rule(
     return out.transpose(0, 1).to(rows.values.dtype).contiguous()
 
 
-def _chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
+def reference_fold(state: torch.Tensor, parts: Sequence[LeftRows]) -> None:
+    steps = []
+    for part in parts:
+        total = part.decays.cumsum(1)
+        since = (total[:, -1:] - total).exp_()
+        keys = part.keys.repeat_interleave(len(state) // len(part.keys), 0)
+        keys = (keys * since.unsqueeze(2)).transpose(1, 2)
+        steps.append((total[:, -1, None, None].exp(), keys, part.updates.contiguous()))
+    for decay, keys, updates in steps:
+        state.mul_(decay).baddbmm_(keys, updates)
+
+
+def reference_chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
     normed, group = rows.normed(), len(state) // rows.keys.shape[1]
     queries, keys, values = (each.unflatten(1, (-1, chunk)) for each in normed[:3])
     rates = normed.rates.unflatten(1, (-1, chunk)).unsqueeze(3)

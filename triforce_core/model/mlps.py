@@ -71,7 +71,7 @@ class ExpertsMLP:
     def __call__(self, w: Views, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """MLPLayer.__call__."""
         spec, wide = self._spec, normed.float()
-        products = wide @ w["router"].T
+        products = linear(wide, w["router"])
         if spec.router.linear_bias:
             products += w["router_linear_bias"]
         chosen, weights = choose(products, w.get("router_bias"), self._choice)
@@ -79,7 +79,7 @@ class ExpertsMLP:
         if spec.shared:
             shared = self._shared(w, normed)
             if spec.gated_shared:
-                shared *= (wide @ w["shared_gate"].T).sigmoid_()
+                shared *= linear(wide, w["shared_gate"]).sigmoid_()
             out += shared
         return out
 
@@ -105,7 +105,7 @@ class ExpertsBesideMLP(ExpertsMLP):
         norm, wide = self._norm, hidden.float()
         size = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
         wide = wide * size * w["router_scale"] * hidden.shape[1] ** -0.5
-        chosen, weights = choose(wide @ w["router"].T, None, self._choice)
+        chosen, weights = choose(linear(wide, w["router"]), None, self._choice)
         weights = weights * w["expert_scale"][chosen]
         experts = self._experts(w, norm(hidden, w["experts_norm"]), chosen, weights)
         dense = norm(self._shared(w, normed), w["dense_out_norm"])

@@ -71,6 +71,25 @@ typedef struct {
     float scale;
 } Attention;
 
+/* Rows of the gated delta rule, and a state [heads, key_dim, value_dim] before them.
+
+   queries, keys [heads / group, rows, key_dim]: normed
+   values, out [heads, rows, value_dim]; decays, rates [heads, rows]
+   past_keys, past_updates, past_decays: `past` rows between the state and the first row; ..._head:
+       numbers from a head to the next. Decays are [heads, past]
+   updates: what each row adds to the state, which the kernel writes, `updates_head` numbers from a
+       head to the next
+   visible: which rows each row follows, [rows, rows], of a tree; NULL if each follows the one
+       before it
+   advances: whether the state becomes the one after the last row; else it stays. Not for trees */
+typedef struct {
+    float *state, *out, *updates;
+    const float *queries, *keys, *values, *decays, *rates, *past_keys, *past_updates, *past_decays;
+    const uint8_t *visible;
+    int64_t heads, group, rows, past, key_dim, value_dim, past_keys_head, past_updates_head,
+        updates_head, advances;
+} Rule;
+
 /* The kernels of one make of vector units.
 
    product: computes outputs `first` to `end`
@@ -78,6 +97,7 @@ typedef struct {
    attend: computes one split of one head
    merge: merges all splits
    attend_whole: both for MOST_QUERIES rows of one head, without a state
+   delta: computes all rows of one value head, with room for states
    sum: adds numbers, as fast as memory gives them: the bound of all others */
 typedef struct {
     const char *name;
@@ -88,5 +108,6 @@ typedef struct {
     void (*merge)(const Attention *, float *out, float *lse);
     void (*attend_whole)(const Attention *, int64_t head, int64_t first_row, float *out,
                          float *lse);
+    void (*delta)(const Rule *, int64_t head, float *states);
     uint64_t (*sum)(const uint64_t *numbers, int64_t count);
 } Kernels;

@@ -2,6 +2,7 @@
    before it includes this one. */
 #include "../attention.h"
 #include "../product.h"
+#include "../recurrent.h"
 
 static int runs_here(void) { return RUNS_HERE; }
 
@@ -24,5 +25,6 @@ static uint64_t sum(const uint64_t *numbers, int64_t count) {
 #define JOINED(first, second) first##second
 #define NAMED(name) JOINED(kernels_, name)
 
-const Kernels NAMED(NAME) = {TEXT_OF(NAME), runs_here, product,      decode,
-                             attend,        merge_all, attend_whole, sum};
+const Kernels NAMED(NAME) = {
+    TEXT_OF(NAME), runs_here, product, decode, attend, merge_all, attend_whole, delta, sum,
+};
