@@ -27,6 +27,7 @@ REFERENCE, TRITON, HOST = BACKENDS = ("reference", "triton", "host")
 _EXPERTS = "experts.grouped.reference_product"
 _ON_HOST = "host.experts.product"
 _DENSE = "weights.linear.reference_dense"
+_CLAMPED = "layer.reference_clamped_swiglu"
 _CHUNKS, _FOLD = "recurrent.delta.reference_chunks", "recurrent.delta.reference_fold"
 
 
@@ -67,12 +68,18 @@ _PATHS: dict[str, tuple[str, ...]] = {
     ),
     "choose_chunks": ("kv.selection.reference_choose", "kv.selection_triton.choose"),
     "gather_chunks": ("kv.gather.reference_gather", "kv.gather_triton.gather"),
-    "layer_norm": ("layer.reference_layer_norm", "layer_triton.layer_norm"),
-    "rms_norm": ("layer.reference_rms_norm", "layer_triton.rms_norm"),
-    "rope_into": ("layer.reference_rope_into", "layer_triton.rope_into"),
+    "layer_norm": (
+        "layer.reference_layer_norm",
+        "layer_triton.layer_norm",
+        "host.layer.layer_norm",
+    ),
+    "rms_norm": ("layer.reference_rms_norm", "layer_triton.rms_norm", "host.layer.rms_norm"),
+    "rope_into": ("layer.reference_rope_into", "layer_triton.rope_into", "host.layer.rope_into"),
     "round_chunks": ("kv.rounding.reference_round_chunks", "kv.rounding_triton.round_chunks"),
-    "geglu": ("layer.reference_geglu", "layer_triton.geglu"),
-    "swiglu": ("layer.reference_swiglu", "layer_triton.swiglu"),
+    "geglu": ("layer.reference_geglu", "layer_triton.geglu", "host.layer.geglu"),
+    "swiglu": ("layer.reference_swiglu", "layer_triton.swiglu", "host.layer.swiglu"),
+    "clamped_swiglu": (_CLAMPED, _CLAMPED, "host.layer.clamped_swiglu"),
+    "elementwise": ("elementwise.reference", "elementwise.reference", "host.layer.computed"),
     "convolve": ("recurrent.conv.reference_convolve", "recurrent.conv_triton.convolve"),
     "delta_gates": ("recurrent.gates.reference_gates", "recurrent.gates_triton.gates"),
     "gated_norm": ("recurrent.gates.reference_norm", "recurrent.gates_triton.norm"),
@@ -120,7 +127,11 @@ _PATHS: dict[str, tuple[str, ...]] = {
     "gather_split_chunks": ("kv.gather_split.reference_gather", "kv.gather_split_triton.gather"),
     "encode_kv_block": ("kv.split_kv.reference_encode", "kv.split_kv_triton.encode"),
     "decode_kv_blocks": ("kv.split_kv.reference_decode", "kv.split_kv_triton.decode"),
-    "choose_experts": ("experts.routing.reference_choose", "experts.routing_triton.choose"),
+    "choose_experts": (
+        "experts.routing.reference_choose",
+        "experts.routing_triton.choose",
+        "host.experts.choose",
+    ),
     "expert_tiles": (
         "experts.grouped.reference_in_tiles",
         "experts.routing_triton.in_tiles",

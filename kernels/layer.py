@@ -150,11 +150,14 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """Return gate * sigmoid(1.702 gate) * (up + 1) of [rows, 2 width], gate first: [rows, width].
-    Gates are at most 7, and up projections within -7 and 7 (gpt-oss).
+    Gates are at most 7, and up projections within -7 and 7 (gpt-oss). Raises ValueError.
     """
-    gate, up = gate_up.chunk(2, -1)
-    gate = gate.clamp(max=_CLAMP)
-    return (up.clamp(-_CLAMP, _CLAMP) + 1).mul_(gate).mul_(gate.mul(_SHARPNESS).sigmoid_())
+    require(
+        "clamped_swiglu",
+        gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0 and alike(gate_up),
+        gate_up=gate_up,
+    )
+    return implementation("clamped_swiglu", gate_up.device)(gate_up)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -226,3 +229,9 @@ def reference_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def reference_geglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def reference_clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    gate = gate.clamp(max=_CLAMP)
+    return (up.clamp(-_CLAMP, _CLAMP) + 1).mul_(gate).mul_(gate.mul(_SHARPNESS).sigmoid_())

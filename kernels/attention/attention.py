@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from triforce_kernels.checks import alike, require
+from triforce_kernels.elementwise import sigmoid
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_CAPABILITY = (8, 0)
@@ -110,7 +111,7 @@ def with_sinks(part: Partial, sinks: torch.Tensor | None) -> torch.Tensor:
     if sinks is None:
         return part.out
     heads, head_dim = len(sinks), part.out.shape[-1]
-    share = (part.lse.reshape(heads, -1) - sinks.unsqueeze(1)).sigmoid_().unsqueeze(-1)
+    share = sigmoid(part.lse.reshape(heads, -1) - sinks.unsqueeze(1)).unsqueeze(-1)
     out = part.out.reshape(heads, -1, head_dim)
     return (out.float() * share).to(out.dtype)
 

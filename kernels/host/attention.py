@@ -15,7 +15,8 @@ from triforce_kernels.attention.streaming import (
     reference_splits,
     reference_tail,
 )
-from triforce_kernels.host.library import DENSE, Attention, library
+from triforce_kernels.host.library import library
+from triforce_kernels.host.structures import DENSE, Attention
 from triforce_kernels.limits import HOST_PARTS
 
 if TYPE_CHECKING:

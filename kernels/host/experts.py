@@ -7,11 +7,42 @@ import ctypes
 import torch
 
 from triforce_kernels.experts.grouped import reference_product
-from triforce_kernels.host.library import Experts, Product, library
+from triforce_kernels.experts.routing import Choice
+from triforce_kernels.host import structures
+from triforce_kernels.host.library import library
+from triforce_kernels.host.structures import Experts, Product
 from triforce_kernels.host.weights import computes, rounded, stored
 from triforce_kernels.limits import EXPERT_TILE
 from triforce_kernels.weights.linear import Weight
 from triforce_kernels.weights.tiles import Tiles
+
+
+def choose(
+    products: torch.Tensor, bias: torch.Tensor | None, choice: Choice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`routing.choose`."""
+    rows, count = products.shape
+    chosen = torch.empty(rows, choice.active, dtype=torch.int64, device="cpu")
+    weights = products.new_empty(chosen.shape)
+    call = structures.Choice(
+        rows,
+        count,
+        choice.active,
+        choice.sigmoid,
+        choice.normalised,
+        choice.groups,
+        choice.chosen_groups,
+        choice.scale,
+    )
+    library().triforce_choose(
+        ctypes.byref(call),
+        products.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        chosen.data_ptr(),
+        weights.data_ptr(),
+        (ctypes.c_float * (3 * count))(),
+    )
+    return chosen, weights
 
 
 def in_tiles(

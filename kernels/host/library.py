@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from triforce_kernels.host.structures import STRUCTURES
+
 # Makes of vector units: names of the C kernels, from the best to the plainest. One that runs here
 # may be forced, so that tests compare them.
 VARIABLE = "TRIFORCE_VECTORS"
@@ -21,84 +23,6 @@ VARIABLE = "TRIFORCE_VECTORS"
 _VERSION = 1
 
 _Long, _Address = ctypes.c_int64, ctypes.c_void_p
-
-
-class Weight(ctypes.Structure):
-    """`Weight` of `source/host.h`."""
-
-    _fields_ = (
-        *((name, _Long) for name in ("format", "columns", "stride")),
-        *((name, _Address) for name in ("data", "low", "base", "places", "starts", "patterns")),
-        *((name, _Long) for name in ("room", "groups", "first")),
-        *((name, _Address) for name in ("scale", "offset")),
-        *((name, _Long) for name in ("group", "scale_format", "scale_stride")),
-    )
-
-
-class Product(ctypes.Structure):
-    """`Product` of `source/host.h`."""
-
-    _fields_ = (
-        *((name, _Address) for name in ("weight", "x", "out")),
-        *((name, _Long) for name in ("rows", "outputs", "x_stride", "out_stride", "rounded")),
-    )
-
-
-class Experts(ctypes.Structure):
-    """`Experts` of `source/experts.c`."""
-
-    _fields_ = (
-        ("product", Product),
-        *((name, _Address) for name in ("experts", "counts")),
-        *((name, _Long) for name in ("tiles", "size")),
-    )
-
-
-class Attention(ctypes.Structure):
-    """`Attention` of `source/host.h`."""
-
-    _fields_ = (
-        *((name, _Address) for name in ("query", "key", "value", "visible")),
-        *((name, _Address) for name in ("acc", "peak", "total", "scores")),
-        *((name, _Long) for name in ("format", "heads", "rows", "head_dim", "blocks", "tokens")),
-        *((name, _Long) for name in ("first_key", "own", "window", "splits", "fresh")),
-        *((name, _Long) for name in ("query_head", "query_row")),
-        *((name, _Long) for name in ("key_block", "key_head", "key_row")),
-        *((name, _Long) for name in ("value_block", "value_head", "value_row")),
-        *((name, _Long) for name in ("scores_head", "scores_row", "first_chunk", "chunk", "mass")),
-        ("scale", ctypes.c_float),
-    )
-
-
-class Rule(ctypes.Structure):
-    """`Rule` of `source/host.h`."""
-
-    _fields_ = (
-        *((name, _Address) for name in ("state", "out", "updates")),
-        *((name, _Address) for name in ("queries", "keys", "values", "decays", "rates")),
-        *((name, _Address) for name in ("past_keys", "past_updates", "past_decays", "visible")),
-        *((name, _Long) for name in ("heads", "group", "rows", "past", "key_dim", "value_dim")),
-        *((name, _Long) for name in ("past_keys_head", "past_updates_head", "updates_head")),
-        ("advances", _Long),
-    )
-
-
-FORMATS = {
-    name: number
-    for number, name in enumerate(
-        (
-            *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-            *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "F8_E4M3"),
-            *("SPLIT_BF16", "HIGH_BF16", "HIGH_F16", "INT4"),
-        )
-    )
-}
-# Formats of dense numbers.
-DENSE = {
-    torch.float32: FORMATS["F32"],
-    torch.float16: FORMATS["F16"],
-    torch.bfloat16: FORMATS["BF16"],
-}
 
 
 class LibraryError(RuntimeError):
@@ -128,7 +52,10 @@ def library() -> ctypes.CDLL | None:
         found.triforce_experts.argtypes = (_Address, ctypes.c_int)
         found.triforce_tiles.argtypes = (_Address, *[_Long] * 5, *[_Address] * 5)
         found.triforce_weighted_sums.argtypes = (*[_Address] * 3, *[_Long] * 3, _Address)
-        found.triforce_delta.argtypes = (_Address, ctypes.c_int)
+        found.triforce_choose.argtypes = [_Address] * 6
+        found.triforce_map.argtypes = (_Long, _Address, _Address, _Long)
+        for name in ("delta", "norm", "gated", "rope"):
+            getattr(found, f"triforce_{name}").argtypes = (_Address, ctypes.c_int)
         found.triforce_sum.argtypes = (_Address, _Long, ctypes.c_int)
         found.triforce_sum.restype = ctypes.c_uint64
     except (OSError, AttributeError):
@@ -145,10 +72,10 @@ def library() -> ctypes.CDLL | None:
 
 
 def _same_structures(found: ctypes.CDLL) -> bool:
-    """Whether the library was compiled with the structures of this module."""
+    """Whether the library was compiled with the structures of `structures`."""
     return all(
         getattr(found, f"triforce_size_of_{kind.__name__.lower()}")() == ctypes.sizeof(kind)
-        for kind in (Weight, Product, Experts, Attention, Rule)
+        for kind in STRUCTURES
     )
 
 

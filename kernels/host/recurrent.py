@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from triforce_kernels.host.library import Rule, library
-from triforce_kernels.recurrent.delta import DeltaRows, LeftRows, reference_rule
+from triforce_kernels.host.layer import of_length_one
+from triforce_kernels.host.library import library
+from triforce_kernels.host.structures import Rule
+from triforce_kernels.recurrent.delta import EPS, DeltaRows, LeftRows, reference_rule
 
 
 def rule(
@@ -21,7 +23,7 @@ def rule(
     """`delta.delta_rule`."""
     if isinstance(first, torch.Tensor):
         return reference_rule(rows, state, left, first, visible)
-    normed, end = rows.normed(), first + len(rows.keys)
+    normed, end = _normed(rows), first + len(rows.keys)
     left.keys[:, first:end] = normed.keys
     left.decays[:, first:end] = normed.decays
     into = left.updates[:, first:end]
@@ -30,17 +32,29 @@ def rule(
 
 def chunks(rows: DeltaRows, state: torch.Tensor, chunk: int) -> torch.Tensor:
     """`delta.delta_chunks`; the size of a chunk does not matter."""
-    normed = rows.normed()
+    normed = _normed(rows)
     into = torch.empty_like(normed.values)
     return _computed(normed, state, None, into, None, advances=True).to(rows.values.dtype)
 
 
 def fold(state: torch.Tensor, parts: Sequence[LeftRows]) -> None:
     """`delta.fold`."""
-    calls = [(call, keep) for part in parts for call, keep in [_call(state, part)]]
-    for call, _ in calls:
+    for part in parts:
+        call = _call(state, len(part.keys))
+        _add_past(call, part)
         call.advances = True
         _run(call)
+
+
+def _normed(rows: DeltaRows) -> DeltaRows:
+    """`DeltaRows.normed`, of which each part is contiguous."""
+    others = (each.transpose(0, 1).float().contiguous() for each in rows[2:])
+    queries = of_length_one(_with_rows(rows.queries), EPS, rows.queries.shape[-1] ** -0.5)
+    return DeltaRows(queries, of_length_one(_with_rows(rows.keys), EPS), *others)
+
+
+def _with_rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _computed(
@@ -54,40 +68,38 @@ def _computed(
 ) -> torch.Tensor:
     """Return the output of rows, [rows, value_heads, value_dim] float32, and write their updates.
 
-    normed: see `DeltaRows.normed`
+    normed: the rows, see `_normed`
     """
-    call, kept = _call(state, past)
+    call = _call(state, len(normed.keys))
+    if past is not None:
+        _add_past(call, past)
     out = torch.empty(normed.values.shape, dtype=torch.float32, device="cpu")
-    inputs = [
-        *(each.contiguous() for each in (*normed[:3], normed.decays.exp(), normed.rates)),
-        None if visible is None else visible.contiguous(),
-    ]
     call.queries, call.keys, call.values, call.decays, call.rates = (
-        each.data_ptr() for each in inputs[:5]
+        each.data_ptr() for each in normed
     )
     if visible is not None:
-        call.visible = inputs[5].data_ptr()
-    call.group = len(state) // len(normed.keys)
+        visible = visible.contiguous()
+        call.visible = visible.data_ptr()
     call.rows, call.out, call.advances = out.shape[1], out.data_ptr(), advances
     call.updates, call.updates_head = updates.data_ptr(), updates.stride(0)
     _run(call)
-    del kept
     return out.transpose(0, 1).contiguous()
 
 
-def _call(state: torch.Tensor, past: LeftRows | None) -> tuple[Rule, torch.Tensor | None]:
-    """Return a call without rows, and a tensor that must outlive it."""
+def _call(state: torch.Tensor, key_heads: int) -> Rule:
+    """Return a call without rows."""
     call = Rule()
     call.heads, call.key_dim, call.value_dim = state.shape
-    call.state, call.group = state.data_ptr(), 1
-    if past is None:
-        return call, None
-    decays = past.decays.exp().contiguous()
-    call.group, call.past = len(state) // len(past.keys), past.keys.shape[1]
-    call.past_keys, call.past_keys_head = past.keys.data_ptr(), past.keys.stride(0)
-    call.past_updates, call.past_updates_head = past.updates.data_ptr(), past.updates.stride(0)
-    call.past_decays = decays.data_ptr()
-    return call, decays
+    call.state, call.group = state.data_ptr(), len(state) // key_heads
+    return call
+
+
+def _add_past(call: Rule, past: LeftRows) -> None:
+    call.past = past.keys.shape[1]
+    call.past_keys, call.past_updates, call.past_decays = (each.data_ptr() for each in past)
+    call.past_keys_head, call.past_updates_head, call.past_decays_head = (
+        each.stride(0) for each in past
+    )
 
 
 def _run(call: Rule) -> None:

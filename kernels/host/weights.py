@@ -13,7 +13,8 @@ from functools import singledispatch
 import torch
 
 from triforce_kernels.checks import require
-from triforce_kernels.host.library import DENSE, FORMATS, Product, Weight, library
+from triforce_kernels.host.library import library
+from triforce_kernels.host.structures import DENSE, FORMATS, Product, Weight
 from triforce_kernels.limits import FEW_ROWS
 from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.blocks import BlockWeight

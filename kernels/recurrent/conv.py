@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from triforce_kernels.checks import alike, require
 from triforce_kernels.dispatch import implementation
+from triforce_kernels.elementwise import silu
 
 
 class Convolution(NamedTuple):
@@ -68,4 +68,4 @@ def reference_convolve(
         out += bias.float()
     # Rounded before the activation, as transformers does.
     out = out.to(inputs.dtype)
-    return F.silu(out) if activates else out
+    return silu(out) if activates else out

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from triforce_kernels.checks import alike, require
 from triforce_kernels.dispatch import implementation
+from triforce_kernels.elementwise import sigmoid, silu, softplus
+from triforce_kernels.layer import rms_norm
 
 
 def delta_gates(
@@ -65,13 +66,11 @@ def gated_norm(
 def reference_gates(
     decays: torch.Tensor, rates: torch.Tensor, factor: torch.Tensor, bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return F.softplus(decays.float() + bias) * factor, rates.sigmoid().float()
+    return softplus(decays.float() + bias) * factor, sigmoid(rates).float()
 
 
 def reference_norm(
     x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    exact = x.float()
-    exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
-    normed = weight * exact.to(x.dtype)
-    return (normed.flatten(1) * F.silu(gate.float())).to(x.dtype)
+    normed = rms_norm(x, weight, eps)
+    return (normed.flatten(1) * silu(gate.float())).to(x.dtype)

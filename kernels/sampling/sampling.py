@@ -157,18 +157,32 @@ def reference_pick(probs: torch.Tensor, coins: torch.Tensor) -> torch.Tensor:
 
 def _nucleus(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     """Return the most likely tokens until their sum reaches top_p, renormalised."""
-    if probs.device.type == "cpu" and probs.shape[-1] > _SHORTLIST:
-        # Sorting a whole vocabulary takes a CPU as long as a small model's forward, and nearly all
-        # of that time is for tokens outside the nucleus.
-        best = probs.topk(_SHORTLIST + 1, -1).values
-        before = best.cumsum(-1) - best
-        kept = (before < top_p).sum(-1, keepdim=True)
-        least = best.gather(-1, (kept - 1).clamp(min=0))
-        # Among equals at the edge the sort below decides, as it does in transformers.
-        tied = least == best.gather(-1, kept.clamp(max=_SHORTLIST))
-        if not (tied | (kept > _SHORTLIST) | probs.sum(-1, keepdim=True).isnan()).any():
-            probs = probs.masked_fill(probs < least, 0)
-            return probs / probs.sum(-1, keepdim=True)
+    if probs.device.type != "cpu":
+        return _by_order(probs, top_p)
+    # Row by row: PyTorch divides the sum of a lone row among threads, and not that of many.
+    rows = [_by_shortlist(row, top_p) for row in probs.reshape(-1, 1, probs.shape[-1])]
+    return torch.cat(rows).view(probs.shape)
+
+
+def _by_shortlist(probs: torch.Tensor, top_p: float) -> torch.Tensor:
+    """`_nucleus` of one row, [1, vocab]. Sorting a whole vocabulary takes a CPU as long as a small
+    model's forward, and nearly all of that time is for tokens outside the nucleus.
+    """
+    if probs.shape[-1] <= _SHORTLIST:
+        return _by_order(probs, top_p)
+    best = probs.topk(_SHORTLIST + 1, -1).values
+    before = best.cumsum(-1) - best
+    kept = (before < top_p).sum(-1, keepdim=True)
+    least = best.gather(-1, (kept - 1).clamp(min=0))
+    # Among equals at the edge the sort decides, as it does in transformers.
+    tied = least == best.gather(-1, kept.clamp(max=_SHORTLIST))
+    if tied | (kept > _SHORTLIST) | probs.sum(-1, keepdim=True).isnan():
+        return _by_order(probs, top_p)
+    probs = probs.masked_fill(probs < least, 0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def _by_order(probs: torch.Tensor, top_p: float) -> torch.Tensor:
     ordered, order = probs.sort(-1)
     dropped = ordered.cumsum(-1) <= 1 - top_p
     dropped[..., -1] = False

@@ -18,6 +18,7 @@ from triforce_kernels.attention.streaming import Running, attend_blocks, attend_
 from triforce_kernels.dispatch import HOST, REFERENCE, KernelsError
 from triforce_kernels.experts.grouped import in_tiles
 from triforce_kernels.host import library as found
+from triforce_kernels.host import structures
 from triforce_kernels.host import weights as host
 from triforce_kernels.weights import blocks, int4, split_bf16
 from triforce_kernels.weights.block_types import ALL_TYPES, BlockType
@@ -29,7 +30,7 @@ from triforce_kernels.weights.split_fp16 import SplitFP16Weight
 LIBRARY = found.library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="needs the compiled kernels")
 MAKES = found.makes(LIBRARY) if LIBRARY else []
-KINDS = [ALL_TYPES[name] for name in found.FORMATS if name in ALL_TYPES]
+KINDS = [ALL_TYPES[name] for name in structures.FORMATS if name in ALL_TYPES]
 # Where the half-precision numbers of a block are, whose exponents random bits would make too large.
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": (), "F8_E4M3": ()}
 HALVES |= dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2))
@@ -132,7 +133,7 @@ def test_decoded_numbers_are_rounded_as_torch_rounds_them(make, dtype: torch.dty
     numbers = numbers.nan_to_num(posinf=0, neginf=0)
     data[numbers.isnan().any(1)] = 0
     x = torch.eye(columns)[:64].to(dtype)
-    picked = host._multiplied(x, host._blocks(data, kind), 64, found.DENSE[dtype]).float()
+    picked = host._multiplied(x, host._blocks(data, kind), 64, structures.DENSE[dtype]).float()
     finite = picked.isfinite()
     assert finite.float().mean() > 0.8
     assert torch.equal(picked[finite], numbers.T[:64][finite])
@@ -254,9 +255,9 @@ def test_vector_units_can_be_chosen_of_those_that_are_here(monkeypatch) -> None:
 
 def test_structures_are_those_of_the_header() -> None:
     """The library says how large it takes them to be."""
-    for name in ("Weight", "Product", "Experts", "Attention"):
-        size = getattr(LIBRARY, f"triforce_size_of_{name.lower()}")()
-        assert size == ctypes.sizeof(getattr(found, name)), name
+    for kind in structures.STRUCTURES:
+        size = getattr(LIBRARY, f"triforce_size_of_{kind.__name__.lower()}")()
+        assert size == ctypes.sizeof(kind), kind
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 
 from triforce_core.model.layers import Attention, DeltaNet, LayerSpec, ShortConv
 from triforce_core.model.norms import Norm
+from triforce_kernels.elementwise import sigmoid
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
 from triforce_kernels.recurrent.gates import delta_gates, gated_norm
@@ -75,7 +76,7 @@ class AttentionMixer:
         mixed = attend(self._kv_layer, heads, batch, w.get("sinks"))
         mixed = mixed.transpose(0, 1).reshape(batch.rows, -1)
         if spec.output_gate:
-            mixed *= gate.sigmoid_()
+            mixed *= sigmoid(gate)
         return linear(mixed, w["o"], w.get("o_bias"))
 
     def _norm_over_ranks(
@@ -87,7 +88,8 @@ class AttentionMixer:
         parts = [each.flatten(1) for each in (queries, keys)]
         sums = torch.empty(len(queries) + 1, 2, dtype=torch.float32, device=queries.device)
         for index, part in enumerate(parts):
-            sums[:-1, index] = part.float().square().sum(-1)
+            squares = part.float().square()
+            sums[:-1, index : index + 1] = linear(squares, squares.new_ones(1, part.shape[1]))
             sums[-1, index] = part.shape[1]
         self._ranks.sum(sums)
         means = sums[:-1] / sums[-1]

@@ -16,9 +16,10 @@ from triforce_core.model.feed_forward import (
 )
 from triforce_core.model.layers import LayerSpec
 from triforce_core.model.norms import Norm
+from triforce_kernels.elementwise import sigmoid
 from triforce_kernels.experts import grouped
 from triforce_kernels.experts.routing import Choice, choose
-from triforce_kernels.layer import clamped_swiglu, geglu, swiglu
+from triforce_kernels.layer import clamped_swiglu, geglu, rms_norm, swiglu
 from triforce_kernels.weights.linear import linear
 from triforce_offload.link.waiting import come
 from triforce_offload.weights.layouts import Views
@@ -79,7 +80,7 @@ class ExpertsMLP:
         if spec.shared:
             shared = self._shared(w, normed)
             if spec.gated_shared:
-                shared *= linear(wide, w["shared_gate"]).sigmoid_()
+                shared *= sigmoid(linear(wide, w["shared_gate"]))
             out += shared
         return out
 
@@ -102,9 +103,8 @@ class ExpertsBesideMLP(ExpertsMLP):
 
     def __call__(self, w: Views, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """MLPLayer.__call__."""
-        norm, wide = self._norm, hidden.float()
-        size = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-        wide = wide * size * w["router_scale"] * hidden.shape[1] ** -0.5
+        norm = self._norm
+        wide = rms_norm(hidden.float(), w["router_scale"], norm.eps) * hidden.shape[1] ** -0.5
         chosen, weights = choose(linear(wide, w["router"]), None, self._choice)
         weights = weights * w["expert_scale"][chosen]
         experts = self._experts(w, norm(hidden, w["experts_norm"]), chosen, weights)

@@ -14,6 +14,7 @@ from triforce_core.model.mlps import mlp_layer
 from triforce_core.model.norms import Norm
 from triforce_core.model.rope import Rope
 from triforce_kernels.dispatch import HOST, TRITON, backend
+from triforce_kernels.elementwise import tanh
 from triforce_kernels.weights.linear import Weight, linear, lookup
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.link.waiting import come
@@ -142,7 +143,7 @@ class Model:
         if self.config.logit_scale != 1:
             part *= self.config.logit_scale
         if (cap := self.config.logit_cap) is not None:
-            part.div_(cap).tanh_().mul_(cap)
+            part = tanh(part.div_(cap)).mul_(cap)
         return self._ranks.gather(part, ends.widths)
 
     def continued(self, config: ModelConfig, norm: torch.Tensor) -> Model:

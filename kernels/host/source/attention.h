@@ -11,6 +11,7 @@
 #include <math.h>
 
 #include "blocks.h"
+#include "functions.h"
 #include "host.h"
 #include "product.h"
 
@@ -18,26 +19,6 @@
 enum { TILE_NUMBERS = 1 << 13, TILE_KEYS = 64, LEAST_KEYS = 16, MOST_HEAD_DIM = 1024 };
 /* A row of a tile's scores; OUTPUTS keys are scored at a time, wherever the first one stands. */
 enum { SCORES = TILE_KEYS + 16 };
-
-/* exp(x) for x <= 0, as Cephes computes it; 0 where the result would be denormal, and NaN of NaN:
-   `most` returns its second argument if they cannot be compared. */
-INLINE vf exponential(vf x) {
-    vi vanishes = (vi)(x < all(-87.33654f));
-    x = most(all(-87.33654f), x);
-    /* Adding and subtracting 1.5 * 2^23 rounds to the nearest integer. */
-    vf turns = fma_of(x, all(1.44269504088896341f), all(12582912.0f)) - all(12582912.0f);
-    vf rest = fma_of(turns, all(-0.693359375f), x);
-    rest = fma_of(turns, all(2.12194440e-4f), rest);
-    vf sum = all(1.9875691500e-4f);
-    sum = fma_of(sum, rest, all(1.3981999507e-3f));
-    sum = fma_of(sum, rest, all(8.3334519073e-3f));
-    sum = fma_of(sum, rest, all(4.1665795894e-2f));
-    sum = fma_of(sum, rest, all(1.6666665459e-1f));
-    sum = fma_of(sum, rest, all(5.0000001201e-1f));
-    sum = fma_of(sum, rest * rest, rest) + all(1);
-    vi power = __builtin_convertvector(turns, vi) + 127;
-    return (vf)(~vanishes & (vi)(sum * (vf)(power << 23)));
-}
 
 /* Rows of a tile as float32, each padded with zeros to `width` numbers. */
 static void widen(const uint8_t *at, int64_t stride, int64_t format, int64_t count, int64_t dim,

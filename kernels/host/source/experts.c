@@ -1,5 +1,6 @@
 /* Mixtures of experts: rows are divided into tiles, each of one expert, and multiplied by that
    expert's rows of a weight (`triforce_kernels.experts`). */
+#include <math.h>
 #include <stddef.h>
 
 #include "host.h"
@@ -13,6 +14,12 @@ typedef struct {
     const int64_t *experts, *counts;
     int64_t tiles, size;
 } Experts;
+
+/* How experts are chosen; see `routing.Choice`. */
+typedef struct {
+    int64_t rows, count, active, sigmoid, normalised, groups, chosen_groups;
+    float scale;
+} Choice;
 
 /* The part of a weight from row `row` on. */
 static Weight rows_from(const Weight *weight, int64_t row) {
@@ -81,6 +88,70 @@ EXPORT int triforce_tiles(const int64_t *chosen, int64_t rows, int64_t active, i
     }
     return 1;
 }
+
+/* Scores of a row's experts: sigmoids of its products, or a softmax over them. */
+static void scores_of_row(const float *products, int64_t count, int sigmoid, float *scores) {
+    float peak = -INFINITY, total = 0;
+    for (int64_t e = 0; e < count; e++)
+        if (products[e] > peak) peak = products[e];
+    for (int64_t e = 0; e < count; e++) {
+        scores[e] = sigmoid ? 1 / (1 + expf(-products[e])) : expf(products[e] - peak);
+        total += scores[e];
+    }
+    for (int64_t e = 0; !sigmoid && e < count; e++) scores[e] /= total;
+}
+
+/* The greatest of numbers, the first one among equals. */
+static int64_t greatest(const float *numbers, int64_t count) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < count; i++)
+        if (numbers[i] > numbers[best]) best = i;
+    return best;
+}
+
+/* Makes -inf of the numbers outside of the chosen groups. sums: room for a number for each group */
+static void keep_groups(float *numbers, int64_t count, const Choice *c, float *sums) {
+    int64_t size = count / c->groups;
+    for (int64_t g = 0; g < c->groups; g++) {
+        float best = -INFINITY, second = -INFINITY;
+        for (int64_t e = g * size; e < (g + 1) * size; e++) {
+            if (numbers[e] > best) second = best, best = numbers[e];
+            else if (numbers[e] > second) second = numbers[e];
+        }
+        sums[g] = size > 1 ? best + second : best;
+    }
+    for (int64_t left = c->groups - c->chosen_groups; left > 0; left--) {
+        int64_t worst = -1;
+        for (int64_t g = 0; g < c->groups; g++)
+            if (sums[g] == sums[g] && (worst < 0 || sums[g] <= sums[worst])) worst = g;
+        if (worst < 0) return;
+        sums[worst] = NAN;
+        for (int64_t e = worst * size; e < (worst + 1) * size; e++) numbers[e] = -INFINITY;
+    }
+}
+
+/* `routing.choose`: products [rows, count], bias [count] or NULL, chosen and weights [rows, active].
+   room: 3 * count numbers */
+EXPORT void triforce_choose(const Choice *c, const float *products, const float *bias,
+                            int64_t *chosen, float *weights, float *room) {
+    float *scores = room, *wanted = room + c->count, *sums = room + 2 * c->count;
+    for (int64_t row = 0; row < c->rows; row++, products += c->count) {
+        scores_of_row(products, c->count, c->sigmoid, scores);
+        for (int64_t e = 0; e < c->count; e++) wanted[e] = scores[e] + (bias ? bias[e] : 0);
+        if (c->groups > 1) keep_groups(wanted, c->count, c, sums);
+        float total = 0;
+        for (int64_t a = 0; a < c->active; a++, chosen++) {
+            *chosen = greatest(wanted, c->count);
+            wanted[*chosen] = -INFINITY;
+            weights[a] = scores[*chosen];
+            total += weights[a];
+        }
+        for (int64_t a = 0; a < c->active; a++, weights++)
+            *weights = (c->normalised ? *weights / total : *weights) * c->scale;
+    }
+}
+
+EXPORT int triforce_size_of_choice(void) { return sizeof(Choice); }
 
 /* out [rows, columns] += the sums of `active` outputs of each row, at `places`, by its weights. */
 EXPORT void triforce_weighted_sums(const float *outputs, const int64_t *places,

@@ -71,12 +71,48 @@ typedef struct {
     float scale;
 } Attention;
 
+/* Norms of rows of `heads` heads of x, over `width` numbers of `format`, F32, F16 or BF16.
+
+   delta: added to x first, in place, [rows, heads, width]; NULL for nothing
+   weight: [width]; NULL for ones
+   x_row, ...: numbers from a row or a head to the next
+   kind: NORM_RMS rounds before the product with the weight, NORM_RMS_FLOAT32 and NORM_LAYER do not;
+       NORM_UNIT makes rows of length 1, with `eps` added to the square of the length
+   factor: of the numbers, and offset: of the weights */
+enum { NORM_RMS, NORM_RMS_FLOAT32, NORM_LAYER, NORM_UNIT };
+typedef struct {
+    uint8_t *x, *out;
+    const uint8_t *delta, *weight;
+    int64_t format, out_format, kind, rows, heads, width, x_row, x_head, out_row, out_head;
+    float eps, offset, factor;
+} Norm;
+
+/* Functions of numbers. */
+enum { MAP_SIGMOID, MAP_SILU, MAP_TANH, MAP_GELU, MAP_SOFTPLUS, GATE_CLAMPED };
+
+/* out [rows, width] = operation(gate) * up of x [rows, 2 width], the gate first. */
+typedef struct {
+    const uint8_t *x;
+    uint8_t *out;
+    int64_t format, operation, rows, width, x_row;
+} Gate;
+
+/* Rotates queries and keys of x [tokens, heads, head_dim]: queries, then `kv_heads` keys, then as
+   many values. Queries go to out [query heads, tokens, head_dim], keys and values to caches from
+   token `start`. cos, sin: [tokens, head_dim] */
+typedef struct {
+    const uint8_t *x, *cos, *sin;
+    uint8_t *key, *value, *out;
+    int64_t format, tokens, heads, kv_heads, head_dim, start, x_row, x_head, key_head, key_row,
+        value_head, value_row;
+} Rope;
+
 /* Rows of the gated delta rule, and a state [heads, key_dim, value_dim] before them.
 
    queries, keys [heads / group, rows, key_dim]: normed
-   values, out [heads, rows, value_dim]; decays, rates [heads, rows]
+   values, out [heads, rows, value_dim]; rates, logarithms of decays [heads, rows]
    past_keys, past_updates, past_decays: `past` rows between the state and the first row; ..._head:
-       numbers from a head to the next. Decays are [heads, past]
+       numbers from a head to the next
    updates: what each row adds to the state, which the kernel writes, `updates_head` numbers from a
        head to the next
    visible: which rows each row follows, [rows, rows], of a tree; NULL if each follows the one
@@ -87,7 +123,7 @@ typedef struct {
     const float *queries, *keys, *values, *decays, *rates, *past_keys, *past_updates, *past_decays;
     const uint8_t *visible;
     int64_t heads, group, rows, past, key_dim, value_dim, past_keys_head, past_updates_head,
-        updates_head, advances;
+        past_decays_head, updates_head, advances;
 } Rule;
 
 /* The kernels of one make of vector units.
@@ -98,6 +134,8 @@ typedef struct {
    merge: merges all splits
    attend_whole: both for MOST_QUERIES rows of one head, without a state
    delta: computes all rows of one value head, with room for states
+   norm, gated, rope: compute rows `first` to `end`
+   map: computes a function of numbers
    sum: adds numbers, as fast as memory gives them: the bound of all others */
 typedef struct {
     const char *name;
@@ -109,5 +147,9 @@ typedef struct {
     void (*attend_whole)(const Attention *, int64_t head, int64_t first_row, float *out,
                          float *lse);
     void (*delta)(const Rule *, int64_t head, float *states);
+    void (*norm)(const Norm *, int64_t first, int64_t end);
+    void (*gated)(const Gate *, int64_t first, int64_t end);
+    void (*rope)(const Rope *, int64_t first, int64_t end);
+    void (*map)(int64_t operation, const float *x, float *out, int64_t count);
     uint64_t (*sum)(const uint64_t *numbers, int64_t count);
 } Kernels;

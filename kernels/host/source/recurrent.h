@@ -3,7 +3,10 @@
    come with it. */
 #pragma once
 
+#include <math.h>
+
 #include "host.h"
+#include "vectors.h"
 
 /* to = decay * from + key times update; both [key_dim, value_dim], and may be one. */
 INLINE void advance(const Rule *r, const float *from, float *to, float decay, const float *key,
@@ -20,7 +23,7 @@ INLINE void compute_row(const Rule *r, int64_t head, int64_t row, const float *f
     int64_t at = (head / r->group * r->rows + row) * r->key_dim;
     const float *query = r->queries + at, *key = r->keys + at;
     const float *value = r->values + place * width;
-    float decay = r->decays[place], rate = r->rates[place];
+    float decay = expf(r->decays[place]), rate = r->rates[place];
     float *out = r->out + place * width;
     float *update = r->updates + head * r->updates_head + row * width;
     memset(update, 0, sizeof(float) * width);
@@ -58,8 +61,9 @@ static void delta(const Rule *r, int64_t head, float *states) {
     if (!r->advances) state = memcpy(states, state, sizeof(float) * size);
     const float *keys = r->past_keys + head / r->group * r->past_keys_head;
     const float *updates = r->past_updates + head * r->past_updates_head;
+    const float *decays = r->past_decays + head * r->past_decays_head;
     for (int64_t row = 0; row < r->past; row++)
-        advance(r, state, state, r->past_decays[head * r->past + row], keys + row * r->key_dim,
+        advance(r, state, state, expf(decays[row]), keys + row * r->key_dim,
                 updates + row * r->value_dim);
     if (r->visible) descend(r, head, -1, state);
     else

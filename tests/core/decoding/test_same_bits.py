@@ -6,7 +6,7 @@ rows, of trees, of prefills, at every placement, and beside other sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -97,9 +97,19 @@ def models(tmp_path_factory):
     return of
 
 
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_every_forward(models, family: str, dtype: str) -> None:
+def test_a_row_has_the_same_bits_in_every_forward(
+    models, family: str, dtype: str, threads: int
+) -> None:
     text = random_ids(TEXT, seed=1)
     with engine(models(family), dtype) as running:
         expected = alone(running, text)

@@ -1,6 +1,7 @@
 /* The kernels of one make of vector units, as `host.h` lists them. A file defines NAME and RUNS_HERE
    before it includes this one. */
 #include "../attention.h"
+#include "../layer.h"
 #include "../product.h"
 #include "../recurrent.h"
 
@@ -26,5 +27,6 @@ static uint64_t sum(const uint64_t *numbers, int64_t count) {
 #define NAMED(name) JOINED(kernels_, name)
 
 const Kernels NAMED(NAME) = {
-    TEXT_OF(NAME), runs_here, product, decode, attend, merge_all, attend_whole, delta, sum,
+    TEXT_OF(NAME), runs_here, product, decode, attend, merge_all, attend_whole,
+    delta,          norm,      gated,   rope,   map,    sum,
 };

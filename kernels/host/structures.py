@@ -1,0 +1,130 @@
+"""What the processor's compiled kernels take: the structures of `source/host.h`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+_Long, _Address = ctypes.c_int64, ctypes.c_void_p
+
+
+class Weight(ctypes.Structure):
+    """`Weight` of `source/host.h`."""
+
+    _fields_ = (
+        *((name, _Long) for name in ("format", "columns", "stride")),
+        *((name, _Address) for name in ("data", "low", "base", "places", "starts", "patterns")),
+        *((name, _Long) for name in ("room", "groups", "first")),
+        *((name, _Address) for name in ("scale", "offset")),
+        *((name, _Long) for name in ("group", "scale_format", "scale_stride")),
+    )
+
+
+class Product(ctypes.Structure):
+    """`Product` of `source/host.h`."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("weight", "x", "out")),
+        *((name, _Long) for name in ("rows", "outputs", "x_stride", "out_stride", "rounded")),
+    )
+
+
+class Experts(ctypes.Structure):
+    """`Experts` of `source/experts.c`."""
+
+    _fields_ = (
+        ("product", Product),
+        *((name, _Address) for name in ("experts", "counts")),
+        *((name, _Long) for name in ("tiles", "size")),
+    )
+
+
+class Choice(ctypes.Structure):
+    """`Choice` of `source/experts.c`."""
+
+    _fields_ = (
+        *((name, _Long) for name in ("rows", "count", "active", "sigmoid", "normalised")),
+        *((name, _Long) for name in ("groups", "chosen_groups")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Attention(ctypes.Structure):
+    """`Attention` of `source/host.h`."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("query", "key", "value", "visible")),
+        *((name, _Address) for name in ("acc", "peak", "total", "scores")),
+        *((name, _Long) for name in ("format", "heads", "rows", "head_dim", "blocks", "tokens")),
+        *((name, _Long) for name in ("first_key", "own", "window", "splits", "fresh")),
+        *((name, _Long) for name in ("query_head", "query_row")),
+        *((name, _Long) for name in ("key_block", "key_head", "key_row")),
+        *((name, _Long) for name in ("value_block", "value_head", "value_row")),
+        *((name, _Long) for name in ("scores_head", "scores_row", "first_chunk", "chunk", "mass")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Norm(ctypes.Structure):
+    """`Norm` of `source/host.h`."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("x", "out", "delta", "weight")),
+        *((name, _Long) for name in ("format", "out_format", "kind", "rows", "heads", "width")),
+        *((name, _Long) for name in ("x_row", "x_head", "out_row", "out_head")),
+        *((name, ctypes.c_float) for name in ("eps", "offset", "factor")),
+    )
+
+
+class Gate(ctypes.Structure):
+    """`Gate` of `source/host.h`."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("x", "out")),
+        *((name, _Long) for name in ("format", "operation", "rows", "width", "x_row")),
+    )
+
+
+class Rope(ctypes.Structure):
+    """`Rope` of `source/host.h`."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("x", "cos", "sin", "key", "value", "out")),
+        *((name, _Long) for name in ("format", "tokens", "heads", "kv_heads", "head_dim")),
+        *((name, _Long) for name in ("start", "x_row", "x_head", "key_head", "key_row")),
+        *((name, _Long) for name in ("value_head", "value_row")),
+    )
+
+
+class Rule(ctypes.Structure):
+    """`Rule` of `source/host.h`."""
+
+    _fields_ = (
+        *((name, _Address) for name in ("state", "out", "updates")),
+        *((name, _Address) for name in ("queries", "keys", "values", "decays", "rates")),
+        *((name, _Address) for name in ("past_keys", "past_updates", "past_decays", "visible")),
+        *((name, _Long) for name in ("heads", "group", "rows", "past", "key_dim", "value_dim")),
+        *((name, _Long) for name in ("past_keys_head", "past_updates_head", "past_decays_head")),
+        *((name, _Long) for name in ("updates_head", "advances")),
+    )
+
+
+STRUCTURES = (Weight, Product, Experts, Choice, Attention, Norm, Gate, Rope, Rule)
+
+FORMATS = {
+    name: number
+    for number, name in enumerate(
+        (
+            *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+            *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "F8_E4M3"),
+            *("SPLIT_BF16", "HIGH_BF16", "HIGH_F16", "INT4"),
+        )
+    )
+}
+# Formats of dense numbers.
+DENSE = {
+    torch.float32: FORMATS["F32"],
+    torch.float16: FORMATS["F16"],
+    torch.bfloat16: FORMATS["BF16"],
+}
