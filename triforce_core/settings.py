@@ -21,10 +21,11 @@ METHODS = ("triforce", "speculative", "autoregressive")
 RETRIEVAL = ("mass", "mean")
 ACCEPT = ("optimal", "coupled")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
-AUTO, OFF = "auto", "off"
+AUTO, ON, OFF = "auto", "on", "off"
 DENSE, STORED, SPLIT = "dense", "stored", "split"
 WEIGHTS = (AUTO, STORED, DENSE, SPLIT)
 KV_FORMATS = (AUTO, DENSE, SPLIT)
+SAME_BITS = (AUTO, ON, OFF)
 EXACT, INT4, INT8 = "exact", "int4", "int8"
 DRAFT_WEIGHTS = (AUTO, EXACT, INT4, SPLIT)
 DRAFT_KV = (AUTO, EXACT, INT8)
@@ -273,6 +274,9 @@ class EngineConfig:
         stream; bfloat16 weights split on a GPU if weights or KV would stream; dense otherwise
     kv: how KV is kept: "dense", "split" (bfloat16 in 12 bits per number, without loss), or "auto"
         (split on a GPU if some KV would stream)
+    same_bits: "on": each token has the same logits to the last bit, whatever drafts it, wherever
+        weights and KV are, and whatever other sequences share its passes; "off": not; "auto": "on"
+        where this costs little, which is on a CPU with compiled kernels
     sequences: number of sequences that a pass may run over at once, each with its own KV and draft
         levels; streamed weights cross the link once for all of them
     max_context: the most tokens of prompt and output together; None for the model's positions. A
@@ -288,6 +292,7 @@ class EngineConfig:
     dtype: str = "auto"
     weights: str = AUTO
     kv: str = AUTO
+    same_bits: str = AUTO
     sequences: int = 1
     max_context: int | None = None
     block_tokens: int | None = None
@@ -311,6 +316,8 @@ class EngineConfig:
             raise UsageError(f"weights {self.weights!r} is not one of {', '.join(WEIGHTS)}")
         if self.kv not in KV_FORMATS:
             raise UsageError(f"kv {self.kv!r} is not one of {', '.join(KV_FORMATS)}")
+        if self.same_bits not in SAME_BITS:
+            raise UsageError(f"same_bits {self.same_bits!r} is not one of {', '.join(SAME_BITS)}")
         if not _whole(self.sequences, 1, MOST_SEQUENCES):
             raise UsageError(f"sequences must be 1 to {MOST_SEQUENCES}, got {self.sequences!r}")
         if self.sequences > 1 and self.machine.gpus > 1:

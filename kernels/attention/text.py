@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from triforce_kernels import same_bits
 from triforce_kernels.attention.attention import Partial, merge, partial_attention
 from triforce_kernels.attention.streaming import attend_cache, window_mask
-from triforce_kernels.dispatch import HOST, backend
 from triforce_kernels.limits import WINDOW_ROWS
 
 
@@ -26,13 +26,15 @@ def attend_text(
     window: number of keys that each row attends to, its own included; None for all
     first: place in the text of the first key
 
-    A processor's compiled kernels give a row the bits that it has in a pass (`attend_cache`);
-    elsewhere these are PyTorch's operators. Returns [heads, rows, head_dim] and [heads, rows].
+    A processor's compiled kernels give a row the bits that it has in a pass (`attend_cache`), if
+    that is wanted (`same_bits`); else these are PyTorch's operators.
+
+    Returns [heads, rows, head_dim] and [heads, rows].
     Raises ValueError.
     """
     heads, rows, head_dim = query.shape
     kv_heads, tokens, _ = key.shape
-    if backend(query.device) == HOST and query.dtype != torch.float64:
+    if same_bits.wanted() and same_bits.can_hold(query.device, query.dtype):
         packed = query.reshape(kv_heads, heads // kv_heads * rows, head_dim)
         part = attend_cache(packed, key, value, rows, tokens - rows, window, first=first)
         return Partial(part.out.view(query.shape), part.lse.view(query.shape[:2]))

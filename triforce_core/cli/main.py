@@ -80,14 +80,15 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from triforce_core.cli.verify import verify
+    from triforce_core.cli.verify.command import verify
 
     return verify(args)
 
 
 def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "a directory with safetensors, a .gguf file, or a hub id"
-    parser.add_argument("model", metavar="MODEL", help=text)
+    from triforce_core.cli.verify.command import add_verify_arguments
+
+    add_verify_arguments(parser)
 
 
 def _env(args: argparse.Namespace) -> int:

@@ -16,6 +16,7 @@ from triforce_core.settings import (
     DTYPE_NAMES,
     KV_FORMATS,
     OFF,
+    SAME_BITS,
     WEIGHTS,
     EngineConfig,
     MachineSettings,
@@ -158,6 +159,13 @@ def _add_formats(group: Options) -> None:
         "how KV is stored: dense in --dtype; split: bfloat16 in 12 bits, without loss; auto: split "
         "on a GPU where some KV would stream",
         choices=KV_FORMATS,
+    )
+    add(
+        "same_bits",
+        "whether each token has the same logits to the last bit, whatever drafts it and whatever "
+        "is computed beside it; auto: on with a CPU's compiled kernels",
+        expert=True,
+        choices=SAME_BITS,
     )
 
 

@@ -72,7 +72,10 @@ class Execution:
             factors = self.checkpoint.rope_factors()
             rope = Rope(config, memory.device, factors, sizes.max_context)
             recorder: Recorder | None = CudaRecorder(memory.device) if graphs else None
-            target = Model(config, self._target_ends(), rope, memory.device, self.ranks)
+            target = Model(
+                *(config, self._target_ends(), rope, memory.device, self.ranks),
+                same_bits=sizes.same_bits,
+            )
             small = self._small_model(target)
             int4_copies = self._int4_copies()
             source = LayerSource(
@@ -95,6 +98,7 @@ class Execution:
             recorder,
             stack.pop_all(),
             weights=resolved.weights,
+            same_bits=sizes.same_bits,
         )
 
     def _parts(self) -> tuple[KVParts, tuple[StoreParts, ...]]:

@@ -15,6 +15,7 @@ from triforce_core.model.norms import Norm
 from triforce_core.model.rope import Rope
 from triforce_kernels.dispatch import HOST, TRITON, backend
 from triforce_kernels.elementwise import tanh
+from triforce_kernels.same_bits import same_bits
 from triforce_kernels.weights.linear import Weight, linear, lookup
 from triforce_offload.forward_batch import Cache, ForwardBatch
 from triforce_offload.link.waiting import come
@@ -59,8 +60,12 @@ class Model:
         rope: Rope,
         device: torch.device,
         ranks: Ranks | None = None,
+        *,
+        same_bits: bool = False,
     ) -> None:
+        """same_bits: whether a row's results have the same bits in every forward"""
         self.config = config
+        self._same_bits = same_bits
         self.rope = rope
         self.device = device
         self._ends = ends
@@ -105,6 +110,19 @@ class Model:
             layer are requested once either way
         each_layer: called after each layer with its index
         """
+        with same_bits(self._same_bits):
+            return self._forward(batch, weights, cache, chunk, each_layer, states)
+
+    def _forward(
+        self,
+        batch: ForwardBatch,
+        weights: Weights,
+        cache: Cache,
+        chunk: int | None,
+        each_layer: Callable[[int], None] | None,
+        states: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`forward`."""
         hidden = self._embed(batch.tokens)
         if states is not None:
             with weights.layer(0) as layer:
@@ -139,7 +157,8 @@ class Model:
     def scores(self, normed: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [tokens, vocab] for normed hidden states, as `logits` does."""
         ends = self._ends
-        part = linear(normed, ends.head).float()
+        with same_bits(self._same_bits):
+            part = linear(normed, ends.head).float()
         if self.config.logit_scale != 1:
             part *= self.config.logit_scale
         if (cap := self.config.logit_cap) is not None:

@@ -9,7 +9,7 @@ from triforce_core.model.sharing.share import Pieces
 from triforce_core.model.tensors import Layouts, split_layouts, stored_layouts
 from triforce_core.plan.machine import Room
 from triforce_core.plan.sizes import ModelSizes
-from triforce_core.settings import AUTO, DENSE, SPLIT, EngineConfig
+from triforce_core.settings import AUTO, DENSE, OFF, ON, SPLIT, EngineConfig
 from triforce_kernels.weights.block_types import NARROW, BlockType
 from triforce_offload.errors import DoesNotFitError, UsageError
 from triforce_offload.plan.memory_plan import MemoryPlan
@@ -41,7 +41,8 @@ def as_asked(
     emulated: Room,
     unsplit: Collection[str] = (),
 ) -> ModelSizes:
-    """Return the sizes with weights and KV in the formats that the config asks for.
+    """Return the sizes with weights and KV in the formats that the config asks for, and whether
+    rows have the same bits in every forward.
 
     "auto" weights become stored or dense here; `with_split_unasked` may split them later.
 
@@ -53,6 +54,7 @@ def as_asked(
 
     Raises UsageError.
     """
+    sizes = replace(sizes, same_bits=_same_bits(config.same_bits, sizes))
     name = dtype_name(sizes.dtype)
     if config.kv == SPLIT and name != "bfloat16":
         raise UsageError(
@@ -163,3 +165,13 @@ def _streams(sizes: ModelSizes, config: EngineConfig, device_bytes: int) -> bool
         return place(needs, device_bytes).streams
     except DoesNotFitError:
         return True
+
+
+def _same_bits(asked: str, sizes: ModelSizes) -> bool:
+    """Return whether rows have the same bits in every forward. Raises UsageError."""
+    if asked == ON and not sizes.device.host_kernels:
+        raise UsageError(
+            "--same-bits on needs the compiled kernels of a CPU (`triforce env` says whether they "
+            "are there): on a GPU, and without them, rounding depends on the number of rows"
+        )
+    return asked != OFF and sizes.device.host_kernels

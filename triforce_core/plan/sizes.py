@@ -22,19 +22,22 @@ from triforce_core.plan.levels import (
     small_model_parts_bytes,
 )
 from triforce_core.plan.machine import Device
-from triforce_core.plan.workspace import (
+from triforce_core.plan.product_bytes import (
     decode_bytes,
-    distribution_bytes,
-    forward_bytes,
-    graph_bytes,
     groups_bytes,
-    pass_bytes,
-    reading_bytes,
+    host_product_bytes,
     split_bytes,
     widened_bytes,
 )
+from triforce_core.plan.workspace import (
+    distribution_bytes,
+    forward_bytes,
+    graph_bytes,
+    pass_bytes,
+    reading_bytes,
+)
 from triforce_core.settings import EXACT, INT4, SPLIT, MethodSettings
-from triforce_kernels.limits import FEW_ROWS
+from triforce_kernels.limits import ALIGNED_KEYS, FEW_ROWS
 from triforce_offload.errors import UsageError
 from triforce_offload.kv.shape import KVShape
 from triforce_offload.kv.sizes import coding_bytes, reader_bytes, rounding_bytes
@@ -51,8 +54,9 @@ _CATCH_UP = 512
 # Unless requested, int4 copies of quantised layers are made only if they take at most this share of
 # the layers' bytes: those of 6-bit layers and larger.
 _LARGEST_COPIES = 0.75
-# Least and greatest number of tokens of a KV block.
-_BLOCK_TOKENS = (16, 4096)
+# Least and greatest number of tokens of a KV block. Smaller ones would cut the groups of keys whose
+# sums are taken together, and results would depend on the size of blocks.
+_BLOCK_TOKENS = (ALIGNED_KEYS, 4096)
 
 
 def choose_block_tokens(token_bytes: int, max_context: int, block_bytes: int) -> int:
@@ -74,6 +78,7 @@ class ModelSizes:
     layouts: layouts of the weights; None for dense in `dtype`
     kv_split: whether blocks of KV are split
     sequences: number of sequences that a pass may run over at once
+    same_bits: whether a row has the same bits in every forward
     """
 
     config: ModelConfig
@@ -86,6 +91,7 @@ class ModelSizes:
     layouts: Layouts | None = None
     kv_split: bool = False
     sequences: int = 1
+    same_bits: bool = False
 
     @property
     def weights(self) -> Layouts:
@@ -143,7 +149,8 @@ class ModelSizes:
             head_bytes=weights.head.nbytes,
             embedding_bytes=weights.embedding.nbytes if weights.embedding else 0,
             reading_bytes=reading_bytes(
-                config, self.max_context, PREFILL_CHUNK, shape.block_tokens, scored, itemsize
+                *(config, self.max_context, PREFILL_CHUNK, shape.block_tokens, scored, itemsize),
+                by_host=self.same_bits,
             )
             + self._product_bytes(read_at_once)
             + coding_bytes(shape),
@@ -156,6 +163,7 @@ class ModelSizes:
                 itemsize,
                 self.device.splits(config.attention.kv_heads),
                 self._rounding_bytes(shape, budget),
+                by_host=self.device.host_kernels,
             )
             + self._product_bytes(verified)
             + coding_bytes(shape),
@@ -190,16 +198,25 @@ class ModelSizes:
         # Of experts that stand one above the other, one is decoded at a time.
         decoded = min(self.weights.decoded_numbers, largest)
         sizes, blocks = (config, tokens, decoded, self.dtype.itemsize), self.weights.block_types
+        if self._by_host(tokens):
+            # Split float16 is always joined.
+            fused = all(map(self.device.has_kernel, blocks))
+            if self.weights.split:
+                fused = dtype_name(self.dtype) != "float16"
+            return host_product_bytes(config, tokens, 0 if fused else decoded, sizes[-1])
         if self.weights.split:
             # With few rows, split bfloat16 is multiplied directly; split float16 is always joined.
             joins = tokens * self.sequences > FEW_ROWS or dtype_name(self.dtype) == "float16"
             total = split_bytes(*sizes, by_kernel=self.device.gpu and self.device.kernels and joins)
         else:
-            by_host = self.device.host_kernels and all(map(self.device.has_kernel, blocks))
-            total = decode_bytes(*sizes, by_host=by_host)
+            total = decode_bytes(*sizes)
         if self.device.widens:
             total += widened_bytes(config, tokens, largest)
         return total
+
+    def _by_host(self, rows: int) -> bool:
+        """Whether compiled kernels multiply so many rows by weights in any format."""
+        return self.device.host_kernels and (self.same_bits or rows * self.sequences <= FEW_ROWS)
 
     @property
     def _largest(self) -> int:

@@ -8,21 +8,12 @@ from functools import partial
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.feed_forward import MLP, Experts, ExpertsBeside
 from triforce_core.model.layers import Attention, DeltaNet, Mixer, Recurrent
-from triforce_core.model.tensors import matrices
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.limits import (
-    DECODE_BYTES,
-    DECODE_BYTES_ON_HOST,
-    DECODED_AT_ONCE,
     DELTA_ROWS,
     EXPERT_TILE,
     FEW_ROWS,
-    GROUPS_AT_ONCE,
-    GROUPS_BYTES,
-    SPLIT_AT_ONCE_ON_GPU,
-    SPLIT_BYTES,
-    SPLIT_BYTES_ON_GPU,
-    WIDENED_BYTES,
+    HOST_PARTS,
     WINDOW_ROWS,
     most_expert_tiles,
 )
@@ -37,30 +28,49 @@ _BYTES_PER_TOKEN_OF_VOCABULARY = 40
 _GRAPH_LIBRARY_BYTES = 64 << 20
 
 
-def prefill_bytes(config: ModelConfig, tokens: int, chunk: int, itemsize: int) -> int:
-    """Return the bytes of a prompt's hidden states, one layer's KV and one chunk's temporaries."""
+def prefill_bytes(
+    config: ModelConfig, tokens: int, chunk: int, itemsize: int, *, by_host: bool = False
+) -> int:
+    """Return the bytes of a prompt's hidden states, one layer's KV and one chunk's temporaries.
+
+    by_host: whether a processor's compiled kernels compute
+    """
     chunk = min(chunk, tokens)
     keys, sizes = 2 * config.attention.keys, [head_dim for _, head_dim in config.rotations]
     # Cosines and sines, of each kind.
     whole = tokens * (config.hidden + keys + 2 * sum(sizes)) * itemsize
+    if by_host:
+        # Tokens and positions; elsewhere a layer's temporaries have room for them.
+        whole += tokens * 8 * 2
     # Angles and their cosines and sines, in float32.
     rope = tokens * max(sizes) * 4 * 4
-    mixed = partial(_prefill_bytes, rows=chunk, itemsize=itemsize, text_tokens=tokens)
-    return whole + max(rope, _layers_bytes(config, chunk, itemsize, mixed))
+    mixed = partial(
+        _prefill_bytes, rows=chunk, itemsize=itemsize, text_tokens=tokens, by_host=by_host
+    )
+    return whole + max(rope, _layers_bytes(config, chunk, itemsize, mixed, by_host))
 
 
-def forward_bytes(config: ModelConfig, tokens: int, itemsize: int, text_tokens: int) -> int:
+def forward_bytes(
+    config: ModelConfig, tokens: int, itemsize: int, text_tokens: int, *, by_host: bool = False
+) -> int:
     """Return the bytes of temporaries of a forward over `tokens` tokens after the prefill: the
     maximum of mixer and MLP, without what attention keeps between blocks.
 
     text_tokens: number of tokens of the longest sequence
+    by_host: whether a processor's compiled kernels compute
     """
-    mixed = partial(_pass_bytes, tokens=tokens, itemsize=itemsize, text_tokens=text_tokens)
-    return _layers_bytes(config, tokens, itemsize, mixed)
+    mixed = partial(
+        _pass_bytes, tokens=tokens, itemsize=itemsize, text_tokens=text_tokens, by_host=by_host
+    )
+    return _layers_bytes(config, tokens, itemsize, mixed, by_host)
 
 
 def _layers_bytes(
-    config: ModelConfig, tokens: int, itemsize: int, mixed: Callable[[Mixer], int]
+    config: ModelConfig,
+    tokens: int,
+    itemsize: int,
+    mixed: Callable[[Mixer], int],
+    by_host: bool,
 ) -> int:
     """Return the bytes of the largest layer: the maximum of its mixer and its MLP.
 
@@ -68,21 +78,31 @@ def _layers_bytes(
     """
     hidden, largest = config.hidden, 0
     for spec in config.distinct_layers:
-        projections = _attention_bytes if isinstance(spec.mixer, Attention) else _recurrent_bytes
-        mixer = projections(spec.mixer, hidden, tokens, itemsize) + mixed(spec.mixer)
-        mlp = _mlp_bytes(spec.mlp, hidden, tokens, itemsize)
+        if isinstance(spec.mixer, Attention):
+            mixer = _attention_bytes(spec.mixer, hidden, tokens, itemsize, by_host)
+        else:
+            mixer = _recurrent_bytes(spec.mixer, hidden, tokens, itemsize, by_host)
+        mixer += mixed(spec.mixer)
+        mlp = _mlp_bytes(spec.mlp, hidden, tokens, itemsize, by_host)
         largest = max(largest, mixer, mlp)
     return largest
 
 
-def _mlp_bytes(mlp: MLP, hidden: int, tokens: int, itemsize: int) -> int:
+def _mlp_bytes(mlp: MLP, hidden: int, tokens: int, itemsize: int, by_host: bool) -> int:
     """Return the bytes of an MLP. Of experts: one that all tokens chose, with its rows and its
     results; the results of all, their sums and the input in float32, and the scores of all experts.
+    Compiled kernels choose without temporaries, and what is float32 is not copied.
     """
     if not isinstance(mlp, Experts):
         return tokens * (hidden * 2 + mlp.width * 3) * itemsize
     widest = max(mlp.width, mlp.shared)
-    each = (hidden * (4 + mlp.active) + widest * 3) * itemsize + hidden * 4 * 4 + mlp.count * 4 * 6
+    if by_host:
+        each = (hidden * (3 + mlp.active) + widest * 3) * itemsize + mlp.count * 4 * 3
+        if itemsize < 4:
+            each += hidden * (2 + mlp.active) * 4
+    else:
+        each = (hidden * (4 + mlp.active) + widest * 3) * itemsize
+        each += hidden * 4 * 4 + mlp.count * 4 * 6
     if isinstance(mlp, ExpertsBeside):
         # The router's input, and norms of both parts.
         each += hidden * (4 * 3 + itemsize * 2)
@@ -99,47 +119,61 @@ def _tiles_bytes(mlp: Experts, hidden: int, few: int, itemsize: int) -> int:
     return places * ((hidden + 3 * mlp.width) * itemsize + 2 * 8)
 
 
-def _attention_bytes(mixer: Attention, hidden: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of attention without the operation between its projections."""
+def _attention_bytes(
+    mixer: Attention, hidden: int, tokens: int, itemsize: int, by_host: bool
+) -> int:
+    """Return the bytes of attention without the operation between its projections: compiled kernels
+    rotate without temporaries.
+    """
     queries, keys = mixer.queries, mixer.keys
-    nbytes = tokens * (hidden + queries + 2 * keys + queries * 7) * itemsize
-    if not mixer.projects_values or mixer.output_gate:
+    temporaries = 3 if by_host else 7
+    nbytes = tokens * (hidden + queries + 2 * keys + queries * temporaries) * itemsize
+    # Copies of the heads are freed before rows are rotated.
+    if not by_host and (not mixer.projects_values or mixer.output_gate):
         nbytes += tokens * (queries + keys) * itemsize
     if mixer.output_gate:
         nbytes += tokens * 2 * queries * itemsize
     return nbytes
 
 
-def _recurrent_bytes(mixer: Recurrent, hidden: int, tokens: int, itemsize: int) -> int:
+def _recurrent_bytes(
+    mixer: Recurrent, hidden: int, tokens: int, itemsize: int, by_host: bool
+) -> int:
     """Return the bytes of a recurrent mixer without the operation between its projections: these,
     the inputs of the convolution, those of the tokens before, and its results.
     """
     projected, mixed = mixer.shapes(hidden)["qkv"][0], mixer.shapes(hidden)["o"][1]
-    nbytes = tokens * (2 * hidden + projected + 3 * mixer.channels + 2 * mixed) * itemsize
+    channels = (2 if by_host else 3) * mixer.channels
+    nbytes = tokens * (2 * hidden + projected + channels + 2 * mixed) * itemsize
     return nbytes + 2 * (MOST_HELD + mixer.taps) * mixer.channels * itemsize
 
 
-def _prefill_bytes(mixer: Mixer, rows: int, itemsize: int, text_tokens: int) -> int:
+def _prefill_bytes(mixer: Mixer, rows: int, itemsize: int, text_tokens: int, by_host: bool) -> int:
     """Return the bytes of the operation of a mixer over `rows` rows of a prefill.
 
     Recurrent: the sum of the convolution, or what the gated delta rule computes at once, in
     float32. Without a window: two parts that are merged in float32. With one: keys and values of
     the rows and of the tokens before them, and a copy of the last of these; those that some rows
-    see at once, for each query head; and the mask of these.
+    see at once, for each query head; and the mask of these. Compiled kernels take neither mask nor
+    parts.
     """
     if not isinstance(mixer, Attention):
         at_once = min(rows, DELTA_ROWS)
-        return max(rows * mixer.channels * 4 * 2, _delta_bytes(mixer, at_once, FOLD_TOKENS))
+        delta = _delta_bytes(mixer, at_once, FOLD_TOKENS, by_host)
+        return max(rows * mixer.channels * 4 * 2, delta)
+    attended = _wide_bytes(mixer, rows, itemsize) if by_host else _merged_bytes(mixer, rows)
     if not mixer.window:
-        return _merged_bytes(mixer, rows)
+        return attended
     past = held_tokens(mixer.window, text_tokens)
     at_once = min(rows, max(mixer.window, WINDOW_ROWS))
     seen = past + at_once
     own = 2 * mixer.keys * (2 * past + rows) * itemsize
+    if by_host:
+        return own + attended
     return own + 2 * mixer.queries * seen * itemsize + _mask_bytes(at_once, seen, itemsize)
 
 
-def _pass_bytes(mixer: Mixer, tokens: int, itemsize: int, text_tokens: int) -> int:
+def _pass_bytes(mixer: Mixer, tokens: int, itemsize: int, text_tokens: int, by_host: bool) -> int:
     """Return the bytes of the operation of a mixer over `tokens` tokens after the prefill.
 
     Recurrent: the inputs that each row of a tree sees, or what the gated delta rule computes; rows
@@ -150,22 +184,25 @@ def _pass_bytes(mixer: Mixer, tokens: int, itemsize: int, text_tokens: int) -> i
     if not isinstance(mixer, Attention):
         seen = MOST_HELD + 2 * tokens
         convolution = tokens * mixer.channels * (mixer.taps * (itemsize + 4) + 4)
-        return max(convolution, _delta_bytes(mixer, tokens, seen))
+        return max(convolution, _delta_bytes(mixer, tokens, seen, by_host))
     merged = _merged_bytes(mixer, tokens)
-    if not mixer.window:
+    if not mixer.window or by_host:
         return merged
     keys = window_capacity(mixer.window, text_tokens, tokens)
     return merged + _mask_bytes(tokens * mixer.heads // mixer.kv_heads, keys, itemsize)
 
 
-def _delta_bytes(mixer: Recurrent, rows: int, seen: int) -> int:
+def _delta_bytes(mixer: Recurrent, rows: int, seen: int, by_host: bool) -> int:
     """Return the bytes of what the gated delta rule computes for `rows` rows, in float32: heads as
     they are normed, for each value head, read by the state and as updates; and products with the
-    `seen` rows that each row sees, by key and by query.
+    `seen` rows that each row sees, by key and by query. Compiled kernels take none of these
+    products.
     """
     if not isinstance(mixer, DeltaNet):
         return 0
     wide, heads = mixer.key_heads * mixer.key_dim, mixer.value_heads
+    if by_host:
+        return (rows * (2 * wide + 5 * heads * mixer.value_dim + 4 * heads)) * 4
     each = 6 * wide + heads * (4 * mixer.key_dim + 6 * mixer.value_dim + 7 * seen)
     return (rows * each + 2 * heads * mixer.key_dim * mixer.value_dim) * 4
 
@@ -174,60 +211,14 @@ def _merged_bytes(mixer: Attention, tokens: int) -> int:
     return tokens * mixer.queries * 4 * 2
 
 
+def _wide_bytes(mixer: Attention, tokens: int, itemsize: int) -> int:
+    """Return the bytes of half-precision queries and of their results in float32."""
+    return tokens * mixer.queries * 4 * 2 if itemsize < 4 else 0
+
+
 def _mask_bytes(rows: int, keys: int, itemsize: int) -> int:
     """Return the bytes of a mask as bool, in the dtype, without -inf, and with padded rows."""
     return rows * keys * (1 + 3 * itemsize)
-
-
-def decode_bytes(
-    config: ModelConfig, tokens: int, numbers: int, itemsize: int, *, by_host: bool = False
-) -> int:
-    """Return the additional bytes for decoding weights in blocks: some decoded rows of the largest
-    matrix, and their product with `tokens` rows before it is copied to the result.
-
-    numbers: number of elements of the largest matrix
-    by_host: whether a processor's compiled kernel decodes them
-    """
-    each = DECODE_BYTES
-    if by_host:
-        each = DECODE_BYTES_ON_HOST + (itemsize if itemsize < 4 else 0)
-    return _sliced_bytes(config, tokens, numbers, itemsize, DECODED_AT_ONCE, each)
-
-
-def split_bytes(
-    config: ModelConfig, tokens: int, numbers: int, itemsize: int, *, by_kernel: bool
-) -> int:
-    """Return the additional bytes for decoding split weights, as in `decode_bytes`.
-
-    by_kernel: whether a GPU kernel decodes them
-    """
-    at_once, each = DECODED_AT_ONCE, SPLIT_BYTES
-    if by_kernel:
-        at_once, each = SPLIT_AT_ONCE_ON_GPU, SPLIT_BYTES_ON_GPU
-    return _sliced_bytes(config, tokens, numbers, itemsize, at_once, each)
-
-
-def groups_bytes(config: ModelConfig, tokens: int, numbers: int, itemsize: int) -> int:
-    """Return the additional bytes for decoding groups of 4-bit weights, as in `decode_bytes`."""
-    return _sliced_bytes(config, tokens, numbers, itemsize, GROUPS_AT_ONCE, GROUPS_BYTES)
-
-
-def widened_bytes(config: ModelConfig, tokens: int, numbers: int) -> int:
-    """Return the additional bytes for products of half-precision weights in float32. Inputs and
-    results are converted, too. See `decode_bytes`.
-    """
-    return _sliced_bytes(config, 2 * tokens, numbers, 4, DECODED_AT_ONCE, WIDENED_BYTES)
-
-
-def _sliced_bytes(
-    config: ModelConfig, tokens: int, numbers: int, itemsize: int, at_once: int, each: int
-) -> int:
-    if not numbers:
-        return 0
-    shapes = matrices(config)
-    held = min(numbers, max(at_once, *(columns for _, columns in shapes)))
-    widest = max(rows for rows, _ in shapes)
-    return held * each + tokens * widest * itemsize
 
 
 def running_bytes(config: ModelConfig, tokens: int, splits: int) -> int:
@@ -285,16 +276,22 @@ def reading_bytes(
     block_tokens: int,
     scored_chunk: int,
     itemsize: int,
+    *,
+    by_host: bool = False,
 ) -> int:
     """Return the peak bytes of temporaries during a prefill.
 
     chunk: number of tokens for which a layer is computed at a time
     scored_chunk: number of tokens of a chunk that is scored for retrieval, 0 without retrieval
+    by_host: whether a processor's compiled kernels compute
     """
-    prefill = prefill_bytes(config, prompt_tokens, chunk, itemsize)
+    prefill = prefill_bytes(config, prompt_tokens, chunk, itemsize, by_host=by_host)
     if not scored_chunk:
         return prefill
     scored = min(SCORED_TOKENS, chunk, prompt_tokens)
+    if by_host:
+        # Elsewhere the temporaries of the layer, which are free again by then, have room for it.
+        prefill += running_bytes(config, scored, max(1, HOST_PARTS // config.attention.kv_heads))
     return prefill + _scoring_bytes(config, scored, prompt_tokens, block_tokens, scored_chunk)
 
 
@@ -307,6 +304,8 @@ def pass_bytes(
     itemsize: int,
     splits: int,
     rounding: int = 0,
+    *,
+    by_host: bool = False,
 ) -> int:
     """Return the peak bytes of temporaries after the prefill: in a pass, or while choosing chunks,
     copying chunks, or drawing tokens.
@@ -314,8 +313,9 @@ def pass_bytes(
     scored_chunk: see `reading_bytes`
     splits: the most parts into which the attention of a pass divides its keys
     rounding: bytes of temporaries for copying chunks in 8 bits
+    by_host: see `reading_bytes`
     """
-    forward = forward_bytes(config, pass_tokens, itemsize, context_tokens)
+    forward = forward_bytes(config, pass_tokens, itemsize, context_tokens, by_host=by_host)
     forward += running_bytes(config, pass_tokens, splits)
     distributions = distribution_bytes(config, pass_tokens)
     if not scored_chunk:

@@ -208,6 +208,7 @@ def drafting_stats(
         "levels": models.levels,
         "dropped": [asdict(dropped) for dropped in models.dropped],
         "accept": method.accept,
+        "same_bits": models.same_bits,
         "acceptance": {
             "target": outer.acceptance,
             "retrieval": inner.acceptance,

@@ -77,6 +77,7 @@ class Models:
     dropped: the dropped levels, in the order in which they were dropped
     freed_bytes: device memory that dropped levels released
     weights: how the target's weights are kept, see `EngineConfig.weights`
+    same_bits: whether the target gives a row the same bits in every forward
     """
 
     target: Model
@@ -92,6 +93,7 @@ class Models:
     dropped: list[Dropped] = field(default_factory=list)
     freed_bytes: int = 0
     weights: str = DENSE
+    same_bits: bool = False
 
     @property
     def ranks(self) -> Ranks:

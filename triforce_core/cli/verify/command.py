@@ -1,0 +1,53 @@
+"""`triforce verify`: print the problems of a model on disk, or where what drafts changes a text."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from triforce_core.cli.options import add_option, engine_config
+from triforce_core.cli.terminal.output import logs_json
+from triforce_core.settings import DTYPE_NAMES, EngineConfig, MachineSettings
+from triforce_offload.errors import CheckpointError
+
+# The exit code if texts differ.
+_DIFFERENT = 1
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    text = "a directory with safetensors, a .gguf file, or a hub id"
+    parser.add_argument("model", metavar="MODEL", help=text)
+    parser.add_argument(
+        "--same-bits",
+        dest="prompt",
+        metavar="PROMPT",
+        help="generate a text plainly and with each way of drafting, greedily and from a coupled "
+        "seed, and say where they differ, instead of looking at the files",
+    )
+    add_option(parser, MachineSettings, "device", "cuda:0 or cpu", metavar="DEVICE")
+    add_option(parser, EngineConfig, "dtype", "number type of weights and KV", choices=DTYPE_NAMES)
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Print what is found. Return the exit code: that of a bad checkpoint if there are problems, 1
+    if texts differ.
+    """
+    from triforce_core.model.checkpoints.checkpoint import resolve
+
+    path, console = resolve(args.model), Console(stderr=True, quiet=logs_json())
+    if args.prompt is not None:
+        from triforce_core.cli.verify.texts import compared
+
+        with console.status("generating"):
+            return _DIFFERENT if compared(path, args.prompt, engine_config(args)) else 0
+    from triforce_core.model.checkpoints.verify import findings
+
+    found = 0
+    with console.status("looking at the headers") as status:
+        for line in findings(path, lambda what: status.update(what)):
+            found += 1
+            print(line)
+    if not found:
+        print(f"{path}: nothing is wrong with it")
+    return CheckpointError.exit_code if found else 0
