@@ -7,10 +7,19 @@ import signal
 import time
 from pathlib import Path
 
+import torch
+
 from triforce_core.cli.main import main
 from triforce_core.cli.terminal.leaving import NAMES
+from triforce_kernels.dispatch import HOST, backend
 
 GREEDY = ("--temperature", "0", "--max-new-tokens", "20", "--device", "cpu")
+
+
+def kib(compiled: int, plain: int) -> str:
+    """A size of device memory, since a processor's compiled kernels take less of it."""
+    host = backend(torch.device("cpu")) == HOST
+    return f"{compiled if host else plain}KiB"
 
 
 def run(capsys, *arguments: object) -> tuple[int, str, str]:

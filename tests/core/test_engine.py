@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_refused_before_loading(speaking, monkeypatch) -> N
         raise AssertionError("read before the refusal")
 
     monkeypatch.setattr("triforce_core.model.checkpoints.checkpoint.Checkpoint.read", read)
-    with pytest.raises(DoesNotFitError, match=r"needs [\d.]+ MiB and 100 KiB is available"):
+    with pytest.raises(DoesNotFitError, match=r"needs [\d.]+ [KM]iB and 100 KiB is available"):
         make(speaking, device_memory="100KiB")
 
 

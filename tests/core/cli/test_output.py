@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from command import GREEDY, heed_signals, run, wait_until_heeded
+from command import GREEDY, heed_signals, kib, run, wait_until_heeded
 
 from triforce_core.cli.terminal.output import TextOutput
 from triforce_core.cli.terminal.signals import Stop
@@ -32,7 +32,7 @@ def start(*arguments: object, **options: object) -> subprocess.Popen:
     )
 
 
-SLOW = ("--device", "cpu", "--device-memory", "2050KiB", "--link-bandwidth")
+SLOW = ("--device", "cpu", "--device-memory", kib(1600, 2150), "--link-bandwidth")
 
 
 @pytest.mark.first
@@ -61,7 +61,7 @@ def test_a_link_that_fails_keeps_text_and_stats(capsys, monkeypatch, speaking, t
     """F2, F3: what was said until then, the figures of it, one sentence and its exit code."""
     prompt, stats = "Hello there, this is a text of some length. " * 8, tmp_path / "stats.json"
     options = ("--prompt", prompt, "--max-new-tokens", 60, *GREEDY, "--device", "cpu")
-    options += ("--device-memory", "2050KiB", "--stats", stats)
+    options += ("--device-memory", kib(1500, 2000), "--stats", stats)
     original, copies, failing = EmulatedLink.to_device, 0, 0
 
     def to_device(link: EmulatedLink, *copy: object) -> object:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from command import GREEDY, run
+from command import GREEDY, kib, run
 
 from triforce_core.cli.terminal.report import accepted_drafts
 
 RESIDENT = ("--device-memory", "100MiB")
-STREAMED = ("--device-memory", "2400KiB", "-c", "500", "--link-bandwidth", "1GB/s")
+STREAMED = ("--device-memory", kib(1800, 2400), "-c", "500", "--link-bandwidth", "1GB/s")
 
 
 def drafted(share: float | None, examined: int) -> dict:

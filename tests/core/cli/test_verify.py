@@ -14,6 +14,12 @@ from gguf_files import write_gguf
 from helpers import make_model
 from safetensors.torch import load_file, save_file
 
+from triforce_core.cli.verify import texts
+from triforce_core.settings import EngineConfig
+from triforce_kernels import dispatch
+from triforce_kernels.dispatch import REFERENCE
+from triforce_kernels.host.library import library
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -103,3 +109,30 @@ def test_what_is_no_model_is_usage(capsys, tmp_path) -> None:
     (tmp_path / "x.txt").write_text("x")
     assert run(capsys, "verify", tmp_path / "x.txt")[0] == 2
     assert run(capsys, "verify", tmp_path / "missing")[0] in (2, 4)
+
+
+@pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
+def test_texts_by_every_way_of_drafting_are_compared(capsys, monkeypatch, speaking) -> None:
+    monkeypatch.setattr(texts, "_NEW_TOKENS", 12)
+    command = ("verify", speaking, "--same-bits", "Hello there", "--dtype", "bfloat16")
+    code, out, err = run(capsys, *command)
+    assert code == 0, err
+    lines = out.splitlines()
+    assert len(lines) == len(texts.WAYS) * len(texts.SETTINGS)
+    assert all(": the same text, 12 tokens; " in line for line in lines)
+
+    def other(model: Path, prompt: str, config: EngineConfig, way: dict) -> list[texts.Text]:
+        plain = way == texts.PLAIN
+        return [texts.Text(name, [1, 2, 3 if plain else 4], 1.0) for name in texts.SETTINGS]
+
+    monkeypatch.setattr(texts, "_texts", other)
+    code, out, _ = run(capsys, *command)
+    assert code == 1
+    assert all(": another text from token 2 on; " in line for line in out.splitlines())
+
+
+def test_texts_are_not_compared_where_they_may_differ(capsys, monkeypatch, speaking) -> None:
+    monkeypatch.setattr(dispatch, "_forced", REFERENCE)
+    code, out, err = run(capsys, "verify", speaking, "--same-bits", "Hello there")
+    assert (code, out) == (2, "")
+    assert "needs the compiled kernels of a CPU" in err

@@ -6,17 +6,22 @@ rows, of trees, of prefills, at every placement, and beside other sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from helpers import FAMILIES, make_model, random_ids
+from helpers import FAMILIES, PLACEMENTS, make_model, random_ids
 
-from triforce_core import Engine
-from triforce_core.decoding.contexts.context import Context
+from triforce_core import Engine, SamplingParams
+from triforce_core.decoding.contexts.context import Context, run_pass
 from triforce_core.decoding.decoder import Ask
+from triforce_kernels import dispatch
+from triforce_kernels.dispatch import REFERENCE
+from triforce_kernels.host import attention, weights
 from triforce_kernels.host.library import library
+from triforce_offload.errors import UsageError
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
 
@@ -105,6 +110,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_in_every_forward(
@@ -127,3 +133,131 @@ def test_a_row_has_the_same_bits_in_every_forward(
                 not torch.equal(logits[0], expected[length - PROMPT])
             )
     assert not any(different.values()), different
+
+
+FORMATS = {
+    "dense": {},
+    "split": {"weights": "split", "kv": "split"},
+    "KV streamed": {"placement": PLACEMENTS["kv"]},
+    "weights streamed": {"placement": PLACEMENTS["weights"]},
+    "both streamed, split": {"placement": PLACEMENTS["both"], "weights": "split", "kv": "split"},
+    "one block for all": {"block_tokens": 256},
+    "blocks of 128, streamed": {"block_tokens": 128, "placement": PLACEMENTS["kv"]},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "qwen3_moe", "gpt-oss-moe"])
+def test_wherever_weights_and_kv_are_and_in_every_lossless_format(models, family: str) -> None:
+    text, found = random_ids(TEXT, seed=2), {}
+    for name, options in FORMATS.items():
+        with engine(models(family), "bfloat16", **options) as running:
+            found[name] = in_passes(running, text, 5)
+    different = [name for name, rows in found.items() if not torch.equal(rows, found["dense"])]
+    assert not different
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_5", "lfm2", "olmoe"])
+def test_beside_other_sequences_and_after_cuts(models, family: str) -> None:
+    """Three sequences of different lengths in each pass; one is cut and goes on with the same."""
+    text = random_ids(TEXT, seed=3)
+    with engine(models(family), "float16", sequences=3) as running:
+        expected = alone(running, text)
+        lengths = (PROMPT, 71, 128)
+        contexts = [prefilled(running, text[:length])[0] for length in lengths]
+        for _ in range(3):
+            asks = [Ask(torch.tensor(text[each.length : each.length + 7])) for each in contexts]
+            for context, logits in zip(contexts, run_pass(contexts, asks), strict=True):
+                first = context.length + 1 - PROMPT
+                assert torch.equal(logits, expected[first : first + 7])
+                context.keep(range(5))
+        cut = contexts[2]
+        cut.prefill([*text[:100], *random_ids(20, seed=4)], TEXT, lambda layer: None)
+        assert cut.prefill(text, TEXT, lambda layer: None).reused >= 50
+        assert torch.equal(cut.run(Ask(torch.tensor([5]))), _after(running, text, 5))
+        for context in contexts:
+            context.close()
+
+
+def _after(running: Engine, text: Sequence[int], token: int) -> torch.Tensor:
+    """The logits of a token after a text that is prefilled at once."""
+    context, _ = prefilled(running, text)
+    logits = context.run(Ask(torch.tensor([token])))
+    context.close()
+    return logits
+
+
+RETRIEVAL = {"method": "triforce", "budget": 64}
+RUNS = {
+    "chains": {},
+    "trees": {"tree": 16},
+    "retrieval level": {**RETRIEVAL, "placement": PLACEMENTS["kv"]},
+    "retrieval level over int4 copies": {**RETRIEVAL, "placement": PLACEMENTS["int4"]},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_do_not_depend_on_what_drafts(models, dtype: str, temperature: float) -> None:
+    prompts = [random_ids(90, seed=seed) for seed in range(3)]
+    params = [SamplingParams(60, temperature=temperature, seed=seed) for seed in range(3)]
+    for family in ("llama", "gemma3"):
+        found = {}
+        for name, options in {"plain": {"method": "autoregressive"}, **RUNS}.items():
+            options = {"accept": "coupled", "draft_tokens": 6, **options}
+            with engine(models(family), dtype, **options) as running:
+                done = running.generate_all(prompts, params)
+            found[name] = [completion.token_ids for completion in done]
+        assert all(texts == found["plain"] for texts in found.values()), family
+
+
+def _elsewhere(own: Callable) -> Callable:
+    """Attention of several rows whose keys begin one place later."""
+
+    def keys(
+        call: object, query: torch.Tensor, key: torch.Tensor, *args: Any, **named: Any
+    ) -> None:
+        value, first = args
+        own(call, query, key, value, first + (query.shape[1] > 2), **named)
+
+    return keys
+
+
+def _by_library(own: Callable) -> Callable:
+    """Products of several rows in another order of sums."""
+
+    def multiplied(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return own(x, weight) if len(x) == 1 else torch.nn.functional.linear(x, weight)
+
+    return multiplied
+
+
+FAULTS = {
+    "attention that begins elsewhere": (attention, "_keys", _elsewhere(attention._keys)),
+    "products by a library": (weights, "dense_matmul", _by_library(weights.dense_matmul)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_noticed(models, monkeypatch, fault: str) -> None:
+    text = random_ids(TEXT, seed=1)
+    with engine(models("llama"), "float32") as running:
+        expected = alone(running, text)
+        monkeypatch.setattr(*FAULTS[fault])
+        dispatch._load.cache_clear()
+        assert not torch.equal(in_passes(running, text, 17), expected)
+    monkeypatch.undo()
+    dispatch._load.cache_clear()
+
+
+def test_it_is_refused_where_it_cannot_hold(models, monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "_forced", REFERENCE)
+    with pytest.raises(UsageError, match="--same-bits on needs the compiled kernels of a CPU"):
+        engine(models("llama"), "float32", same_bits="on")
+    with engine(models("llama"), "float32") as running:
+        assert not running.generate(random_ids(5), SamplingParams(2)).stats["same_bits"]
+
+
+def test_it_can_be_left_out(models) -> None:
+    for asked, holds in (("off", False), ("auto", True), ("on", True)):
+        with engine(models("llama"), "float32", same_bits=asked) as running:
+            assert running.generate(random_ids(5), SamplingParams(2)).stats["same_bits"] is holds
