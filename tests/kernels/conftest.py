@@ -15,7 +15,7 @@ from quick_interpreter import quicken
 
 from triforce_kernels import dispatch
 from triforce_kernels.dispatch import HOST, REFERENCE, TRITON
-from triforce_kernels.host.library import library
+from triforce_kernels.host.library import library, makes
 
 
 @pytest.fixture(
@@ -37,6 +37,17 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Both implementations of every kernel."""
     monkeypatch.setattr(dispatch, "_forced", request.param)
     return request.param
+
+
+MAKES = makes(library()) if library() else []
+
+
+@pytest.fixture(params=MAKES)
+def make(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each make of vector units that this processor has."""
+    library().triforce_use_make(MAKES.index(request.param))
+    yield request.param
+    library().triforce_use_make(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -41,14 +41,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_forced", HOST)
 
 
-@pytest.fixture(params=MAKES)
-def make(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each make of vector units that this processor has."""
-    LIBRARY.triforce_use_make(MAKES.index(request.param))
-    yield request.param
-    LIBRARY.triforce_use_make(0)
-
-
 def random_blocks(kind: BlockType, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     """Random rows of a block type, with scales of a usual size."""
     generator = torch.Generator().manual_seed(seed)

@@ -20,7 +20,11 @@ from triforce_offload.weights.layouts import Views
 
 
 class MixerLayer(Protocol):
-    """The computation of a layer's mixer."""
+    """The computation of a layer's mixer.
+
+    No sum may depend on the number of rows, nor a function of numbers on their place: a row has the
+    same bits in every forward (`triforce_kernels.same_bits`).
+    """
 
     def __call__(
         self, w: Views, hidden: torch.Tensor, cache: Cache, batch: ForwardBatch

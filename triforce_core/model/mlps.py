@@ -32,7 +32,7 @@ _GATED = {
 
 
 class MLPLayer(Protocol):
-    """The computation of a layer's MLP."""
+    """The computation of a layer's MLP. Rows keep the same bits, as those of a mixer do."""
 
     def __call__(self, w: Views, normed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Return the MLP's output [rows, hidden]; if ranks share the model, this rank's summand.
