@@ -1,8 +1,7 @@
 """Products with weights in any format, and their decoding, by the processor's compiled kernels.
 
-A product sums in float32, in an order that depends on
-the number of columns alone: a row has the same bits whatever rows stand beside it, and however many
-threads compute.
+A product sums in float32, in an order that depends on the number of columns alone: a row has the
+same bits whatever rows stand beside it, and however many threads compute.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def dense_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def block_matmul(x: torch.Tensor, data: torch.Tensor, kind: BlockType) -> torch.Tensor:
     """`blocks.block_matmul`."""
-    return _multiplied(x, _blocks(data, kind), len(data), DENSE[x.dtype])
+    return _multiplied(x, _blocks(data, kind), data.shape[0], DENSE[x.dtype])
 
 
 def decode_blocks(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
@@ -156,22 +155,24 @@ def _multiplied(x: torch.Tensor, weight: Weight, outputs: int, rounded: int) -> 
     wide = x if x.dtype == torch.float32 else x.float()
     if wide.stride(1) != 1:
         wide = wide.contiguous()
-    out = wide.new_empty(len(x), outputs)
+    rows, step = wide.shape[0], wide.stride(0)
+    out = wide.new_empty(rows, outputs)
     found, threads = library(), torch.get_num_threads()
-    for first in range(0, len(x), FEW_ROWS):
-        some = wide[first : first + FEW_ROWS]
+    # Addresses, since a view of each part would take as long as a small product.
+    read, written, size = wide.data_ptr(), out.data_ptr(), wide.itemsize
+    for first in range(0, rows, FEW_ROWS):
         product = Product(
             ctypes.addressof(weight),
-            some.data_ptr(),
-            out[first:].data_ptr(),
-            len(some),
+            read + first * step * size,
+            written + first * outputs * size,
+            min(FEW_ROWS, rows - first),
             outputs,
-            wide.stride(0),
+            step,
             outputs,
             rounded,
         )
         found.triforce_product(ctypes.byref(product), threads)
-    return out.to(x.dtype)
+    return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
 def _decoded(weight: Weight, rows: int) -> torch.Tensor:

@@ -60,7 +60,8 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
     the dense matrix of the same numbers.
     """
     on_host = backend(x.device) == HOST
-    few = 0 < len(x) <= limits.FEW_ROWS or (len(x) > 0 and on_host and same_bits.wanted())
+    rows = x.shape[0]
+    few = 0 < rows <= limits.FEW_ROWS or (rows > 0 and on_host and same_bits.wanted())
     if few and x.dtype != torch.float64 and x.dim() == 2:
         if isinstance(weight, StackedWeight):
             return _stacked(x, weight, bias)
