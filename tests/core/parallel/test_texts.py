@@ -19,6 +19,7 @@ from thread_ranks import engine
 from triforce_core import SamplingParams
 from triforce_core.decoding.contexts.calls import Draft, Prefill, RunPass
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
+from triforce_kernels.host.library import library
 from triforce_offload.errors import RankError
 from triforce_offload.ranks import Call
 
@@ -66,6 +67,23 @@ def test_greedy_text_is_that_of_transformers(
     assert len(set(theirs)) > 5, "the model says too little to compare"
     assert_equal_but_for_ties(model, prompt, result.token_ids, theirs)
     assert result.stats["passes"] == leaders[0].calls.count(RunPass)
+
+
+@pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
+@pytest.mark.first
+@pytest.mark.parametrize("family", ["olmo2", "llama-mqa", "qwen2_moe"])
+def test_in_half_precision_drafts_change_no_text_of_two_ranks(tiny, family: str) -> None:
+    """B2: two ranks add two numbers, in whichever order."""
+    path, _ = tiny(family)
+    prompt, texts = random_ids(PROMPT), []
+    for method in METHODS.values():
+        options = {"dtype": "bfloat16", "accept": "coupled", **method}
+        with engine(path, 2, "kv", **options) as ours:
+            for temperature in (0.0, 1.0):
+                params = SamplingParams(24, temperature=temperature, seed=1)
+                texts.append(ours.generate(prompt, params, reuse=False).token_ids)
+    assert texts[0::2] == [texts[0]] * len(METHODS)
+    assert texts[1::2] == [texts[1]] * len(METHODS)
 
 
 @pytest.mark.first
