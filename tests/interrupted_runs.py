@@ -55,8 +55,10 @@ def killed(model: Path, folder: Path, seconds: float) -> dict[str, Any]:
 
 def arguments(model: object, folder: Path) -> list[str]:
     """Of a run that streams, traces and saves: about a second, most of it passes."""
+    from command import kib
+
     given = ("generate", model, "--prompt", PROMPT, "--max-new-tokens", 40, "--temperature", 0)
-    where = ("--device", "cpu", "--device-memory", "2050KiB", "--link-bandwidth", "60MB/s")
+    where = ("--device", "cpu", "--device-memory", kib(1400, 1950), "--link-bandwidth", "60MB/s")
     files = ("--stats", folder / "stats", "--trace", folder / "trace")
     return [str(it) for it in (*given, *where, *files, "--save-context", folder / "context")]
 

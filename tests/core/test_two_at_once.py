@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from command import kib
 from helpers import BLOCK, PLACEMENTS, random_ids
 
 from triforce_core import Engine, SamplingParams
@@ -70,7 +71,7 @@ def test_two_processes_at_once_on_one_cache(speaking, tmp_path) -> None:
         *(sys.executable, "-P", "-m", "triforce_core.cli", "generate", str(speaking), "--quiet"),
         *("--prompt", "Hello there, this is a text of some length. " * 8),
         *("--max-new-tokens", "20", "--temperature", "0", "--device", "cpu"),
-        *("--device-memory", "2050KiB", "--link-bandwidth", "20MB/s"),
+        *("--device-memory", kib(1500, 2000), "--link-bandwidth", "20MB/s"),
     ]
     said = []
     for count in (2, 1):
