@@ -18,17 +18,27 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import placed, random_ids
+from helpers import BLOCK, PLACEMENTS, placed, random_ids
 from oracle import assert_equal_but_for_ties, greedy
 from processes import ENDS_WITHIN, followers, kill_followers, run
 
 from triforce_core import Engine, SamplingParams
 from triforce_core.parallel.leader import Leader
+from triforce_core.plan.plan import Plan
+from triforce_core.settings import MethodSettings
 from triforce_offload.errors import RankError, UsageError
 
 PROMPT = "Hello there, this is a text of some length. " * 8
-# A pass of two ranks takes half a second over such links.
-SLOW = ("--device", "cpu", "--device-memory", "1100KiB", "--link-bandwidth", "600KB/s")
+# A pass of two ranks takes about half a second over such links.
+SLOW = "300KB/s"
+
+
+def streamed(folder: Path, gpus: int = 2, rate: str = "5GB/s") -> tuple[object, ...]:
+    """Options with which all KV of so many ranks streams."""
+    plan = folder / "plan.json"
+    method = MethodSettings(method="speculative", draft="ngram")
+    Plan(440, BLOCK, method, PLACEMENTS["kv"], gpus=gpus).write(plan)
+    return ("--device", "cpu", "--plan", plan, "--link-bandwidth", rate)
 
 
 def generate(path: Path, *arguments: object, gpus: int = 2, **options: object) -> subprocess.Popen:
@@ -68,7 +78,7 @@ def test_one_table_one_trace_with_rows_for_each_link(speaking, tmp_path) -> None
     alone = generate(speaking, "--quiet", "--device", "cpu", "--max-new-tokens", 12, gpus=1)
     both = generate(
         *(speaking, "--max-new-tokens", 12, "--trace", trace, "--stats", stats),
-        *("--device", "cpu", "--device-memory", "1000KiB"),
+        *streamed(tmp_path),
     )
     expected, _ = alone.communicate(timeout=60)
     text, err = both.communicate(timeout=60)
@@ -91,7 +101,7 @@ def test_one_table_one_trace_with_rows_for_each_link(speaking, tmp_path) -> None
 def test_an_interrupt_keeps_the_text_and_ends_all(speaking, tmp_path, who: str) -> None:
     """Ctrl-C reaches the group, `kill` the command alone."""
     stats = tmp_path / "stats.json"
-    process = generate(speaking, *SLOW, "--stats", stats)
+    process = generate(speaking, *streamed(tmp_path, rate=SLOW), "--stats", stats)
     process.stdout.read(1)
     if who == "the command":
         process.send_signal(signal.SIGINT)
@@ -125,9 +135,9 @@ def ended(process: subprocess.Popen) -> tuple[float, str]:
     ],
 )
 def test_a_rank_that_is_killed_or_stalls(
-    speaking, ranks: int, rank: int, number: signal.Signals, said: str
+    speaking, tmp_path, ranks: int, rank: int, number: signal.Signals, said: str
 ) -> None:
-    process = generate(speaking, *SLOW, gpus=ranks)
+    process = generate(speaking, *streamed(tmp_path, ranks, SLOW), gpus=ranks)
     process.stdout.read(1)
     others = followers(process)
     assert len(others) == ranks - 1
@@ -179,7 +189,7 @@ def test_a_rank_that_raises(
     source = FAULT.format(where=where, after=after, fault=fault)
     (tmp_path / "sitecustomize.py").write_text(source)
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    process = generate(speaking, *SLOW, env=environment)
+    process = generate(speaking, *streamed(tmp_path, rate=SLOW), env=environment)
     process.stdout.read(1)
     seconds, err = ended(process)
     assert seconds < ENDS_WITHIN
