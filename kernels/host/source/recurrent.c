@@ -14,9 +14,9 @@ typedef struct {
 static void heads_part(const void *job, int64_t first, int64_t end) {
     Work *work = (Work *)job;
     const Rule *r = work->rule;
-    size_t numbers = (size_t)(work->states * r->key_dim * r->value_dim);
-    float *states = malloc(sizeof(float) * (numbers ? numbers : 1));
-    if (!states) {
+    size_t size = sizeof(float) * (size_t)(work->states * r->key_dim * r->value_dim);
+    float *states = size ? malloc(size) : NULL;
+    if (size && !states) {
         atomic_store(&work->failed, 1);
         return;
     }
@@ -25,7 +25,7 @@ static void heads_part(const void *job, int64_t first, int64_t end) {
 }
 
 /* Computes rows from a state and from rows that were left behind (`host.h`). Returns 0 for lack of
-   memory; nothing was changed then that a second call would not write again. */
+   memory: never if the state advances, which needs none, so a state is never half advanced. */
 EXPORT int triforce_delta(const Rule *rule, int threads) {
     Work work = {rule, !rule->advances, 0};
     for (int64_t row = 0; rule->visible && row < rule->rows; row++) {

@@ -54,7 +54,7 @@ def alone(running: Engine, text: Sequence[int]) -> torch.Tensor:
 
 
 def in_passes(running: Engine, text: Sequence[int], rows: int) -> torch.Tensor:
-    """The same in passes of so many rows. Of every second one only a part is kept at first."""
+    """The same in passes of `rows` rows. Of every second one only a part is kept at first."""
     context, logits = prefilled(running, text[:PROMPT])
     found, place = [logits], PROMPT
     while place < len(text):
@@ -72,10 +72,10 @@ def in_trees(running: Engine, text: Sequence[int]) -> torch.Tensor:
     context, logits = prefilled(running, text[:PROMPT])
     found, place, others = [logits], PROMPT, random_ids(24, seed=5)
     while place < len(text):
-        told = text[place : place + 8]
-        path = [3 * index + 2 for index in range(len(told))]
+        line = text[place : place + 8]
+        path = [3 * index + 2 for index in range(len(line))]
         tokens, parents = others[: path[-1] + 1], []
-        for row, token in zip(path, told, strict=True):
+        for row, token in zip(path, line, strict=True):
             tokens[row] = token
         for row in range(len(tokens)):
             # Two rows that lead nowhere: the first follows the text, the second the first.
@@ -84,7 +84,7 @@ def in_trees(running: Engine, text: Sequence[int]) -> torch.Tensor:
         logits = context.run(Ask(torch.tensor(tokens), tuple(parents)))
         found.append(logits[path])
         context.keep(path)
-        place += len(told)
+        place += len(line)
     context.close()
     return torch.cat(found)
 

@@ -86,7 +86,7 @@ def test_logits_equal_those_of_a_fresh_model_wherever_a_text_is_cut(
 
 
 def _window(own: Callable, more: int, *, of_trees: bool = False) -> Callable:
-    """Attention to so many more keys; of trees only, if asked for."""
+    """Attention to `more` keys more; of trees only, if asked for."""
 
     def attend(*args: object, **named: object) -> object:
         if args[-1] and (named.get("visible") is not None or not of_trees):

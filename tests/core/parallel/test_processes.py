@@ -34,7 +34,7 @@ SLOW = "300KB/s"
 
 
 def streamed(folder: Path, gpus: int = 2, rate: str = "5GB/s") -> tuple[object, ...]:
-    """Options with which all KV of so many ranks streams."""
+    """Options with which all KV of `gpus` ranks streams."""
     plan = folder / "plan.json"
     method = MethodSettings(method="speculative", draft="ngram")
     Plan(440, BLOCK, method, PLACEMENTS["kv"], gpus=gpus).write(plan)
