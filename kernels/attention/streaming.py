@@ -115,8 +115,8 @@ def attend_tail(
     key, value: [kv_heads, tail, head_dim]: all queries see the first tail - tokens keys; the last
         `tokens` keys are the queries' own, of which each query sees those up to itself, or, for a
         tree of drafts, those in `visible`
-    visible: [tokens, tokens] bool, row: query, column: key; a key comes after those before it on
-        its path
+    visible: [tokens, drafted] bool, row: query, column: which of the last `drafted` >= tokens keys
+        the query sees; all see the keys before these. A key comes after those before it on its path
     scores: as for `attend_blocks`; chunks that a query does not see get -inf, or nothing is added
 
     tail = 0 only merges. `running` is invalid afterwards. If a query sees no key at all its output
@@ -134,7 +134,7 @@ def attend_tail(
         and (tail == 0 or tail >= tokens)
         and alike(query, key, value)
         and (scores is None or scores.fits(kv_heads, rows, 1, tail))
-        and (visible is None or _is_tree(visible, query, tokens)),
+        and (visible is None or _is_tree(visible, query, tokens, tail)),
         query=query,
         key=key,
         value=value,
@@ -168,7 +168,8 @@ def attend_cache(
         the call can be recorded as part of a CUDA graph
     window: number of keys that each token attends to, its own included; None for all
     first: place in the text of the cache's first key
-    visible: as for `attend_tail`, if `end` is a number
+    visible: as for `attend_tail`. Columns that stand before the first key are ignored if `end` is
+        on the device
 
     Raises ValueError.
     """
@@ -189,8 +190,9 @@ def attend_cache(
             else 0 <= end <= capacity - tokens
         )
         and (window is None or window > 0)
-        and (visible is None or _is_tree(visible, query, tokens))
-        and not (visible is not None and on_device),
+        and (
+            visible is None or _is_tree(visible, query, tokens, None if on_device else end + tokens)
+        ),
         query=query,
         key=key,
         value=value,
@@ -201,7 +203,8 @@ def attend_cache(
     )
     if window is not None and not on_device:
         # No query sees the keys before the window of the first one.
-        hidden = max(0, end + 1 - window)
+        drafted = tokens if visible is None else visible.shape[1]
+        hidden = max(0, end + tokens - drafted + 1 - window)
         key, value, end, first = key[:, hidden:], value[:, hidden:], end - hidden, first + hidden
         if end + tokens <= window:
             window = None
@@ -210,9 +213,13 @@ def attend_cache(
     )
 
 
-def _is_tree(visible: torch.Tensor, query: torch.Tensor, tokens: int) -> bool:
+def _is_tree(visible: torch.Tensor, query: torch.Tensor, tokens: int, most: int | None) -> bool:
+    """most: number of keys; None if only the device knows it"""
     return (
-        (visible.shape, visible.dtype) == ((tokens, tokens), torch.bool)
+        visible.dtype == torch.bool
+        and visible.dim() == 2
+        and visible.shape[0] == tokens <= visible.shape[1]
+        and (most is None or visible.shape[1] <= most)
         and visible.device == query.device
         and visible.is_contiguous()
     )
@@ -273,7 +280,7 @@ def reference_cache(
             if visible is None:
                 seen_keys = window_mask(tokens, end, window, query.device)
             else:
-                seen_keys = tree_mask(visible, end, window)
+                seen_keys = tree_mask(visible, seen - visible.shape[1], window)
             return partial_attention(query, key, value, mask=_additive(seen_keys, query))
         if tokens == 1:
             return partial_attention(query, key, value)
@@ -285,10 +292,13 @@ def reference_cache(
             parts.insert(0, partial_attention(query, key[:, :end], value[:, :end]))
         return merge(parts)
     columns = torch.arange(key.shape[1], device=query.device)
-    last = (end + torch.arange(tokens, device=query.device)).unsqueeze(1)
-    seen = columns <= last
-    if window is not None:
-        seen &= columns > last - window
+    if visible is None:
+        last = (end + torch.arange(tokens, device=query.device)).unsqueeze(1)
+        seen = columns <= last
+        if window is not None:
+            seen &= columns > last - window
+    else:
+        seen = _tree_columns(visible, columns - (end + tokens - visible.shape[1]), window)
     mask = _additive(seen, query)
     return partial_attention(query, key.to(query.dtype), value.to(query.dtype), mask=mask)
 
@@ -308,15 +318,25 @@ def tree_mask(visible: torch.Tensor, before: int, window: int | None) -> torch.T
     its path, or all.
 
     visible: as for `attend_tail`
-    before: number of keys before those of the rows
+    before: number of keys before those in `visible`
     """
-    past = visible.new_ones(len(visible), before)
+    columns = torch.arange(-before, visible.shape[1], device=visible.device)
+    return _tree_columns(visible, columns, window)
+
+
+def _tree_columns(visible: torch.Tensor, columns: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Return which keys each row of a tree sees, [rows, keys] bool.
+
+    columns: column of `visible` of each key, [keys]; all rows see keys with a negative column, and
+        none sees keys behind the last column
+    """
+    known = columns.clamp(0, visible.shape[1] - 1)
+    seen = (columns < 0) | (visible[:, known] & (columns < visible.shape[1]))
     if window is None:
-        return torch.cat((past, visible), 1)
-    depths = visible.sum(1, keepdim=True) - 1
-    columns = torch.arange(before, device=visible.device)
-    own = visible & (depths - depths.T < window)
-    return torch.cat((columns > before + depths - window, own), 1)
+        return seen
+    # Places on the row's path, counted from the first key in `visible`.
+    places = torch.where(columns < 0, columns, visible.cumsum(1)[:, known] - 1)
+    return seen & (places > visible.sum(1, keepdim=True) - 1 - window)
 
 
 def _additive(seen: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -378,6 +398,7 @@ def _tail_mask(
     if visible is None:
         mask.triu_(tail - tokens + 1)
     else:
-        mask[:, : tail - tokens] = 0
-        mask[:, tail - tokens :].masked_fill_(visible, 0)
+        before = tail - visible.shape[1]
+        mask[:, :before] = 0
+        mask[:, before:].masked_fill_(visible, 0)
     return mask.repeat(query.shape[1] // tokens, 1)

@@ -115,6 +115,21 @@ def _step(
     return acc, highest, total
 
 
+@triton.jit
+def _in_tree(visible, token, drafted_key, drafted, real):
+    """Return which keys each row of a tree sees, [rows, keys].
+
+    visible: pointer to [tokens, drafted]
+    drafted_key: column of each key in it; negative for a key that all rows see
+    """
+    there = (drafted_key >= 0) & (drafted_key < drafted)
+    allowed = tl.load(
+        visible + token[:, None] * drafted + drafted_key[None, :],
+        mask=real[:, None] & there[None, :], other=0,
+    )  # fmt: skip
+    return (drafted_key < 0)[None, :] | (allowed != 0)
+
+
 @triton.jit(
     do_not_specialize=["rows", "blocks", "keys", "tiles", "first", "fresh", "s_head", "s_row"]
 )
@@ -164,15 +179,20 @@ def _blocks_kernel(
     tl.store(acc + spread, a, mask=here)
 
 
-@triton.jit(do_not_specialize=["rows", "parts", "keys", "tokens", "first", "s_head", "s_row"])
+@triton.jit(
+    do_not_specialize=["rows", "parts", "keys", "tokens", "drafted", "first", "s_head", "s_row"]
+)
 def _tail_kernel(
     query, key, value, acc, peak, total, chunk_scores, visible, out, lse,
     q_head, q_row, k_head, k_key, v_head, v_key, s_head, s_row,
-    rows, parts, keys, tokens, first, scale,
+    rows, parts, keys, tokens, drafted, first, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SIZE: tl.constexpr, MASS: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Merge all splits of the running state and the tail, which ends with the queries' own keys."""
+    """Merge all splits of the running state and the tail, which ends with the queries' own keys.
+
+    drafted: number of keys at the end in `visible`, if TREE
+    """
     head = tl.program_id(0).to(tl.int64)
     kv_heads = tl.num_programs(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -199,16 +219,12 @@ def _tail_kernel(
         there = inside[:, None] & wide[None, :]
         k = _tile(key + head * k_head, k_key, column, dim, there)
         v = _tile(value + head * v_head, v_key, column, dim, there)
-        own = column - (keys - tokens)
         if TREE:
-            drafted = inside & (own >= 0)
-            allowed = tl.load(
-                visible + token[:, None] * tokens + own[None, :],
-                mask=real[:, None] & drafted[None, :], other=0,
-            )  # fmt: skip
-            seen = inside[None, :] & ((own < 0)[None, :] | (allowed != 0))
+            seen = inside[None, :] & _in_tree(
+                visible, token, column - (keys - drafted), drafted, real
+            )
         else:
-            seen = inside[None, :] & (own[None, :] <= token[:, None])
+            seen = inside[None, :] & ((column - (keys - tokens))[None, :] <= token[:, None])
         scores_at, kept = chunk_scores + row[:, None], here
         if SIZE > 0:
             part = start // SIZE + tl.arange(0, KEYS // SIZE)
@@ -229,16 +245,18 @@ def _tail_kernel(
     tl.store(lse + head * rows + row, tl.where(nothing, float("-inf"), m + tl.log(s)), mask=real)
 
 
-@triton.jit(do_not_specialize=["rows", "tokens", "window"])
+@triton.jit(do_not_specialize=["rows", "tokens", "drafted", "window"])
 def _cache_kernel(
-    query, key, value, acc, peak, total, end,
+    query, key, value, acc, peak, total, visible, end,
     q_head, q_row, k_head, k_key, v_head, v_key,
-    rows, tokens, window, scale,
+    rows, tokens, drafted, window, scale,
     DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TREE: tl.constexpr,
 ):  # fmt: skip
     """Attend to a part of the keys up to `end` and of the queries' own keys after it.
 
-    window: number of keys that a query sees, its own included
+    drafted: number of keys at the end in `visible`, if TREE
+    window: number of keys that a query sees, its own included; all of them if TREE
     """
     head, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     kv_heads, parts = tl.num_programs(0), tl.num_programs(1)
@@ -264,7 +282,12 @@ def _cache_kernel(
         # Integers of 8 bits are exact in every dtype of queries.
         k = _tile(key + head * k_head, k_key, column, dim, there).to(q.dtype)
         v = _tile(value + head * v_head, v_key, column, dim, there).to(q.dtype)
-        seen = (column[None, :] <= last[:, None]) & (column[None, :] > last[:, None] - window)
+        if TREE:
+            seen = (column < keys)[None, :] & _in_tree(
+                visible, row % tokens, column - (keys - drafted), drafted, real
+            )
+        else:
+            seen = (column[None, :] <= last[:, None]) & (column[None, :] > last[:, None] - window)
         a, m, s = _step(q, k, v, seen, scale, a, m, s, peak, real, 0, False)
     state = (split * kv_heads + head) * rows + row
     tl.store(peak + state, m, mask=real)
@@ -313,7 +336,7 @@ def tail(
         query if visible is None else visible.view(torch.uint8), out, lse,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *chunk_scores.stride()[:2],
         rows, 0 if running.fresh else running.acc.shape[0], key.shape[1], tokens,
-        scores.first if scores else 0, head_dim**-0.5,
+        tokens if visible is None else visible.shape[1], scores.first if scores else 0, head_dim**-0.5,
         TREE=visible is not None, **_options(t, head_dim), **options,
     )  # fmt: skip
     return Partial(out, lse)
@@ -329,7 +352,7 @@ def cache(
     first: int,
     visible: torch.Tensor | None,
 ) -> Partial:
-    if visible is not None:
+    if visible is not None and window is not None:
         return reference_cache(query, key, value, tokens, end, window, first, visible)
     kv_heads, rows, head_dim = query.shape
     if isinstance(end, int):
@@ -341,9 +364,11 @@ def cache(
         # float32 converted from integers is in registers twice.
         t = t._replace(stages=1)
     _cache_kernel[(kv_heads, running.acc.shape[0], triton.cdiv(rows, t.rows))](
-        query, key, value, running.acc, running.peak, running.total, end,
+        query, key, value, running.acc, running.peak, running.total,
+        query if visible is None else visible.view(torch.uint8), end,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
-        rows, tokens, window or _ALL_KEYS, head_dim**-0.5, **_options(t, head_dim),
+        rows, tokens, tokens if visible is None else visible.shape[1], window or _ALL_KEYS,
+        head_dim**-0.5, TREE=visible is not None, **_options(t, head_dim),
     )  # fmt: skip
     # No keys, but in the query's dtype, whatever the dtype of the cache is.
     return tail(running, query, query[:, :0], query[:, :0], tokens, None, None)

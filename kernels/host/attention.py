@@ -153,12 +153,12 @@ def _keys(
     call.key, call.value = key.data_ptr(), value.data_ptr()
     call.format = _INT8 if key.dtype == torch.int8 else DENSE[key.dtype]
     call.blocks, call.tokens, call.first_key = len(key), key.shape[2], first
-    call.own, call.window = own, window
+    call.own, call.drafted, call.window = own, own, window
     size = key.itemsize
     call.key_block, call.key_head, call.key_row = (n * size for n in key.stride()[:3])
     call.value_block, call.value_head, call.value_row = (n * size for n in value.stride()[:3])
     if visible is not None:
-        call.visible = visible.data_ptr()
+        call.visible, call.drafted = visible.data_ptr(), visible.shape[1]
 
 
 def _merged(running: Running, query: torch.Tensor) -> Partial:

@@ -57,7 +57,7 @@ class Attention(ctypes.Structure):
         *((name, _Address) for name in ("query", "key", "value", "visible")),
         *((name, _Address) for name in ("acc", "peak", "total", "scores")),
         *((name, _Long) for name in ("format", "heads", "rows", "head_dim", "blocks", "tokens")),
-        *((name, _Long) for name in ("first_key", "own", "window", "splits", "fresh")),
+        *((name, _Long) for name in ("first_key", "own", "drafted", "window", "splits", "fresh")),
         *((name, _Long) for name in ("query_head", "query_row")),
         *((name, _Long) for name in ("key_block", "key_head", "key_row")),
         *((name, _Long) for name in ("value_block", "value_head", "value_row")),

@@ -175,6 +175,8 @@ def launch_attention(case: Attention) -> None:
     attend_cache(query, keys[0], keys[0], case.tokens, end)
     whole = torch.empty(keys[0].shape, dtype=torch.int8)
     attend_cache(query, whole, whole, case.tokens, end)
+    attend_cache(query, keys[0], keys[0], case.tokens, end, visible=visible)
+    attend_cache(query, whole, whole, case.tokens, end, visible=visible)
 
 
 def launch_others(dtype: torch.dtype) -> None:

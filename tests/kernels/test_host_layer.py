@@ -209,3 +209,8 @@ def test_a_row_of_a_tree_attends_as_its_path_alone(make, text, window: int | Non
             packed(query, row, row + 1), key[:, seen], value[:, seen], 1, at, window
         ).out
         assert torch.equal(unpacked(out, 1), tree[:, row : row + 1])
+    # And beside rows that were computed before.
+    last = attend_cache(
+        packed(query, 30, rows), key, value, rows - 30, before + 30, window, visible=visible[30:]
+    ).out
+    assert torch.equal(unpacked(last, rows - 30), tree[:, 30:])

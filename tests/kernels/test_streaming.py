@@ -202,6 +202,39 @@ def test_a_tree_of_drafts_sees_its_own_branches(backend, draw, dtype, tree: str)
     assert_near(run(case, query, keys, values, visible=visible)[0].out, out, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", INTERPRETED)
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("window", [None, 3, 30])
+def test_some_rows_of_a_tree_attend_to_those_computed_before(
+    backend, draw, dtype, window: int | None, on_device: bool
+) -> None:
+    """The rows of a tree, its last three and five more keys that all of them see as columns."""
+    before, rows = 21, 40
+    parents = [-1, *(int(17 * row**0.5) % row for row in range(1, rows))]
+    visible = torch.eye(rows, dtype=torch.bool)
+    for row, parent in enumerate(parents):
+        if parent >= 0:
+            visible[row] |= visible[parent]
+    query = draw(2, 2 * rows, 64, dtype=dtype)
+    keys, values = draw(2, 2, before + rows + 3, 64, dtype=dtype)
+    heads = query.view(2, 2, rows, 64)
+    for first, end in ((rows - 3, rows), (0, 1), (5, 30)):
+        part = heads[:, :, first:end].reshape(2, -1, 64)
+        more = torch.ones(end - first, 5, dtype=torch.bool)
+        columns = torch.cat((more, visible[first:end, :end]), 1).to(DEVICE)
+        place = before + first
+        where = torch.tensor([place], device=DEVICE) if on_device else place
+        out = attend_cache(
+            part, keys, values, end - first, where, window, visible=columns
+        ).out.view(2, 2, end - first, 64)
+        for row in range(first, end):
+            path = torch.cat((torch.arange(before), before + visible[row].nonzero().flatten()))
+            path = path[-(window or len(path)) :].to(DEVICE)
+            alone = heads[:, :, row].contiguous()
+            expected, _, _ = exact(alone, keys[:, path], values[:, path], 1, None)
+            assert_near(out[:, :, row - first], expected, TOLERANCE[dtype])
+
+
 def test_a_query_that_sees_nothing_gives_zeros(backend, draw) -> None:
     case = Case(1, 2, 3, 64, 8, 0, 3)
     query, keys, values = make(case, draw, torch.float32)

@@ -83,22 +83,22 @@ INLINE void add_values(int vectors, float *acc, int64_t width, const float *shri
         for (int i = 0; i < vectors; i++) store(acc + r * width + i * W, sums[r][i]);
 }
 
-/* How many of the rows' own keys a row sees, its own not counted. */
+/* How many of the drafted keys a row sees, its own not counted. */
 INLINE int64_t depth_of(const Attention *a, int64_t row) {
     int64_t token = a->own ? row % a->own : 0, depth = -1;
     if (!a->visible) return token;
-    for (int64_t i = 0; i < a->own; i++) depth += a->visible[token * a->own + i] != 0;
+    for (int64_t i = 0; i < a->drafted; i++) depth += a->visible[token * a->drafted + i] != 0;
     return depth;
 }
 
 /* Hides the keys of a tile that a row does not see. first: index in its block of the first key */
 INLINE void hide(const Attention *a, int64_t row, int64_t first, int64_t count, float *scores) {
-    int64_t before = a->tokens - a->own, token = row % a->own;
+    int64_t before = a->tokens - a->drafted, token = row % a->own;
     if (first + count <= before && !a->window) return;
     int64_t gone = a->window ? depth_of(a, row) - a->window : INT64_MIN;
     for (int64_t t = 0; t < count; t++) {
         int64_t key = first + t - before;
-        int seen = key < 0 || (a->visible ? a->visible[token * a->own + key] : key <= token);
+        int seen = key < 0 || (a->visible ? a->visible[token * a->drafted + key] : key <= token);
         if (!seen || key <= gone) scores[t] = -INFINITY;
     }
 }
@@ -226,7 +226,7 @@ INLINE const uint8_t *value_at(const Attention *a, int64_t block, int64_t head, 
    of its path. The keys are the only block. */
 static void attend_paths(const Queries *q, Keys part, float *key_room, float *value_room) {
     const Attention *a = q->a;
-    int64_t before = a->tokens - a->own, dim = a->head_dim, width = q->width;
+    int64_t before = a->tokens - a->drafted, dim = a->head_dim, width = q->width;
     if (a->scores) {
         /* Chunks are scored where the rows lie; the state stays as it is. */
         float scores[MOST_QUERIES][SCORES], shrink[MOST_QUERIES];
@@ -246,7 +246,7 @@ static void attend_paths(const Queries *q, Keys part, float *key_room, float *va
     memset(query, 0, sizeof(float) * TOGETHER * width);
     memset(acc, 0, sizeof(float) * TOGETHER * width);
     for (int64_t r = 0; r < q->rows; r++) {
-        const uint8_t *seen = a->visible + (q->first_row + r) % a->own * a->own;
+        const uint8_t *seen = a->visible + (q->first_row + r) % a->own * a->drafted;
         int64_t depth = depth_of(a, q->first_row + r), own = 0, index = before, skipped = 0;
         int64_t gone = a->window ? before + depth - a->window : -1;
         Keys k = {key_room, value_room, width, width, 0, part.first, part.place, 0};
@@ -293,7 +293,7 @@ static void attend_block(const Queries *q, int64_t block, int64_t split, int64_t
     _Alignas(64) float key_room[TILE_NUMBERS * 2], value_room[TILE_NUMBERS * 2];
     const Attention *a = q->a;
     int64_t start = a->first_key + block * a->tokens, stop = start + a->tokens;
-    int64_t shared = a->visible ? stop - a->own : stop, index = start / tile;
+    int64_t shared = a->visible ? stop - a->drafted : stop, index = start / tile;
     index += ((split - index) % a->splits + a->splits) % a->splits;
     for (; index * tile < stop; index += a->splits) {
         int64_t from = index * tile, to = from + tile < stop ? from + tile : stop;

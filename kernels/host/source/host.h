@@ -53,9 +53,11 @@ typedef struct {
 
    query_head, ...: distances, of queries in numbers, of keys and values in bytes
    first_key: place in the text of the first key; the order of sums follows from it
-   own: how many tokens at the end are the rows' own: of these row r sees those up to token r % own,
-       or those in `visible` [own, own], a tree in which a row comes after the row it follows; 0 if
-       all rows see all tokens
+   own: how many tokens at the end are the rows' own: of these row r sees those up to token r % own;
+       0 if all rows see all tokens
+   drafted: how many tokens at the end, the rows' own included, are a tree in which a token comes
+       after the one it follows: row r sees those in row r % own of `visible` [own, drafted]; `own`
+       if `visible` is NULL
    window: how many tokens up to its own a row sees, 0 for all
    scores: scores of chunks of `chunk` tokens, from chunk `first_chunk` of a row; NULL for none
    mass: whether a score is the log-sum-exp of a chunk's scores; else their sum */
@@ -64,7 +66,8 @@ typedef struct {
     const float *query;
     const uint8_t *key, *value, *visible;
     float *acc, *peak, *total, *scores;
-    int64_t format, heads, rows, head_dim, blocks, tokens, first_key, own, window, splits, fresh;
+    int64_t format, heads, rows, head_dim, blocks, tokens, first_key, own, drafted, window, splits,
+        fresh;
     int64_t query_head, query_row, key_block, key_head, key_row, value_block, value_head,
         value_row;
     int64_t scores_head, scores_row, first_chunk, chunk, mass;

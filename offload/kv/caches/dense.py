@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from triforce_kernels.attention.attention import with_sinks
-from triforce_kernels.attention.streaming import Running, attend_blocks, attend_cache, attend_tail
+from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.layer import rope_into
 from triforce_kernels.recurrent.conv import Convolution
 from triforce_kernels.recurrent.delta import DeltaRows
@@ -105,14 +105,7 @@ class DenseKV:
         query = rope_into(qkv, *batch.rotation, keys, values, start)
         heads, tokens, head_dim = query.shape
         rows = query.reshape(keys.shape[0], heads // keys.shape[0] * tokens, head_dim)
-        if batch.visible is None:
-            part = attend_cache(rows, keys, values, tokens, start)
-            return with_sinks(part, sinks).view(query.shape)
-        running, own = Running.of(rows), slice(start, start + tokens)
-        attend_blocks(running, rows, keys[None, :, :start], values[None, :, :start])
-        part = attend_tail(
-            running, rows, keys[:, own], values[:, own], tokens, visible=batch.visible
-        )
+        part = attend_cache(rows, keys, values, tokens, start, visible=batch.visible)
         return with_sinks(part, sinks).view(query.shape)
 
     def gather(self, moves: torch.Tensor, reader: Reader, chunk: int) -> None:

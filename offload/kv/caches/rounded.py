@@ -101,13 +101,11 @@ class RoundedKV(DenseKV):
         batch: ForwardBatch,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """DenseKV.attend_at; the forward batch must not be a tree."""
-        if batch.visible is not None:
-            raise RuntimeError("a tree over KV in 8 bits")
+        """DenseKV.attend_at."""
         (keys, values), scale = self.rows[layer], self.scale[layer]
         query = rope_into(qkv, *batch.rotation, keys, values, start, scale)
         rows = query.reshape(keys.shape[0], -1, query.shape[2])
-        part = attend_cache(rows, keys, values, batch.rows, start)
+        part = attend_cache(rows, keys, values, batch.rows, start, visible=batch.visible)
         torch.mul(part.out, scale[1].unsqueeze(1), out=part.out)
         return with_sinks(part, sinks).view(query.shape)
 
