@@ -25,6 +25,9 @@ class ForwardBatch:
     first: in a slice of a forward batch, the index of its first row in the whole batch
     rotation: cosines and sines of the positions, [rows, head_dim] each, which the model adds
     query_scale: factors of the queries, [rows], or None; the model adds them too
+    drafted: if the rows continue a tree of which earlier forwards ran the first rows: which of the
+        last keys each row attends to, [rows, drafted] bool on the device, its own included;
+        `parents` is None
     """
 
     tokens: torch.Tensor
@@ -34,6 +37,7 @@ class ForwardBatch:
     first: int = 0
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     query_scale: torch.Tensor | None = None
+    drafted: torch.Tensor | None = None
 
     @classmethod
     def text(
@@ -86,11 +90,12 @@ class ForwardBatch:
 
     @cached_property
     def visible(self) -> torch.Tensor | None:
-        """Which rows of a tree each row attends to, itself included: [rows, rows] bool on the
-        device. None for consecutive tokens, where each row attends to all rows before it.
+        """Which rows of a tree each row attends to, itself included, bool on the device: [rows,
+        rows], or `drafted` of a tree that is continued. None for consecutive tokens, where each row
+        attends to all rows before it.
         """
         if self.parents is None:
-            return None
+            return self.drafted
         seen = torch.eye(self.rows, dtype=torch.bool)
         for row, parent in enumerate(self.parents):
             if parent >= 0:
@@ -119,7 +124,7 @@ class ForwardBatch:
         if rows is None or rows >= self.rows:
             yield self
             return
-        if self.parents is not None or len(self.sequences) > 1:
+        if self.visible is not None or len(self.sequences) > 1:
             raise ValueError(
                 f"a forward batch of {self.rows} rows cannot be cut if it is a tree or has several "
                 "sequences"

@@ -27,6 +27,7 @@ from triforce_kernels.attention.attention import (
     scaled_scores,
     weighed,
 )
+from triforce_kernels.attention.masks import tree_columns, tree_mask, window_mask
 from triforce_kernels.attention.scoring import ScoreBuffer, reference_masses, reference_sums
 from triforce_kernels.checks import alike, require
 from triforce_kernels.dispatch import implementation
@@ -176,6 +177,7 @@ def attend_cache(
     kv_heads, rows, head_dim = query.shape
     capacity = key.shape[1]
     on_device = isinstance(end, torch.Tensor)
+    most = None if on_device else end + tokens
     require(
         "attend_cache",
         key.shape == value.shape == (kv_heads, capacity, head_dim)
@@ -184,15 +186,9 @@ def attend_cache(
         and (alike(query, key, value) or (key.dtype == torch.int8 and alike(key, value)))
         and query.device == key.device
         and query.stride(-1) == 1
-        and (
-            (end.shape, end.dtype, end.device) == ((1,), torch.int64, query.device)
-            if on_device
-            else 0 <= end <= capacity - tokens
-        )
+        and _is_place(end, query.device, capacity - tokens)
         and (window is None or window > 0)
-        and (
-            visible is None or _is_tree(visible, query, tokens, None if on_device else end + tokens)
-        ),
+        and (visible is None or _is_tree(visible, query, tokens, most)),
         query=query,
         key=key,
         value=value,
@@ -211,6 +207,12 @@ def attend_cache(
     return implementation("attend_cache", query.device)(
         query, key, value, tokens, end, window, first, visible
     )
+
+
+def _is_place(end: int | torch.Tensor, device: torch.device, most: int) -> bool:
+    if isinstance(end, torch.Tensor):
+        return (end.shape, end.dtype, end.device) == ((1,), torch.int64, device)
+    return 0 <= end <= most
 
 
 def _is_tree(visible: torch.Tensor, query: torch.Tensor, tokens: int, most: int | None) -> bool:
@@ -298,45 +300,9 @@ def reference_cache(
         if window is not None:
             seen &= columns > last - window
     else:
-        seen = _tree_columns(visible, columns - (end + tokens - visible.shape[1]), window)
+        seen = tree_columns(visible, columns - (end + tokens - visible.shape[1]), window)
     mask = _additive(seen, query)
     return partial_attention(query, key.to(query.dtype), value.to(query.dtype), mask=mask)
-
-
-def window_mask(tokens: int, before: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return which keys each of consecutive tokens sees, [tokens, before + tokens] bool: the last
-    `window` up to its own.
-
-    before: number of keys before the first token's own
-    """
-    seen = torch.ones(tokens, before + tokens, dtype=torch.bool, device=device)
-    return seen.tril_(before).triu_(before + 1 - window)
-
-
-def tree_mask(visible: torch.Tensor, before: int, window: int | None) -> torch.Tensor:
-    """Return which keys each row of a tree sees, [rows, before + rows] bool: the last `window` of
-    its path, or all.
-
-    visible: as for `attend_tail`
-    before: number of keys before those in `visible`
-    """
-    columns = torch.arange(-before, visible.shape[1], device=visible.device)
-    return _tree_columns(visible, columns, window)
-
-
-def _tree_columns(visible: torch.Tensor, columns: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Return which keys each row of a tree sees, [rows, keys] bool.
-
-    columns: column of `visible` of each key, [keys]; all rows see keys with a negative column, and
-        none sees keys behind the last column
-    """
-    known = columns.clamp(0, visible.shape[1] - 1)
-    seen = (columns < 0) | (visible[:, known] & (columns < visible.shape[1]))
-    if window is None:
-        return seen
-    # Places on the row's path, counted from the first key in `visible`.
-    places = torch.where(columns < 0, columns, visible.cumsum(1)[:, known] - 1)
-    return seen & (places > visible.sum(1, keepdim=True) - 1 - window)
 
 
 def _additive(seen: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -283,8 +283,9 @@ def _cache_kernel(
         k = _tile(key + head * k_head, k_key, column, dim, there).to(q.dtype)
         v = _tile(value + head * v_head, v_key, column, dim, there).to(q.dtype)
         if TREE:
+            of_tree = column - (keys - drafted)
             seen = (column < keys)[None, :] & _in_tree(
-                visible, row % tokens, column - (keys - drafted), drafted, real
+                visible, row % tokens, of_tree, drafted, real
             )
         else:
             seen = (column[None, :] <= last[:, None]) & (column[None, :] > last[:, None] - window)
@@ -336,7 +337,8 @@ def tail(
         query if visible is None else visible.view(torch.uint8), out, lse,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *chunk_scores.stride()[:2],
         rows, 0 if running.fresh else running.acc.shape[0], key.shape[1], tokens,
-        tokens if visible is None else visible.shape[1], scores.first if scores else 0, head_dim**-0.5,
+        tokens if visible is None else visible.shape[1], scores.first if scores else 0,
+        head_dim**-0.5,
         TREE=visible is not None, **_options(t, head_dim), **options,
     )  # fmt: skip
     return Partial(out, lse)

@@ -6,7 +6,8 @@ import torch
 
 from triforce_kernels import same_bits
 from triforce_kernels.attention.attention import Partial, merge, partial_attention
-from triforce_kernels.attention.streaming import attend_cache, window_mask
+from triforce_kernels.attention.masks import window_mask
+from triforce_kernels.attention.streaming import attend_cache
 from triforce_kernels.limits import WINDOW_ROWS
 
 

@@ -82,6 +82,8 @@ class ChunkScores:
 
         lse: [kv_heads, rows], log-sum-exps of the scores of all keys
         """
+        # The last rows of a tree may be more than the context takes, and no chunk ends there.
+        keys = min(keys, self._chunk * self._last.shape[3])
         groups, chunks = min(tokens, SCORE_GROUPS), -(-keys // self._chunk)
         group_scores(
             self._buffer.out,

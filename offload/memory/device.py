@@ -150,9 +150,11 @@ class DeviceMemory:
         return {purpose: size for purpose, size in self._used.items() if size}
 
 
-def put(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy integers from the host to the device as int64, without waiting for its computation."""
-    here = torch.as_tensor(numbers, dtype=torch.int64)
+def put(
+    numbers: Sequence[int] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Copy numbers from the host to the device, without waiting for its computation."""
+    here = torch.as_tensor(numbers, dtype=dtype)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 

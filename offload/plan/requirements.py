@@ -55,6 +55,11 @@ class Requirements:
     sequences: int = 1
 
     @property
+    def max_draft_tokens(self) -> int:
+        """Number of tokens of the longest draft, which a pass verifies."""
+        return self.max_pass_tokens - 1
+
+    @property
     def layers(self) -> int:
         return len(self.layer_bytes)
 

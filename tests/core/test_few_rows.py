@@ -32,7 +32,7 @@ def test_a_pass_over_the_longest_automatic_draft_decodes_no_weight_first(monkeyp
 
     monkeypatch.setattr(SplitBF16Weight, "small_batch_matmul", lambda weight: matmul)
     weight = encode(torch.ones(2, 4, dtype=torch.bfloat16))
-    rows = MethodSettings().max_draft_tokens + 1
+    rows = MethodSettings().max_draft_tokens() + 1
     products.linear(torch.ones(rows, 4), weight)
     assert multiplied == [rows]
     products.linear(torch.ones(rows + 1, 4), weight)

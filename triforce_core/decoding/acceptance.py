@@ -13,6 +13,7 @@ import torch
 
 from triforce_core.decoding.distributions import draw
 from triforce_core.decoding.trees.tree import Branches, Walk, accept_tree
+from triforce_core.params import SamplingParams
 from triforce_core.plan.levels import DISTRIBUTION_ROWS
 from triforce_kernels.sampling import sampling
 from triforce_offload.memory.device import put
@@ -57,6 +58,16 @@ class Rule(Protocol):
         """Draw one token for each row of `probs` [rows, vocab].
 
         position: a tensor [rows] int64 of each row's position if the rows are not consecutive
+        """
+
+    def likeliest(
+        self, logits: torch.Tensor, params: SamplingParams, positions: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens that a verifier most likely draws if its logits are near these, and
+        their chances: [rows, count] int64 and float32, likeliest first.
+
+        logits: [rows, vocab] float32
+        positions: [rows] int64 of the tokens
         """
 
     def accept(self, draft: Draft, probs: torch.Tensor, position: int) -> Verdict:
@@ -109,6 +120,11 @@ class Optimal:
     def draw(self, probs: torch.Tensor, position: int | torch.Tensor) -> torch.Tensor:
         return draw(probs, self._generator)
 
+    def likeliest(
+        self, logits: torch.Tensor, params: SamplingParams, positions: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return _likeliest(logits, count)
+
     def accept(self, draft: Draft, probs: torch.Tensor, position: int) -> Verdict:
         if draft.branches is None:
             return accept(draft.tokens, draft.probs, probs, self._generator)
@@ -146,6 +162,18 @@ class Coupled:
         race = probs.double() / exponential_noise(self._seed, positions, vocab)
         return race.argmax(-1).masked_fill(probs.sum(-1).isnan(), -1)
 
+    def likeliest(
+        self, logits: torch.Tensor, params: SamplingParams, positions: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rule.likeliest: the first ones in the race that all levels run with the same noise."""
+        if not params.temperature:
+            return _likeliest(logits, count)
+        best = logits.topk(min(_RACING, logits.shape[-1]))
+        noise = exponential_noise(self._seed, positions, logits.shape[-1], best.indices)
+        race = (best.values.double() / params.temperature - noise.log()).softmax(-1)
+        first = race.topk(min(count, race.shape[-1]))
+        return best.indices.gather(1, first.indices), first.values.float()
+
     def accept(self, draft: Draft, probs: torch.Tensor, position: int) -> Verdict:
         if draft.branches is not None:
             return self._walk(draft.tokens, draft.branches, probs, position)
@@ -163,18 +191,31 @@ class Coupled:
         return Verdict(last[0], own.gather(0, last).squeeze(0))
 
 
-def exponential_noise(seed: int, positions: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Return Exponential(1) noise [rows, vocab] float64 for positions [rows] int64.
+def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens of greatest probability at temperature 1, since a request's distribution
+    may have a single token.
+    """
+    best = logits.topk(min(count, logits.shape[-1]))
+    return best.indices, (best.values - logits.logsumexp(-1, keepdim=True)).exp()
+
+
+def exponential_noise(
+    seed: int, positions: torch.Tensor, vocab: int, tokens: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return Exponential(1) noise [rows, vocab] float64 for positions [rows] int64, or for `tokens`
+    [rows, n] alone.
 
     The noise is a function of (seed, position, token) alone, and equal on every device: splitmix64
     (Steele et al., 2014) with seed and position as the key and the token as the counter.
     """
-    tokens = torch.arange(1, vocab + 1, device=positions.device)
+    counters = torch.arange(vocab, device=positions.device) if tokens is None else tokens
     key = _mix(_wrap(_mix_int(seed)) + (positions.unsqueeze(1) + 1) * _GOLDEN)
-    bits = _shift(_mix(key + tokens * _GOLDEN), 12)
+    bits = _shift(_mix(key + (counters + 1) * _GOLDEN), 12)
     return ((bits.double() + 0.5) * 2.0**-52).log_().neg_()
 
 
+# Number of tokens that run in a race for `likeliest`, those of greatest probability.
+_RACING = 64
 _MASK = (1 << 64) - 1
 
 

@@ -10,9 +10,11 @@ from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.models import Dropped, Models
 from triforce_core.decoding.decoder import Decoder
 from triforce_core.decoding.draft_length import Auto, DraftLength, Fixed
-from triforce_core.decoding.hierarchy import Hierarchy, RetrievalModel
-from triforce_core.decoding.levels import RetrievalLevel, Tallies
-from triforce_core.decoding.trees.growth import Growth
+from triforce_core.decoding.hierarchy import Hierarchy
+from triforce_core.decoding.levels import Tallies
+from triforce_core.decoding.retrieval_level import RetrievalLevel, RetrievalModel
+from triforce_core.decoding.trees.growth import Growth, of_retrieval_level
+from triforce_core.decoding.trees.retrieval_tree import TreeCosts
 from triforce_core.params import SamplingParams
 from triforce_core.settings import AUTO_DRAFT_TOKENS
 
@@ -49,6 +51,7 @@ class Drafting:
         elif models.method.has_drafter:
             self._outer = self._drafter_length()
         self._growth = self._make_growth()
+        self._tree_costs = TreeCosts()
 
     def decoder(
         self,
@@ -69,10 +72,18 @@ class Drafting:
         if context.levels.retrieval:
             verifier = RetrievalModel(context, params)
             proposer = RetrievalLevel(
-                proposer, verifier, rule, self._inner, self._outer, stops, tallies.retrieval
+                proposer,
+                verifier,
+                rule,
+                self._inner,
+                self._outer,
+                stops,
+                tallies.retrieval,
+                self._tree_costs,
+                has_law=params.temperature > 0,
             )
         # Penalties and grammars require that each row follows the one before, which excludes trees.
-        branches = not context.levels.retrieval and not params.changes_logits
+        branches = not params.changes_logits
         return Hierarchy(
             context,
             params,
@@ -133,6 +144,7 @@ class Drafting:
 
     def _drop_retrieval(self, context: Context) -> int:
         freed = context.levels.drop_retrieval()
+        self._growth = None
         self._inner = Fixed(0)
         self._outer = self._drafter_length() if self._models.method.has_drafter else Fixed(0)
         return freed
@@ -147,16 +159,21 @@ class Drafting:
         return freed
 
     def _make_growth(self) -> Growth | None:
-        method = self._models.method
-        small = self._models.small
+        method, small = self._models.method, self._models.small
         if not method.branches or (small and small.kind == "mtp"):
             # An MTP head drafts chains.
             return None
-        deepest, nodes = method.max_draft_tokens, method.fixed_tree
-        if nodes is None:
-            texts = self._models.runtime.plan.requirements.sequences
-            return Growth(deepest, deepest, asked=False, texts=texts)
-        return Growth(nodes, method.fixed_draft_tokens or deepest, asked=True)
+        needs, asked = self._models.runtime.plan.requirements, method.fixed_tree is not None
+        deepest, nodes = needs.max_draft_tokens, method.fixed_tree or needs.max_draft_tokens
+        if asked:
+            deepest = method.fixed_draft_tokens or deepest
+        if not self._models.budget:
+            if not method.has_drafter:
+                return None
+            return Growth(nodes, deepest, asked=asked, texts=needs.sequences)
+        if self._models.target.config.recurrent_layers:
+            return None
+        return Growth(nodes, deepest, asked=asked, prior=of_retrieval_level, chains=False)
 
     def _retrieval_length(self) -> DraftLength:
         return self._length(

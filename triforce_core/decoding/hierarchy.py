@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -25,33 +25,6 @@ from triforce_core.decoding.levels import (
 from triforce_core.decoding.trees.growth import Growth
 from triforce_core.params import SamplingParams
 from triforce_offload.link.waiting import come
-
-# Logits of the retrieval level are limited to this magnitude.
-_MOST_LOGIT = 1e30
-
-
-class RetrievalModel:
-    """The retrieval level as a verifier: the target's weights, or copies of them, over the
-    retrieval cache.
-
-    Non-finite logits are replaced, so that every row is a distribution. The output distribution
-    does not depend on this level.
-    """
-
-    def __init__(self, context: Context, params: SamplingParams) -> None:
-        """context: a context with a retrieval level"""
-        self.device = context.model.device
-        self._context = context
-        self._params = params
-
-    def probs(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Verifier.probs."""
-        logits = self._context.levels.draft(tokens).nan_to_num_(0.0, _MOST_LOGIT, -_MOST_LOGIT)
-        return distributions(logits, self._params, self._context.text, tokens[1:])
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Verifier.keep."""
-        self._context.levels.keep_drafted(rows)
 
 
 class Hierarchy:
@@ -135,8 +108,10 @@ class Hierarchy:
         else:
             self._length.observe(outcome)
         context.text.commit(outcome.tokens)
-        rows = outcome.branches and tuple(outcome.path)
-        return Step(outcome.tokens, outcome.drafted, outcome.whole, rows, len(outcome.tokens))
+        rows, path = outcome.branches and tuple(outcome.path), outcome.path
+        # Of a tree's rows, the first that were all kept count for the scores of chunks.
+        scored = next((place for place, row in enumerate(path) if place != row), len(path))
+        return Step(outcome.tokens, outcome.drafted, outcome.whole, rows, scored)
 
     def _trace(self, began: float, outcome: Round) -> None:
         """Record a round in the trace."""

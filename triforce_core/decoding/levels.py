@@ -8,7 +8,7 @@ drafter below it, and is thereby a proposer for the full model above it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -17,7 +17,6 @@ import torch
 
 from triforce_core.decoding.acceptance import Draft, Rule
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.draft_length import DraftLength
 from triforce_core.decoding.trees.growth import Growth
 from triforce_core.decoding.trees.tree import Branches
 from triforce_core.params import SamplingParams
@@ -251,66 +250,3 @@ class Tallies(NamedTuple):
 
     target: Tally
     retrieval: Tally
-
-
-class RetrievalLevel:
-    """A proposer that drafts by rounds of `speculate` until there are enough tokens, each with the
-    verifier's own distribution.
-    """
-
-    def __init__(
-        self,
-        proposer: Proposer,
-        verifier: Verifier,
-        rule: Rule,
-        length: DraftLength,
-        length_above: DraftLength,
-        stops: Collection[int],
-        tally: Tally,
-    ) -> None:
-        """length: length of the proposer's drafts
-        length_above: length of this level's own drafts
-        stops: tokens after which nothing is proposed
-        tally: counters of the proposer's drafts
-        """
-        self.tally = tally
-        self._proposer = proposer
-        self._verifier = verifier
-        self._rule = rule
-        self._length = length
-        self._length_above = length_above
-        self._nothing = Nothing(verifier.device)
-        self._stops = stops
-
-    def propose(self, text: Text, count: int) -> Draft:
-        if not count:
-            return self._nothing.propose(text, count)
-        start, probs, confidence = len(text.tokens), [], []
-        ended = False
-        try:
-            while (
-                not ended
-                and (left := start + count - len(text.tokens))
-                and (not confidence or self._length_above.goes_on(confidence))
-            ):
-                outcome = speculate(
-                    self._proposer, self._verifier, self._rule, text, self._length.choose(left - 1)
-                )
-                self.tally.count(outcome)
-                self._length.observe(outcome)
-                text.tokens += outcome.tokens
-                probs.append(outcome.probs)
-                confidence += outcome.peaks
-                ended = any(token in self._stops for token in outcome.tokens)
-            tokens = text.tokens[start:]
-        finally:
-            del text.tokens[start:]
-        if ended:
-            # Nothing follows an end-of-text token, and stopping at a drawn token adds no bias.
-            first = next(i for i, token in enumerate(tokens) if token in self._stops)
-            tokens = tokens[: first + 1]
-        return Draft(
-            put(tokens, self._verifier.device),
-            torch.cat(probs)[: len(tokens)],
-            confidence[: len(tokens)],
-        )

@@ -171,7 +171,7 @@ class Execution:
             return None
         config, memory = self.resolved.sizes.drafter, self.memory
         like = self.resolved.memory.requirements.kv
-        window = window_tokens(config, self.resolved.sizes.method.max_draft_tokens)
+        window = window_tokens(config, self.resolved.memory.requirements.max_draft_tokens)
         layouts = drafter_layouts(config, like.dtype)
         with ExitStack() as stack:
             if config.layers[0].joins:

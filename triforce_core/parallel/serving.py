@@ -91,7 +91,7 @@ class _Served:
                 context.refresh(call.scored)
                 context.models.runtime.passes.begin([context.sequence])
             case calls.Draft():
-                context.levels.draft(call.tokens)
+                context.levels.draft(call.tokens, call.parents)
             case calls.KeepDrafted():
                 context.levels.keep_drafted(call.rows)
             case calls.End():

@@ -139,7 +139,7 @@ class ModelSizes:
         Raises UsageError.
         """
         config, method, itemsize = self.config, self.method, self.dtype.itemsize
-        shape, verified = self._kv_shape(), method.max_draft_tokens + 1
+        shape, verified = self._kv_shape(), self.max_draft_tokens(budget) + 1
         scored = method.chunk_size if budget else 0
         weights, int4 = self.weights, self.int4_layouts if budget else ()
         read_at_once = min(PREFILL_CHUNK, self.max_context)
@@ -180,6 +180,18 @@ class ModelSizes:
             decoding_bytes=groups_bytes(config, verified, self._largest, itemsize) if int4 else 0,
             sequences=self.sequences,
         )
+
+    def max_draft_tokens(self, budget: int) -> int:
+        """Return the number of tokens of the longest draft. budget: as for `requirements`"""
+        return self.method.max_draft_tokens(retrieval_trees=budget > 0 and self.grows_trees)
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether a retrieval level may grow trees. A recurrent state has no place for the rows of
+        a tree that earlier forwards ran, and an MTP head drafts chains.
+        """
+        head = self.drafter is not None and self.drafter.layers[0].joins
+        return not (self.config.recurrent_layers or head)
 
     @property
     def stored_bytes(self) -> int:
@@ -252,7 +264,7 @@ class ModelSizes:
         return fitting_budget(budget, self.method.chunk_size, self.max_context)
 
     def _drafting_bytes(self, shape: KVShape, budget: int) -> int:
-        longest, total = self.method.max_draft_tokens, 0
+        longest, total = self.max_draft_tokens(budget), 0
         if self.drafter:
             total += small_model_parts_bytes(self.drafter, shape, longest, self.sequences)
             total += distribution_bytes(self.drafter, 1)

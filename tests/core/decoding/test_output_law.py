@@ -53,6 +53,10 @@ WAYS: dict[str, dict[str, object]] = {
         "accept": "coupled",
         "sequences": 3,
     },
+    "retrieval tree": {"draft": "{model}", "tree": 7},
+    "retrieval tree, coupled": {"draft": "ngram", "tree": 9, "accept": "coupled"},
+    "retrieval tree, ranks": {"draft": "none", "tree": 7, "gpus": 2},
+    "retrieval tree, noise": {"draft": "{model}", "tree": 7, "draft_kv": "int8"},
     "coupled": {"draft": "{model}", "accept": "coupled"},
     "afresh": {"draft": "{model}"},
     "int4": {"draft": "{model}", "draft_weights": "int4"},
@@ -102,7 +106,7 @@ def spoilt(way: str) -> Iterator[None]:
     with ExitStack() as stack:
         if way == "noise":
             stack.enter_context(making_noise())
-        if way == "noisy cache":
+        if way in ("noisy cache", "retrieval tree, noise"):
             for module in ("triforce_offload.kv.caches.rounded", "triforce_kernels.kv.rounding"):
                 stack.enter_context(patch(f"{module}.rounded", noisy_round))
         yield
@@ -110,7 +114,7 @@ def spoilt(way: str) -> Iterator[None]:
 
 def sample(job: Job) -> Sample:
     """Outcomes of many requests, and how many tokens of drafts the two levels accepted."""
-    options = {"placement": PLACEMENTS["kv-in-part"]} | WAYS[job.way]
+    options = {"placement": PLACEMENTS["kv-in-part"], "draft_tokens": 2} | WAYS[job.way]
     options["draft"] = str(options.get("draft", "auto")).format(model=job.drafter)
     counts, accepted, inner = Counter(), Counter(), Counter()
     with (
@@ -122,7 +126,6 @@ def sample(job: Job) -> Sample:
             # The retrieval cache holds 8 of 40 tokens, so drafts are often wrong.
             budget=8,
             chunk_size=4,
-            draft_tokens=2,
             inner_draft_tokens=1,
             max_context=64,
             block_tokens=BLOCK,
@@ -219,7 +222,7 @@ def test_three_tokens_have_the_exact_law(
     if samples < SAMPLES:
         return
     # None, some and all of a draft accepted, and both at the level below it.
-    for way in ("none", "model", "mean", "ranks", "tree"):
+    for way in ("none", "model", "mean", "ranks", "tree", "retrieval tree"):
         _, accepted, inner = results[way]
         assert min(accepted[i] for i in range(3)) > 20, way
         assert way in ("none", "tree") or min(inner[i] for i in range(2)) > 20, way

@@ -18,7 +18,8 @@ from triforce_core.decoding.acceptance import Draft, Optimal, Verdict, accept
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.distributions import draw
 from triforce_core.decoding.draft_length import Fixed
-from triforce_core.decoding.levels import Nothing, RetrievalLevel, Tally, speculate
+from triforce_core.decoding.levels import Nothing, Tally, speculate
+from triforce_core.decoding.retrieval_level import RetrievalLevel
 
 VOCAB = 6
 # What kills the most stubborn fault; the sound levels pass over as many. Ten times as many:

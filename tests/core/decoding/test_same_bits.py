@@ -191,6 +191,7 @@ RUNS = {
     "chains": {},
     "trees": {"tree": 16},
     "retrieval level": {**RETRIEVAL, "placement": PLACEMENTS["kv"]},
+    "trees of the retrieval level": {**RETRIEVAL, "tree": 24, "placement": PLACEMENTS["kv"]},
     "retrieval level over int4 copies": {**RETRIEVAL, "placement": PLACEMENTS["int4"]},
 }
 

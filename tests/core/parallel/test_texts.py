@@ -160,10 +160,19 @@ def test_a_small_model_drafts_on_the_first_rank_alone(tiny, leaders) -> None:
     assert_equal_but_for_ties(model, prompt, result.token_ids, transformers_text(model, prompt))
 
 
-@pytest.mark.parametrize("placement", ["kv", "both"])
-def test_a_tree_is_verified_by_all_ranks(tiny, leaders, placement: str) -> None:
+@pytest.mark.parametrize(
+    ("placement", "options"),
+    [
+        ("kv", {"method": "speculative"}),
+        ("both", {"method": "speculative"}),
+        ("kv", {"budget": 16}),
+        ("kv", {"budget": 16, "draft_kv": "int8"}),
+    ],
+)
+def test_a_tree_is_verified_by_all_ranks(tiny, leaders, placement: str, options: dict) -> None:
+    """A tree of the drafter, or one that the retrieval level grows on all ranks."""
     path, model = tiny("llama")
-    prompt, options = random_ids(PROMPT), {"method": "speculative", "tree": 11}
+    prompt, options = random_ids(PROMPT), {"tree": 11, **options}
     with engine(path, 2, placement, draft=tiny("llama-mqa")[0], **options) as ours:
         result = ours.generate(prompt, greedy(NEW))
         again = ours.generate(prompt, greedy(NEW))

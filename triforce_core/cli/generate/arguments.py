@@ -293,7 +293,7 @@ def _add_method(group: Options) -> None:
     )
     add(
         "tree",
-        "tokens of a tree of drafts, where the drafter proposes straight to the target",
+        "tokens of a tree of drafts; off: chains alone",
         expert=True,
         type=tree_nodes,
         metavar="auto|off|NODES",

@@ -111,10 +111,11 @@ class Refresh(ContextCall):
 
 @dataclass(frozen=True)
 class Draft(ContextCall):
-    """Run the retrieval level over some tokens."""
+    """Run the retrieval level over some tokens. parents: see `DraftLevels.draft`"""
 
     computes = True
     tokens: torch.Tensor
+    parents: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from triforce_core.decoding.drafters.resident import ResidentModel
 from triforce_core.decoding.drafters.retrieval import POLICIES, RetrievalCache
 from triforce_core.decoding.drafters.small_model import SmallModelDrafter, WindowCache
 from triforce_core.decoding.levels import Drafter, Nothing
-from triforce_core.plan.levels import SINKS, fitting_budget
+from triforce_core.plan.levels import LONGEST_RECORDED, SINKS, fitting_budget
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.direct import reader
 from triforce_offload.kv.gather import ChunkReader
@@ -75,12 +75,18 @@ class DraftLevels:
         if self.retrieval:
             self.retrieval.roll_back(tokens)
 
-    def draft(self, tokens: torch.Tensor) -> torch.Tensor:
+    def draft(self, tokens: torch.Tensor, parents: tuple[int, ...] | None = None) -> torch.Tensor:
         """Run the retrieval level over tokens [n]. Return float32 logits after each, [n, vocab],
         which are valid until the next call.
+
+        parents: for each token, the drafted row that it follows, or -1 if it follows the text's
+            last token with KV. Drafted rows are numbered in the order in which they were kept,
+            those of `tokens` after them. None if each token follows the one before it, and the
+            first one the last drafted row
         """
-        self._tell(calls.Draft(tokens))
-        return self.model.logits(tokens, self.retrieval.length)
+        self._tell(calls.Draft(tokens, parents))
+        rows = self.retrieval.follow(tokens.shape[0], parents)
+        return self.model.logits(tokens, self.retrieval.length, rows)
 
     @property
     def from_hidden(self) -> bool:
@@ -104,7 +110,7 @@ class DraftLevels:
         if self.model.hidden is not None:
             kept = self.model.hidden[put(list(rows), self.model.hidden.device)]
             self.note(self.retrieval.length, kept)
-        self.retrieval.kv.keep(rows)
+        self.retrieval.keep(rows)
 
     def drop_drafter(self) -> int:
         """Drop the drafter for good: nothing proposes at the lowest level from now on.
@@ -175,6 +181,7 @@ class DraftLevels:
             runtime.trace,
             "retrieval model",
             keeps_hidden=self.from_hidden,
+            drafted=demand.max_draft_tokens + LONGEST_RECORDED,
         )
         resources.callback(model.close)
         self.scores, self.retrieval, self.model = scores, cache, model
@@ -183,9 +190,8 @@ class DraftLevels:
 def retrieval_cache(models: Models, sequence: SequenceKV, scores: ChunkScores) -> RetrievalCache:
     """Return a retrieval cache over a sequence's KV. Raises DoesNotFitError."""
     runtime, method, kv = models.runtime, models.method, sequence.kv
-    budget = fitting_budget(
-        models.budget, method.chunk_size, runtime.plan.requirements.context_tokens
-    )
+    needs = runtime.plan.requirements
+    budget = fitting_budget(models.budget, method.chunk_size, needs.context_tokens)
     collected = ChunkReader(
         kv,
         runtime.link,
@@ -202,7 +208,7 @@ def retrieval_cache(models: Models, sequence: SequenceKV, scores: ChunkScores) -
         method.retrieval,
         budget,
         method.chunk_size,
-        method.max_draft_tokens,
+        needs.max_draft_tokens,
         recent=sequence.recent,
         rounded=models.rounds_kv,
     )

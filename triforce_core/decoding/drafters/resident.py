@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from triforce_core.decoding.drafters.drafted_rows import TreeRows
 from triforce_core.model.transformer import Model
 from triforce_core.plan.levels import LONGEST_RECORDED
 from triforce_kernels import warmup
@@ -51,10 +52,12 @@ class ResidentModel:
         name: str,
         *,
         keeps_hidden: bool = False,
+        drafted: int = 0,
     ) -> None:
         """recorder: None to run everything eagerly
         name: name of the forwards in a trace
         keeps_hidden: whether to keep the hidden states of each forward of `logits`
+        drafted: number of rows of the largest tree that recorded forwards continue
         """
         self.hidden: torch.Tensor | None = None
         self._keeps_hidden = keeps_hidden
@@ -65,16 +68,26 @@ class ResidentModel:
         self._recorder = recorder if model.recordable else None
         self._trace = trace
         self._name = name
-        self._forwards: dict[int, _FixedForward] = {}
+        self._drafted = drafted
+        self._forwards: dict[tuple[int, bool], _FixedForward] = {}
 
-    def logits(self, tokens: torch.Tensor, position: int, *, last: bool = False) -> torch.Tensor:
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        position: int,
+        rows: TreeRows | None = None,
+        *,
+        last: bool = False,
+    ) -> torch.Tensor:
         """Run tokens [n], the first at `position`, after the end of the KV. The end does not move.
+
+        rows: positions of the tokens, and what each sees, if they continue a tree
 
         Returns float32 logits after each token, [n, vocab], or if `last`, after the last token
         only, [1, vocab]. Use them before the next call, which may overwrite them.
         """
         with self._trace.compute(self._name, tokens=tokens.shape[0]):
-            return self._logits(tokens, position, last)
+            return self._logits(tokens, position, rows, last)
 
     def of_tree(self, tree: ForwardBatch, rows: Sequence[int]) -> torch.Tensor:
         """Run a tree after the end of the KV. The end does not move. Trees are never recorded.
@@ -96,27 +109,40 @@ class ResidentModel:
         """Release recorded forwards and their memory."""
         self._forwards.clear()
 
-    def _logits(self, tokens: torch.Tensor, position: int, last: bool) -> torch.Tensor:
+    def _logits(
+        self, tokens: torch.Tensor, position: int, rows: TreeRows | None, last: bool
+    ) -> torch.Tensor:
         count = tokens.shape[0]
         size = padded(count)
-        if self._recorder and size <= LONGEST_RECORDED and self.kv.has_room(size):
-            forward = self._forwards.get(size)
+        if self._recorder and size <= LONGEST_RECORDED and self._has_room(size, rows):
+            kind = (size, rows is not None)
+            forward = self._forwards.get(kind)
             if forward is None:
-                forward = self._forwards[size] = _FixedForward(
-                    self._model, self._weights, self.kv, size, tokens.device
+                forward = self._forwards[kind] = _FixedForward(
+                    self._model,
+                    self._weights,
+                    self.kv,
+                    size,
+                    tokens.device,
+                    0 if rows is None else self._drafted,
                 )
-            forward.take(tokens, position)
+            forward.take(tokens, position, rows)
             if forward.uses == USES_BEFORE:
                 self._record(forward, size)
             out = forward.run()[:count]
             if self._keeps_hidden:
                 self.hidden = forward.hidden[:count]
             return out[-1:] if last else out
-        batch = ForwardBatch.text(tokens, position, tokens.device)
+        batch = _batch(tokens, position, rows)
         hidden = self._model.forward(batch, self._weights, self.kv)
         if self._keeps_hidden:
             self.hidden = hidden
         return self._model.logits(hidden[-1:] if last else hidden)
+
+    def _has_room(self, size: int, rows: TreeRows | None) -> bool:
+        padding = 0 if rows is None else size - len(rows.visible)
+        fits = rows is None or rows.visible.shape[1] + padding <= self._drafted
+        return fits and self.kv.has_room(size)
 
     def _record(self, forward: _FixedForward, size: int) -> None:
         try:
@@ -133,6 +159,13 @@ class ResidentModel:
             )
 
 
+def _batch(tokens: torch.Tensor, position: int, rows: TreeRows | None) -> ForwardBatch:
+    if rows is None:
+        return ForwardBatch.text(tokens, position, tokens.device)
+    positions = put(rows.positions, tokens.device)
+    return ForwardBatch(tokens, positions, drafted=put(rows.visible, tokens.device, torch.bool))
+
+
 class _FixedForward:
     """A forward of exactly `size` tokens, with inputs at fixed addresses.
 
@@ -147,12 +180,18 @@ class _FixedForward:
         kv: DenseKV,
         size: int,
         device: torch.device,
+        drafted: int,
     ) -> None:
+        """drafted: number of keys that some of the tokens do not see; 0 if they are a chain"""
         self.uses = 0
         self._model = model
         self._weights = weights
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
-        self._position = torch.zeros(1, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self._steps = torch.arange(size, device=device)
+        self._visible: torch.Tensor | None = None
+        if drafted:
+            self._visible = torch.zeros(size, drafted, dtype=torch.bool, device=device)
         self._cache = FixedDense(kv, device)
         self._replay: Run | None = None
         self.hidden = model.no_states().new_zeros(size, model.config.hidden)
@@ -161,11 +200,28 @@ class _FixedForward:
     def is_recorded(self) -> bool:
         return self._replay is not None
 
-    def take(self, tokens: torch.Tensor, position: int) -> None:
+    def take(self, tokens: torch.Tensor, position: int, rows: TreeRows | None) -> None:
         """Set the inputs."""
-        self._tokens[: tokens.shape[0]] = tokens
-        self._position.fill_(position)
+        count = tokens.shape[0]
+        self._tokens[:count] = tokens
+        if rows is None:
+            torch.add(self._steps, position, out=self._positions)
+        else:
+            self._positions[:count] = put(rows.positions, tokens.device)
+            self._visible.copy_(put(self._padded(rows.visible), tokens.device, torch.bool))
         self._cache.begin()
+
+    def _padded(self, visible: torch.Tensor) -> torch.Tensor:
+        """Return `visible` for all rows, of which the padding comes last, and with columns for keys
+        before the tree, which all rows see.
+        """
+        size, drafted = self._visible.shape
+        count, own = visible.shape
+        before = drafted - (size - count) - own
+        seen = torch.zeros(size, drafted, dtype=torch.bool)
+        seen[:, :before] = True
+        seen[:count, before : before + own] = visible
+        return seen
 
     def run(self) -> torch.Tensor:
         """Return logits [size, vocab]; a recorded forward returns the same tensor each time."""
@@ -176,7 +232,7 @@ class _FixedForward:
         self._replay = recorder.record(self._compute)
 
     def _compute(self) -> torch.Tensor:
-        batch = ForwardBatch.text(self._tokens, self._position, self._tokens.device)
+        batch = ForwardBatch(self._tokens, self._positions, drafted=self._visible)
         # At a fixed address, like the logits.
         self.hidden.copy_(self._model.forward(batch, self._weights, self._cache))
         return self._model.logits(self.hidden)

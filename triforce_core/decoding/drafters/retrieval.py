@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from triforce_core.decoding.drafters.drafted_rows import DraftedRows, TreeRows
 from triforce_core.plan.levels import chosen_bytes, own_tokens
 from triforce_kernels.kv.selection import choose_chunks
 from triforce_offload.kv.caches.dense import DenseKV
@@ -76,6 +79,7 @@ class RetrievalCache:
             raise
         self._chunk_of = self._allocation.bytes.view(torch.int64)
         self._chunk_of = self._chunk_of.view(shape.layers, shape.kv_heads, self._slots).fill_(-1)
+        self._drafted = DraftedRows()
         self._filled = 0
         self._chosen_at = 0
         self._measured_at = 0
@@ -83,9 +87,24 @@ class RetrievalCache:
 
     @property
     def length(self) -> int:
-        """Number of tokens with KV, kept or only drafted: the position of the next token."""
+        """Number of tokens with KV, kept or only drafted: if the drafted rows are a chain, the
+        position of the next token.
+        """
         own = self.kv.end - self._filled * self._chunk
         return self._store.length - self._store.length % self._chunk + own
+
+    def follow(self, count: int, parents: Sequence[int] | None) -> TreeRows | None:
+        """Return how the `count` rows of the next forward follow the drafted ones; None if all of
+        them are a chain. parents: see `DraftLevels.draft`
+        """
+        return self._drafted.follow(count, parents, self.length - len(self._drafted))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep rows of the last forward, in this order, as drafted ones: each with the row that it
+        follows.
+        """
+        self.kv.keep(rows)
+        self._drafted.keep(rows)
 
     def begin(self) -> None:
         """Prepare for the prefill of a request, which scores all chunks. Waits for the device."""
@@ -164,6 +183,7 @@ class RetrievalCache:
         """Set the end of the cache, which has no drafted tokens."""
         self.kv.end = end
         self.kv.recent.forget()
+        self._drafted.forget()
 
     def _is_due(self, tokens: int) -> bool:
         grown = self._store.length + tokens - self._chosen_at

@@ -17,12 +17,14 @@ class Tree:
     """Tokens by row; row 0 is the text's last token. See `Branches`.
 
     values: value of each row, see `Growth`
+    depths: number of tokens on the path to each row, its own included
     """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.values = [1.0]
+        self.depths = [0]
         self._confidence: list[float] = []
         self._drawn: list[int] = []
 
@@ -38,8 +40,30 @@ class Tree:
         self.tokens.append(token)
         self.parents.append(parent)
         self.values.append(value)
+        self.depths.append(self.depths[parent] + 1)
         self._confidence.append(sure)
         return len(self.tokens)
+
+    def ordered(self) -> tuple[Tree, dict[int, int]]:
+        """Return the tree with every first child directly after its parent, and the place of each
+        of its rows.
+        """
+        children: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        for row in range(len(self), 0, -1):
+            children[self.parents[row - 1]].append(row)
+        tree, place, waiting, drawn = Tree(), {0: 0}, list(children[0]), set(self._drawn)
+        while waiting:
+            row = waiting.pop()
+            token = row - 1
+            place[row] = tree.add(
+                place[self.parents[token]],
+                self.tokens[token],
+                self.values[row],
+                self._confidence[token],
+                drawn=token in drawn,
+            )
+            waiting += children[row]
+        return tree, place
 
     def draft(self, device: torch.device, probs: Sequence[torch.Tensor] = ()) -> Draft:
         """Return the draft.
@@ -69,21 +93,24 @@ def younger(
     parent: int,
     rest: float,
     likely: Iterable[tuple[int, float]],
+    least_value: float | None = None,
 ) -> list[Candidate]:
     """Return the children of a row after its first one that are worth a row of a pass.
 
     reached: probability that the row is accepted and its first child is rejected
     rest: the drafter's probability of all tokens except the first child
     likely: the other tokens with the drafter's probabilities, likeliest first
+    least_value: least value that is worth a row; None for that of trees that grow level by level
     """
     found: list[Candidate] = []
+    worth = growth.level_least if least_value is None else least_value
     least = reached
     for rank, (token, own) in enumerate(likely, start=1):
         share = own / rest if rest > own else 1.0
         chance = growth.chance(rank, share)
         # Values must not increase, so that no later child comes before an earlier one.
         least = min(least, reached * chance)
-        if least < growth.level_least:
+        if least < worth:
             break
         found.append(Candidate(least, parent, token, share))
         reached *= 1 - chance

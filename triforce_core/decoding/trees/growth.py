@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Protocol
 
 from triforce_core.decoding.draft_length import Line
@@ -26,6 +27,24 @@ class Grown(Protocol):
     warm: bool
 
 
+# The probability that a child is accepted if its elder siblings are rejected, by their number and
+# by the drafter's probability of the child, renormalised without them.
+Prior = Callable[[int, float], float]
+
+
+def by_probability(rank: int, sure: float) -> float:
+    """The prior of a small drafter, whose probabilities are believed in part."""
+    return _PRIOR_SHARE * sure
+
+
+def of_retrieval_level(rank: int, sure: float) -> float:
+    """The prior of the retrieval level, whose distributions are near those of the target.
+
+    sure: greatest probability of the distribution for a first child
+    """
+    return by_probability(rank, sure) if rank else 1 - _DOUBT * (1 - sure)
+
+
 class Growth:
     """A learned estimate of how likely draft tokens are accepted, and which are worth a row.
 
@@ -41,16 +60,28 @@ class Growth:
     included does not depend on the draw. So the output distribution is unchanged.
     """
 
-    def __init__(self, nodes: int, deepest: int, *, asked: bool, texts: int = 1) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        deepest: int,
+        *,
+        asked: bool,
+        texts: int = 1,
+        prior: Prior = by_probability,
+        chains: bool = True,
+    ) -> None:
         """nodes: number of tokens of the largest tree
         deepest: number of tokens of its longest path
-        asked: whether every draft is a tree; otherwise a tree is drafted if it was measured to be
-            faster than a chain
+        asked: whether the size of a tree is given; otherwise a token must be worth its time
         texts: number of sequences in a pass; as far as possible, all of them draft the same kind
+        prior: chances that are assumed before any are learned
+        chains: whether a chain is drafted where it was measured to be faster, unless `asked`
         """
         self.deepest = deepest
         self._nodes = nodes
         self._asked = asked
+        self._prior = prior
+        self._compares = chains and not asked
         self._examined = [[0.0] * (len(_SURE) + 1) for _ in range(_RANKS)]
         self._held = [[0.0] * (len(_SURE) + 1) for _ in range(_RANKS)]
         self._least = 1 / nodes
@@ -64,7 +95,7 @@ class Growth:
 
     def choose(self) -> int:
         """Return the most tokens of the next tree, or 0 to draft a chain."""
-        if self._asked:
+        if not self._compares:
             return self._nodes
         turn = self._asks // self._texts
         self._asks += 1
@@ -87,7 +118,7 @@ class Growth:
         sure: the drafter's probability of the child, renormalised without its elder siblings
         """
         kind, degree = min(rank, _RANKS - 1), bisect(_SURE, sure)
-        held = self._held[kind][degree] + _PRIOR_TOKENS * _PRIOR_SHARE * sure
+        held = self._held[kind][degree] + _PRIOR_TOKENS * self._prior(rank, sure)
         return min(held / (self._examined[kind][degree] + _PRIOR_TOKENS), _SUREST)
 
     @property
@@ -96,6 +127,15 @@ class Growth:
         if self._asked or not self._known.rounds:
             return 0.0
         return min(1.0, self._verify.slope / self._known.seconds_per_token)
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Measured seconds of a round for each token that it yields; infinite if a tree's size is
+        given, whatever it costs, and None if nothing was measured.
+        """
+        if self._asked:
+            return inf
+        return self._known.seconds_per_token if self._known.rounds else None
 
     @property
     def level_least(self) -> float:
@@ -185,6 +225,8 @@ _SURE = (0.003, 0.01, 0.03, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 0.95, 0.99)
 # Weight of the drafter's probability as a prior, in tokens, and the share of it that is believed.
 _PRIOR_TOKENS = 4.0
 _PRIOR_SHARE = 0.8
+# Probability that the target rejects a token of the retrieval level whose distribution is flat.
+_DOUBT = 0.12
 # Upper limit of a chance, so that the values of a path decrease.
 _SUREST = 0.995
 # Factor by which the weight of a round shrinks each round.
