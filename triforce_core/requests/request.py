@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import Event
 from typing import Any
@@ -106,6 +107,7 @@ class Request:
         self._step: Step | None = None
         # Rows by which the chunks for the next pass are to be chosen; None once that is done.
         self._due: int | None = None
+        self._ahead: tuple[int, ...] = ()
 
     @property
     def made(self) -> int:
@@ -153,8 +155,12 @@ class Request:
         """See `Decoder.ask`."""
         if self._step.scored is not None:
             # For a retry if the pass fails: the draft levels are reset then.
-            self._due = 1
+            self._due, self._ahead = 1, ()
         return self._decoder.ask(self._params.max_new_tokens - len(self._tokens))
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """See `Decoder.ahead`."""
+        return self._decoder.ahead()
 
     def take(self, logits: torch.Tensor, seconds: float) -> Step:
         """See `Decoder.take`. Call `taken` next."""
@@ -162,7 +168,7 @@ class Request:
 
     def taken(self, step: Step) -> list[Piece]:
         """Return the text of a step's tokens. Sets `reason` if they are the last ones."""
-        self._step, self._due = step, step.scored
+        self._step, self._due, self._ahead = step, step.scored, step.ahead
         if not self._tokens:
             self._clock.end_prefill()
         taken, ended = until_stop(step.tokens, self._stops)
@@ -184,8 +190,8 @@ class Request:
     def refresh(self) -> None:
         """Choose the chunks for the next pass if that is not done yet. Raises LinkError."""
         if self._due is not None:
-            self._context.refresh(self._due)
-            self._due = None
+            self._context.refresh(self._due, self._ahead)
+            self._due, self._ahead = None, ()
 
     def drop_what_never_pays(self) -> None:
         """See `Drafting.drop_lost`."""

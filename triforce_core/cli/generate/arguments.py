@@ -19,6 +19,7 @@ from triforce_core.params import SamplingParams
 from triforce_core.settings import (
     ACCEPT,
     DEFAULT_BUDGET,
+    DRAFT_AHEAD,
     DRAFT_KV,
     DRAFT_WEIGHTS,
     METHODS,
@@ -297,6 +298,12 @@ def _add_method(group: Options) -> None:
         expert=True,
         type=tree_nodes,
         metavar="auto|off|NODES",
+    )
+    add(
+        "draft_ahead",
+        "whether the retrieval level drafts on while a pass waits for the link",
+        expert=True,
+        choices=DRAFT_AHEAD,
     )
     add(
         "accept",
