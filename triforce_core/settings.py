@@ -29,7 +29,6 @@ SAME_BITS = (AUTO, ON, OFF)
 EXACT, INT4, INT8 = "exact", "int4", "int8"
 DRAFT_WEIGHTS = (AUTO, EXACT, INT4, SPLIT)
 DRAFT_KV = (AUTO, EXACT, INT8)
-DRAFT_AHEAD = (AUTO, OFF)
 NGRAM, MTP, NO_DRAFTER = "ngram", "mtp", "none"
 DEFAULT_BUDGET = 4096
 LEAST_BUDGET = 256
@@ -105,8 +104,6 @@ class MethodSettings:
     tree: number of tokens of a tree draft, which the drafter proposes directly to the target;
         `draft_tokens` then limits the depth of the tree. "auto" drafts trees if they were measured
         to be faster, and if `draft_tokens` is "auto" too; "off" never drafts trees
-    draft_ahead: whether the retrieval level drafts on while a pass waits for the link: "auto" or
-        "off"
     inner_draft_tokens: number of the drafter's tokens that a step of the retrieval level verifies
         at most; "auto" chooses it at run time
     budget: number of tokens of the retrieval cache; None takes 4096, or fewer if those do not fit
@@ -127,7 +124,6 @@ class MethodSettings:
     draft: str | Path = AUTO
     draft_tokens: int | str = AUTO
     tree: int | str = AUTO
-    draft_ahead: str = AUTO
     inner_draft_tokens: int | str = AUTO
     budget: int | None = None
     chunk_size: int = 8
@@ -143,7 +139,6 @@ class MethodSettings:
             ("accept", ACCEPT),
             ("draft_weights", DRAFT_WEIGHTS),
             ("draft_kv", DRAFT_KV),
-            ("draft_ahead", DRAFT_AHEAD),
         ):
             if getattr(self, name) not in choices:
                 raise UsageError(
@@ -178,7 +173,7 @@ class MethodSettings:
             unused |= {"tree"}
         if self.method != "triforce":
             unused |= {"inner_draft_tokens", "budget", "chunk_size", "retrieval"}
-            unused |= {"draft_weights", "draft_kv", "draft_ahead"}
+            unused |= {"draft_weights", "draft_kv"}
         elif not self.has_drafter:
             unused |= {"inner_draft_tokens"}
         return [name for name in names if name in unused]

@@ -33,8 +33,6 @@ class Requirements:
     states: geometry of the states of recurrent layers; None if there are none
     sequences: number of sequences in a pass, each of up to context_tokens. drafting_bytes and
         gather_bytes are for all sequences, temporaries for one
-    ahead_tokens: number of tokens that a retrieval level drafts while a pass verifies a tree, 0 if
-        it does not
     """
 
     layer_bytes: tuple[int, ...]
@@ -55,7 +53,6 @@ class Requirements:
     windows: WindowShape | None = None
     states: StateShape | None = None
     sequences: int = 1
-    ahead_tokens: int = 0
 
     @property
     def max_draft_tokens(self) -> int:

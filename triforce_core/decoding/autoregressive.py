@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -35,10 +34,6 @@ class Autoregressive:
         """Decoder.ask."""
         self._asked = time.perf_counter()
         return Ask(self._last, is_kept=True, more=remaining > 1)
-
-    def ahead(self) -> AbstractContextManager[None]:
-        """Decoder.ahead: nothing is drafted."""
-        return nullcontext()
 
     @torch.inference_mode()
     def take(self, logits: torch.Tensor, seconds: float) -> Step:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -51,7 +50,6 @@ class Step(NamedTuple):
     rows: the rows of the pass from whose logits the tokens were drawn; None for a chain
     scored: number of rows of the pass by which the chunks for the next pass are chosen; None if
         no chunks are chosen
-    ahead: drafted rows of the retrieval level that follow the new text
     """
 
     tokens: list[int]
@@ -59,7 +57,6 @@ class Step(NamedTuple):
     whole: bool = False
     rows: tuple[int, ...] | None = None
     scored: int | None = None
-    ahead: tuple[int, ...] = ()
 
 
 class Decoder(Protocol):
@@ -73,9 +70,6 @@ class Decoder(Protocol):
 
     def ask(self, remaining: int) -> Ask:
         """Return the pass that yields the next tokens, at most `remaining` of them."""
-
-    def ahead(self) -> AbstractContextManager[None]:
-        """Return a block in which the pass runs alone, and the decoder drafts beside it."""
 
     def take(self, logits: torch.Tensor, seconds: float) -> Step:
         """Return the new tokens, given the logits of the pass, float32 [rows, vocab].

@@ -9,7 +9,6 @@ from triforce_core.decoding.autoregressive import Autoregressive
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.models import Dropped, Models
 from triforce_core.decoding.decoder import Decoder
-from triforce_core.decoding.draft_ahead import DraftAhead
 from triforce_core.decoding.draft_length import Auto, DraftLength, Fixed
 from triforce_core.decoding.hierarchy import Hierarchy
 from triforce_core.decoding.levels import Tallies
@@ -53,7 +52,6 @@ class Drafting:
             self._outer = self._drafter_length()
         self._growth = self._make_growth()
         self._tree_costs = TreeCosts()
-        self._draft_ahead = self._make_draft_ahead()
 
     def decoder(
         self,
@@ -95,7 +93,6 @@ class Drafting:
             self._growth if branches else None,
             frozenset(stops),
             tallies.target,
-            self._draft_ahead if context.levels.retrieval else None,
         )
 
     def drop_lost(self, context: Context) -> bool:
@@ -177,12 +174,6 @@ class Drafting:
         if self._models.target.config.recurrent_layers:
             return None
         return Growth(nodes, deepest, asked=asked, prior=of_retrieval_level, chains=False)
-
-    def _make_draft_ahead(self) -> DraftAhead | None:
-        models = self._models
-        ahead = models.runtime.streams and models.runtime.plan.requirements.ahead_tokens
-        # Ranks would have to agree on when each forward runs.
-        return DraftAhead() if ahead and models.ranks.count == 1 else None
 
     def _retrieval_length(self) -> DraftLength:
         return self._length(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -13,7 +12,6 @@ from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
 from triforce_core.decoding.decoder import Ask, Prefilled, Step
 from triforce_core.decoding.distributions import distributions
-from triforce_core.decoding.draft_ahead import DraftAhead
 from triforce_core.decoding.draft_length import DraftLength
 from triforce_core.decoding.levels import (
     Proposed,
@@ -26,7 +24,6 @@ from triforce_core.decoding.levels import (
 )
 from triforce_core.decoding.trees.growth import Growth
 from triforce_core.params import SamplingParams
-from triforce_core.plan.levels import AHEAD_TOKENS
 from triforce_offload.link.waiting import come
 
 
@@ -48,13 +45,11 @@ class Hierarchy:
         growth: Growth | None,
         stops: Collection[int],
         tally: Tally,
-        draft_ahead: DraftAhead | None = None,
     ) -> None:
         """length: length of the proposer's drafts
         growth: growth of tree drafts, for which the proposer must be a Brancher; None for no trees
         stops: tokens that end the generation
         tally: counters of the drafts
-        draft_ahead: if trees are drafted ahead, for which the proposer must be an `Ahead`
         """
         self._tally = tally
         self._context = context
@@ -67,8 +62,6 @@ class Hierarchy:
         # Whether the current draft was meant to be a tree.
         self._branches = False
         self._proposed: Proposed | None = None
-        self._draft_ahead = draft_ahead if growth else None
-        self._most = 0
 
     @torch.inference_mode()
     def first(self, prompt: Prefilled) -> Step:
@@ -90,15 +83,7 @@ class Hierarchy:
         branches = self._proposed.draft.branches
         return Ask(self._proposed.fed, branches and branches.of_batch)
 
-    def ahead(self) -> AbstractContextManager[None]:
-        """Decoder.ahead."""
-        if self._draft_ahead is None or self._proposed.draft.branches is None:
-            return nullcontext()
-        nodes = self._growth.nodes + AHEAD_TOKENS
-        return self._draft_ahead.during(partial(self._proposer.grow_ahead, nodes, self._most))
-
     def _propose(self, text: Text, most: int) -> Draft:
-        self._most = most
         growth = self._growth
         nodes = growth.choose() if growth and most else 0
         self._branches = nodes > 0
@@ -112,11 +97,7 @@ class Hierarchy:
         context, made = self._context, self._proposed
         # Trees are drafted only if the distribution depends on the logits alone.
         own = distributions(logits, self._params, context.text, made.fed[1:])
-        extended = None
-        if self._draft_ahead and made.draft.branches:
-            extended = self._proposer.extended(made.draft)
-        outcome = verify_draft(made, own, self._rule, context.text, context.keep, seconds, extended)
-        kept = self._proposer.settle(outcome.ahead) if self._draft_ahead else ()
+        outcome = verify_draft(made, own, self._rule, context.text, context.keep, seconds)
         context.check_ranks()
         self._trace(made.began, outcome)
         self._tally.count(outcome)
@@ -130,7 +111,7 @@ class Hierarchy:
         rows, path = outcome.branches and tuple(outcome.path), outcome.path
         # Of a tree's rows, the first that were all kept count for the scores of chunks.
         scored = next((place for place, row in enumerate(path) if place != row), len(path))
-        return Step(outcome.tokens, outcome.drafted, outcome.whole, rows, scored, tuple(kept))
+        return Step(outcome.tokens, outcome.drafted, outcome.whole, rows, scored)
 
     def _trace(self, began: float, outcome: Round) -> None:
         """Record a round in the trace."""

@@ -38,33 +38,6 @@ class Brancher(Proposer, Protocol):
         """
 
 
-class Ahead(Protocol):
-    """A proposer of trees that goes on while a pass verifies the last one.
-
-    What it adds is drawn before the verdict and independent of it, so the output distribution is
-    unchanged.
-    """
-
-    def grow_ahead(self, nodes: int, deepest: int) -> bool:
-        """Run one forward that continues the tree. Return whether there was anything to run.
-
-        nodes: number of tokens of the largest tree, those that the pass verifies included
-        deepest: number of tokens of the longest path
-        """
-
-    def extended(self, draft: Draft) -> Draft:
-        """Return the last draft, with the tokens after it that were added and follow one of its
-        rows.
-        """
-
-    def settle(self, ahead: int | None) -> list[int]:
-        """Take the verdict: the index, among the added tokens of `extended`, of the token that the
-        text ends with now; None if it ends with none of them. Call this before the text changes.
-
-        Returns the retrieval level's drafted rows that stay valid.
-        """
-
-
 class Drafter(Protocol):
     """The lowest level: a cheap proposer that keeps state of a sequence between requests."""
 
@@ -105,7 +78,6 @@ class Round(NamedTuple):
     branches: how the draft tokens follow one another; None for a chain
     whole: whether the draft was accepted to its end
     warm: whether the times are representative: no kernel was compiled and no graph recorded
-    ahead: index of the token drafted ahead that is the last of `tokens`, see `Ahead.settle`
     """
 
     tokens: list[int]
@@ -119,7 +91,6 @@ class Round(NamedTuple):
     verify_seconds: float
     whole: bool
     warm: bool = True
-    ahead: int | None = None
 
     @property
     def accepted(self) -> int:
@@ -162,36 +133,23 @@ def verify_draft(
     text: Text,
     keep: Callable[[Sequence[int]], None],
     seconds: float,
-    extended: Draft | None = None,
 ) -> Round:
     """Apply a rule to a draft, and keep the accepted rows. Waits for the device once.
 
     probs: the verifier's distributions, [n + 1, vocab]
     keep: Verifier.keep
     seconds: time that the verifier took
-    extended: the draft with tokens drafted ahead, see `Ahead.extended`
     Raises CheckpointError if a level's logits are not finite.
     """
-    began, rows = time.perf_counter(), probs.shape[0]
-    draft, raw, judged = made.draft, made.raw, probs
-    if extended is not None and (added := len(extended.tokens) - len(draft.tokens)):
-        draft, raw = extended, torch.cat((raw, extended.tokens[-added:]))
-        # Nothing follows an added token yet.
-        judged = torch.cat((probs, probs.new_zeros(added, probs.shape[1])))
-        judged[rows:, 0] = 1
-    verdict = rule.accept(draft, judged, len(text.tokens))
+    began = time.perf_counter()
+    verdict = rule.accept(made.draft, probs, len(text.tokens))
     # One copy with everything that the host needs; float64 represents token ids exactly.
-    answers = (torch.stack((verdict.accepted, verdict.token)), raw, probs.amax(-1))
+    answers = (torch.stack((verdict.accepted, verdict.token)), made.raw, probs.amax(-1))
     numbers = come(torch.cat([answer.double() for answer in answers])).tolist()
-    last, token, *drafted = map(int, numbers[:-rows])
+    last, token, *drafted = map(int, numbers[: -probs.shape[0]])
     check_token(min((token, *drafted)))
-    branches, peaks = made.draft.branches, numbers[-rows:]
-    ahead = last - rows if last >= rows else None
-    path = range(last + 1) if branches is None else draft.branches.path(last)
-    if ahead is not None:
-        # The verifier's own token is one that was drafted.
-        token, path = drafted[last - 1], path[:-1]
-    last = path[-1]
+    branches, peaks = made.draft.branches, numbers[-probs.shape[0] :]
+    path = range(last + 1) if branches is None else branches.path(last)
     keep(path)
     return Round(
         [*(drafted[row - 1] for row in path[1:]), token],
@@ -199,14 +157,13 @@ def verify_draft(
         probs[: last + 1] if branches is None else probs[:0],
         [peaks[row] for row in path],
         path,
-        rows - 1,
+        len(drafted),
         made.draft.confidence,
         branches,
         made.seconds,
         seconds + time.perf_counter() - began,
-        last == rows - 1 if branches is None else not branches.children[last],
+        last == len(drafted) if branches is None else not branches.children[last],
         warmup.events() == made.events,
-        ahead,
     )
 
 
@@ -257,14 +214,12 @@ class Tally:
     """Counters of a level's drafts.
 
     trees: number of rounds whose draft was a tree
-    ahead: number of rounds after which the next draft had begun
     examined: number of draft tokens up to the first rejection, included
     accepted_lengths: number of rounds by the number of draft tokens they accepted
     """
 
     rounds: int = 0
     trees: int = 0
-    ahead: int = 0
     drafted: int = 0
     accepted: int = 0
     examined: int = 0
@@ -278,7 +233,6 @@ class Tally:
         self.accepted += outcome.accepted
         self.examined += outcome.accepted + (not outcome.whole)
         self.trees += outcome.branches is not None
-        self.ahead += outcome.ahead is not None
         self.draft_seconds += outcome.draft_seconds
         self.verify_seconds += outcome.verify_seconds
         if outcome.drafted:

@@ -39,11 +39,6 @@ class RetrievalModel:
         self._context = context
         self._params = params
 
-    @property
-    def drafted(self) -> int:
-        """TreeVerifier.drafted."""
-        return self._context.levels.retrieval.drafted
-
     def probs(self, tokens: torch.Tensor) -> torch.Tensor:
         """Verifier.probs."""
         logits = self._context.levels.draft(tokens).nan_to_num_(0.0, _MOST_LOGIT, -_MOST_LOGIT)
@@ -99,43 +94,24 @@ class RetrievalLevel:
         self._stops = stops
         self._costs = costs or TreeCosts()
         self._has_law = has_law
-        self._tree: RetrievalTree | None = None
 
     def branch(self, text: Text, growth: Growth, nodes: int, deepest: int) -> Draft:
-        """Brancher.branch. Penalties and grammars are not taken into account. A tree that was
-        drafted ahead goes on.
-        """
-        if self._tree is None or self._tree.drafted != self._verifier.drafted:
-            self._tree = RetrievalTree(
-                text,
-                self._verifier,
-                self._proposer,
-                self._rule,
-                growth,
-                self._costs,
-                self._length,
-                self._stops,
-                self.tally,
-                has_law=self._has_law,
-            )
-        while self._tree.grow(nodes, deepest):
+        """Brancher.branch. Penalties and grammars are not taken into account."""
+        tree = RetrievalTree(
+            text,
+            self._verifier,
+            self._proposer,
+            self._rule,
+            growth,
+            self._costs,
+            self._length,
+            self._stops,
+            self.tally,
+            has_law=self._has_law,
+        )
+        while tree.grow(nodes, deepest):
             pass
-        return self._tree.draft(nodes)
-
-    def grow_ahead(self, nodes: int, deepest: int) -> bool:
-        """Ahead.grow_ahead."""
-        return self._tree.grow(nodes, deepest, ahead=True)
-
-    def extended(self, draft: Draft) -> Draft:
-        """Ahead.extended."""
-        return self._tree.extended(draft)
-
-    def settle(self, ahead: int | None) -> list[int]:
-        """Ahead.settle."""
-        kept = [] if ahead is None else self._tree.advance(ahead)
-        if not kept:
-            self._tree = None
-        return kept
+        return tree.draft(nodes)
 
     def propose(self, text: Text, count: int) -> Draft:
         """Proposer.propose: a chain."""

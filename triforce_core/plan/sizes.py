@@ -16,7 +16,6 @@ from triforce_core.model.tensors import (
     window_shape,
 )
 from triforce_core.plan.levels import (
-    AHEAD_TOKENS,
     LONGEST_RECORDED,
     fitting_budget,
     retrieval_bytes,
@@ -37,7 +36,7 @@ from triforce_core.plan.workspace import (
     pass_bytes,
     reading_bytes,
 )
-from triforce_core.settings import EXACT, INT4, OFF, SPLIT, MethodSettings
+from triforce_core.settings import EXACT, INT4, SPLIT, MethodSettings
 from triforce_kernels.limits import ALIGNED_KEYS, FEW_ROWS
 from triforce_offload.errors import UsageError
 from triforce_offload.kv.shape import KVShape
@@ -180,23 +179,11 @@ class ModelSizes:
             int4_all=method.draft_weights == INT4,
             decoding_bytes=groups_bytes(config, verified, self._largest, itemsize) if int4 else 0,
             sequences=self.sequences,
-            ahead_tokens=self.ahead_tokens(budget),
         )
 
     def max_draft_tokens(self, budget: int) -> int:
         """Return the number of tokens of the longest draft. budget: as for `requirements`"""
         return self.method.max_draft_tokens(retrieval_trees=budget > 0 and self.grows_trees)
-
-    def ahead_tokens(self, budget: int) -> int:
-        """Return the number of tokens that a retrieval level drafts during a pass, 0 if it does
-        not. budget: as for `requirements`
-
-        Rows of a window are where a pass writes its own. On a GPU nothing was measured yet.
-        """
-        method, config = self.method, self.config
-        grows = budget > 0 and self.grows_trees and method.branches and method.fixed_tree is None
-        alone = self.sequences == 1 and not config.window_layers and not self.device.gpu
-        return AHEAD_TOKENS if method.draft_ahead != OFF and grows and alone else 0
 
     @property
     def grows_trees(self) -> bool:
@@ -263,17 +250,6 @@ class ModelSizes:
             split=self.kv_split and tokens <= self.max_context,
         )
 
-    def _ahead_bytes(self, budget: int) -> int:
-        """Return the bytes of a forward of the retrieval level beside a pass, and of the
-        distributions of what it drafts.
-        """
-        rows, config, itemsize = LONGEST_RECORDED, self.config, self.dtype.itemsize
-        on_host = self.device.host_kernels
-        forward = forward_bytes(config, rows, itemsize, self.max_context, by_host=on_host)
-        distributions = distribution_bytes(config, rows)
-        kept = self.ahead_tokens(budget) * config.vocab * 4
-        return max(forward + self._product_bytes(rows), distributions) + kept
-
     def _rounding_bytes(self, shape: KVShape, budget: int) -> int:
         if not budget or not self.rounds_kv:
             return 0
@@ -288,7 +264,7 @@ class ModelSizes:
         return fitting_budget(budget, self.method.chunk_size, self.max_context)
 
     def _drafting_bytes(self, shape: KVShape, budget: int) -> int:
-        longest, total = self.max_draft_tokens(budget) + self.ahead_tokens(budget), 0
+        longest, total = self.max_draft_tokens(budget), 0
         if self.drafter:
             total += small_model_parts_bytes(self.drafter, shape, longest, self.sequences)
             total += distribution_bytes(self.drafter, 1)
@@ -298,8 +274,6 @@ class ModelSizes:
             total += self.sequences * retrieval_bytes(
                 shape, budget, chunk, longest, context, rounded=self.rounds_kv
             )
-        if self.ahead_tokens(budget):
-            total += self._ahead_bytes(budget)
         if self.graphs:
             # MTP heads are not recorded.
             drafter = self.drafter and not self.drafter.layers[0].joins and self.drafter

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -189,9 +189,7 @@ class Batch:
         requests = [member.request for member in members]
         asks = [request.ask() for request in requests]
         began = time.perf_counter()
-        # What one request drafts beside a pass would be late for the others.
-        with requests[0].ahead() if len(requests) == 1 else nullcontext():
-            logits = run_pass([member.context for member in members], asks)
+        logits = run_pass([member.context for member in members], asks)
         if len(members) > 1:
             # Otherwise the first request to read its logits would be charged for the whole pass.
             link = self._runtime.link

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from threading import Event
 from typing import Any
@@ -107,7 +106,6 @@ class Request:
         self._step: Step | None = None
         # Rows by which the chunks for the next pass are to be chosen; None once that is done.
         self._due: int | None = None
-        self._ahead: tuple[int, ...] = ()
 
     @property
     def made(self) -> int:
@@ -155,12 +153,8 @@ class Request:
         """See `Decoder.ask`."""
         if self._step.scored is not None:
             # For a retry if the pass fails: the draft levels are reset then.
-            self._due, self._ahead = 1, ()
+            self._due = 1
         return self._decoder.ask(self._params.max_new_tokens - len(self._tokens))
-
-    def ahead(self) -> AbstractContextManager[None]:
-        """See `Decoder.ahead`."""
-        return self._decoder.ahead()
 
     def take(self, logits: torch.Tensor, seconds: float) -> Step:
         """See `Decoder.take`. Call `taken` next."""
@@ -168,7 +162,7 @@ class Request:
 
     def taken(self, step: Step) -> list[Piece]:
         """Return the text of a step's tokens. Sets `reason` if they are the last ones."""
-        self._step, self._due, self._ahead = step, step.scored, step.ahead
+        self._step, self._due = step, step.scored
         if not self._tokens:
             self._clock.end_prefill()
         taken, ended = until_stop(step.tokens, self._stops)
@@ -190,8 +184,8 @@ class Request:
     def refresh(self) -> None:
         """Choose the chunks for the next pass if that is not done yet. Raises LinkError."""
         if self._due is not None:
-            self._context.refresh(self._due, self._ahead)
-            self._due, self._ahead = None, ()
+            self._context.refresh(self._due)
+            self._due = None
 
     def drop_what_never_pays(self) -> None:
         """See `Drafting.drop_lost`."""

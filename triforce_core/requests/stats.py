@@ -221,7 +221,6 @@ def drafting_stats(
             "examined": outer.examined,
             "inner_examined": inner.examined,
             "trees": outer.trees,
-            "ahead": outer.ahead,
         },
         "retrieval": {
             "budget_tokens": cache.budget,

@@ -123,15 +123,6 @@ class DenseKV:
         """Write tokens [layers, 2, kv_heads, n, head_dim] at `start`."""
         self.rows[:, :, :, start : start + keys_values.shape[3]] = keys_values
 
-    def taken(self, start: int, rows: Sequence[int]) -> torch.Tensor:
-        """Return a copy of rows, counted from `start`, for `put_back`."""
-        return self.rows[:, :, :, start + put(list(rows), self.rows.device)]
-
-    def put_back(self, start: int, rows: torch.Tensor) -> None:
-        """Write rows that `taken` returned at `start`, and end after them."""
-        self.end = start + rows.shape[3]
-        self.rows[:, :, :, start : self.end] = rows
-
     def keep(self, rows: Sequence[int]) -> None:
         """Cache.keep. The caller makes sure that the rows are a path: a recorded forward has no
         forward batch to check them against.

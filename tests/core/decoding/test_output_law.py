@@ -56,8 +56,6 @@ WAYS: dict[str, dict[str, object]] = {
     "retrieval tree": {"draft": "{model}", "tree": 7},
     "retrieval tree, coupled": {"draft": "ngram", "tree": 9, "accept": "coupled"},
     "retrieval tree, ranks": {"draft": "none", "tree": 7, "gpus": 2},
-    "ahead": {"draft": "{model}", "draft_tokens": "auto"},
-    "ahead, coupled": {"draft": "none", "draft_tokens": "auto", "accept": "coupled"},
     "retrieval tree, noise": {"draft": "{model}", "tree": 7, "draft_kv": "int8"},
     "coupled": {"draft": "{model}", "accept": "coupled"},
     "afresh": {"draft": "{model}"},

@@ -68,10 +68,6 @@ class Verifier:
         self.rows = DraftedRows()
         self.forwards: list[int] = []
 
-    @property
-    def drafted(self) -> int:
-        return len(self.rows)
-
     def evaluate(
         self, tokens: torch.Tensor, parents: Sequence[int], rule: Rule, positions: torch.Tensor
     ) -> Evaluated:
@@ -312,9 +308,9 @@ def test_rejected_rows_of_a_tree_do_not_count_for_the_scores(tiny) -> None:
     scored: list[tuple[int, list[int]]] = []
     real = Context.refresh
 
-    def refresh(self: Context, rows: int, ahead: Sequence[int] = ()) -> None:
+    def refresh(self: Context, rows: int) -> None:
         scored.append((rows, kept.pop() if kept else []))
-        real(self, rows, ahead)
+        real(self, rows)
 
     kept: list[list[int]] = []
     keep = Context.keep

@@ -19,7 +19,6 @@ from triforce_core.params import SamplingParams
 from triforce_core.settings import (
     ACCEPT,
     DEFAULT_BUDGET,
-    DRAFT_AHEAD,
     DRAFT_KV,
     DRAFT_WEIGHTS,
     METHODS,
@@ -298,12 +297,6 @@ def _add_method(group: Options) -> None:
         expert=True,
         type=tree_nodes,
         metavar="auto|off|NODES",
-    )
-    add(
-        "draft_ahead",
-        "whether the retrieval level drafts on while a pass waits for the link",
-        expert=True,
-        choices=DRAFT_AHEAD,
     )
     add(
         "accept",

@@ -161,17 +161,14 @@ class Context:
         self.text.seen = None
 
     @torch.inference_mode()
-    def refresh(self, scored: int, ahead: Sequence[int] = ()) -> None:
+    def refresh(self, scored: int) -> None:
         """Choose the chunks of the retrieval cache by the last `scored` tokens of the text.
-
-        ahead: drafted rows of the retrieval level that stay, on one rank; see
-            `RetrievalCache.refresh`
 
         Call this before the copies of the next pass begin: chunks would wait behind them. Raises
         LinkError.
         """
         self.tell(calls.Refresh(scored))
-        self.levels.refresh(scored, ahead)
+        self.levels.refresh(scored)
 
     def join(self, ask: Ask) -> ForwardBatch:
         """Join a pass that is about to run. Return this context's part of the forward batch."""

@@ -61,11 +61,11 @@ class DraftLevels:
         if self.retrieval:
             self.retrieval.expect(rows)
 
-    def refresh(self, scored: int, ahead: Sequence[int] = ()) -> None:
+    def refresh(self, scored: int) -> None:
         """See `Context.refresh`."""
         if self.retrieval:
             began = time.perf_counter()
-            self.retrieval.refresh(scored, ahead)
+            self.retrieval.refresh(scored)
             trace = self._models.runtime.trace
             trace.host("refresh", began, time.perf_counter() - began)
 
@@ -208,7 +208,7 @@ def retrieval_cache(models: Models, sequence: SequenceKV, scores: ChunkScores) -
         method.retrieval,
         budget,
         method.chunk_size,
-        needs.max_draft_tokens + needs.ahead_tokens,
+        needs.max_draft_tokens,
         recent=sequence.recent,
         rounded=models.rounds_kv,
     )

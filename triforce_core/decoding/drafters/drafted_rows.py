@@ -74,18 +74,9 @@ class DraftedRows:
         self._parents += parents
         self._next = []
 
-    def cut(self, rows: Sequence[int]) -> None:
-        """Keep some of the rows alone, in this order. A row that follows none of them follows the
-        text.
-        """
-        moved = {row: place for place, row in enumerate(rows)}
-        self._parents = [moved.get(self._parents[row], -1) for row in rows]
-        self._paths = _paths([], self._parents)
-        self._next = []
-
     def forget(self) -> None:
         """Forget all rows."""
-        self.cut(())
+        self._parents, self._paths, self._next = [], [], []
 
 
 def _paths(known: list[int], parents: Sequence[int]) -> list[int]:

@@ -93,11 +93,6 @@ class RetrievalCache:
         own = self.kv.end - self._filled * self._chunk
         return self._store.length - self._store.length % self._chunk + own
 
-    @property
-    def drafted(self) -> int:
-        """Number of drafted rows that are kept."""
-        return len(self._drafted)
-
     def follow(self, count: int, parents: Sequence[int] | None) -> TreeRows | None:
         """Return how the `count` rows of the next forward follow the drafted ones; None if all of
         them are a chain. parents: see `DraftLevels.draft`
@@ -138,16 +133,14 @@ class RetrievalCache:
         """Prepare for a pass of `tokens` tokens: it collects scores only if they will be used."""
         self._scores.enabled = self._policy == "mass" or self._is_due(tokens)
 
-    def refresh(self, tokens: int, ahead: Sequence[int] = ()) -> None:
+    def refresh(self, tokens: int) -> None:
         """Take over the tokens that the last pass or prefill kept: choose chunks, copy those that
         changed, and forget drafted tokens.
 
         tokens: number of rows, from the first, whose scores count; of a pass, or of the scored end
             of a prompt
-        ahead: drafted rows that stay, since they follow the new text: the first is its last token
         Raises LinkError.
         """
-        kept = self.kv.taken(self.kv.end - self.drafted, ahead)
         chunks = self._store.length // self._chunk
         if isinstance(self.kv, RoundedKV) and self._store.length >= 2 * self._measured_at:
             # The scales were measured on a small part of this text, or on another text.
@@ -155,8 +148,6 @@ class RetrievalCache:
             self._chunk_of.fill_(-1)
             self._first = True
             self.kv.measure_again(self._store.length)
-            # Rows in the old scales are of no use.
-            ahead = ()
         if chunks:
             scores = self._current_scores(tokens, chunks)
             moves = choose_chunks(scores, self._chunk_of, chunks, self._newest)
@@ -170,9 +161,7 @@ class RetrievalCache:
         rest = self._store.length % self._chunk
         start = self._filled * self._chunk
         self.kv.write(start, self._store.newest(rest))
-        self._drafted.cut(ahead)
-        self.kv.put_back(start + rest, kept[:, :, :, : len(ahead)])
-        self.kv.recent.forget()
+        self._forget_drafted(start + rest)
 
     def roll_back(self, tokens: int) -> None:
         """Forget chunks that are not among the first `tokens` tokens of the text."""

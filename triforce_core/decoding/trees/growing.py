@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,44 +44,26 @@ class Tree:
         self._confidence.append(sure)
         return len(self.tokens)
 
-    def ordered(self, rows: Collection[int]) -> tuple[Tree, dict[int, int]]:
-        """Return a part of the tree with every first child directly after its parent, and the place
-        of each of its rows. `rows` includes each row's parent and elder siblings, but not row 0.
+    def ordered(self) -> tuple[Tree, dict[int, int]]:
+        """Return the tree with every first child directly after its parent, and the place of each
+        of its rows.
         """
-        children: dict[int, list[int]] = {}
-        for row in sorted(rows, reverse=True):
-            children.setdefault(self.parents[row - 1], []).append(row)
-        part, place, waiting = Tree(), {0: 0}, list(children.get(0, ()))
-        drawn = set(self._drawn)
+        children: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        for row in range(len(self), 0, -1):
+            children[self.parents[row - 1]].append(row)
+        tree, place, waiting, drawn = Tree(), {0: 0}, list(children[0]), set(self._drawn)
         while waiting:
             row = waiting.pop()
             token = row - 1
-            place[row] = part.add(
+            place[row] = tree.add(
                 place[self.parents[token]],
                 self.tokens[token],
                 self.values[row],
                 self._confidence[token],
                 drawn=token in drawn,
             )
-            waiting += children.get(row, ())
-        return part, place
-
-    def below(self, row: int) -> tuple[Tree, dict[int, int]]:
-        """Return what follows a row as a tree, and the place of each of its rows. Values are
-        relative to the row's.
-        """
-        part, place, drawn = Tree(), {row: 0}, set(self._drawn)
-        for child in range(row + 1, len(self) + 1):
-            token = child - 1
-            if self.parents[token] in place:
-                place[child] = part.add(
-                    place[self.parents[token]],
-                    self.tokens[token],
-                    self.values[child] / self.values[row],
-                    self._confidence[token],
-                    drawn=token in drawn,
-                )
-        return part, place
+            waiting += children[row]
+        return tree, place
 
     def draft(self, device: torch.device, probs: Sequence[torch.Tensor] = ()) -> Draft:
         """Return the draft.

@@ -78,7 +78,7 @@ class Growth:
         chains: whether a chain is drafted where it was measured to be faster, unless `asked`
         """
         self.deepest = deepest
-        self.nodes = nodes
+        self._nodes = nodes
         self._asked = asked
         self._prior = prior
         self._compares = chains and not asked
@@ -96,7 +96,7 @@ class Growth:
     def choose(self) -> int:
         """Return the most tokens of the next tree, or 0 to draft a chain."""
         if not self._compares:
-            return self.nodes
+            return self._nodes
         turn = self._asks // self._texts
         self._asks += 1
         if self._chain.rounds < _FIRST_ROUNDS or self._tree.rounds < _FIRST_ROUNDS:
@@ -109,7 +109,7 @@ class Growth:
                 self._prefers_trees = not self._prefers_trees
             # Try the other kind now and then: the text may have changed.
             tree = self._prefers_trees ^ (turn % _TRY_EVERY >= _TRY_EVERY - _TRIES)
-        return self.nodes if tree else 0
+        return self._nodes if tree else 0
 
     def chance(self, rank: int, sure: float) -> float:
         """Return the probability that a child is accepted if its elder siblings are rejected.
@@ -161,7 +161,7 @@ class Growth:
 
     def grew(self, nodes: int) -> None:
         """Adjust `level_least` to the size of a tree that was grown with it."""
-        full = nodes >= self.nodes
+        full = nodes >= self._nodes
         self._least = min(0.5, max(1e-4, self._least * (_HIGHER if full else _LOWER)))
 
     @property

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
+from collections.abc import Collection, Iterator, Sequence
+from heapq import heappop, heappush
 from itertools import count
 from math import log
 from typing import NamedTuple, Protocol
@@ -17,7 +17,6 @@ from triforce_core.decoding.draft_length import DraftLength, Line
 from triforce_core.decoding.levels import Proposer, Round, Tally
 from triforce_core.decoding.trees.growing import Candidate, Tree, younger
 from triforce_core.decoding.trees.growth import Growth
-from triforce_core.decoding.trees.tree import Branches
 from triforce_kernels import warmup
 from triforce_offload.link.waiting import come
 from triforce_offload.memory.device import put
@@ -50,13 +49,9 @@ class Evaluated(NamedTuple):
 
 
 class TreeVerifier(Protocol):
-    """The retrieval level over a tree of drafted rows.
-
-    drafted: number of drafted rows that are kept
-    """
+    """The retrieval level over a tree of drafted rows."""
 
     device: torch.device
-    drafted: int
 
     def evaluate(
         self, tokens: torch.Tensor, parents: Sequence[int], rule: Rule, positions: torch.Tensor
@@ -159,9 +154,6 @@ class RetrievalTree:
         self._drafted: dict[int, int] = {}
         # Distribution of each row that was drawn.
         self._drawn_from: dict[int, torch.Tensor] = {}
-        # Place in the draft of each row that a pass verifies, and the rows that may follow it.
-        self._passed: dict[int, int] = {}
-        self._ahead: list[int] = []
         # Rows that may be run, and tokens that may be added, by decreasing value.
         self._waiting: list[tuple[float, int, int | Candidate]] = []
         self._order = count()
@@ -170,19 +162,13 @@ class RetrievalTree:
         self._chances = 0.0
         self._wait(1.0, 0)
 
-    @property
-    def drafted(self) -> int:
-        """Number of rows that were run and kept."""
-        return len(self._drafted)
-
-    def grow(self, nodes: int, deepest: int, *, ahead: bool = False) -> bool:
+    def grow(self, nodes: int, deepest: int) -> bool:
         """Run one forward if it is worth its time and the tree has room. Return whether it ran.
 
         nodes: number of tokens of the largest tree
         deepest: number of tokens of the longest path
-        ahead: whether the time is spent anyway, because a pass runs
         """
-        tips = self._choose(nodes, deepest, ahead=ahead)
+        tips = self._choose(nodes, deepest)
         if not tips:
             return False
         began, events = time.perf_counter(), warmup.events()
@@ -191,8 +177,7 @@ class RetrievalTree:
         found, runs = self._run(tips, proposed)
         self._verifier.keep([row for run in runs for row in self._take(run, found.probs)])
         ended, warm = time.perf_counter(), warmup.events() == events
-        if warm and not ahead:
-            # Beside a pass, a forward takes longer.
+        if warm:
             self._costs.observe(len(found.probs), ended - began)
         run = runs[0]
         outcome = Round(
@@ -213,90 +198,26 @@ class RetrievalTree:
         return True
 
     def draft(self, nodes: int) -> Draft:
-        """Return the tokens of the greatest value as a tree, those that wait included.
+        """Return the tree, filled with the tokens of the greatest value that wait.
 
         The path of first children comes first, since only the first rows of a pass count for the
         scores of chunks.
         """
-        for value, _, item in sorted(self._waiting):
-            if len(self._tree) >= nodes or -value < self._growth.least:
-                break
-            if isinstance(item, Candidate):
-                self._waiting.remove((value, _, item))
-                self._wait(-value, self._add(item))
-        heapify(self._waiting)
-        rows = range(1, len(self._tree) + 1)
-        # A value is never greater than that of the parent or of an elder sibling, which is before.
-        best = sorted(rows, key=lambda row: (-self._tree.values[row], row))[:nodes]
-        part, self._passed = self._tree.ordered(best)
-        return part.draft(self._verifier.device, self._laws(sorted(best, key=self._passed.get)))
+        while self._waiting and len(self._tree) < nodes:
+            value, _, item = heappop(self._waiting)
+            if isinstance(item, Candidate) and -value >= self._growth.least:
+                self._add(item)
+        tree, place = self._tree.ordered()
+        drawn_from = sorted(self._drawn_from.items(), key=lambda drawn: place[drawn[0]])
+        return tree.draft(self._verifier.device, [probs for _, probs in drawn_from])
 
-    def extended(self, draft: Draft) -> Draft:
-        """Return what `draft` returned, with all tokens after it that follow one of its rows, or
-        row 0. A verdict may end with one of them.
-        """
-        passed, tree = self._passed, self._tree
-        self._ahead = [
-            row
-            for row in range(1, len(tree) + 1)
-            if row not in passed and tree.parents[row - 1] in passed
-        ]
-        if not self._ahead or draft.branches is None:
-            self._ahead = []
-            return draft
-        device, first = self._verifier.device, len(draft.tokens)
-        tokens = put([tree.tokens[row - 1] for row in self._ahead], device)
-        drawn = [first + i for i, row in enumerate(self._ahead) if row in self._drawn_from]
-        laws = self._laws(self._ahead)
-        probs = [] if draft.probs is None else [draft.probs]
-        branches = Branches(
-            (*draft.branches.parents, *(passed[tree.parents[row - 1]] for row in self._ahead)),
-            (*draft.branches.drawn, *drawn),
-        )
-        return Draft(
-            torch.cat((draft.tokens, tokens)),
-            torch.cat((*probs, *laws)) if probs or laws else None,
-            draft.confidence,
-            branches,
-        )
-
-    def advance(self, ahead: int) -> list[int]:
-        """Make a row the text's last token: the one of `extended` with this index after the draft.
-        Call this before the text changes. Return the drafted rows that stay valid.
-        """
-        row = self._ahead[ahead]
-        tree, place = self._tree.below(row)
-        scale = self._tree.values[row]
-        waiting, self._waiting = sorted(self._waiting), []
-        for value, _, item in waiting:
-            if isinstance(item, Candidate):
-                if item.parent in place:
-                    own = item._replace(parent=place[item.parent], value=-value / scale)
-                    self._wait(own.value, own)
-            elif item in place:
-                self._wait(-value / scale, place[item])
-        kept = sorted(drafted for at, drafted in self._drafted.items() if at in place)
-        moved = {drafted: i for i, drafted in enumerate(kept)}
-        self._drafted = {
-            place[at]: moved[drafted] for at, drafted in self._drafted.items() if at in place
-        }
-        self._drawn_from = {
-            place[at]: probs for at, probs in self._drawn_from.items() if at in place and at != row
-        }
-        self._tree, self._passed, self._ahead = tree, {}, []
-        return kept
-
-    def _laws(self, rows: Iterable[int]) -> list[torch.Tensor]:
-        """Return the distributions of those of the rows that were drawn."""
-        return [self._drawn_from[row] for row in rows if row in self._drawn_from]
-
-    def _choose(self, nodes: int, deepest: int, *, ahead: bool) -> list[int]:
+    def _choose(self, nodes: int, deepest: int) -> list[int]:
         """Return the rows that the next forward runs, those of the greatest value first."""
         tips, values, leaves = [], [], []
         per_token, row_seconds = self._growth.seconds_per_token, self._costs.of_row()
         room = nodes - len(self._tree)
         least = self._full_at(room)
-        if per_token is not None and not ahead:
+        if per_token is not None:
             least = max(least, row_seconds / per_token / _GOES_ON)
         while self._waiting and len(tips) < _MOST_TIPS:
             value, item = -self._waiting[0][0], self._waiting[0][2]
@@ -314,7 +235,7 @@ class RetrievalTree:
         for value, item in leaves:
             if isinstance(item, Candidate):
                 self._wait(value, item)
-        if not tips or not (ahead or self._is_worth(values)):
+        if not tips or not self._is_worth(values):
             for value, item in zip(values, tips, strict=True):
                 self._wait(value, item)
             return []
