@@ -45,12 +45,13 @@ def test_a_trace_has_the_times_of_the_device(tiny, tmp_path) -> None:
     "family", ["llama", "llama-mqa", "qwen3", "yarn-rope", "dynamic-rope", "exaone4-windows"]
 )
 @pytest.mark.parametrize("draft", ["ngram", "none", "{model}"])
-def test_graphs_change_no_text(tiny, family: str, draft: str) -> None:
+@pytest.mark.parametrize("tree", ["off", 12])
+def test_graphs_change_no_text(tiny, family: str, draft: str, tree: str | int) -> None:
     """Greedy in float32; and the recorded forwards were there, where they can be."""
     path, _ = tiny(family)
     prompt = random_ids(38) * 2
     options = {"device": "cuda:0", "max_context": 200, "block_tokens": BLOCK, "dtype": "float32"}
-    options |= {"draft": draft.format(model=path), "budget": 48, "draft_tokens": 6}
+    options |= {"draft": draft.format(model=path), "budget": 48, "draft_tokens": 6, "tree": tree}
     texts = []
     for graphs in (False, True):
         with Engine.from_pretrained(
@@ -126,6 +127,7 @@ def test_greedy_equals_the_cpu_at_every_placement(tiny, family: str) -> None:
         {"placement": "both", "draft": "none"},
         {"placement": "kv", "draft": "{model}"},
         {"placement": "kv", "method": "speculative", "tree": 6},
+        {"placement": "kv", "draft": "none", "tree": 12, "repeat_penalty": 1.0},
     ],
     ids=str,
 )
@@ -134,8 +136,8 @@ def test_the_host_never_waits_without_a_limit(tiny, options: dict) -> None:
     path, _ = tiny("llama")
     asked = {"draft": "ngram", "draft_tokens": 6, "budget": 48} | options
     asked |= {"draft": asked["draft"].format(model=path), "max_context": 200, "dtype": "float32"}
-    placement = asked.pop("placement")
-    params = SamplingParams(8, temperature=0.8, seed=1, repeat_penalty=1.1)
+    placement, penalty = asked.pop("placement"), asked.pop("repeat_penalty", 1.1)
+    params = SamplingParams(8, temperature=0.8, seed=1, repeat_penalty=penalty)
     with Engine.from_pretrained(
         path, device="cuda:0", **placed(placement, {**asked, "block_tokens": BLOCK})
     ) as engine:
@@ -212,7 +214,7 @@ def test_graphs_change_no_text_of_weights_and_kv_split(tiny, placement: str) -> 
 @pytest.mark.first
 @pytest.mark.parametrize("draft", ["ngram", "none", "{model}"])
 @pytest.mark.parametrize("retrieval", ["mass", "mean"])
-@pytest.mark.parametrize("method", ["triforce", "speculative", "trees"])
+@pytest.mark.parametrize("method", ["triforce", "speculative", "trees", "retrieval trees"])
 def test_drafts_change_no_greedy_text(tiny, draft: str, retrieval: str, method: str) -> None:
     path, _ = tiny("llama")
     prompt = random_ids(38) * 2
@@ -220,8 +222,8 @@ def test_drafts_change_no_greedy_text(tiny, draft: str, retrieval: str, method: 
     with Engine.from_pretrained(path, method="autoregressive", **options) as engine:
         expected = engine.generate(prompt, GREEDY).token_ids
     options |= {"method": method, "retrieval": retrieval, "draft": draft.format(model=path)}
-    if method == "trees":
-        options |= {"method": "speculative", "tree": 12}
+    if method.endswith("trees"):
+        options |= {"method": "speculative" if method == "trees" else "triforce", "tree": 12}
     for placement in ("resident", "kv", "kv-in-part", "both"):
         drafts = placed(placement, {"budget": 32, "draft_tokens": 6, **options})
         with Engine.from_pretrained(path, **drafts) as engine:

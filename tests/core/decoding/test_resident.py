@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from tiny_families import WITH_EXPERTS
 from triforce_core import Engine, SamplingParams
 from triforce_core.decoding import hierarchy
 from triforce_core.decoding.distributions import distributions
+from triforce_core.decoding.drafters.drafted_rows import DraftedRows
 from triforce_core.decoding.drafters.resident import ResidentModel, padded
 from triforce_offload.kv.caches.dense import DenseKV
 from triforce_offload.kv.caches.rounded import RoundedKV
@@ -90,6 +92,51 @@ def test_recorded_forwards_equal_eager_ones(tiny, family: str, kind: type[DenseK
         assert_within(*rows, 2 * bound.keys_values if kind is DenseKV else 1)
     assert recorder.recorded == 6
     assert recorder.replayed > 50
+
+
+@pytest.mark.parametrize("kind", [DenseKV, RoundedKV])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_recorded_forwards_continue_trees_as_eager_ones_do(tiny, family: str, kind) -> None:
+    """Rows that follow any earlier ones, some kept, with the cache forgotten now and then."""
+    path, twin = tiny(family)
+    bound = forward_bound(twin, 150)
+    near = 2 * bound.probs(SAMPLED.temperature) if kind is DenseKV else 2e-2
+    recorder, draw = ReplayRecorder(), random.Random(1)
+    options = {"device": "cpu", "max_context": 200, "method": "autoregressive"}
+    with Engine.from_pretrained(path, **options) as engine, torch.inference_mode():
+        memory, needs, both = DeviceMemory(CPU, None), engine.runtime.plan.requirements, []
+        weights = ResidentWeights(engine.runtime.weights)
+        for how in (None, recorder):
+            recent = RecentStores(needs.windows and WindowStore(needs.windows, 150, memory))
+            kv = kind(needs.kv, 150, memory, "test", recent)
+            both.append(
+                (ResidentModel(engine.model, weights, kv, how, NoTrace(), "test", drafted=60), kv)
+            )
+            both[-1][0].logits(torch.tensor(random_ids(20, 3)), 0)
+            kv.keep(range(20))
+        for _ in range(8):
+            drafted = DraftedRows()
+            for _ in range(4):
+                held, count = len(drafted), draw.choice((1, 2, 3, 7))
+                parents = [draw.randint(-1, held + row - 1) for row in range(count)]
+                rows = drafted.follow(count, parents, 20)
+                tokens = torch.tensor(random_ids(count, draw.randint(0, 99)))
+                eager, recorded = (
+                    distributions(model.logits(tokens, 20 + held, rows), SAMPLED)
+                    for model, _ in both
+                )
+                assert_within(recorded, eager, near)
+                leaves = {row for row in range(count) if held + row not in parents}
+                kept = [row for row in range(count) if row not in leaves or not row]
+                kept = [row for row in kept if parents[row] < held or parents[row] - held in kept]
+                drafted.keep(kept)
+                for _, kv in both:
+                    kv.keep(kept)
+            for _, kv in both:
+                kv.end = 20
+                kv.recent.forget()
+    assert recorder.recorded >= 3
+    assert recorder.replayed > 10
 
 
 def test_rounds_know_whether_anything_was_recorded_in_them(tiny, monkeypatch) -> None:

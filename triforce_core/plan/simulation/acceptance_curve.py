@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from pathlib import Path
 
 from triforce_core.settings import DEFAULT_BUDGET
@@ -42,6 +43,11 @@ ROUNDED_ACCEPTANCE = 0.995
 # Factor for such a cache in addition to int4 copies or high bits, which lose mostly the same
 # tokens: .9805 and .9771, where the weights alone give .9815 and .9777 (bench_readings).
 _ROUNDED_TOO = 0.999
+# Probability that the target accepts a younger child of a token of the retrieval level, once it has
+# rejected the first one: 8 of 14 (SmolLM2-135M, temperature .6, top-p .9).
+SIBLING_ACCEPTANCE = 0.5
+# Younger children that a token may get.
+_SIBLINGS = 4
 # Exponent of the budget by which the rejected share falls: see `AcceptanceCurve`.
 _EXPONENT = 0.5
 # Upper limit of the acceptance that is assumed for another budget.
@@ -154,3 +160,27 @@ def expected_tokens(acceptance: float, drafted: float) -> float:
     (1 - a^(g+1)) / (1 - a) (Leviathan et al., 2023).
     """
     return (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
+
+
+def expected_tree(acceptance: float, nodes: int, deepest: int) -> float:
+    """Return the expected tokens of a round whose draft is a tree of at most `nodes` tokens and
+    `deepest` tokens on a path.
+
+    The tree has the tokens of the greatest probability of being reached and accepted, as
+    `trees/retrieval_tree` grows it (Sequoia, Chen et al., 2024). A first child is accepted with
+    probability `acceptance`, a younger one with `SIBLING_ACCEPTANCE`.
+    """
+    tokens = 1.0
+    # Value, number of elder siblings, depth, and probability of reaching the token's place.
+    waiting = [(-acceptance, 0, 1, 1.0)]
+    for _ in range(nodes):
+        if not waiting:
+            break
+        value, elder, depth, reached = heappop(waiting)
+        tokens -= value
+        if depth < deepest:
+            heappush(waiting, (value * acceptance, 0, depth + 1, -value))
+        left = reached + value
+        if elder < _SIBLINGS:
+            heappush(waiting, (-left * SIBLING_ACCEPTANCE, elder + 1, depth, left))
+    return tokens

@@ -9,7 +9,11 @@ from triforce_core.model.tensors import kv_shape
 from triforce_core.plan.fitting import Resolved, fit
 from triforce_core.plan.levels import WINDOW, fitting_budget
 from triforce_core.plan.plan import Plan
-from triforce_core.plan.simulation.acceptance_curve import NGRAM_PROPOSED, expected_tokens
+from triforce_core.plan.simulation.acceptance_curve import (
+    NGRAM_PROPOSED,
+    expected_tokens,
+    expected_tree,
+)
 from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.costs import Costs
 from triforce_core.plan.simulation.launches import prefill_flops
@@ -92,7 +96,7 @@ def candidates(
     """Return plans with the placement that the engine would choose, one for each inner length.
 
     budget: retrieval budget, 0 for no retrieval level
-    draft_tokens: length of drafts, 0 for no drafts
+    draft_tokens: length of drafts, 0 for no drafts, or for trees if there is a retrieval level
     inners: lengths of the drafter's drafts for the retrieval level
     Raises DoesNotFitError or UsageError.
     """
@@ -121,27 +125,18 @@ def candidates(
 
 def evaluate(case: Case, chosen: Plan, memory: MemoryPlan) -> Candidate:
     """Return the cost of a round with a plan, and the tokens that a round yields."""
-    costs, curve, method = case.costs, case.curve, chosen.method
-    drafted = int(method.draft_tokens) if method.drafts else 0
+    method = chosen.method
     drafter = _drafter_seconds(case)
     step = refresh = 0.0
     if chosen.budget:
-        inner = 1 if method.inner_draft_tokens == AUTO else int(method.inner_draft_tokens)
-        if not method.has_drafter:
-            inner = 0
-        cached = fitting_budget(chosen.budget, case.chunk_tokens, case.context) + drafted // 2
-        # N-gram lookup mostly finds nothing; the step then runs over one token.
-        proposed = 1.0 if case.draft_config else NGRAM_PROPOSED
-        step = proposed * case.draft_forward(1 + inner, cached, chosen) + costs.round
-        step += (1 - proposed) * case.draft_forward(1, cached, chosen)
-        drafting = drafted / expected_tokens(curve.inner, inner) * (step + inner * drafter)
-        tokens = expected_tokens(case.acceptance(chosen), drafted)
         refresh = _refresh_seconds(case, chosen, memory)
+        drafted, tokens, drafting, step = _level(case, chosen, memory, drafter)
     else:
+        drafted = int(method.draft_tokens) if method.drafts else 0
         drafting = drafted * drafter
-        tokens = expected_tokens(curve.inner, drafted)
+        tokens = expected_tokens(case.curve.inner, drafted)
     cost = RoundCost(
-        costs,
+        case.costs,
         memory,
         case.length,
         drafted + 1,
@@ -151,6 +146,48 @@ def evaluate(case: Case, chosen: Plan, memory: MemoryPlan) -> Candidate:
         early_head=not method.drafts,
     )
     return Candidate(case, chosen, memory, tokens, step, drafter, cost)
+
+
+def _level(
+    case: Case, chosen: Plan, memory: MemoryPlan, drafter: float
+) -> tuple[int, float, float, float]:
+    """Return what a retrieval level drafts: the number of tokens, how many of them and of the
+    target's own a pass yields, the seconds of the draft, and those of a step.
+
+    A chain has the length that the plan says. A tree has the depth that is fastest, as measured
+    seconds make it in a run.
+
+    drafter: seconds of a token of the lowest level
+    """
+    method, curve, acceptance = chosen.method, case.curve, case.acceptance(chosen)
+    inner = 1 if method.inner_draft_tokens == AUTO else int(method.inner_draft_tokens)
+    inner = inner if method.has_drafter else 0
+    per_step = expected_tokens(curve.inner, inner)
+
+    def seconds(rows: int, drafted: int) -> float:
+        """Seconds of a step over `rows` paths, without the drafter's."""
+        cached = fitting_budget(chosen.budget, case.chunk_tokens, case.context) + drafted // 2
+        # N-gram lookup mostly finds nothing; the step then runs over no proposed token.
+        proposed = 1.0 if case.draft_config else NGRAM_PROPOSED
+        step = proposed * case.draft_forward(rows + inner, cached, chosen) + case.costs.round
+        return step + (1 - proposed) * case.draft_forward(rows, cached, chosen)
+
+    if method.draft_tokens != AUTO:
+        drafted = int(method.draft_tokens)
+        step = seconds(1, drafted)
+        drafting = drafted / per_step * (step + inner * drafter)
+        return drafted, expected_tokens(acceptance, drafted), drafting, step
+    nodes = memory.requirements.max_draft_tokens
+    whole = RoundCost(case.costs, memory, case.length, nodes + 1, scored=True).least_seconds
+
+    def tree(deepest: int) -> tuple[float, float, float]:
+        steps = deepest / per_step
+        # Branches grow beside the longest path, behind which the drafter proposes.
+        step = seconds(max(1, round(nodes / steps)), nodes)
+        return expected_tree(acceptance, nodes, deepest), steps * (step + inner * drafter), step
+
+    depths = map(tree, range(4, nodes + 1, 4))
+    return nodes, *min(depths, key=lambda found: (whole + found[1]) / found[0])
 
 
 def _fit(case: Case, method: MethodSettings) -> Resolved:

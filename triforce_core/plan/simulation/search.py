@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from triforce_core.plan.fitting import needs_weights
+from triforce_core.plan.plan import Plan
 from triforce_core.plan.simulation.candidates import Candidate, candidates
 from triforce_core.plan.simulation.case import Case
 from triforce_core.settings import AUTO, EXACT, INT4, INT8, NO_DRAFTER
@@ -104,7 +105,22 @@ def _with_best_lengths(best: Candidate) -> Candidate:
         _lengths(case, plan.budget, DRAFTS, INNER_DRAFTS),
         plan.method.draft_kv,
     )
-    return _fastest([best, *fitting])
+    return _fastest([best, *fitting, *_trees(case, plan)])
+
+
+def _trees(case: Case, plan: Plan) -> list[Candidate]:
+    """Return a plan in which the retrieval level drafts trees, with each length of the drafter's
+    drafts, if it may.
+    """
+    sizes = case.sizes(plan.method)
+    if not plan.budget or "draft_tokens" in case.fixed or not sizes.grows_trees:
+        return []
+    if case.method.tree != AUTO:
+        return []
+    (_, inners), *_ = _lengths(case, plan.budget, DRAFTS[-1:], INNER_DRAFTS)
+    with suppress(DoesNotFitError):
+        return candidates(case, plan.budget, 0, inners, plan.method.draft_kv)
+    return []
 
 
 def _grid(
