@@ -117,8 +117,8 @@ def test_a_text_of_no_whole_chunk_is_measured_as_it_is_written(kv) -> None:
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("count", [1, 5])
-def test_attention_is_that_over_what_the_numbers_stand_for(kv, on_device, count) -> None:
+@pytest.mark.parametrize(("count", "parents"), [(1, None), (5, None), (5, (-1, 0, 0, -1, 3))])
+def test_attention_is_that_over_what_the_numbers_stand_for(kv, on_device, count, parents) -> None:
     kv.gather(moves(0, 1, 2), Chunks(), CHUNK)
     kv.scale[..., :] = kv.scale.clamp(max=0.05)
     dense = DenseKV(SHAPE, 32, DeviceMemory(CPU, None), "test")
@@ -126,7 +126,7 @@ def test_attention_is_that_over_what_the_numbers_stand_for(kv, on_device, count)
     dense.rows.copy_(stands_for(kv))
     qkv = torch.randn(count, HEADS + 2 * SHAPE.kv_heads, SHAPE.head_dim)
     rotation = torch.ones(count, SHAPE.head_dim), torch.zeros(count, SHAPE.head_dim)
-    batch = ForwardBatch(torch.arange(count), torch.arange(count), rotation=rotation)
+    batch = ForwardBatch(torch.arange(count), torch.arange(count), parents, rotation=rotation)
     # What lands behind the end is rounded too.
     both = qkv.clone()
     keys_values = both[:, HEADS:].transpose(0, 1).unflatten(0, (2, SHAPE.kv_heads))
@@ -148,13 +148,6 @@ def test_attention_is_that_over_what_the_numbers_stand_for(kv, on_device, count)
     kept = stands_for(kv)[:, :, :, kv.end + count - 1].clone()
     kv.keep([count - 1])
     assert torch.equal(stands_for(kv)[:, :, :, kv.end - 1], kept)
-
-
-def test_a_tree_is_refused(kv) -> None:
-    qkv = torch.randn(3, HEADS + 2 * SHAPE.kv_heads, SHAPE.head_dim)
-    batch = ForwardBatch.tree(torch.arange(3), 0, (-1, 0, 0), CPU)
-    with pytest.raises(RuntimeError, match="a tree over KV in 8 bits"):
-        kv.attend(0, qkv, batch)
 
 
 def test_it_takes_what_was_planned_and_gives_it_back() -> None:
