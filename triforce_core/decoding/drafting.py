@@ -144,7 +144,7 @@ class Drafting:
 
     def _drop_retrieval(self, context: Context) -> int:
         freed = context.levels.drop_retrieval()
-        self._growth = None
+        self._growth = self._make_growth()
         self._inner = Fixed(0)
         self._outer = self._drafter_length() if self._models.method.has_drafter else Fixed(0)
         return freed
@@ -171,7 +171,9 @@ class Drafting:
             if not method.has_drafter:
                 return None
             return Growth(nodes, deepest, asked=asked, texts=needs.sequences)
-        if self._models.target.config.recurrent_layers:
+        pays = asked or self._models.runtime.streams
+        if self._models.target.config.recurrent_layers or not pays:
+            # Where nothing streams a pass costs little, and chains learn whether drafts pay at all.
             return None
         return Growth(nodes, deepest, asked=asked, prior=of_retrieval_level, chains=False)
 

@@ -155,9 +155,13 @@ class Growth:
         """
         if self._asked or not self._levels or not self._known.rounds:
             return True
-        bears = (self._bore + _PRIOR_TOKENS * _PRIOR_SHARE) / (self._tried + _PRIOR_TOKENS)
-        gain = sum(values) * bears * self._known.seconds_per_token
+        gain = sum(values) * self.bears * self._known.seconds_per_token
         return gain > self._level_seconds / self._levels
+
+    @property
+    def bears(self) -> float:
+        """The probability that a child of an accepted row is accepted, if it has any."""
+        return (self._bore + _PRIOR_TOKENS * _PRIOR_SHARE) / (self._tried + _PRIOR_TOKENS)
 
     def grew(self, nodes: int) -> None:
         """Adjust `level_least` to the size of a tree that was grown with it."""

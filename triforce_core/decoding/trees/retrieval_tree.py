@@ -31,7 +31,7 @@ _UNTIMED_BEST = 0.15
 _BRANCHES = 1.5
 # Steps in which a least value is found by bisection.
 _BISECTIONS = 12
-# Probability that a token of a path that is continued is accepted, for estimates of a forward.
+# Probability that a path goes on, before a row was run.
 _GOES_ON = 0.9
 
 
@@ -218,7 +218,7 @@ class RetrievalTree:
         room = nodes - len(self._tree)
         least = self._full_at(room)
         if per_token is not None:
-            least = max(least, row_seconds / per_token / _GOES_ON)
+            least = max(least, row_seconds / per_token / self._growth.bears)
         while self._waiting and len(tips) < _MOST_TIPS:
             value, item = -self._waiting[0][0], self._waiting[0][2]
             # A row that runs gets a child, and a candidate takes room itself.
@@ -265,7 +265,7 @@ class RetrievalTree:
         per_token = self._growth.seconds_per_token
         if per_token is None:
             return values[0] >= _UNTIMED_BEST
-        gain = sum(values) * _GOES_ON * per_token
+        gain = sum(values) * self._growth.bears * per_token
         return gain > self._costs.of_forward(len(values))
 
     def _propose(self, tips: Sequence[int], nodes: int, deepest: int) -> list[Draft]:
