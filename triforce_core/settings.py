@@ -39,8 +39,8 @@ MOST_GPUS = 64
 MOST_SEQUENCES = 16
 # The longest draft that `auto` chooses. A pass verifies one more token.
 AUTO_DRAFT_TOKENS = FEW_ROWS - 1
-# The largest tree of a retrieval level that `auto` chooses. With 63, 95, 127 and 191 tokens SmolLM2
-# had 1.11, 1.30, 1.36 and 1.43 times the tokens per pass of chains.
+# The largest tree of a retrieval level that `auto` chooses. Twice as many tokens are expected to
+# add less than a tenth (`acceptance_curve.expected_tree`), and take twice the memory.
 AUTO_TREE_TOKENS = 127
 
 
@@ -101,9 +101,10 @@ class MethodSettings:
         path or hub id of a draft model with the same
         vocabulary
     draft_tokens: number of draft tokens that a pass verifies at most; "auto" chooses it at run time
-    tree: number of tokens of a tree draft, which the drafter proposes directly to the target;
-        `draft_tokens` then limits the depth of the tree. "auto" drafts trees if they were measured
-        to be faster, and if `draft_tokens` is "auto" too; "off" never drafts trees
+    tree: number of tokens of a tree draft for the target; `draft_tokens` then limits the depth of
+        the tree. "auto" lets the retrieval level draft trees where something streams and `accept`
+        is "coupled", and a drafter that proposes directly to the target where they were measured to
+        be faster, both only if `draft_tokens` is "auto" too; "off" never drafts trees
     inner_draft_tokens: number of the drafter's tokens that a step of the retrieval level verifies
         at most; "auto" chooses it at run time
     budget: number of tokens of the retrieval cache; None takes 4096, or fewer if those do not fit
@@ -247,7 +248,7 @@ class MethodSettings:
         """
         if not self.drafts:
             return 0
-        grows = retrieval_trees and self.branches and self.fixed_tree is None
+        grows = retrieval_trees and self.grows_trees and self.fixed_tree is None
         auto = AUTO_TREE_TOKENS if grows else AUTO_DRAFT_TOKENS
         return max(self.fixed_draft_tokens or auto, self.fixed_tree or 0)
 
@@ -255,6 +256,13 @@ class MethodSettings:
     def may_branch(self) -> bool:
         """Whether there is a level whose drafts could be trees."""
         return self.drafts and (self.has_drafter or self.method == "triforce")
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether a retrieval level drafts trees. Unless they are asked for, it does so with
+        coupled acceptance alone: with the other rule none were measured to gain.
+        """
+        return self.branches and (self.fixed_tree is not None or self.accept == "coupled")
 
     @property
     def branches(self) -> bool:

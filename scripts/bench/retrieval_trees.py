@@ -1,11 +1,10 @@
 """Trees of the retrieval level beside its chains over an EMULATED link, SmolLM2-135M in float32.
 
 The KV cache streams, and a pass over the link takes 30, 100 or more times as long as a step of the
-retrieval level. Trees and chains get the same prompts and memory for their KV in the same run. With
-`coupled` acceptance both give the same texts; with `optimal` texts differ, and so do their tokens
-per pass, by up to a factor of two, so look at the means over all prompts.
+retrieval level. Trees and chains get the same prompts and the same placement in the same run, and
+with `coupled` acceptance the same texts. With `optimal` acceptance `--tree auto` drafts chains.
 
-    python scripts/bench retrieval_trees [--ratios 100 30] [--accept optimal coupled]
+    python scripts/bench retrieval_trees [--ratios 100 30]
 
 Writes benchmarks/results/bench_retrieval_trees.json.
 """
@@ -38,13 +37,12 @@ def measure(args: argparse.Namespace) -> Iterator[Figures]:
         "bytes_per_pass": pass_bytes,
     }
     for ratio in args.ratios:
-        for accept in args.accept:
-            bandwidth = pass_bytes / (int(ratio) * step_seconds)
-            rows = {
-                kind: compared(bench.measure(bandwidth, args.new_tokens, accept=accept, **options))
-                for kind, options in KINDS.items()
-            }
-            yield {f"{ratio}:1, {accept}": {**rows, "trees over chains": gains(rows)}}
+        bandwidth = pass_bytes / (int(ratio) * step_seconds)
+        rows = {
+            kind: compared(bench.measure(bandwidth, args.new_tokens, accept="coupled", **options))
+            for kind, options in KINDS.items()
+        }
+        yield {f"{ratio}:1, coupled": {**rows, "trees over chains": gains(rows)}}
 
 
 def compared(row: Figures) -> Figures:
@@ -83,6 +81,5 @@ main = Benchmark(
         Option("--new-tokens", 129, "tokens that are generated after each"),
         Option("--budget", 1024, "tokens of the retrieval cache"),
         Option("--ratios", ("100", "30"), "seconds of a pass over those of a step", nargs="*"),
-        Option("--accept", ("optimal", "coupled"), "acceptance rules", nargs="*"),
     ),
 )

@@ -80,7 +80,7 @@ class Drafting:
                 stops,
                 tallies.retrieval,
                 self._tree_costs,
-                has_law=params.temperature > 0,
+                sampled=params.temperature > 0,
             )
         # Penalties and grammars require that each row follows the one before, which excludes trees.
         branches = not params.changes_logits
@@ -171,7 +171,7 @@ class Drafting:
             if not method.has_drafter:
                 return None
             return Growth(nodes, deepest, asked=asked, texts=needs.sequences)
-        pays = asked or self._models.runtime.streams
+        pays = method.grows_trees and (asked or self._models.runtime.streams)
         if self._models.target.config.recurrent_layers or not pays:
             # Where nothing streams a pass costs little, and chains learn whether drafts pay at all.
             return None

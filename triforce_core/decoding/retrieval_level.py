@@ -74,7 +74,7 @@ class RetrievalLevel:
         tally: Tally,
         costs: TreeCosts | None = None,
         *,
-        has_law: bool = True,
+        sampled: bool = True,
     ) -> None:
         """verifier: a TreeVerifier too, if trees are drafted
         length: length of the proposer's drafts
@@ -82,7 +82,7 @@ class RetrievalLevel:
         stops: tokens after which nothing is proposed
         tally: counters of the proposer's drafts
         costs: seconds of forwards that grow trees
-        has_law: whether tokens are drawn at random, at a temperature above 0
+        sampled: whether tokens are drawn at random, at a temperature above 0
         """
         self.tally = tally
         self._proposer = proposer
@@ -93,7 +93,7 @@ class RetrievalLevel:
         self._nothing = Nothing(verifier.device)
         self._stops = stops
         self._costs = costs or TreeCosts()
-        self._has_law = has_law
+        self._sampled = sampled
 
     def branch(self, text: Text, growth: Growth, nodes: int, deepest: int) -> Draft:
         """Brancher.branch. Penalties and grammars are not taken into account."""
@@ -107,7 +107,7 @@ class RetrievalLevel:
             self._length,
             self._stops,
             self.tally,
-            has_law=self._has_law,
+            sampled=self._sampled,
         )
         while tree.grow(nodes, deepest):
             pass

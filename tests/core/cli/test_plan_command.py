@@ -70,9 +70,7 @@ def test_figures_add_up(capsys) -> None:
     assert sum(memory[f"{part}_bytes"] for part in parts) == memory["device_bytes"]
     assert memory["device_bytes"] <= memory["device_available_bytes"]
     assert planned["speed_up"] > 5
-    # Trees, whose size is learned.
-    assert planned["plan"]["draft_tokens"] == "auto"
-    assert planned["tokens_per_pass"] > 25
+    assert planned["plan"]["draft_tokens"] >= 32
 
 
 def test_a_table_names_what_bounds_it_and_that_it_is_simulated(capsys) -> None:
@@ -133,10 +131,7 @@ def test_acceptance_that_nobody_measured_is_said_to_be_assumed(capsys) -> None:
         (("llama2-7b-128k", "--dtype", "bfloat16", "--kv", "dense"), "KV split (--kv split)"),
         (("llama2-7b-128k", "--draft-tokens", 8), "longer drafts"),
         (("qwen3-14b", "--context", 32768, "--dtype", "bfloat16"), "a small draft model"),
-        (
-            ("Qwen/Qwen3-8B", "--draft-kv", "exact", "--draft-tokens", 24),
-            "--draft-kv auto",
-        ),
+        (("Qwen/Qwen3-8B", "--draft-kv", "exact"), "--draft-kv auto"),
     ],
 )
 def test_advice_follows_from_what_bounds_the_plan(capsys, arguments, advice: str) -> None:

@@ -14,19 +14,21 @@ from helpers import random_ids
 from law_tests import LEAST_P, p_value
 from oracle import assert_equal_but_for_ties, greedy
 from test_hierarchy import engine
+from test_planted_faults import ChainDrafter
 
 from triforce_core import SamplingParams
 from triforce_core.decoding.acceptance import Coupled, Draft, Optimal, Rule
 from triforce_core.decoding.contexts.context import Context
 from triforce_core.decoding.contexts.text import Text
-from triforce_core.decoding.distributions import distributions, draw
+from triforce_core.decoding.distributions import distributions
 from triforce_core.decoding.draft_length import Fixed
 from triforce_core.decoding.drafters.drafted_rows import DraftedRows
-from triforce_core.decoding.levels import Nothing, Round, Tally, propose_draft, verify_draft
+from triforce_core.decoding.levels import Round, Tally, propose_draft, verify_draft
 from triforce_core.decoding.retrieval_level import RetrievalLevel
 from triforce_core.decoding.trees import tree
 from triforce_core.decoding.trees.growth import Growth, of_retrieval_level
 from triforce_core.decoding.trees.retrieval_tree import WIDEST, Evaluated, RetrievalTree
+from triforce_core.settings import AUTO_TREE_TOKENS
 
 VOCAB, TOKENS, NODES = 8, 6_000, 12
 CPU = torch.device("cpu")
@@ -37,27 +39,13 @@ LOWEST = MIDDLE + 0.7 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().ma
 TARGET = distributions(LOGITS, PARAMS)
 
 
-class Drafter:
-    """Draws from LOWEST, or says that it draws from `said`."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-        self.laws = distributions(LOWEST, PARAMS)
-
-    def propose(self, text: Text, count: int) -> Draft:
-        last, tokens, probs = text.tokens[-1], [], []
-        for _ in range(count):
-            probs.append(self.laws[last])
-            last = int(draw(self.laws[last : last + 1], self._generator))
-            tokens.append(last)
-        return Draft(torch.tensor(tokens), torch.stack(probs)) if tokens else NOTHING
-
-
-NOTHING = Nothing(CPU).propose(Text([0]), 0)
+def drafter(generator: torch.Generator) -> ChainDrafter:
+    drawn_from = distributions(LOWEST, PARAMS)
+    return ChainDrafter(drawn_from, drawn_from, generator)
 
 
 class Verifier:
-    """A retrieval level whose model knows the last token alone. It checks what it is told."""
+    """A retrieval level whose model knows the last token alone. It checks what rows follow."""
 
     device = CPU
 
@@ -93,9 +81,8 @@ class Level(RetrievalLevel):
 
 
 def level(rule: Rule, generator: torch.Generator, **options: object) -> Level:
-    proposer = options.pop("proposer", Drafter(generator))
     verifier = options.pop("verifier", Verifier())
-    return Level(proposer, verifier, rule, Fixed(2), Fixed(9), (), Tally(), **options)
+    return Level(drafter(generator), verifier, rule, Fixed(2), Fixed(9), (), Tally(), **options)
 
 
 def asked(nodes: int = NODES) -> Growth:
@@ -137,7 +124,7 @@ def test_a_text_has_the_targets_distribution() -> None:
 
 
 class Choosy(RetrievalTree):
-    """Adds a first child only if it is likely: the decision depends on the draw."""
+    """Replaces an unlikely first child by the likeliest token: the decision depends on the draw."""
 
     def _bear(self, row, token, probs, likely, chances):
         if probs[0, token] < 0.2 and row in self._drafted and len(self._tree) > 2:
@@ -154,7 +141,7 @@ class Stale(RetrievalTree):
 
 
 def first_verdict(tokens, branches, draft_probs, target_probs, coins):
-    """Siblings by the first child's coin: whoever rejects one with it accepts another."""
+    """Tries siblings with the first child's coin, which is known to have rejected it."""
     shared = coins.clone()
     for children in branches.children:
         for child in children[1:]:
@@ -186,7 +173,7 @@ def test_a_coupled_text_is_that_of_plain_decoding(temperature: float) -> None:
     plain = [0]
     while len(plain) < 300:
         plain.append(int(rule.draw(target[plain[-1:]], len(plain))[0]))
-    one = level(rule, generator, has_law=temperature > 0)
+    one = level(rule, generator, sampled=temperature > 0)
     with patch.dict(globals(), {"PARAMS": params}):
         tokens, outcomes = rounds(one, rule, 300, asked(), target)
     assert tokens[:300] == plain
@@ -251,7 +238,7 @@ RUNS = {
     "tree": {"draft": "{self}", "tree": 20},
     "n-grams": {"draft": "ngram", "tree": 40, "draft_kv": "int8"},
     "coupled": {"draft": "none", "tree": 30, "accept": "coupled", "draft_tokens": 8},
-    "auto": {"draft": "none"},
+    "auto": {"draft": "none", "accept": "coupled"},
 }
 
 
@@ -330,6 +317,15 @@ def test_rejected_rows_of_a_tree_do_not_count_for_the_scores(tiny) -> None:
     after = [(rows, path) for rows, path in scored if path]
     assert all(path[:rows] == list(range(rows)) for rows, path in after)
     assert any(rows < len(path) for rows, path in after), "a sibling was accepted"
+
+
+@pytest.mark.parametrize("accept", ["optimal", "coupled"])
+def test_auto_drafts_trees_where_they_were_measured_to_gain(tiny, accept: str) -> None:
+    path, _ = tiny("llama")
+    with engine(path, draft="none", budget=16, accept=accept) as ours:
+        needs = ours.runtime.plan.requirements
+        trees = ours.generate(random_ids(60, 1), greedy(16)).stats["draft_tokens"]["trees"]
+    assert (trees > 0) == (needs.max_draft_tokens == AUTO_TREE_TOKENS) == (accept == "coupled")
 
 
 def test_a_tree_is_dropped_where_penalties_need_a_chain(tiny) -> None:

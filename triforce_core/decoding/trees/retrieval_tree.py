@@ -132,12 +132,12 @@ class RetrievalTree:
         stops: Collection[int],
         tally: Tally,
         *,
-        has_law: bool,
+        sampled: bool,
     ) -> None:
         """length: length of the proposer's drafts
         stops: tokens after which nothing is proposed
         tally: counters of the proposer's drafts
-        has_law: whether the first children are drawn at random
+        sampled: whether the first children are drawn at random, at a temperature above 0
         """
         self._text = text
         self._verifier = verifier
@@ -148,11 +148,11 @@ class RetrievalTree:
         self._length = length
         self._stops = stops
         self._tally = tally
-        self._has_law = has_law
+        self._sampled = sampled
         self._tree = Tree()
         # Drafted row, in the order of the KV, of each row of the tree that was run.
         self._drafted: dict[int, int] = {}
-        # Distribution of each row that was drawn.
+        # For each row that was drawn, the distribution that it was drawn from.
         self._drawn_from: dict[int, torch.Tensor] = {}
         # Rows that may be run, and tokens that may be added, by decreasing value.
         self._waiting: list[tuple[float, int, int | Candidate]] = []
@@ -246,7 +246,7 @@ class RetrievalTree:
         tokens may be added.
 
         Behind a row of value v, one path has log(least / v) / log(a) tokens above a least value if
-        the tokens of a path are accepted with probability a. Branches of it take half as many.
+        the tokens of a path are accepted with probability a. Its branches take half as many.
         """
         values = [-value for value, _, _ in self._waiting]
         log_accepted = log(self._chances / self._ran) if self._ran else log(_GOES_ON)
@@ -351,8 +351,8 @@ class RetrievalTree:
         self._ran += 1
         self._chances += chance
         own = value * chance
-        child = self._tree.add(row, token, own, chances[0], drawn=self._has_law)
-        if self._has_law:
+        child = self._tree.add(row, token, own, chances[0], drawn=self._sampled)
+        if self._sampled:
             self._drawn_from[child] = probs
         pairs = [pair for pair in zip(likely, chances, strict=True) if pair[0] != token]
         rest = 1 - dict(zip(likely, chances, strict=True)).get(token, 0.0)

@@ -44,7 +44,8 @@ ROUNDED_ACCEPTANCE = 0.995
 # tokens: .9805 and .9771, where the weights alone give .9815 and .9777 (bench_readings).
 _ROUNDED_TOO = 0.999
 # Probability that the target accepts a younger child of a token of the retrieval level, once it has
-# rejected the first one: 8 of 14 (SmolLM2-135M, temperature .6, top-p .9).
+# rejected the first one. Assumed: a count by hand gave 8 of 14 (SmolLM2-135M, temperature .6, top-p
+# .9), which is too few to be a measurement.
 SIBLING_ACCEPTANCE = 0.5
 # Younger children that a token may get.
 _SIBLINGS = 4

@@ -115,7 +115,7 @@ def _trees(case: Case, plan: Plan) -> list[Candidate]:
     sizes = case.sizes(plan.method)
     if not plan.budget or "draft_tokens" in case.fixed or not sizes.grows_trees:
         return []
-    if case.method.tree != AUTO:
+    if not replace(case.method, draft_tokens=AUTO).grows_trees or case.method.tree != AUTO:
         return []
     (_, inners), *_ = _lengths(case, plan.budget, DRAFTS[-1:], INNER_DRAFTS)
     with suppress(DoesNotFitError):
