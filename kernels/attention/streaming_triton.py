@@ -361,7 +361,8 @@ def cache(
         end = torch.full((1,), end, dtype=torch.int64, device=query.device)
     running = Running.of(query)
     running.fresh = False
-    t = tile(rows, head_dim, query.dtype.itemsize)
+    # A tile of more rows of a tree would spill.
+    t = tile(rows if visible is None else min(rows, 64), head_dim, query.dtype.itemsize)
     if key.dtype.itemsize < query.dtype.itemsize == 4:
         # float32 converted from integers is in registers twice.
         t = t._replace(stages=1)

@@ -24,6 +24,7 @@ CACHE = Path(__file__).parents[2] / ".triton_cache"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # Minutes of compiling, and more beside other work.
 @pytest.mark.parametrize(
     ("capability", "which"),
     [
