@@ -365,7 +365,7 @@ def cache(
     t = tile(rows if visible is None else min(rows, 64), head_dim, query.dtype.itemsize)
     if key.dtype.itemsize < query.dtype.itemsize == 4:
         # float32 converted from integers is in registers twice.
-        t = t._replace(stages=1)
+        t = t._replace(stages=1, keys=t.keys if visible is None else 16)
     _cache_kernel[(kv_heads, running.acc.shape[0], triton.cdiv(rows, t.rows))](
         query, key, value, running.acc, running.peak, running.total,
         query if visible is None else visible.view(torch.uint8), end,
