@@ -87,5 +87,6 @@ def _attend(
     if causal:
         above = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(above, -math.inf)
-    out = scores.softmax(-1) @ value.float()
-    return out.to(query.dtype), scores.logsumexp(-1)
+    out = (scores.softmax(-1) @ value.float()).to(query.dtype)
+    # In memory the kernels' results have the rows before the heads.
+    return out.transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp(-1)

@@ -126,11 +126,7 @@ class Execution:
         record or none does. Raises RankError.
         """
         graphs = self.resolved.sizes.graphs
-        if self.ranks.count == 1:
-            return graphs
-        resident = self.resolved.memory.placement.embedding_resident
-        recordable = resident or self.resolved.sizes.weights.embedding is None
-        return bool(self.ranks.least(int(graphs and recordable)))
+        return graphs if self.ranks.count == 1 else bool(self.ranks.least(int(graphs)))
 
     def _target_ends(self) -> Ends:
         resident = self.resolved.memory.placement.embedding_resident

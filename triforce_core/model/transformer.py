@@ -83,14 +83,21 @@ class Model:
 
     @property
     def recordable(self) -> bool:
-        """Whether a forward can be recorded as a graph: the host computes no part of it."""
-        if self.rope.needs_host or self._ends.embedding.device != self.device:
-            return False
-        if backend(self.device) == HOST:
+        """Whether a forward can be recorded as a graph: the host computes no part of it but
+        embeddings (`embeds_apart`).
+        """
+        if self.rope.needs_host or backend(self.device) == HOST:
             return False
         # Without kernels, the host chooses the experts to multiply by.
         experts = any(spec.mlp.active for spec in self.config.layers)
         return not experts or backend(self.device) == TRITON
+
+    @property
+    def embeds_apart(self) -> bool:
+        """Whether a recorded forward takes embeddings instead of tokens: the host looks them up, or
+        ranks do, of which each may have its part in host memory.
+        """
+        return self._ranks.count > 1 or self._ends.embedding.device != self.device
 
     def forward(
         self,
@@ -98,12 +105,14 @@ class Model:
         weights: Weights,
         cache: Cache,
         *,
+        embedded: torch.Tensor | None = None,
         chunk: int | None = None,
         each_layer: Callable[[int], None] | None = None,
         states: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run a forward batch. Return hidden states before the final norm, [rows, hidden].
 
+        embedded: what `embed` returns for the tokens, which become the hidden states in place
         states: of a model that continues another one (`LayerSpec.joins`), the other's hidden states
             of the tokens before, [rows, hidden]
         chunk: number of rows that a layer computes at a time, None for all; the weights of each
@@ -111,10 +120,12 @@ class Model:
         each_layer: called after each layer with its index
         """
         with same_bits(self._same_bits):
-            return self._forward(batch, weights, cache, chunk, each_layer, states)
+            hidden = self.embed(batch.tokens) if embedded is None else embedded
+            return self._forward(hidden, batch, weights, cache, chunk, each_layer, states)
 
     def _forward(
         self,
+        hidden: torch.Tensor,
         batch: ForwardBatch,
         weights: Weights,
         cache: Cache,
@@ -123,7 +134,6 @@ class Model:
         states: torch.Tensor | None,
     ) -> torch.Tensor:
         """`forward`."""
-        hidden = self._embed(batch.tokens)
         if states is not None:
             with weights.layer(0) as layer:
                 hidden = self._joined(layer, hidden, states)
@@ -139,6 +149,11 @@ class Model:
             if each_layer is not None:
                 each_layer(index)
         return hidden
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [tokens, hidden], scaled."""
+        hidden = self._looked_up(tokens)
+        return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [tokens, vocab] for hidden states [tokens, hidden]. All ranks but
@@ -176,11 +191,6 @@ class Model:
         """Return what tokens' embeddings and states, [rows, hidden] each, become for the layer."""
         both = self._norm(hidden, w["token_norm"]), self._norm(states, w["state_norm"])
         return linear(torch.cat(both, 1), w["join"])
-
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [tokens, hidden], scaled."""
-        hidden = self._looked_up(tokens)
-        return hidden if self._embedding_scale == 1 else hidden * self._embedding_scale
 
     def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the rows of the embedding [tokens, hidden]."""

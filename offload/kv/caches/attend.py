@@ -66,7 +66,7 @@ class PassCache:
             # A sequence that fills no block has nothing to merge.
             rows = query.reshape(store.shape.kv_heads, -1, query.shape[2])
             part = attend_cache(rows, keys, values, batch.rows, end - batch.rows)
-            return with_sinks(part, sinks).view(query.shape)
+            return with_sinks(part, sinks).reshape(query.shape)
         seen = len(locations) * store.shape.block_tokens + end
         attention = PassAttention(query, store.shape.kv_heads, scores, seen, sinks)
         for run in store.runs(layer):
@@ -180,4 +180,4 @@ class PassAttention:
         if self._scores:
             lse = masses(part, self._sinks)
             self._scores.end_layer(layer, lse, self._tokens, self._keys)
-        return with_sinks(part, self._sinks).view(self._shape)
+        return with_sinks(part, self._sinks).reshape(self._shape)

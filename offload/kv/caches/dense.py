@@ -106,7 +106,7 @@ class DenseKV:
         heads, tokens, head_dim = query.shape
         rows = query.reshape(keys.shape[0], heads // keys.shape[0] * tokens, head_dim)
         part = attend_cache(rows, keys, values, tokens, start, visible=batch.visible)
-        return with_sinks(part, sinks).view(query.shape)
+        return with_sinks(part, sinks).reshape(query.shape)
 
     def gather(self, moves: torch.Tensor, reader: Reader, chunk: int) -> None:
         """Copy chunks of `chunk` tokens to their slots, the first of which is at token 0.

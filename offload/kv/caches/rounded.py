@@ -107,7 +107,7 @@ class RoundedKV(DenseKV):
         rows = query.reshape(keys.shape[0], -1, query.shape[2])
         part = attend_cache(rows, keys, values, batch.rows, start, visible=batch.visible)
         torch.mul(part.out, scale[1].unsqueeze(1), out=part.out)
-        return with_sinks(part, sinks).view(query.shape)
+        return with_sinks(part, sinks).reshape(query.shape)
 
     def close(self) -> None:
         super().close()

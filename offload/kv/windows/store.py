@@ -65,7 +65,7 @@ class WindowStore(RecentStore):
             first=self.start,
             visible=batch.visible,
         )
-        return with_sinks(part, sinks).view(query.shape)
+        return with_sinks(part, sinks).reshape(query.shape)
 
     def move(self, end: int, rows: Sequence[int]) -> None:
         """RecentStore.move."""

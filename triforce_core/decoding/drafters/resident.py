@@ -195,6 +195,7 @@ class _FixedForward:
         self._cache = FixedDense(kv, device)
         self._replay: Run | None = None
         self.hidden = model.no_states().new_zeros(size, model.config.hidden)
+        self._embedded = torch.zeros_like(self.hidden) if model.embeds_apart else None
 
     @property
     def is_recorded(self) -> bool:
@@ -204,6 +205,8 @@ class _FixedForward:
         """Set the inputs."""
         count = tokens.shape[0]
         self._tokens[:count] = tokens
+        if self._embedded is not None:
+            self._embedded.copy_(self._model.embed(self._tokens))
         if rows is None:
             torch.add(self._steps, position, out=self._positions)
         else:
@@ -233,6 +236,7 @@ class _FixedForward:
 
     def _compute(self) -> torch.Tensor:
         batch = ForwardBatch(self._tokens, self._positions, drafted=self._visible)
+        embedded = None if self._embedded is None else self._embedded.clone()
         # At a fixed address, like the logits.
-        self.hidden.copy_(self._model.forward(batch, self._weights, self._cache))
+        self.hidden.copy_(self._model.forward(batch, self._weights, self._cache, embedded=embedded))
         return self._model.logits(self.hidden)
