@@ -13,10 +13,10 @@ import triton.language as tl
 
 from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.blocks import BlockWeight
+from triforce_kernels.weights.depth_triton import divided, part_of
 from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
-_COLUMNS = 32
 # Steps that one program of `decode` processes.
 _STEPS = 4
 # Layout of the numbers of a step: bytes of quants, and steps per block.
@@ -191,9 +191,9 @@ def _decode_kernel(
         tl.store(place + high_start, high.to(item))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "places", "each"])
 def _matmul_kernel(
-    x, order, experts, data, out, x_row, row_bytes, rows, columns, steps,
+    x, order, experts, data, out, x_row, row_bytes, rows, columns, steps, places, each,
     KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr, BYTES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
@@ -206,14 +206,15 @@ def _matmul_kernel(
     left = x + row[:, None] * x_row + tl.arange(0, BYTES)[None, :]
     item = x.dtype.element_ty
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for step in range(steps):
+    first, end, out = part_of(out, places, columns, steps, each)
+    for step in range(first, end):
         low, high, low_start, high_start = _step(weight, step, KIND, BLOCK_BYTES, STEPS, BYTES)
         low_x = tl.load(left + low_start, mask=real[:, None], other=0.0)
         high_x = tl.load(left + high_start, mask=real[:, None], other=0.0)
         acc = tl.dot(low_x, tl.trans(low.to(item)), acc, input_precision="ieee")
         acc = tl.dot(high_x, tl.trans(high.to(item)), acc, input_precision="ieee")
     place = out + target[:, None].to(tl.int64) * columns + column[None, :]
-    tl.store(place, acc.to(item), mask=real[:, None] & (column < columns)[None, :])
+    tl.store(place, acc.to(out.dtype.element_ty), mask=real[:, None] & (column < columns)[None, :])
 
 
 def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
@@ -245,14 +246,14 @@ def grouped(x: torch.Tensor, weight: BlockWeight, tiles: Tiles) -> torch.Tensor:
 def _product(
     x: torch.Tensor, data: torch.Tensor, kind: BlockType, tiles: Tiles | None
 ) -> torch.Tensor:
-    row_bytes, (size, steps) = data.shape[1], _SHAPES[kind.name]
+    row_bytes, (size, of_block) = data.shape[1], _SHAPES[kind.name]
     tile, count, columns, groups = launched(x, data.shape[0], tiles)
-    places = x.shape[0] if tiles is None else tile * count
-    out = torch.empty((places, columns), dtype=x.dtype, device=x.device)
-    _matmul_kernel[(triton.cdiv(columns, _COLUMNS), count)](
-        x, *groups, data, out, x.stride(0), row_bytes, x.shape[0], columns,
-        row_bytes // kind.nbytes * steps,
-        KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=steps, BYTES=size, GROUPED=tiles is not None,
-        ROWS=tile, COLUMNS=_COLUMNS, num_warps=4, num_stages=4, enable_fp_fusion=False,
+    steps = row_bytes // kind.nbytes * of_block
+    parts = divided(x, tiles, tile * count, columns, steps)
+    _matmul_kernel[parts.grid(count)](
+        x, *groups, data, parts.sums, x.stride(0), row_bytes, x.shape[0], columns,
+        steps, parts.sums.shape[-2], parts.steps, GROUPED=tiles is not None,
+        KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=of_block, BYTES=size,
+        ROWS=tile, COLUMNS=parts.columns, num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
-    return out
+    return parts.result(x.dtype)

@@ -6,17 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.weights.depth_triton import divided, part_of
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.split_bf16_triton import floor_of
 from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
-_COLUMNS = 32
+_STEP_BYTES = 256
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "places", "each"])
 def _high_bits_kernel(
-    x, order, experts, high_part, base, out, x_row, rows, columns, depth,
+    x, order, experts, high_part, base, out, x_row, rows, columns, depth, places, each,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, HAS_BASE: tl.constexpr,
     GROUPED: tl.constexpr,
 ):  # fmt: skip
@@ -33,7 +34,8 @@ def _high_bits_kernel(
     left = x + row[:, None] * x_row + step[None, :]
     item = x.dtype.element_ty
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, depth, DEPTH):
+    begin, end, out = part_of(out, places, columns, tl.cdiv(depth, DEPTH), each)
+    for start in range(begin * DEPTH, end * DEPTH, DEPTH):
         real = step + start < depth
         coded = tl.load(weight + start, mask=real[None, :], other=0).to(tl.int32)
         if HAS_BASE:
@@ -49,7 +51,7 @@ def _high_bits_kernel(
         rows_of_x = tl.load(left + start, mask=there[:, None] & real[None, :], other=0.0)
         acc = tl.dot(rows_of_x, tl.trans(number.to(item)), acc, input_precision="ieee")
     place = out + target[:, None].to(tl.int64) * columns + column[None, :]
-    tl.store(place, acc.to(item), mask=there[:, None] & (column < columns)[None, :])
+    tl.store(place, acc.to(out.dtype.element_ty), mask=there[:, None] & (column < columns)[None, :])
 
 
 def matmul(x: torch.Tensor, weight: HighBitsWeight) -> torch.Tensor:
@@ -64,12 +66,13 @@ def grouped(x: torch.Tensor, weight: HighBitsWeight, tiles: Tiles) -> torch.Tens
 
 def _product(x: torch.Tensor, weight: HighBitsWeight, tiles: Tiles | None) -> torch.Tensor:
     tile, count, columns, groups = launched(x, weight.shape[0], tiles)
-    places = x.shape[0] if tiles is None else tile * count
-    out = torch.empty((places, columns), dtype=x.dtype, device=x.device)
-    _high_bits_kernel[(triton.cdiv(columns, _COLUMNS), count)](
-        x, *groups, weight.high, weight.high if weight.base is None else weight.base, out,
-        x.stride(0), x.shape[0], columns, weight.shape[1], GROUPED=tiles is not None,
-        ROWS=tile, COLUMNS=_COLUMNS, DEPTH=256 // x.dtype.itemsize,
-        HAS_BASE=weight.base is not None, num_warps=4, num_stages=4,
+    depth = _STEP_BYTES // x.dtype.itemsize
+    steps = triton.cdiv(weight.shape[1], depth)
+    parts = divided(x, tiles, tile * count, columns, steps)
+    _high_bits_kernel[parts.grid(count)](
+        x, *groups, weight.high, weight.high if weight.base is None else weight.base,
+        parts.sums, x.stride(0), x.shape[0], columns, weight.shape[1], parts.sums.shape[-2],
+        parts.steps, GROUPED=tiles is not None, ROWS=tile, COLUMNS=parts.columns, DEPTH=depth,
+        HAS_BASE=weight.base is not None, num_warps=4, num_stages=3,
     )  # fmt: skip
-    return out
+    return parts.result(x.dtype)

@@ -6,16 +6,16 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.weights.depth_triton import divided, part_of
 from triforce_kernels.weights.int4 import Int4Weight
 from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
-_COLUMNS = 32
 
-
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "places", "each"])
 def _matmul_kernel(
     x, order, experts, packed, scale, offset, out, x_row, scale_row, rows, columns, width,
+    places, each,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     target, row, real, some, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
@@ -28,7 +28,8 @@ def _matmul_kernel(
     place = packed + column_of[:, None] * (width // 2) + half[None, :]
     item = x.dtype.element_ty
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for group in range(width // GROUP):
+    first, end, out = part_of(out, places, columns, width // GROUP, each)
+    for group in range(first, end):
         low_x = tl.load(left + group * GROUP, mask=real[:, None], other=0.0)
         high_x = tl.load(left + group * GROUP + GROUP // 2, mask=real[:, None], other=0.0)
         both = tl.load(place + group * (GROUP // 2), mask=there[:, None], other=0)
@@ -42,7 +43,7 @@ def _matmul_kernel(
         whole = tl.sum(low_x.to(tl.float32), 1) + tl.sum(high_x.to(tl.float32), 1)
         acc += sums * s[None, :] + whole[:, None] * o[None, :]
     place = out + target[:, None].to(tl.int64) * columns + column[None, :]
-    tl.store(place, acc.to(item), mask=real[:, None] & there[None, :])
+    tl.store(place, acc.to(out.dtype.element_ty), mask=real[:, None] & there[None, :])
 
 
 def matmul(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
@@ -57,12 +58,12 @@ def grouped(x: torch.Tensor, weight: Int4Weight, tiles: Tiles) -> torch.Tensor:
 
 def _product(x: torch.Tensor, weight: Int4Weight, tiles: Tiles | None) -> torch.Tensor:
     tile, count, columns, groups = launched(x, weight.shape[0], tiles)
-    places = x.shape[0] if tiles is None else tile * count
-    out = torch.empty((places, columns), dtype=x.dtype, device=x.device)
-    _matmul_kernel[(triton.cdiv(columns, _COLUMNS), count)](
-        x, *groups, weight.packed, weight.scale, weight.offset, out, x.stride(0),
-        weight.scale.stride(0), x.shape[0], columns, weight.shape[1],
-        ROWS=tile, COLUMNS=_COLUMNS, GROUP=weight.group, GROUPED=tiles is not None,
-        num_warps=4, num_stages=4, enable_fp_fusion=True,
+    parts = divided(x, tiles, tile * count, columns, weight.shape[1] // weight.group)
+    _matmul_kernel[parts.grid(count)](
+        x, *groups, weight.packed, weight.scale, weight.offset, parts.sums, x.stride(0),
+        weight.scale.stride(0), x.shape[0], columns, weight.shape[1], parts.sums.shape[-2],
+        parts.steps,
+        ROWS=tile, COLUMNS=parts.columns, GROUP=weight.group, GROUPED=tiles is not None,
+        num_warps=4, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
-    return out
+    return parts.result(x.dtype)

@@ -7,12 +7,15 @@ import triton
 import triton.language as tl
 
 from triforce_kernels import limits
+from triforce_kernels.weights.depth_triton import COLUMNS, FEW_COLUMNS, divided, part_of
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight
 from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
 _BYTES = 256
-_COLUMNS = limits.ROWS_OF_A_START
+_STEP_BYTES = 128
+# Rows of a tile with which as many columns as elsewhere fit in registers.
+_MOST_WIDE = 32
 # Exceptions that a product reads at a time.
 _LISTED = 16
 
@@ -76,12 +79,12 @@ def _exceptions_kernel(places, patterns, index, out, room, columns, first, HAS_I
         entry += 1
 
 
-@triton.jit(do_not_specialize=["rows", "room", "first", "groups"])
+@triton.jit(do_not_specialize=["rows", "room", "first", "groups", "outputs", "each"])
 def _split_matmul_kernel(
     x, order, experts, high_part, low_part, base, places, patterns, starts, out, x_row, rows,
-    columns, depth, room, first, groups,
+    columns, depth, room, first, groups, outputs, each,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, LISTED: tl.constexpr,
-    GROUPED: tl.constexpr,
+    START: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     target, row, exists, any_row, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
     if not any_row:
@@ -98,7 +101,8 @@ def _split_matmul_kernel(
     left = x + row[:, None] * x_row + step[None, :]
     item = x.dtype.element_ty
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for begin in range(0, half, DEPTH):
+    from_step, to_step, out = part_of(out, outputs, columns, tl.cdiv(half, DEPTH), each)
+    for begin in range(from_step * DEPTH, to_step * DEPTH, DEPTH):
         real = (step + begin < half)[None, :]
         some = exists[:, None] & real
         nibbles = tl.load(low + begin, mask=real, other=0).to(tl.int32)
@@ -110,13 +114,14 @@ def _split_matmul_kernel(
         acc = tl.dot(one, tl.trans(ahead.to(item)), acc, input_precision="ieee")
         other = tl.load(left + begin + half, mask=some, other=0.0)
         acc = tl.dot(other, tl.trans(behind.to(item)), acc, input_precision="ieee")
-    # Exceptions count as zeros above. Those of these columns are consecutive in the list. The range
-    # begins and ends with whole groups of rows, because a part of a matrix may begin within a
-    # group.
+    # Exceptions count as zeros above, and the first part adds them. Those of these columns are
+    # consecutive in the list. The range begins and ends with whole groups of rows, because a part
+    # of a matrix may begin within a group.
     above = start + first + origin
-    behind = tl.minimum((above + COLUMNS - 1) // COLUMNS + 1, groups)
-    entry = tl.maximum(tl.load(starts + above // COLUMNS), 0)
+    behind = tl.minimum((above + COLUMNS - 1) // START + 1, groups)
+    entry = tl.maximum(tl.load(starts + above // START), 0)
     end = tl.minimum(tl.load(starts + behind), room)
+    end = tl.where(from_step == 0, end, entry)
     while entry < end:
         which = entry + tl.arange(0, LISTED)
         place = tl.load(places + which, mask=which < end, other=0).to(tl.int64)
@@ -131,7 +136,7 @@ def _split_matmul_kernel(
         acc = tl.dot(some, sparse, acc, input_precision="ieee")
         entry += LISTED
     into = out + target[:, None].to(tl.int64) * columns + column[None, :]
-    tl.store(into, acc.to(item), mask=exists[:, None] & (column < columns)[None, :])
+    tl.store(into, acc.to(out.dtype.element_ty), mask=exists[:, None] & (column < columns)[None, :])
 
 
 def matmul(x: torch.Tensor, weight: SplitBF16Weight) -> torch.Tensor:
@@ -146,16 +151,19 @@ def grouped(x: torch.Tensor, weight: SplitBF16Weight, tiles: Tiles) -> torch.Ten
 
 def _product(x: torch.Tensor, weight: SplitBF16Weight, tiles: Tiles | None) -> torch.Tensor:
     tile, count, columns, groups = launched(x, weight.shape[0], tiles)
-    places = x.shape[0] if tiles is None else tile * count
-    out = torch.empty((places, columns), dtype=x.dtype, device=x.device)
-    _split_matmul_kernel[(triton.cdiv(columns, _COLUMNS), count)](
+    depth = _STEP_BYTES // x.dtype.itemsize
+    steps = triton.cdiv(weight.shape[1] // 2, depth)
+    most = COLUMNS if tile <= _MOST_WIDE else FEW_COLUMNS
+    parts = divided(x, tiles, tile * count, columns, steps, most)
+    _split_matmul_kernel[parts.grid(count)](
         x, *groups, weight.high, weight.low, weight.base, weight.places, weight.patterns,
-        weight.starts, out, x.stride(0), x.shape[0], columns, weight.shape[1],
-        len(weight.places), weight.first, len(weight.starts) - 1, GROUPED=tiles is not None,
-        ROWS=tile, COLUMNS=_COLUMNS, DEPTH=128 // x.dtype.itemsize, LISTED=_LISTED,
+        weight.starts, parts.sums, x.stride(0), x.shape[0], columns, weight.shape[1],
+        len(weight.places), weight.first, len(weight.starts) - 1,
+        parts.sums.shape[-2], parts.steps, GROUPED=tiles is not None,
+        ROWS=tile, COLUMNS=parts.columns, DEPTH=depth, LISTED=_LISTED, START=limits.ROWS_OF_A_START,
         num_warps=4, num_stages=3,
     )  # fmt: skip
-    return out
+    return parts.result(x.dtype)
 
 
 def decode(weight: SplitBF16Weight, index: torch.Tensor | None) -> torch.Tensor:

@@ -246,7 +246,7 @@ def launch_coded(dtype: torch.dtype) -> None:
     weight = encode(torch.zeros(64, 4096, dtype=torch.bfloat16))
     decode_split(weight)
     decode_rows(weight, torch.zeros(3, dtype=torch.int64))
-    for rows in (1, 64):
+    for rows in (1, 17, 64):
         split_matmul(empty(rows, 4096), weight)
         high_bits_matmul(empty(rows, 4096), HighBitsWeight.of(weight))
         high_bits_matmul(empty(rows, 4096), HighBitsWeight(weight.high, None))
@@ -266,7 +266,7 @@ def launch_coded(dtype: torch.dtype) -> None:
         kind = ALL_TYPES[name]
         data = torch.zeros(64, kind.row_bytes(4096), dtype=torch.uint8)
         decode(data, kind, dtype)
-        for rows in (1, 64):
+        for rows in (1, 17, 64):
             block_matmul(empty(rows, 4096), BlockWeight(data, kind, 4096))
 
 

@@ -1,0 +1,104 @@
+"""Products whose depth, the inner dimension, is divided among programs, so that they fill a GPU.
+
+A program of a product waits for memory most of the time, and a matrix with few columns has few of
+them. So several programs add up the products of parts of the depth, and their sums are added in the
+order of the parts. How many there are depends on the matrix alone: a row's result has the same bits
+whatever rows are beside it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from triforce_kernels.weights.tiles import Tiles
+
+# Programs of a product, if its matrix has fewer tiles of columns. A part's sums of a row take 4
+# bytes for each column, which is less than decoding the weight would take.
+PROGRAMS = 1024
+_MOST_PARTS = 16
+_SUMMED = 256
+# Columns of a program, and of one that would need more registers than there are.
+COLUMNS, FEW_COLUMNS = 64, 32
+
+
+class Parts(NamedTuple):
+    """How a product is divided among programs.
+
+    columns: columns of a program
+    count: number of parts of the depth
+    steps: number of steps of the depth in each part but the last
+    sums: what the programs write: the result itself, or [count, *result] in float32
+    """
+
+    columns: int
+    count: int
+    steps: int
+    sums: torch.Tensor
+
+    def grid(self, tiles: int) -> tuple[int, int, int]:
+        """Return the grid of programs of a product with `tiles` tiles of rows."""
+        return triton.cdiv(self.sums.shape[-1], self.columns), tiles, self.count
+
+    def result(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the result [rows, columns] once the programs were launched."""
+        if self.count == 1:
+            return self.sums
+        out = torch.empty(self.sums.shape[1:], dtype=dtype, device=self.sums.device)
+        _sum_kernel[(triton.cdiv(out.numel(), _SUMMED),)](
+            self.sums, out, out.numel(), COUNT=self.count, SIZE=_SUMMED, num_warps=2
+        )
+        return out
+
+
+def divided(
+    x: torch.Tensor,
+    tiles: Tiles | None,
+    tile_rows: int,
+    columns: int,
+    steps: int,
+    most_columns: int = COLUMNS,
+) -> Parts:
+    """Divide a product with the rows of x. Products with experts have one part: they have enough
+    programs, of few columns each.
+
+    tile_rows: rows of all tiles
+    columns: of the result
+    steps: number of steps of the depth
+    most_columns: columns of a program, at most
+    """
+    tile = most_columns if tiles is None and x.dtype.itemsize < 4 else FEW_COLUMNS
+    if tiles is None:
+        rows, wanted = x.shape[0], min(_MOST_PARTS, PROGRAMS // triton.cdiv(columns, COLUMNS))
+    else:
+        rows, wanted = tile_rows, 1
+    each = triton.cdiv(steps, max(1, wanted))
+    count = triton.cdiv(steps, each)
+    if count == 1:
+        sums = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    else:
+        sums = torch.empty((count, rows, columns), dtype=torch.float32, device=x.device)
+    return Parts(tile, count, each, sums)
+
+
+@triton.jit
+def part_of(out, rows, columns, steps, each):
+    """Return the first step of a program's part, the step after its last one, and where the part's
+    result [rows, columns] is.
+    """
+    part = tl.program_id(2)
+    first = part * each
+    return first, tl.minimum(first + each, steps), out + part.to(tl.int64) * rows * columns
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def _sum_kernel(sums, out, numbers, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    real = place < numbers
+    total = tl.load(sums + place, mask=real, other=0.0)
+    for part in tl.static_range(1, COUNT):
+        total += tl.load(sums + part * numbers.to(tl.int64) + place, mask=real, other=0.0)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=real)
