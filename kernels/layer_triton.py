@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import cdiv, next_power_of_2
 from triforce_kernels.kv.rounding_triton import whole_of
 
 _COLUMNS = 1024
@@ -143,7 +144,7 @@ def _norm(
     heads = x.shape[1] if x.dim() == 3 else 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     other = x if delta is None else delta
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     _norm_kernel[(rows, heads)](
         x, other, weight, out, eps, heads,
         x.stride(0), x.stride(-2), other.stride(0), other.stride(-2),
@@ -171,7 +172,7 @@ def rope_into(
         heads, cos, sin, query, key, value, start, cos if scale is None else scale,
         *heads.stride()[:2], cos.stride(0), sin.stride(0), *key.stride()[:2], *value.stride()[:2],
         tokens, queries, kv_heads,
-        HALF=head_dim // 2, COLUMNS=triton.next_power_of_2(head_dim // 2),
+        HALF=head_dim // 2, COLUMNS=next_power_of_2(head_dim // 2),
         ON_DEVICE=isinstance(start, torch.Tensor), WHOLE=scale is not None,
         num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
@@ -189,7 +190,7 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
 def _gated(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    _gated_kernel[(rows, triton.cdiv(width, _COLUMNS))](
+    _gated_kernel[(rows, cdiv(width, _COLUMNS))](
         gate_up, out, gate_up.stride(0), width, COLUMNS=_COLUMNS, GELU=gelu,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

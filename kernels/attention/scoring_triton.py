@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import cdiv
+
 _CHUNKS = 128
 
 
@@ -50,7 +52,7 @@ def group_scores(
 ) -> None:
     kv_heads, rows, _ = scores.shape
     groups, _, chunks = out.shape
-    _group_kernel[(kv_heads, triton.cdiv(chunks, _CHUNKS), groups)](
+    _group_kernel[(kv_heads, cdiv(chunks, _CHUNKS), groups)](
         scores, scores if lse is None else lse, out,
         *scores.stride()[:2], *out.stride()[:2],
         rows // tokens, tokens, keys, chunks,

@@ -12,6 +12,7 @@ import triton.language as tl
 from triforce_kernels.attention.attention import Partial
 from triforce_kernels.attention.scoring import ScoreBuffer
 from triforce_kernels.attention.streaming import Running, reference_cache
+from triforce_kernels.counts import cdiv, next_power_of_2
 from triforce_kernels.limits import MOST_SPLITS
 
 _PROGRAMS_PER_PROCESSOR = 2
@@ -34,12 +35,12 @@ def tile(rows: int, head_dim: int, itemsize: int) -> Tile:
 
     float32 is multiplied exactly, without tensor cores, from registers, so its tiles are small.
     """
-    width = triton.next_power_of_2(head_dim)
+    width = next_power_of_2(head_dim)
     if itemsize == 4:
         most, keys = (32 if width <= 64 else 16), (32 if width <= 128 else 16)
     else:
         most, keys = (128 if width <= 128 else 64), (64 if width <= 128 else 32)
-    count = min(most, max(16, triton.next_power_of_2(rows)))
+    count = min(most, max(16, next_power_of_2(rows)))
     if width > 256:
         count, keys = min(count, 32), 16
     if count == 128:
@@ -50,9 +51,9 @@ def tile(rows: int, head_dim: int, itemsize: int) -> Tile:
 def splits(query: torch.Tensor) -> int:
     """Return the number of parts into which keys are divided: enough to fill the device."""
     kv_heads, rows, head_dim = query.shape
-    programs = kv_heads * triton.cdiv(rows, tile(rows, head_dim, query.dtype.itemsize).rows)
-    wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * _processors(query.device), programs)
-    return min(MOST_SPLITS, triton.next_power_of_2(wanted))
+    programs = kv_heads * cdiv(rows, tile(rows, head_dim, query.dtype.itemsize).rows)
+    wanted = cdiv(_PROGRAMS_PER_PROCESSOR * _processors(query.device), programs)
+    return min(MOST_SPLITS, next_power_of_2(wanted))
 
 
 @cache
@@ -308,10 +309,10 @@ def blocks(
     parts = running.acc.shape[0]
     t = tile(rows, head_dim, query.dtype.itemsize)
     chunk_scores, options = _buffer(scores, running.peak)
-    _blocks_kernel[(kv_heads, parts, triton.cdiv(rows, t.rows))](
+    _blocks_kernel[(kv_heads, parts, cdiv(rows, t.rows))](
         query, key, value, running.acc, running.peak, running.total, chunk_scores,
         *query.stride()[:2], *key.stride()[:3], *value.stride()[:3], *chunk_scores.stride()[:2],
-        rows, count, keys, triton.cdiv(triton.cdiv(keys, t.keys), parts),
+        rows, count, keys, cdiv(cdiv(keys, t.keys), parts),
         scores.first if scores else 0, int(running.fresh), head_dim**-0.5,
         **_options(t, head_dim), **options,
     )  # fmt: skip
@@ -332,7 +333,7 @@ def tail(
     # A tile of more queries would spill in some variants of the tail kernel.
     t = tile(min(rows, 64), head_dim, query.dtype.itemsize)
     chunk_scores, options = _buffer(scores, running.peak)
-    _tail_kernel[(kv_heads, triton.cdiv(rows, t.rows))](
+    _tail_kernel[(kv_heads, cdiv(rows, t.rows))](
         query, key, value, running.acc, running.peak, running.total, chunk_scores,
         query if visible is None else visible.view(torch.uint8), out, lse,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *chunk_scores.stride()[:2],
@@ -366,7 +367,7 @@ def cache(
     if key.dtype.itemsize < query.dtype.itemsize == 4:
         # float32 converted from integers is in registers twice.
         t = t._replace(stages=1, keys=t.keys if visible is None else 16)
-    _cache_kernel[(kv_heads, running.acc.shape[0], triton.cdiv(rows, t.rows))](
+    _cache_kernel[(kv_heads, running.acc.shape[0], cdiv(rows, t.rows))](
         query, key, value, running.acc, running.peak, running.total,
         query if visible is None else visible.view(torch.uint8), end,
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
@@ -380,7 +381,7 @@ def cache(
 def _options(t: Tile, head_dim: int) -> dict[str, int]:
     return {
         "DIM": head_dim,
-        "WIDTH": triton.next_power_of_2(head_dim),
+        "WIDTH": next_power_of_2(head_dim),
         "ROWS": t.rows,
         "KEYS": t.keys,
         "num_warps": t.warps,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import cdiv
 from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
@@ -41,7 +42,7 @@ def dense(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor:
     """`grouped.product` for a dense weight of x's dtype."""
     tile, count, columns, groups = launched(x, weight.shape[0], tiles)
     out = torch.empty((tile * count, columns), dtype=x.dtype, device=x.device)
-    _dense_kernel[(triton.cdiv(columns, _COLUMNS), count)](
+    _dense_kernel[(cdiv(columns, _COLUMNS), count)](
         x, *groups, weight, out, x.stride(0), weight.stride(0), x.shape[0], columns,
         weight.shape[1], ROWS=tile, COLUMNS=_COLUMNS, DEPTH=256 // x.dtype.itemsize,
         num_warps=4, num_stages=4,

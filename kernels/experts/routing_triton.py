@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import cdiv, next_power_of_2
 from triforce_kernels.experts.routing import Choice
 from triforce_kernels.limits import EXPERT_TILE
 
@@ -77,10 +78,10 @@ def choose(
     _route_kernel[(rows,)](
         products, products if bias is None else bias, chosen, weights, count, choice.scale,
         count // choice.groups,
-        ACTIVE=choice.active, COUNT=triton.next_power_of_2(count),
-        SLOTS=triton.next_power_of_2(choice.active), SIGMOID=choice.sigmoid,
+        ACTIVE=choice.active, COUNT=next_power_of_2(count),
+        SLOTS=next_power_of_2(choice.active), SIGMOID=choice.sigmoid,
         BIASED=bias is not None, NORMALISED=choice.normalised, GROUPS=choice.groups,
-        CHOSEN_GROUPS=choice.chosen_groups, GROUP_SLOTS=triton.next_power_of_2(choice.groups),
+        CHOSEN_GROUPS=choice.chosen_groups, GROUP_SLOTS=next_power_of_2(choice.groups),
         num_warps=4,
     )  # fmt: skip
     return chosen, weights
@@ -135,7 +136,7 @@ def in_tiles(
     places = torch.empty_like(chosen)
     _tiles_kernel[(tiles,)](
         chosen, order, own, experts, places, chosen.numel(), chosen.shape[1], count,
-        COUNT=triton.next_power_of_2(count), PAIRS=_PAIRS, TILE=EXPERT_TILE, num_warps=4,
+        COUNT=next_power_of_2(count), PAIRS=_PAIRS, TILE=EXPERT_TILE, num_warps=4,
     )  # fmt: skip
     return order, own, experts, places
 
@@ -161,7 +162,7 @@ def weighted_sums(
     """`grouped.weighted_sums`."""
     (rows, active), columns = places.shape, outputs.shape[1]
     out = torch.empty((rows, columns), dtype=outputs.dtype, device=outputs.device)
-    _sum_kernel[(rows, triton.cdiv(columns, _COLUMNS))](
+    _sum_kernel[(rows, cdiv(columns, _COLUMNS))](
         outputs, places, weights, out, columns, ACTIVE=active, COLUMNS=_COLUMNS, num_warps=4
     )
     return out

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import next_power_of_2
 from triforce_kernels.kv.gather_split import SplitChunkSource
 from triforce_kernels.weights.split_bf16_triton import floor_of, number_bits
 
@@ -71,8 +72,8 @@ def gather(moves: torch.Tensor, source: SplitChunkSource, target: torch.Tensor) 
     """`gather_split.gather_split_chunks`."""
     layers, _, kv_heads, slots, chunk, head_dim = target.shape
     numbers = target.view(torch.int16)
-    width = triton.next_power_of_2(head_dim // 2)
-    tokens = min(_TOKENS, triton.next_power_of_2(chunk))
+    width = next_power_of_2(head_dim // 2)
+    tokens = min(_TOKENS, next_power_of_2(chunk))
     _gather_split_kernel[(layers, kv_heads, slots)](
         moves, source.addresses, numbers, *numbers.stride()[:3],
         kv_heads, slots, source.addresses.shape[1] - 1, source.block_tokens // chunk,

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import cdiv, next_power_of_2
 from triforce_kernels.kv.gather import ChunkSource
 
 # Elements of keys, and as many of values, that a program reads at once, to hide the latency of host
@@ -53,11 +54,11 @@ def _gather_kernel(
 
 def gather(moves: torch.Tensor, source: ChunkSource, target: torch.Tensor) -> None:
     layers, _, kv_heads, slots, chunk, head_dim = target.shape
-    width = min(triton.next_power_of_2(chunk * head_dim), _AT_ONCE)
+    width = min(next_power_of_2(chunk * head_dim), _AT_ONCE)
     count = max(1, min(4, _AT_ONCE // width))
     # Blocks and tails begin at multiples of 64 bytes, and so do heads and chunks if rows do.
     rows_aligned = head_dim * target.itemsize % _ALIGNED == 0
-    _gather_kernel[(layers, kv_heads, triton.cdiv(slots, count))](
+    _gather_kernel[(layers, kv_heads, cdiv(slots, count))](
         moves, source.addresses, target, *target.stride()[:3],
         kv_heads, slots, source.addresses.shape[1] - 1, source.block_tokens // chunk,
         source.block_tokens, source.tail_tokens,

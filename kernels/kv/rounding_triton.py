@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import next_power_of_2
+
 # Numbers of keys, and as many of values, that a program processes at once at most.
 _AT_ONCE = 2048
 
@@ -47,6 +49,6 @@ def round_chunks(
     _round_kernel[(slots, kv_heads, layers)](
         moves, numbers, scale, target, *numbers.stride()[:3], *target.stride()[:3],
         kv_heads, slots, CHUNK=chunk, DIM=head_dim,
-        WIDTH=min(_AT_ONCE, triton.next_power_of_2(chunk * head_dim)), num_warps=4,
+        WIDTH=min(_AT_ONCE, next_power_of_2(chunk * head_dim)), num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import next_power_of_2
 from triforce_kernels.order_triton import ordered
 
 _MOST_AT_ONCE = 4096
@@ -94,11 +95,11 @@ def choose(scores: torch.Tensor, chunk_of: torch.Tensor, chunks: int, newest: in
     rows = scores.reshape(-1, scores.shape[-1])
     moves = torch.empty_like(chunk_of)
     present = torch.zeros((rows.shape[0], chunks), dtype=torch.int8, device=scores.device)
-    at_once = min(_MOST_AT_ONCE, triton.next_power_of_2(chunks))
+    at_once = min(_MOST_AT_ONCE, next_power_of_2(chunks))
     _choose_kernel[(rows.shape[0],)](
         rows, chunk_of, moves, present, torch.empty_like(chunk_of),
         rows.stride(0), chunks, newest, min(slots, chunks), slots,
-        CHUNKS=at_once, SLOTS=min(1024, triton.next_power_of_2(slots)),
+        CHUNKS=at_once, SLOTS=min(1024, next_power_of_2(slots)),
         num_warps=8 if at_once > 1024 else 4, enable_fp_fusion=True,
     )  # fmt: skip
     return moves

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import cdiv, next_power_of_2
 from triforce_kernels.kv.split_kv import BlockParts, SplitKV
 from triforce_kernels.weights.split_bf16_triton import floor_of, number_bits
 
@@ -126,16 +127,16 @@ def encode(keys_values: torch.Tensor, into: SplitKV) -> torch.Tensor:
     bits, half = keys_values.view(torch.int16), head_dim // 2
     base = torch.zeros((heads, head_dim), dtype=torch.int32, device=bits.device)
     known = torch.zeros(1, dtype=torch.int32, device=bits.device)
-    grid = (triton.cdiv(tokens, _TOKENS), heads)
+    grid = (cdiv(tokens, _TOKENS), heads)
     strides = bits.stride(0), bits.stride(1)
     _base_kernel[grid](
         bits, base, *strides, tokens, head_dim,
-        TOKENS=_TOKENS, CHANNELS=triton.next_power_of_2(head_dim),
+        TOKENS=_TOKENS, CHANNELS=next_power_of_2(head_dim),
     )  # fmt: skip
     into.base.copy_(base)
     _encode_kernel[grid](
         bits, into.high, into.low, base, into.places, into.patterns, known, *strides, tokens,
-        half, len(into.places), TOKENS=_TOKENS, HALF=triton.next_power_of_2(half),
+        half, len(into.places), TOKENS=_TOKENS, HALF=next_power_of_2(half),
     )  # fmt: skip
     return known[0] <= len(into.places)
 
@@ -147,11 +148,11 @@ def decode(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -> None:
         return
     out, half = into.view(torch.int16), head_dim // 2
     steps = blocks.stride(0), *out.stride()[:3]
-    _decode_kernel[(triton.cdiv(tokens, _TOKENS), heads, count)](
+    _decode_kernel[(cdiv(tokens, _TOKENS), heads, count)](
         blocks, at.high, at.low, at.base, out, *steps, tokens, half,
-        TOKENS=_TOKENS, HALF=triton.next_power_of_2(half),
+        TOKENS=_TOKENS, HALF=next_power_of_2(half),
     )  # fmt: skip
     room, entries = at.room, 256
-    _exceptions_kernel[(triton.cdiv(room, entries), count)](
+    _exceptions_kernel[(cdiv(room, entries), count)](
         blocks, at.places, at.patterns, out, *steps, tokens, head_dim, room, ENTRIES=entries
     )

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import cdiv, next_power_of_2
 from triforce_kernels.recurrent.conv import Convolution
 
 # Channels of a program.
@@ -42,8 +43,8 @@ def convolve(
     channels, _, taps = weight.shape
     rows = len(inputs) - taps + 1 if lineage is None else len(lineage)
     out = inputs.new_empty(rows, channels)
-    width = min(_CHANNELS, triton.next_power_of_2(channels))
-    _convolve_kernel[(rows, triton.cdiv(channels, width))](
+    width = min(_CHANNELS, next_power_of_2(channels))
+    _convolve_kernel[(rows, cdiv(channels, width))](
         inputs, weight, bias, lineage, out, inputs.stride(0), channels,
         TAPS=taps, BIAS=bias is not None, ACTIVATES=activates, LINEAGE=lineage is not None,
         CHANNELS=width, num_warps=4,

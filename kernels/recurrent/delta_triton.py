@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import cdiv, next_power_of_2
 from triforce_kernels.recurrent.delta import EPS, DeltaRows, LeftRows
 
 # Rows and columns that a program computes; numbers of a key, and earlier rows, that it reads at
@@ -171,9 +172,9 @@ def rule(
     elif count > 1:
         sums = rows.decays.cumsum(0)
     out = torch.empty_like(rows.values, memory_format=torch.contiguous_format)
-    columns = min(_COLUMNS, max(16, triton.next_power_of_2(value_dim)))
+    columns = min(_COLUMNS, max(16, next_power_of_2(value_dim)))
     for before in range(0, count, _ROWS):
-        _rule_kernel[(triton.cdiv(value_dim, columns), heads)](
+        _rule_kernel[(cdiv(value_dim, columns), heads)](
             *rows, sums, state, *left, first, visible, out, key_dim**-0.5,
             *rows.queries.stride()[:2], *rows.keys.stride()[:2], *rows.values.stride()[:2],
             rows.decays.stride(0), rows.rates.stride(0), sums.stride(0),

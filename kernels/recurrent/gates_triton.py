@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import next_power_of_2
+
 
 @triton.jit
 def _gates_kernel(
@@ -32,7 +34,7 @@ def gates(
     out = factor.new_empty(2, rows, heads)
     _gates_kernel[(rows,)](
         decays, rates, factor, bias, *out, decays.stride(0), rates.stride(0), heads,
-        WIDTH=triton.next_power_of_2(heads), num_warps=1,
+        WIDTH=next_power_of_2(heads), num_warps=1,
     )  # fmt: skip
     return out[0], out[1]
 
@@ -58,6 +60,6 @@ def norm(x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor, eps: float) 
     out = x.new_empty(rows, heads * size)
     _norm_kernel[(rows, heads)](
         x, weight, gate, out, gate.stride(0), heads, eps, SIZE=size,
-        WIDTH=triton.next_power_of_2(size), num_warps=1,
+        WIDTH=next_power_of_2(size), num_warps=1,
     )  # fmt: skip
     return out

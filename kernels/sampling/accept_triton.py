@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import cdiv, next_power_of_2
+
 _PART = 1024
 _DRAFT_TOKENS = 64
 
@@ -115,7 +117,7 @@ def accept(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     drafts, n = tokens.shape
     vocab = target_probs.shape[-1]
-    parts = triton.cdiv(vocab, _PART)
+    parts = cdiv(vocab, _PART)
     accepted, chosen = torch.empty((2, drafts), dtype=torch.int64, device=tokens.device)
     sums = torch.empty((drafts, 2, parts), dtype=torch.float64, device=tokens.device)
     # Without a draft, or its distributions, nothing is read from them: any address will do.
@@ -125,12 +127,12 @@ def accept(
     inputs = (tokens, distributions, target_probs, coins, sums)
     strides = (n, *distributions.stride()[:2], *target_probs.stride()[:2], n + 1)
     # One size for most drafts: a new size would be compiled in the middle of a request.
-    options = {"TOKENS": max(_DRAFT_TOKENS, triton.next_power_of_2(n)), "PART": _PART}
+    options = {"TOKENS": max(_DRAFT_TOKENS, next_power_of_2(n)), "PART": _PART}
     options |= {"SURE": draft_probs is None, "num_warps": 4, "enable_fp_fusion": True}
     _sums_kernel[(drafts, parts)](*inputs, *strides, n, vocab, **options)
     _choose_kernel[(drafts,)](
         *inputs, accepted, chosen, *strides, n, vocab, parts,
-        PARTS=triton.next_power_of_2(parts), **options,
+        PARTS=next_power_of_2(parts), **options,
     )  # fmt: skip
     return accepted, chosen
 

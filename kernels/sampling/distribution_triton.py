@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import next_power_of_2
 from triforce_kernels.order_triton import ordered
 
 _MOST_AT_ONCE = 4096
@@ -229,7 +230,7 @@ def distribution(
 ) -> torch.Tensor:
     rows, vocab = logits.shape
     out = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)
-    at_once = min(_MOST_AT_ONCE, triton.next_power_of_2(vocab))
+    at_once = min(_MOST_AT_ONCE, next_power_of_2(vocab))
     options = {"AT_ONCE": at_once, "num_warps": 16 if at_once == _MOST_AT_ONCE else 4}
     options["enable_fp_fusion"] = True
     if temperature == 0:

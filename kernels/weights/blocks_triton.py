@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import cdiv
 from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.blocks import BlockWeight
 from triforce_kernels.weights.depth_triton import divided, part_of
@@ -223,7 +224,7 @@ def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Ten
     blocks = row_bytes // kind.nbytes
     size, steps = _SHAPES[kind.name]
     out = torch.empty((rows, blocks * kind.elements), dtype=dtype, device=data.device)
-    grid = (rows, triton.cdiv(blocks * steps, _STEPS))
+    grid = (rows, cdiv(blocks * steps, _STEPS))
     # Without fusion, so that numbers equal those of the reference bit for bit.
     _decode_kernel[grid](
         data, out, row_bytes, blocks * steps, out.shape[1],

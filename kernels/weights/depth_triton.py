@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import cdiv
 from triforce_kernels.weights.tiles import Tiles
 
 # Programs of a product, if its matrix has fewer tiles of columns. A part's sums of a row take 4
@@ -41,14 +42,14 @@ class Parts(NamedTuple):
 
     def grid(self, tiles: int) -> tuple[int, int, int]:
         """Return the grid of programs of a product with `tiles` tiles of rows."""
-        return triton.cdiv(self.sums.shape[-1], self.columns), tiles, self.count
+        return cdiv(self.sums.shape[-1], self.columns), tiles, self.count
 
     def result(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the result [rows, columns] once the programs were launched."""
         if self.count == 1:
             return self.sums
         out = torch.empty(self.sums.shape[1:], dtype=dtype, device=self.sums.device)
-        _sum_kernel[(triton.cdiv(out.numel(), _SUMMED),)](
+        _sum_kernel[(cdiv(out.numel(), _SUMMED),)](
             self.sums, out, out.numel(), COUNT=self.count, SIZE=_SUMMED, num_warps=2
         )
         return out
@@ -72,11 +73,11 @@ def divided(
     """
     tile = most_columns if tiles is None and x.dtype.itemsize < 4 else FEW_COLUMNS
     if tiles is None:
-        rows, wanted = x.shape[0], min(_MOST_PARTS, PROGRAMS // triton.cdiv(columns, COLUMNS))
+        rows, wanted = x.shape[0], min(_MOST_PARTS, PROGRAMS // cdiv(columns, COLUMNS))
     else:
         rows, wanted = tile_rows, 1
-    each = triton.cdiv(steps, max(1, wanted))
-    count = triton.cdiv(steps, each)
+    each = cdiv(steps, max(1, wanted))
+    count = cdiv(steps, each)
     if count == 1:
         sums = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     else:

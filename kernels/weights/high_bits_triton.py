@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import cdiv
 from triforce_kernels.weights.depth_triton import divided, part_of
 from triforce_kernels.weights.high_bits import HighBitsWeight
 from triforce_kernels.weights.split_bf16_triton import floor_of
@@ -67,7 +68,7 @@ def grouped(x: torch.Tensor, weight: HighBitsWeight, tiles: Tiles) -> torch.Tens
 def _product(x: torch.Tensor, weight: HighBitsWeight, tiles: Tiles | None) -> torch.Tensor:
     tile, count, columns, groups = launched(x, weight.shape[0], tiles)
     depth = _STEP_BYTES // x.dtype.itemsize
-    steps = triton.cdiv(weight.shape[1], depth)
+    steps = cdiv(weight.shape[1], depth)
     parts = divided(x, tiles, tile * count, columns, steps)
     _high_bits_kernel[parts.grid(count)](
         x, *groups, weight.high, weight.high if weight.base is None else weight.base,

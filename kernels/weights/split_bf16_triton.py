@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from triforce_kernels import limits
+from triforce_kernels.counts import cdiv
 from triforce_kernels.weights.depth_triton import COLUMNS, FEW_COLUMNS, divided, part_of
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight
 from triforce_kernels.weights.tiles import Tiles
@@ -152,7 +153,7 @@ def grouped(x: torch.Tensor, weight: SplitBF16Weight, tiles: Tiles) -> torch.Ten
 def _product(x: torch.Tensor, weight: SplitBF16Weight, tiles: Tiles | None) -> torch.Tensor:
     tile, count, columns, groups = launched(x, weight.shape[0], tiles)
     depth = _STEP_BYTES // x.dtype.itemsize
-    steps = triton.cdiv(weight.shape[1] // 2, depth)
+    steps = cdiv(weight.shape[1] // 2, depth)
     most = COLUMNS if tile <= _MOST_WIDE else FEW_COLUMNS
     parts = divided(x, tiles, tile * count, columns, steps, most)
     _split_matmul_kernel[parts.grid(count)](
@@ -175,7 +176,7 @@ def decode(weight: SplitBF16Weight, index: torch.Tensor | None) -> torch.Tensor:
         return out.view(torch.bfloat16)
     which = weight.base if index is None else index
     named = {"HAS_INDEX": index is not None}
-    _split_kernel[(rows, triton.cdiv(columns // 2, _BYTES))](
+    _split_kernel[(rows, cdiv(columns // 2, _BYTES))](
         weight.high, weight.low, weight.base, which, out, columns, BYTES=_BYTES, **named
     )
     _exceptions_kernel[(rows,)](

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.counts import cdiv
 from triforce_kernels.weights.slices import tile_rows
 from triforce_kernels.weights.tiles import Tiles
 
@@ -37,5 +38,5 @@ def launched(x: torch.Tensor, weight_rows: int, tiles: Tiles | None) -> tuple[in
     """
     if tiles is None:
         tile = tile_rows(x)
-        return tile, triton.cdiv(x.shape[0], tile), weight_rows, (x, x)
+        return tile, cdiv(x.shape[0], tile), weight_rows, (x, x)
     return tiles.rows, len(tiles.experts), tiles.columns, (tiles.order, tiles.experts)
