@@ -11,13 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
+from triforce_kernels.checks import require
 from triforce_kernels.counts import cdiv
 from triforce_kernels.weights.block_types import BlockType
 from triforce_kernels.weights.blocks import BlockWeight
-from triforce_kernels.weights.depth_triton import divided, part_of
+from triforce_kernels.weights.depth_triton import divided, part_of, steps_together
 from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
+# Blocks of these types begin at multiples of 4 bytes, and all others at even addresses.
+_BEGIN_AT_FOURS = ("Q4_K", "Q5_K", "F8_E4M3")
 # Steps that one program of `decode` processes.
 _STEPS = 4
 # Layout of the numbers of a step: bytes of quants, and steps per block.
@@ -37,10 +40,8 @@ _SHAPES = {
 
 @triton.jit
 def _half(place):
-    """Return the half-precision number at a byte address, which may be odd."""
-    low = tl.load(place).to(tl.uint16)
-    high = tl.load(place + 1).to(tl.uint16)
-    return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
+    """Return the half-precision number at an even byte address."""
+    return tl.load(place.to(tl.pointer_type(tl.float16))).to(tl.float32)
 
 
 @triton.jit
@@ -71,43 +72,61 @@ def _power(place):
 
 @triton.jit
 def _single(place):
-    """Return the single-precision number at a byte address, which may be odd."""
-    bits = tl.load(place).to(tl.uint32) | (tl.load(place + 1).to(tl.uint32) << 8)
-    bits |= (tl.load(place + 2).to(tl.uint32) << 16) | (tl.load(place + 3).to(tl.uint32) << 24)
-    return bits.to(tl.float32, bitcast=True)
+    """Return the single-precision number at a byte address that is a multiple of 4."""
+    return tl.load(place.to(tl.pointer_type(tl.float32)))
 
 
 @triton.jit
-def _scale_and_least(block, group):
-    """Return scale and minimum of a group of 32 numbers in a Q4_K or Q5_K block: 6 bits each,
-    packed into 12 bytes.
+def _byte(word, index):
+    return (word >> (8 * index)) & 0xFF
+
+
+@triton.jit
+def _scales_and_leasts(block, part):
+    """Return scales and minima of the two groups of 32 numbers of a step of Q4_K or Q5_K blocks,
+    whose addresses are multiples of 4: two half-precision numbers, then 6 bits for each of the 8
+    scales and 8 minima, packed into 12 bytes.
     """
-    packed = block + 4
-    own, other, before = (
-        tl.load(packed + group),
-        tl.load(packed + group + 4),
-        # Not used for the first four groups.
-        tl.load(packed + group - 4),
+    words = block.to(tl.pointer_type(tl.int32))
+    both, first, second, third = (
+        tl.load(words),
+        tl.load(words + 1),
+        tl.load(words + 2),
+        tl.load(words + 3),
     )
-    scale = tl.where(group < 4, own & 63, (other & 15) | ((before >> 6) << 4))
-    least = tl.where(group < 4, other & 63, (other >> 4) | ((own >> 6) << 4))
+    whole = (both & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    whole_least = ((both >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    # Of the first four groups and of the last four.
+    early = part < 2
+    at = (2 * part) % 4
+    own, other = _byte(first, at), _byte(second, at)
+    own_next, other_next = _byte(first, at + 1), _byte(second, at + 1)
+    packed, packed_next = _byte(third, at), _byte(third, at + 1)
+    low = tl.where(early, own & 63, (packed & 15) | ((own >> 6) << 4))
+    high = tl.where(early, own_next & 63, (packed_next & 15) | ((own_next >> 6) << 4))
+    low_least = tl.where(early, other & 63, (packed >> 4) | ((other >> 6) << 4))
+    high_least = tl.where(early, other_next & 63, (packed_next >> 4) | ((other_next >> 6) << 4))
     return (
-        _half(block) * scale.to(tl.float32),
-        _half(block + 2) * least.to(tl.float32),
+        whole * low.to(tl.float32),
+        whole_least * low_least.to(tl.float32),
+        whole * high.to(tl.float32),
+        whole_least * high_least.to(tl.float32),
     )
 
 
 @triton.jit
-def _step(row, step, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr,
+def _step(row, index, part, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr,
           BYTES: tl.constexpr):  # fmt: skip
-    """Decode the numbers of a step of some rows. row: addresses [rows] of the rows' first bytes
+    """Decode the numbers of a step of some rows.
+
+    row: addresses [rows] of the rows' first bytes
+    index, part: the block of each row, and which of its steps
 
     Returns two tiles [rows, BYTES] of float32, and the column at which each begins.
     """
-    block = row + step // STEPS * BLOCK_BYTES
-    part = step % STEPS
+    block = row + index * BLOCK_BYTES
     byte = tl.arange(0, BYTES)
-    start = step // STEPS * (STEPS * 2 * BYTES)
+    start = index * (STEPS * 2 * BYTES)
     apart = BYTES
     if KIND == "Q8_0":
         place = block[:, None] + 2 + byte[None, :]
@@ -148,8 +167,7 @@ def _step(row, step, KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.co
             fifth = tl.load(block[:, None] + 16 + byte[None, :])
             low |= ((fifth >> (2 * part)) & 1).to(tl.int32) << 4
             high |= ((fifth >> (2 * part + 1)) & 1).to(tl.int32) << 4
-        low_scale, low_least = _scale_and_least(block, 2 * part)
-        high_scale, high_least = _scale_and_least(block, 2 * part + 1)
+        low_scale, low_least, high_scale, high_least = _scales_and_leasts(block, part)
         start += part * 64
         low = low.to(tl.float32) * low_scale[:, None] - low_least[:, None]
         high = high.to(tl.float32) * high_scale[:, None] - high_least[:, None]
@@ -187,7 +205,9 @@ def _decode_kernel(
     place = out + index.to(tl.int64) * width + tl.arange(0, BYTES)[None, :]
     item = out.dtype.element_ty
     for step in range(tl.program_id(1) * MANY, tl.minimum(tl.program_id(1) * MANY + MANY, steps)):
-        low, high, low_start, high_start = _step(row, step, KIND, BLOCK_BYTES, STEPS, BYTES)
+        low, high, low_start, high_start = _step(
+            row, step // STEPS, step % STEPS, KIND, BLOCK_BYTES, STEPS, BYTES
+        )
         tl.store(place + low_start, low.to(item))
         tl.store(place + high_start, high.to(item))
 
@@ -196,8 +216,9 @@ def _decode_kernel(
 def _matmul_kernel(
     x, order, experts, data, out, x_row, row_bytes, rows, columns, steps, places, each,
     KIND: tl.constexpr, BLOCK_BYTES: tl.constexpr, STEPS: tl.constexpr, BYTES: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUPED: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
+    """TOGETHER: steps of a turn of the loop, whose loads do not wait for one another"""
     target, row, real, some, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
     if not some:
         return
@@ -208,18 +229,25 @@ def _matmul_kernel(
     item = x.dtype.element_ty
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     first, end, out = part_of(out, places, columns, steps, each)
-    for step in range(first, end):
-        low, high, low_start, high_start = _step(weight, step, KIND, BLOCK_BYTES, STEPS, BYTES)
-        low_x = tl.load(left + low_start, mask=real[:, None], other=0.0)
-        high_x = tl.load(left + high_start, mask=real[:, None], other=0.0)
-        acc = tl.dot(low_x, tl.trans(low.to(item)), acc, input_precision="ieee")
-        acc = tl.dot(high_x, tl.trans(high.to(item)), acc, input_precision="ieee")
+    for step in range(first, end, TOGETHER):
+        for further in tl.static_range(TOGETHER):
+            index = (step + further) // STEPS
+            # Known to the compiler, if a turn has whole blocks.
+            part = (step + further) % STEPS if TOGETHER % STEPS else further % STEPS
+            low, high, low_start, high_start = _step(
+                weight, index, part, KIND, BLOCK_BYTES, STEPS, BYTES
+            )
+            low_x = tl.load(left + low_start, mask=real[:, None], other=0.0)
+            high_x = tl.load(left + high_start, mask=real[:, None], other=0.0)
+            acc = tl.dot(low_x, tl.trans(low.to(item)), acc, input_precision="ieee")
+            acc = tl.dot(high_x, tl.trans(high.to(item)), acc, input_precision="ieee")
     place = out + target[:, None].to(tl.int64) * columns + column[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), mask=real[:, None] & (column < columns)[None, :])
 
 
 def decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
     """`blocks.decode` for the types of `blocks.FUSED`."""
+    _require_aligned(data, kind)
     rows, row_bytes = data.shape
     blocks = row_bytes // kind.nbytes
     size, steps = _SHAPES[kind.name]
@@ -247,14 +275,23 @@ def grouped(x: torch.Tensor, weight: BlockWeight, tiles: Tiles) -> torch.Tensor:
 def _product(
     x: torch.Tensor, data: torch.Tensor, kind: BlockType, tiles: Tiles | None
 ) -> torch.Tensor:
+    _require_aligned(data, kind)
     row_bytes, (size, of_block) = data.shape[1], _SHAPES[kind.name]
     tile, count, columns, groups = launched(x, data.shape[0], tiles)
     steps = row_bytes // kind.nbytes * of_block
-    parts = divided(x, tiles, tile * count, columns, steps)
+    together = steps_together(tile, steps)
+    parts = divided(x, tiles, tile * count, columns, steps, together=together)
     _matmul_kernel[parts.grid(count)](
         x, *groups, data, parts.sums, x.stride(0), row_bytes, x.shape[0], columns,
         steps, parts.sums.shape[-2], parts.steps, GROUPED=tiles is not None,
         KIND=kind.name, BLOCK_BYTES=kind.nbytes, STEPS=of_block, BYTES=size,
-        ROWS=tile, COLUMNS=parts.columns, num_warps=4, num_stages=3, enable_fp_fusion=False,
+        ROWS=tile, COLUMNS=parts.columns, TOGETHER=together,
+        num_warps=4, num_stages=3, enable_fp_fusion=False,
     )  # fmt: skip
     return parts.result(x.dtype)
+
+
+def _require_aligned(data: torch.Tensor, kind: BlockType) -> None:
+    """Raise ValueError for blocks whose numbers begin at odd addresses."""
+    bytes_apart = 4 if kind.name in _BEGIN_AT_FOURS else 2
+    require(f"blocks of {kind.name}", data.data_ptr() % bytes_apart == 0, data=data)

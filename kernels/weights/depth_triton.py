@@ -62,6 +62,7 @@ def divided(
     columns: int,
     steps: int,
     most_columns: int = COLUMNS,
+    together: int = 1,
 ) -> Parts:
     """Divide a product with the rows of x. Products with experts have one part: they have enough
     programs, of few columns each.
@@ -70,19 +71,28 @@ def divided(
     columns: of the result
     steps: number of steps of the depth
     most_columns: columns of a program, at most
+    together: a part has a multiple of so many steps, as all of the depth has
     """
     tile = most_columns if tiles is None and x.dtype.itemsize < 4 else FEW_COLUMNS
     if tiles is None:
         rows, wanted = x.shape[0], min(_MOST_PARTS, PROGRAMS // cdiv(columns, COLUMNS))
     else:
         rows, wanted = tile_rows, 1
-    each = cdiv(steps, max(1, wanted))
+    each = together * cdiv(steps // together, max(1, wanted))
     count = cdiv(steps, each)
     if count == 1:
         sums = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     else:
         sums = torch.empty((count, rows, columns), dtype=torch.float32, device=x.device)
     return Parts(tile, count, each, sums)
+
+
+def steps_together(tile: int, steps: int) -> int:
+    """Return how many steps of 64 numbers a turn of a program's loop has: as many as fit in shared
+    memory with the rows of a tile, so that a turn waits for memory once.
+    """
+    together = 2 if tile > 32 else 4
+    return next(n for n in (together, 2, 1) if steps % n == 0)
 
 
 @triton.jit
