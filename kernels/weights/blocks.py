@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +76,7 @@ class NoDecoderError(RuntimeError):
 
 def can_decode(kind: BlockType, device: torch.device) -> bool:
     """Return whether a block type can be decoded here."""
-    return kind.name in _OWN or has_kernel(kind, device) or _library() is not None
+    return kind.name in _OWN or has_kernel(kind, device) or _library(kind) is not None
 
 
 def has_kernel(kind: BlockType, device: torch.device) -> bool:
@@ -119,10 +120,9 @@ def block_matmul(x: torch.Tensor, weight: BlockWeight) -> torch.Tensor:
 
 
 def reference_decode(data: torch.Tensor, kind: BlockType, dtype: torch.dtype) -> torch.Tensor:
-    own, library = _OWN.get(kind.name), _library()
-    if own is not None:
+    if (own := _OWN.get(kind.name)) is not None:
         numbers = own(data.reshape(-1, kind.nbytes))
-    elif library is not None:
+    elif (library := _library(kind)) is not None:
         numbers = library(data.reshape(-1), kind.number)
     else:
         raise NoDecoderError(f"{kind.name} weights need transformers 5.23 or newer")
@@ -133,10 +133,15 @@ def reference_matmul(x: torch.Tensor, data: torch.Tensor, kind: BlockType) -> to
     return F.linear(x, reference_decode(data, kind, x.dtype))
 
 
-def _library() -> Callable[[torch.Tensor, int], torch.Tensor] | None:
+@cache
+def _library(kind: BlockType) -> Callable[[torch.Tensor, int], torch.Tensor] | None:
+    """Return what decodes a block type in transformers; None if this version does not."""
     try:
         from transformers.integrations.gguf.dequant import dequantize
-    except ImportError:
+
+        # Older versions decode some types only.
+        dequantize(torch.zeros(kind.nbytes, dtype=torch.uint8), kind.number)
+    except (ImportError, ValueError):
         return None
     return dequantize
 

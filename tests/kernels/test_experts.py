@@ -109,23 +109,26 @@ def test_weighted_sums_of_gated_experts(backend, draw, rows: int) -> None:
 
 def test_a_block_type_without_a_kernel_goes_expert_by_expert(backend) -> None:
     kind = BLOCK_TYPES["IQ2_S"]
-    weight = BlockWeight(torch.zeros(8, kind.row_bytes(256), dtype=torch.uint8), kind, 256)
+    weight = BlockWeight(
+        torch.zeros(8, kind.row_bytes(256), dtype=torch.uint8, device=DEVICE), kind, 256
+    )
     assert not has_kernels(Experts(1, weight, weight))
 
 
 def test_experts_are_chosen_by_their_scores(backend) -> None:
-    products = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, -1.0, 4.0, 5.0]])
+    products = torch.tensor([[1.0, 3.0, 2.0, 0.0], [0.0, -1.0, 4.0, 5.0]], device=DEVICE)
     chosen, weights = choose(products, None, Choice(2))
     assert chosen.tolist() == [[1, 2], [3, 2]]
     # Normalised, the softmax of all is that of the chosen ones.
-    expected = torch.tensor([[3.0, 2.0], [5.0, 4.0]]).softmax(-1)
+    expected = torch.tensor([[3.0, 2.0], [5.0, 4.0]], device=DEVICE).softmax(-1)
     torch.testing.assert_close(weights, expected)
     _, plain = choose(products, None, Choice(2, normalised=False))
     torch.testing.assert_close(plain, products.softmax(-1).gather(1, chosen))
 
 
 def test_a_bias_chooses_and_does_not_weigh(backend) -> None:
-    products, bias = torch.tensor([[0.5, 0.0, -0.5]]), torch.tensor([0.0, 0.0, 1.0])
+    products = torch.tensor([[0.5, 0.0, -0.5]], device=DEVICE)
+    bias = torch.tensor([0.0, 0.0, 1.0], device=DEVICE)
     chosen, weights = choose(products, bias, Choice(1, sigmoid=True, normalised=False, scale=2.0))
     assert chosen.tolist() == [[2]]
     torch.testing.assert_close(weights, 2.0 * products[:, 2:].sigmoid())
@@ -133,7 +136,7 @@ def test_a_bias_chooses_and_does_not_weigh(backend) -> None:
 
 def test_groups_are_chosen_by_their_two_best_experts(backend) -> None:
     """The best expert is in a group whose second is bad."""
-    products = torch.tensor([[9.0, -9.0, 2.0, 2.5, 0.0, 0.5]])
+    products = torch.tensor([[9.0, -9.0, 2.0, 2.5, 0.0, 0.5]], device=DEVICE)
     choice = Choice(2, sigmoid=True, groups=3, chosen_groups=1)
     chosen, _ = choose(products, None, choice)
     assert sorted(chosen[0].tolist()) == [2, 3]

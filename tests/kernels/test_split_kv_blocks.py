@@ -181,18 +181,21 @@ def test_chunks_are_gathered_from_blocks_and_from_the_tail(
 ) -> None:
     layers, kv_heads, blocks, tokens, tail_tokens, slots = 2, 2, 2, 40, 80, 5
     shape = KVShape(layers, kv_heads, head_dim, tokens, torch.bfloat16, split=True)
-    made = normal(2 * kv_heads, layers * (blocks * tokens + tail_tokens), head_dim).cpu()
+    device = torch.device("cpu") if backend == REFERENCE else DEVICE
+    made = normal(2 * kv_heads, layers * (blocks * tokens + tail_tokens), head_dim).to(device)
     # Without exceptions, which chunks come without.
     made = made.where(made.abs() > 0.01, 0.5)
     texts = made.view(2, kv_heads, layers, -1, head_dim).unbind(2)
-    stored = SplitBlocks(shape, torch.empty(shape.scratch_bytes, dtype=torch.uint8))
+    stored = SplitBlocks(shape, torch.empty(shape.scratch_bytes, dtype=torch.uint8, device=device))
     kept: list[list[torch.Tensor]] = []
     for text in texts:
-        parts = [torch.empty(shape.block_bytes, dtype=torch.uint8) for _ in range(blocks)]
+        parts = [
+            torch.empty(shape.block_bytes, dtype=torch.uint8, device=device) for _ in range(blocks)
+        ]
         for index, part in enumerate(parts):
             assert stored.write(part, text[:, :, index * tokens : (index + 1) * tokens])
         parts.append(text[:, :, blocks * tokens :].contiguous())
-        kept.append([part if backend == REFERENCE else part.to(DEVICE) for part in parts])
+        kept.append(parts)
     table = [[part.data_ptr() for part in parts] for parts in kept]
     most = (blocks * tokens + tail_tokens) // chunk
     moves = torch.randint(
@@ -203,8 +206,7 @@ def test_chunks_are_gathered_from_blocks_and_from_the_tail(
     for layer, head, slot in (moves >= 0).nonzero().tolist():
         first = int(moves[layer, head, slot]) * chunk
         there = slice(slot * chunk, (slot + 1) * chunk)
-        expected[layer, :, head, there] = texts[layer][:, head, first : first + chunk]
-    device = torch.device("cpu") if backend == REFERENCE else DEVICE
+        expected[layer, :, head, there] = texts[layer][:, head, first : first + chunk].cpu()
     rows = rows.to(device)
     at = shape.parts
     gather_split_chunks(
