@@ -7,6 +7,12 @@ import torch
 from simulated_gpu import REAL
 
 from triforce_kernels.attention.attention import partial_attention, reference_attention
+from triforce_kernels.weights.block_types import ALL_TYPES
+from triforce_kernels.weights.blocks import BlockWeight
+from triforce_kernels.weights.high_bits import HighBitsWeight
+from triforce_kernels.weights.int4 import quantise
+from triforce_kernels.weights.linear import linear
+from triforce_kernels.weights.split_bf16 import encode
 from triforce_offload.graphs import CudaRecorder
 from triforce_offload.link.cuda import CudaLink
 from triforce_offload.link.staging import StagedLink
@@ -138,3 +144,27 @@ def test_recorders_share_a_stream_and_its_workspace() -> None:
     reserved()
     first = reserved()
     assert [reserved() for _ in range(5)] == [first] * 5
+
+
+@pytest.mark.not_simulated("the interpreter multiplies as the processor does")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight", ["int4", "split", "high", "Q4_K", "Q6_K", "Q8_0"])
+def test_rows_of_products_have_the_same_bits_whatever_is_beside_them(weight, dtype) -> None:
+    """Tiles of 16, 32 and 64 rows; the depth of this matrix is divided into parts."""
+    columns, depth = 1536, 2048
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(columns, depth, generator=generator) * 0.02
+    if weight == "int4":
+        packed = quantise(dense.to(DEVICE, dtype))
+    elif weight in ("split", "high"):
+        packed = encode(dense.bfloat16().to(DEVICE))
+        packed = HighBitsWeight.of(packed) if weight == "high" else packed
+    else:
+        kind = ALL_TYPES[weight]
+        codes = torch.randint(0, 60, (columns, kind.row_bytes(depth)), generator=generator)
+        packed = BlockWeight(codes.to(DEVICE, torch.uint8), kind, depth)
+    x = torch.randn(64, depth, generator=generator).to(DEVICE, dtype)
+    whole = linear(x, packed)
+    assert whole.isfinite().all()
+    for first, end in ((0, 1), (3, 4), (63, 64), (0, 5), (2, 19), (7, 40), (0, 33)):
+        assert torch.equal(linear(x[first:end], packed), whole[first:end]), (first, end)
