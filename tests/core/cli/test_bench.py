@@ -47,6 +47,19 @@ def run(capsys, shape, *options: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+def test_random_recurrent_layers_forget(capsys, tmp_path) -> None:
+    """States of decays above 0 would overflow in the middle of a long context."""
+    shape = tmp_path / "config.json"
+    recurrent = {"model_type": "qwen3_5_text", "num_hidden_layers": 2, "head_dim": 64}
+    recurrent |= {"layer_types": ["linear_attention", "full_attention"]}
+    recurrent |= {"linear_key_head_dim": 128, "linear_value_head_dim": 16}
+    recurrent |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32}
+    recurrent |= {"linear_conv_kernel_dim": 4, "max_position_embeddings": 16384}
+    shape.write_text(json.dumps(TINY | recurrent))
+    arguments = ["bench", "--device", "cpu", "--shape", str(shape), "--draft-shape", "none"]
+    assert main([*arguments, "--context", "12000", "--repeats", "1", "--tests", "prefill"]) == 0
+
+
 def test_every_test_gives_its_figure(capsys, tiny_shape) -> None:
     # Nothing streams, so there is a retrieval model only if one is asked for.
     code, out, err = run(capsys, tiny_shape, "--output", "json", "--budget", "64")

@@ -39,8 +39,8 @@ class RandomCheckpoint:
             self.read(part, view)
 
     def read(self, name: str, into: torch.Tensor | SplitWeight) -> None:
-        """Fill `into` with random numbers in its format, or for a norm or a scale with what leaves
-        numbers of their size as they are.
+        """Fill `into` with random numbers in its format, or for a norm, a scale or a decay with what
+        leaves numbers of their size as they are.
         """
         if is_split(into):
             self._read_coded(name, into)
@@ -48,6 +48,9 @@ class RandomCheckpoint:
             into.fill_(float(self.config.norm_kind is not NormKind.RMS_PLUS_ONE))
         elif name.endswith("_scale"):
             into.fill_(1)
+        elif name.rpartition(".")[2] == "decay":
+            # Recurrent states remember some tens of tokens; above 0 they would grow without end.
+            into.fill_(_DECAY)
         else:
             self._fill(into)
 
@@ -112,3 +115,4 @@ def _on_host(weight: SplitWeight) -> SplitWeight:
 # Random numbers that are drawn and repeated. A prime, so that no two rows of a matrix are equal.
 _NOISE = 1_000_003
 _STD = 0.02
+_DECAY = -0.05
