@@ -21,7 +21,7 @@ def _dense_kernel(
     target, row, real, some, origin = tile_of(order, experts, rows, columns, ROWS, True)
     if not some:
         return
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)
     # Lanes past the last column read the last column again, and are not stored.
     source = tl.minimum(column, columns - 1) + origin
@@ -42,7 +42,7 @@ def dense(x: torch.Tensor, weight: torch.Tensor, tiles: Tiles) -> torch.Tensor:
     """`grouped.product` for a dense weight of x's dtype."""
     tile, count, columns, groups = launched(x, weight.shape[0], tiles)
     out = torch.empty((tile * count, columns), dtype=x.dtype, device=x.device)
-    _dense_kernel[(cdiv(columns, _COLUMNS), count)](
+    _dense_kernel[(count, cdiv(columns, _COLUMNS))](
         x, *groups, weight, out, x.stride(0), weight.stride(0), x.shape[0], columns,
         weight.shape[1], ROWS=tile, COLUMNS=_COLUMNS, DEPTH=256 // x.dtype.itemsize,
         num_warps=4, num_stages=4,

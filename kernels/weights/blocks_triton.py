@@ -222,7 +222,7 @@ def _matmul_kernel(
     target, row, real, some, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
     if not some:
         return
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     # Lanes past the last column read the last column again, and are not stored.
     weight = data + (tl.minimum(column, columns - 1) + origin) * row_bytes
     left = x + row[:, None] * x_row + tl.arange(0, BYTES)[None, :]

@@ -2,8 +2,8 @@
 
 A program of a product waits for memory most of the time, and a matrix with few columns has few of
 them. So several programs add up the products of parts of the depth, and their sums are added in the
-order of the parts. How many there are depends on the matrix alone: a row's result has the same bits
-whatever rows are beside it.
+order of the parts. How many there are depends on the matrix, and not on the rows: among tiles of
+one size, a row's result has the same bits whatever rows are beside it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PROGRAMS = 1024
 _MOST_PARTS = 16
 _SUMMED = 256
 # Columns of a program, and of one that would need more registers than there are.
-COLUMNS, FEW_COLUMNS = 64, 32
+_COLUMNS, _FEW_COLUMNS = 64, 32
 
 
 class Parts(NamedTuple):
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 
     def grid(self, tiles: int) -> tuple[int, int, int]:
         """Return the grid of programs of a product with `tiles` tiles of rows."""
-        return cdiv(self.sums.shape[-1], self.columns), tiles, self.count
+        return tiles, cdiv(self.sums.shape[-1], self.columns), self.count
 
     def result(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the result [rows, columns] once the programs were launched."""
@@ -61,7 +61,6 @@ def divided(
     tile_rows: int,
     columns: int,
     steps: int,
-    most_columns: int = COLUMNS,
     together: int = 1,
 ) -> Parts:
     """Divide a product with the rows of x. Products with experts have one part: they have enough
@@ -70,12 +69,11 @@ def divided(
     tile_rows: rows of all tiles
     columns: of the result
     steps: number of steps of the depth
-    most_columns: columns of a program, at most
     together: a part has a multiple of so many steps, as all of the depth has
     """
-    tile = most_columns if tiles is None and x.dtype.itemsize < 4 else FEW_COLUMNS
+    tile = _COLUMNS if tiles is None and x.dtype.itemsize < 4 else _FEW_COLUMNS
     if tiles is None:
-        rows, wanted = x.shape[0], min(_MOST_PARTS, PROGRAMS // cdiv(columns, COLUMNS))
+        rows, wanted = x.shape[0], min(_MOST_PARTS, PROGRAMS // cdiv(columns, _COLUMNS))
     else:
         rows, wanted = tile_rows, 1
     each = together * cdiv(steps // together, max(1, wanted))

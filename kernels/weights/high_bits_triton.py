@@ -25,7 +25,7 @@ def _high_bits_kernel(
     target, row, there, some, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
     if not some:
         return
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)
     # Lanes past the last column read the last column again, and are not stored.
     source = tl.minimum(column, columns - 1) + origin

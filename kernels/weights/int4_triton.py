@@ -23,7 +23,7 @@ def _matmul_kernel(
     target, row, real, some, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
     if not some:
         return
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     half = tl.arange(0, GROUP // 2)
     there, column_of = column < columns, column + origin
     left = x + row[:, None] * x_row + half[None, :]

@@ -8,15 +8,16 @@ import triton.language as tl
 
 from triforce_kernels import limits
 from triforce_kernels.counts import cdiv
-from triforce_kernels.weights.depth_triton import COLUMNS, FEW_COLUMNS, divided, part_of
+from triforce_kernels.weights.depth_triton import divided, part_of
 from triforce_kernels.weights.split_bf16 import SplitBF16Weight
 from triforce_kernels.weights.tiles import Tiles
 from triforce_kernels.weights.tiles_triton import launched, tile_of
 
 _BYTES = 256
 _STEP_BYTES = 128
-# Rows of a tile with which as many columns as elsewhere fit in registers.
-_MOST_WIDE = 32
+# Rows of a tile, at most. Each warp of a larger one would decode the same numbers again, on GPUs
+# before and after compute capability 9.0.
+_MOST_ROWS = 32
 # Exceptions that a product reads at a time.
 _LISTED = 16
 
@@ -90,7 +91,7 @@ def _split_matmul_kernel(
     target, row, exists, any_row, origin = tile_of(order, experts, rows, columns, ROWS, GROUPED)
     if not any_row:
         return
-    start = tl.program_id(0) * COLUMNS
+    start = tl.program_id(1) * COLUMNS
     column = start + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)
     half = depth // 2
@@ -151,11 +152,10 @@ def grouped(x: torch.Tensor, weight: SplitBF16Weight, tiles: Tiles) -> torch.Ten
 
 
 def _product(x: torch.Tensor, weight: SplitBF16Weight, tiles: Tiles | None) -> torch.Tensor:
-    tile, count, columns, groups = launched(x, weight.shape[0], tiles)
+    tile, count, columns, groups = launched(x, weight.shape[0], tiles, _MOST_ROWS)
     depth = _STEP_BYTES // x.dtype.itemsize
     steps = cdiv(weight.shape[1] // 2, depth)
-    most = COLUMNS if tile <= _MOST_WIDE else FEW_COLUMNS
-    parts = divided(x, tiles, tile * count, columns, steps, most)
+    parts = divided(x, tiles, tile * count, columns, steps)
     _split_matmul_kernel[parts.grid(count)](
         x, *groups, weight.high, weight.low, weight.base, weight.places, weight.patterns,
         weight.starts, parts.sums, x.stride(0), x.shape[0], columns, weight.shape[1],
