@@ -26,6 +26,9 @@ PLACEMENTS = {
     "int4-in-part": Placement((1,), True, 4, 1, 2, 1, 7, int4_layers=(0, 1)),
 }
 
+# High bits of layers on the device, their low bits elsewhere: for split weights alone.
+SPLIT = Placement((0, 2), False, 1, 1, 2, 1, split_layers=(0, 2))
+
 
 def placed(placement: str, options: dict[str, object]) -> dict[str, object]:
     """Options of an engine with a placement. Where weights stream and nothing stands in for them

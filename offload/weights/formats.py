@@ -56,11 +56,12 @@ def dtype_name(dtype: ElementType) -> str:
 class Read(Enum):
     """How a product turns the bytes of a matrix into numbers.
 
-    AS_STORED: no decoding, or decoding whose cost is not counted
+    AS_STORED: no decoding
     SPLIT_BF16: all bits of split bfloat16
     HIGH: high bits alone
     SPLIT_FP16: the bytes of split float16, which are joined first
     GROUPS: groups of 4-bit numbers
+    BLOCKS: blocks of a few bits a number, of GGUF and FP8
     """
 
     AS_STORED = "as stored"
@@ -68,6 +69,7 @@ class Read(Enum):
     HIGH = "high bits"
     SPLIT_FP16 = "split fp16"
     GROUPS = "groups"
+    BLOCKS = "blocks"
 
 
 class Format(ABC):
@@ -160,6 +162,8 @@ class Matrix(Format):
 class Blocks(Matrix):
     """A matrix in one of GGUF's block types, row by row."""
 
+    read: ClassVar[Read] = Read.BLOCKS
+    draft_read: ClassVar[Read] = Read.BLOCKS
     multiplies_experts: ClassVar[bool] = True
 
     kind: BlockType
@@ -343,6 +347,9 @@ class SplitBF16(SplitFormat):
 @dataclass(frozen=True)
 class Stack(Format):
     """Matrices of different formats, one above the other."""
+
+    read: ClassVar[Read] = Read.BLOCKS
+    draft_read: ClassVar[Read] = Read.BLOCKS
 
     parts: tuple[Dense | Blocks, ...]
 

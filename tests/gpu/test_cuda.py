@@ -8,11 +8,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import BLOCK, PLACEMENTS, placed, random_ids
+from helpers import BLOCK, PLACEMENTS, SPLIT, placed, random_ids
 from simulated_gpu import TOKENS
 
 from triforce_core import Engine, SamplingParams
-from triforce_offload.graphs import Recorder, Run
 from triforce_offload.memory.host import CudaDriver
 from triforce_offload.plan.placement import Placement
 
@@ -38,61 +37,6 @@ def test_a_trace_has_the_times_of_the_device(tiny, tmp_path) -> None:
         ends = [(event.began, event.ended) for event in tracks[name]]
         assert all(one[1] <= two[0] + 1e-4 for one, two in pairwise(ends))
     assert {"layer", "retrieval model", "drafter"} <= {e.name for e in tracks["compute"]}
-
-
-@pytest.mark.slow
-@pytest.mark.first
-@pytest.mark.parametrize(
-    "family", ["llama", "llama-mqa", "qwen3", "yarn-rope", "dynamic-rope", "exaone4-windows"]
-)
-@pytest.mark.parametrize("draft", ["ngram", "none", "{model}"])
-@pytest.mark.parametrize("tree", ["off", 12])
-def test_graphs_change_no_text(tiny, family: str, draft: str, tree: str | int) -> None:
-    """Greedy in float32; and the recorded forwards were there, where they can be."""
-    path, _ = tiny(family)
-    prompt = random_ids(38) * 2
-    options = {"device": "cuda:0", "max_context": 200, "block_tokens": BLOCK, "dtype": "float32"}
-    options |= {"draft": draft.format(model=path), "budget": 48, "draft_tokens": 6, "tree": tree}
-    texts = []
-    for graphs in (False, True):
-        with Engine.from_pretrained(
-            path, placement=PLACEMENTS["kv"], cuda_graphs=graphs, **options
-        ) as engine:
-            assert (engine.models.recorder is not None) == graphs
-            texts += [engine.generate(prompt, GREEDY).token_ids for _ in range(2)]
-    assert texts == [texts[0]] * 4
-
-
-@pytest.mark.parametrize("rounded", [False, True])
-@pytest.mark.parametrize("size", [1, 3, 32])
-def test_a_graph_computes_what_eager_forwards_do(tiny, size: int, rounded: bool) -> None:
-    from triforce_core.decoding.drafters.resident import ResidentModel
-    from triforce_offload.graphs import CudaRecorder
-    from triforce_offload.kv.caches.dense import DenseKV
-    from triforce_offload.kv.caches.rounded import RoundedKV
-    from triforce_offload.link.trace import NoTrace
-    from triforce_offload.weights.store import ResidentWeights
-
-    path, _ = tiny("llama")
-    options = {"device": "cuda:0", "max_context": 200, "dtype": "float32"}
-    with Engine.from_pretrained(path, **options) as engine, torch.inference_mode():
-        both = []
-        for recorder in (None, CudaRecorder(DEVICE)):
-            kind = RoundedKV if rounded else DenseKV
-            kv = kind(engine.runtime.plan.kv.shape, 150, engine.runtime.memory, "test")
-            weights = ResidentWeights(engine.runtime.weights)
-            model = ResidentModel(engine.model, weights, kv, recorder, NoTrace(), "test")
-            both.append((model, kv))
-        for step in range(8):
-            tokens = torch.tensor(random_ids(size, step), device=DEVICE)
-            eager, recorded = (model.logits(tokens, kv.end + 3).clone() for model, kv in both)
-            # In 8 bits what lies between two whole numbers may become either.
-            near = 2e-1 if rounded else 1e-4
-            torch.testing.assert_close(recorded, eager, rtol=1e-4, atol=near)
-            for _, kv in both:
-                kv.keep(range(min(size, 4)))
-        for _, kv in both:
-            kv.close()
 
 
 @pytest.mark.first
@@ -149,11 +93,8 @@ def test_the_host_never_waits_without_a_limit(tiny, options: dict) -> None:
 
 # Formats of weights and KV, each by itself: `auto` would choose by what streams.
 FORMATS = [("float32", "dense"), ("bfloat16", "dense"), ("bfloat16", "split")]
-# Placements that a format alone has: high bits of a layer on the device, its low bits elsewhere.
-SPLIT = {
-    "dense": {},
-    "split": {"split": Placement((0, 2), False, 1, 1, 2, 1, split_layers=(0, 2))},
-}
+# Placements that a format alone has.
+OWN: dict[str, dict[str, Placement]] = {"dense": {}, "split": {"split": SPLIT}}
 
 
 @pytest.mark.first
@@ -175,7 +116,7 @@ def test_streamed_logits_are_bitwise_those_of_resident_weights_and_kv(
     monkeypatch.setattr(Model, "logits", logits)
     seen = {}
     options = {"max_context": 200, "block_tokens": BLOCK, "dtype": dtype, "weights": stored}
-    for name, placement in (PLACEMENTS | SPLIT[stored]).items():
+    for name, placement in (PLACEMENTS | OWN[stored]).items():
         rows.clear()
         if stored == "split":
             # A block that cannot be split streams, wherever the others are.
@@ -192,53 +133,6 @@ def test_streamed_logits_are_bitwise_those_of_resident_weights_and_kv(
             engine.generate(random_ids(75), GREEDY)
         seen[name] = torch.cat(rows)
         assert torch.equal(seen[name], seen["resident"]), name
-
-
-def test_forwards_are_recorded_whose_embeddings_the_host_looks_up(tiny) -> None:
-    """As where weights stream: the embedding is the first that leaves the device."""
-    path, _ = tiny("llama")
-    prompt = random_ids(38) * 2
-    options = {"device": "cuda:0", "max_context": 200, "block_tokens": BLOCK, "dtype": "float32"}
-    options |= {"draft": "none", "budget": 48, "draft_tokens": 6}
-    with Engine.from_pretrained(path, placement=PLACEMENTS["int4"], **options) as engine:
-        counting = _Counting(engine.models.recorder)
-        engine.models = replace(engine.models, recorder=counting)
-        assert engine.model.embeds_apart
-        text = engine.generate(prompt, GREEDY).token_ids
-        assert counting.recorded
-    with Engine.from_pretrained(path, method="autoregressive", **options) as engine:
-        assert engine.generate(prompt, GREEDY).token_ids == text
-
-
-class _Counting:
-    """A recorder that counts."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorded, self._recorder = 0, recorder
-
-    def record(self, run: Run) -> Run:
-        self.recorded += 1
-        return self._recorder.record(run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("placement", ["kv", "split"])
-def test_graphs_change_no_text_of_weights_and_kv_split(tiny, placement: str) -> None:
-    """The retrieval level computes with high bits, over a cache of 8 bits, as on a GPU unasked."""
-    path, _ = tiny("llama")
-    options = {"device": "cuda:0", "max_context": 200, "block_tokens": BLOCK, "dtype": "bfloat16"}
-    options |= {"weights": "split", "kv": "split", "draft_kv": "int8", "draft_weights": "split"}
-    options |= {"draft": "none", "budget": 48, "draft_tokens": 6}
-    where = (PLACEMENTS | SPLIT["split"])[placement]
-    prompt = random_ids(38) * 2
-    texts, accepted = [], []
-    for graphs in (False, True):
-        with Engine.from_pretrained(path, placement=where, cuda_graphs=graphs, **options) as engine:
-            result = engine.generate(prompt, GREEDY)
-        texts.append(result.token_ids)
-        accepted.append(result.stats["acceptance"])
-    assert texts[0] == texts[1]
-    assert accepted[0] == accepted[1]
 
 
 @pytest.mark.first

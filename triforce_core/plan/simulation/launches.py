@@ -58,13 +58,17 @@ SMALL_KERNEL_SECONDS = 2.9e-6
 # warps. Assumed to take about 2,500 cycles.
 LAW_STEP_NUMBERS, LAW_PASSES, LAW_SEARCH_STEPS, LAW_STEP_SECONDS = 4096, 4, 34, 1e-6
 # Integer instructions for each element of a matrix, as pairs (most rows of the product,
-# instructions): counted in the loops that Triton 3.9 compiles for compute capabilities 8.0 and 8.9.
-# With more than 16 rows, several warps of a program decode the same elements.
+# instructions). Up to 32 rows: the seconds of products on an H200 (benchmarks/results/
+# gpu_h200_products.json) times its integer rate. With 33 to 64 rows an H200 has instructions that
+# other GPUs lack: 2 tiles of 32 rows, or as many times more as the loops that Triton 3.6 compiles
+# for compute capability 8.9 have.
 OPERATIONS = {
-    Read.SPLIT_BF16: ((16, 13.0), (FEW_ROWS, 50.0)),
-    Read.HIGH: ((16, 12.0), (FEW_ROWS, 23.0)),
+    Read.SPLIT_BF16: ((16, 21.0), (32, 23.0), (FEW_ROWS, 46.0)),
+    Read.HIGH: ((16, 14.5), (32, 16.0), (FEW_ROWS, 29.0)),
     # Conversions to floats included.
-    Read.GROUPS: ((16, 4.0), (FEW_ROWS, 15.0)),
+    Read.GROUPS: ((16, 12.5), (32, 17.0), (FEW_ROWS, 36.0)),
+    # Of Q4_K, which takes longest for its bytes.
+    Read.BLOCKS: ((16, 15.5), (32, 18.0), (FEW_ROWS, 24.0)),
 }
 # Integer instructions for each element that is decoded to memory: of a matrix before a product with
 # more rows, or of a block of KV.
