@@ -280,7 +280,7 @@ def _product(
     tile, count, columns, groups = launched(x, data.shape[0], tiles)
     steps = row_bytes // kind.nbytes * of_block
     together = steps_together(tile, steps)
-    parts = divided(x, tiles, tile * count, columns, steps, together=together)
+    parts = divided(x, tiles, tile * count, columns, steps)
     _matmul_kernel[parts.grid(count)](
         x, *groups, data, parts.sums, x.stride(0), row_bytes, x.shape[0], columns,
         steps, parts.sums.shape[-2], parts.steps, GROUPED=tiles is not None,

@@ -56,12 +56,7 @@ class Parts(NamedTuple):
 
 
 def divided(
-    x: torch.Tensor,
-    tiles: Tiles | None,
-    tile_rows: int,
-    columns: int,
-    steps: int,
-    together: int = 1,
+    x: torch.Tensor, tiles: Tiles | None, tile_rows: int, columns: int, steps: int
 ) -> Parts:
     """Divide a product with the rows of x. Products with experts have one part: they have enough
     programs, of few columns each.
@@ -69,14 +64,15 @@ def divided(
     tile_rows: rows of all tiles
     columns: of the result
     steps: number of steps of the depth
-    together: a part has a multiple of so many steps, as all of the depth has
     """
     tile = _COLUMNS if tiles is None and x.dtype.itemsize < 4 else _FEW_COLUMNS
     if tiles is None:
         rows, wanted = x.shape[0], min(_MOST_PARTS, PROGRAMS // cdiv(columns, _COLUMNS))
     else:
         rows, wanted = tile_rows, 1
-    each = together * cdiv(steps // together, max(1, wanted))
+    # Parts end with turns of any tile, so they do not depend on the rows.
+    whole = steps_together(1, steps)
+    each = whole * cdiv(steps // whole, max(1, wanted))
     count = cdiv(steps, each)
     if count == 1:
         sums = torch.empty((rows, columns), dtype=x.dtype, device=x.device)

@@ -66,7 +66,7 @@ def _product(x: torch.Tensor, weight: Int4Weight, tiles: Tiles | None) -> torch.
     tile, count, columns, groups = launched(x, weight.shape[0], tiles)
     steps = weight.shape[1] // weight.group
     together = steps_together(tile, steps) if weight.group <= 64 else 1
-    parts = divided(x, tiles, tile * count, columns, steps, together=together)
+    parts = divided(x, tiles, tile * count, columns, steps)
     _matmul_kernel[parts.grid(count)](
         x, *groups, weight.packed, weight.scale, weight.offset, parts.sums, x.stride(0),
         weight.scale.stride(0), x.shape[0], columns, weight.shape[1], parts.sums.shape[-2],
