@@ -39,8 +39,8 @@ class RandomCheckpoint:
             self.read(part, view)
 
     def read(self, name: str, into: torch.Tensor | SplitWeight) -> None:
-        """Fill `into` with random numbers in its format, or for a norm, a scale or a decay with what
-        leaves numbers of their size as they are.
+        """Fill `into` with random numbers in its format, or for a norm, a scale or a decay with
+        what leaves numbers of their size as they are.
         """
         if is_split(into):
             self._read_coded(name, into)
