@@ -36,7 +36,7 @@ LEAST_EXCEPTIONS = 32
 MOST_SPLIT_NUMBERS = 2**31 - 2
 # A split matrix stores where the exceptions of each group of this many rows begin.
 ROWS_OF_A_START = 32
-# Adjacent split KV blocks are decoded this many at a time, by two launches.
+# Adjacent split KV blocks are decoded this many at a time, by one launch.
 KV_BLOCKS_AT_ONCE = 4
 # Numbers of keys and values that are encoded or decoded at a time without a kernel, but at least
 # one head: the temporaries stay in a processor's cache. Then the bytes for each number.

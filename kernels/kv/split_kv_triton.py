@@ -9,51 +9,56 @@ import triton.language as tl
 from triforce_kernels.counts import cdiv, next_power_of_2
 from triforce_kernels.kv.split_kv import BlockParts, SplitKV
 from triforce_kernels.weights.split_bf16_triton import floor_of, number_bits
+from triforce_kernels.weights.split_codes import EXCEPTION
 
 _TOKENS = 64
+# Exceptions that a program writes.
+_ENTRIES = 256
 
 
 @triton.jit
 def _decode_kernel(
-    blocks, high_at, low_at, base_at, out, block_bytes, out_block, out_head, out_token, tokens,
-    half, TOKENS: tl.constexpr, HALF: tl.constexpr,
+    blocks, high_at, low_at, base_at, places_at, patterns_at, out, block_bytes, out_block, out_head,
+    out_token, tokens, half, room,
+    TOKENS: tl.constexpr, HALF: tl.constexpr, ENTRIES: tl.constexpr, CODE: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1).to(tl.int64)
+    """Decode some tokens of a head of a block, or write some of a block's exceptions. What writes a
+    number does not depend on when it does: numbers with the exceptions' code are left to the list,
+    and where the list repeats the first number, it has that number's bits.
+    """
+    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     index = tl.program_id(2).to(tl.int64)
     block = blocks + index * block_bytes
-    high_part, low_part, base = block + high_at, block + low_at, block + base_at
     out += index * out_block
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    channel = tl.arange(0, HALF)
-    real = (token < tokens)[:, None] & (channel < half)[None, :]
-    row = (head * tokens + token)[:, None]
-    low = tl.load(low_part + row * half + channel[None, :], mask=real, other=0).to(tl.int32)
-    bases = base + head * 2 * half + channel
-    highs = high_part + row * 2 * half + channel[None, :]
-    place = out + head * out_head + token.to(tl.int64)[:, None] * out_token + channel[None, :]
-    floor = floor_of(tl.load(bases, mask=channel < half, other=0))
-    first = tl.load(highs, mask=real, other=0).to(tl.int32)
-    tl.store(place, number_bits(first, low & 15, floor[None, :]).to(tl.int16), mask=real)
-    floor = floor_of(tl.load(bases + half, mask=channel < half, other=0))
-    second = tl.load(highs + half, mask=real, other=0).to(tl.int32)
-    tl.store(place + half, number_bits(second, low >> 4, floor[None, :]).to(tl.int16), mask=real)
-
-
-@triton.jit
-def _exceptions_kernel(
-    blocks, places_at, patterns_at, out, block_bytes, out_block, out_head, out_token, tokens,
-    head_dim, room, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    index = tl.program_id(1).to(tl.int64)
-    block = blocks + index * block_bytes
-    places = (block + places_at).to(tl.pointer_type(tl.int32))
-    patterns = (block + patterns_at).to(tl.pointer_type(tl.int16))
-    out += index * out_block
-    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    place = tl.load(places + entry, mask=entry < room, other=0).to(tl.int64)
-    token = place // head_dim
-    target = out + token // tokens * out_head + token % tokens * out_token + place % head_dim
-    tl.store(target, tl.load(patterns + entry, mask=entry < room, other=0), mask=entry < room)
+    tiles = tl.cdiv(tokens, TOKENS)
+    if tile < tiles:
+        high_part, low_part, base = block + high_at, block + low_at, block + base_at
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        channel = tl.arange(0, HALF)
+        real = (token < tokens)[:, None] & (channel < half)[None, :]
+        row = (head * tokens + token)[:, None]
+        low = tl.load(low_part + row * half + channel[None, :], mask=real, other=0).to(tl.int32)
+        bases = base + head * 2 * half + channel
+        highs = high_part + row * 2 * half + channel[None, :]
+        place = out + head * out_head + token.to(tl.int64)[:, None] * out_token + channel[None, :]
+        floor = floor_of(tl.load(bases, mask=channel < half, other=0))[None, :]
+        first = tl.load(highs, mask=real, other=CODE).to(tl.int32)
+        bits = number_bits(first, low & 15, floor)
+        tl.store(place, bits.to(tl.int16), mask=real & ((first & 0x7F) != CODE))
+        floor = floor_of(tl.load(bases + half, mask=channel < half, other=0))[None, :]
+        second = tl.load(highs + half, mask=real, other=CODE).to(tl.int32)
+        bits = number_bits(second, low >> 4, floor)
+        tl.store(place + half, bits.to(tl.int16), mask=real & ((second & 0x7F) != CODE))
+    else:
+        places = (block + places_at).to(tl.pointer_type(tl.int32))
+        patterns = (block + patterns_at).to(tl.pointer_type(tl.int16))
+        part = (tile - tiles) * tl.num_programs(1) + head
+        entry = part * ENTRIES + tl.arange(0, ENTRIES)
+        there = entry < room
+        number = tl.load(places + entry, mask=there, other=0).to(tl.int64)
+        line = number // (2 * half)
+        target = out + line // tokens * out_head + line % tokens * out_token + number % (2 * half)
+        tl.store(target, tl.load(patterns + entry, mask=there, other=0), mask=there)
 
 
 @triton.jit
@@ -147,12 +152,9 @@ def decode(blocks: torch.Tensor, at: BlockParts, into: torch.Tensor) -> None:
     if not count:
         return
     out, half = into.view(torch.int16), head_dim // 2
-    steps = blocks.stride(0), *out.stride()[:3]
-    _decode_kernel[(cdiv(tokens, _TOKENS), heads, count)](
-        blocks, at.high, at.low, at.base, out, *steps, tokens, half,
-        TOKENS=_TOKENS, HALF=next_power_of_2(half),
+    grid = cdiv(tokens, _TOKENS) + cdiv(at.room, _ENTRIES * heads), heads, count
+    _decode_kernel[grid](
+        blocks, at.high, at.low, at.base, at.places, at.patterns, out, blocks.stride(0),
+        *out.stride()[:3], tokens, half, at.room,
+        TOKENS=_TOKENS, HALF=next_power_of_2(half), ENTRIES=_ENTRIES, CODE=EXCEPTION,
     )  # fmt: skip
-    room, entries = at.room, 256
-    _exceptions_kernel[(cdiv(room, entries), count)](
-        blocks, at.places, at.patterns, out, *steps, tokens, head_dim, room, ENTRIES=entries
-    )

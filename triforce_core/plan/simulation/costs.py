@@ -218,8 +218,7 @@ class Costs:
         hardware = self.hardware
         decoding = shape.numbers * hardware.decode_seconds_per_number
         decoding += self._integers(shape.numbers * DECODE_OPERATIONS)
-        # Two kernels: one for the numbers and one for their exceptions.
-        piece = self.piece(shape.block_bytes + shape.dense_block_bytes, 0, 2)
+        piece = self.piece(shape.block_bytes + shape.dense_block_bytes, 0, 1)
         return max(decoding, piece) if hardware.asynchronous else decoding + piece
 
     def merge(self, tokens: int, parts: int) -> float:
