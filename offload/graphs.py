@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Protocol
 
@@ -41,6 +43,7 @@ class CudaRecorder:
         # If recording fails, the outer context still restores the caller's stream. Other threads
         # may copy meanwhile: only this thread's calls belong to the graph.
         with (
+            _no_garbage_collected(),
             torch.cuda.stream(torch.cuda.current_stream(self._device)),
             torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
@@ -53,6 +56,20 @@ class CudaRecorder:
             return output
 
         return replay
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """Inside, no graph is released that is garbage: the driver does not permit it while a stream is
+    recorded.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cache

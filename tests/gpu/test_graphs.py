@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from helpers import BLOCK, PLACEMENTS, SPLIT, random_ids
 from simulated_gpu import TOKENS
 
 from triforce_core import Engine, SamplingParams
-from triforce_offload.graphs import Recorder, Run
+from triforce_offload.graphs import CudaRecorder, Recorder, Run
 
 pytestmark = pytest.mark.gpu
 GREEDY = SamplingParams(max_new_tokens=TOKENS, temperature=0)
@@ -44,7 +45,6 @@ def test_graphs_change_no_text(tiny, family: str, draft: str, tree: str | int) -
 @pytest.mark.parametrize("size", [1, 3, 32])
 def test_a_graph_computes_what_eager_forwards_do(tiny, size: int, rounded: bool) -> None:
     from triforce_core.decoding.drafters.resident import ResidentModel
-    from triforce_offload.graphs import CudaRecorder
     from triforce_offload.kv.caches.dense import DenseKV
     from triforce_offload.kv.caches.rounded import RoundedKV
     from triforce_offload.link.trace import NoTrace
@@ -70,6 +70,25 @@ def test_a_graph_computes_what_eager_forwards_do(tiny, size: int, rounded: bool)
                 kv.keep(range(min(size, 4)))
         for _, kv in both:
             kv.close()
+
+
+def test_no_garbage_is_collected_while_a_forward_is_recorded() -> None:
+    """The driver refuses to release a graph meanwhile."""
+    recorder, seen = CudaRecorder(DEVICE), []
+    number = torch.zeros(1, device=DEVICE)
+
+    def run() -> torch.Tensor:
+        seen.append(gc.isenabled())
+        return number + 1
+
+    def failing() -> torch.Tensor:
+        raise RuntimeError("planted")
+
+    assert recorder.record(run)().item() == 1
+    with pytest.raises(RuntimeError, match="planted"):
+        recorder.record(failing)
+    assert seen == [False]
+    assert gc.isenabled()
 
 
 def test_forwards_are_recorded_whose_embeddings_the_host_looks_up(tiny) -> None:
