@@ -56,14 +56,14 @@ def test_gates_round_where_transformers_does(dtype: torch.dtype) -> None:
 def test_the_scale_of_embeddings_is_rounded_as_in_transformers(tmp_path: Path, monkeypatch) -> None:
     """The root of 96, about 9.798, is 9.8125 in bfloat16."""
     model, seen = make_model("gemma3", tmp_path, hidden_size=96).bfloat16(), []
-    original = Model._embed
+    original = Model.embed
 
     def embed(ours: Model, tokens: torch.Tensor) -> torch.Tensor:
         hidden = original(ours, tokens)
         seen.append(hidden.clone())
         return hidden
 
-    monkeypatch.setattr(Model, "_embed", embed)
+    monkeypatch.setattr(Model, "embed", embed)
     prompt = random_ids(20)
     with Engine.from_pretrained(tmp_path, device="cpu", dtype="bfloat16", max_context=40) as engine:
         engine.generate(prompt, greedy(1))
