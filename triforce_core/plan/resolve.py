@@ -86,13 +86,13 @@ def _by_rule(
     alone: bool,
     agreed: Callable[[int], int],
 ) -> Resolved:
-    asked = sizes
+    asked, fitting = sizes, _fitting_chains_too if alone else _fitting
     sizes = with_split_unasked(sizes, config, room.device_bytes, unsplit, alone=alone)
-    fitted = _fitting(sizes, config, room)
+    fitted = fitting(sizes, config, room)
     if fitted.memory.weights_file_bytes and sizes is not asked:
         # Layers in files would have to be split again in every pass, so do not split weights.
         sizes = replace(sizes, layouts=asked.layouts)
-        fitted = _fitting(sizes, config, room)
+        fitted = fitting(sizes, config, room)
     if (budget := agreed(fitted.budget)) != fitted.budget:
         fitted = _fitting(sizes, config, room, budget)
     return fitted
@@ -108,6 +108,23 @@ def placed(
     """
     fitted = fit(sizes, room.device_bytes, config.placement, most_budget)
     return replace(fitted, memory=room.with_files(fitted.memory))
+
+
+def _fitting_chains_too(sizes: ModelSizes, config: EngineConfig, room: Room) -> Resolved:
+    """Return what `_fitting` does. If there is no room for a retrieval level that drafts trees
+    unasked, it drafts chains.
+    """
+    chains = sizes.drafting_chains
+    if chains is None:
+        return _fitting(sizes, config, room)
+    try:
+        fitted = placed(sizes, config, room)
+    except DoesNotFitError:
+        return _fitting(chains, config, room)
+    if fitted.budget:
+        return fitted
+    smaller = _fitting(chains, config, room)
+    return smaller if smaller.budget else fitted
 
 
 def _fitting(

@@ -36,7 +36,7 @@ from triforce_core.plan.workspace import (
     pass_bytes,
     reading_bytes,
 )
-from triforce_core.settings import EXACT, INT4, SPLIT, MethodSettings
+from triforce_core.settings import EXACT, INT4, OFF, SPLIT, MethodSettings
 from triforce_kernels.limits import ALIGNED_KEYS, FEW_ROWS
 from triforce_offload.errors import UsageError
 from triforce_offload.kv.shape import KVShape
@@ -192,6 +192,17 @@ class ModelSizes:
         """
         head = self.drafter is not None and self.drafter.layers[0].joins
         return not (self.config.recurrent_layers or head)
+
+    @property
+    def drafting_chains(self) -> ModelSizes | None:
+        """The same with a retrieval level that drafts chains, for which there may be room; None if
+        it drafts no trees, or if they were asked for.
+        """
+        method = self.method
+        trees = method.method == "triforce" and method.grows_trees and self.grows_trees
+        if not trees or method.fixed_tree is not None:
+            return None
+        return replace(self, method=replace(method, tree=OFF))
 
     @property
     def stored_bytes(self) -> int:

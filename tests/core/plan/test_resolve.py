@@ -15,6 +15,7 @@ from triforce_core.plan.simulation.case import Case
 from triforce_core.plan.simulation.search import choose
 from triforce_core.plan.sizes import ModelSizes
 from triforce_core.settings import EngineConfig
+from triforce_offload.errors import DoesNotFitError
 from triforce_offload.machine.profiles import Hardware, known, named
 from triforce_offload.memory.available import LIBRARY_BYTES
 from triforce_offload.weights.formats import DTYPES
@@ -33,11 +34,12 @@ def resolved(
     card: str = "rtx4090",
     hardware: Hardware | None = None,
     device: Device = GPU,
+    memory: int | None = None,
     **fields: object,
 ) -> Resolved:
     """What an engine chooses in bfloat16 on a card that has nothing else to do."""
     config = EngineConfig().changed(dtype="bfloat16", **fields)
-    room = Room(named(card).memory_bytes - LIBRARY_BYTES, 512 * GIB)
+    room = Room(memory or named(card).memory_bytes - LIBRARY_BYTES, 512 * GIB)
     sizes = ModelSizes(read_shape(shape), DTYPES["bfloat16"], context, config.method, device=device)
     sizes = as_asked(sizes, config, dense, room)
     return resolve(sizes, config, room, dense, hardware=hardware)
@@ -97,6 +99,29 @@ def test_what_was_asked_for_stays() -> None:
         resolved("llama3.1-8b", 131072, hardware=named("rtx4090"), method="autoregressive").budget
         == 0
     )
+
+
+@pytest.mark.parametrize("budget", [None, 1024])
+def test_trees_that_nobody_asked_for_leave_where_they_do_not_fit(budget: int | None) -> None:
+    """Whatever fits with chains fits: the retrieval level drafts trees where there is room."""
+    options = {"accept": "coupled", "budget": budget, "weights": "dense", "kv": "dense"}
+    trees = []
+    for memory in range(1_000_000_000, 4_200_000_000, 50_000_000):
+        try:
+            chains = resolved("llama3.2-1b", 32768, memory=memory, tree="off", **options)
+        except DoesNotFitError:
+            with pytest.raises(DoesNotFitError):
+                resolved("llama3.2-1b", 32768, memory=memory, **options)
+            continue
+        found = resolved("llama3.2-1b", 32768, memory=memory, **options)
+        assert found.memory.device_bytes <= memory
+        assert (found.budget > 0) == (chains.budget > 0)
+        if found.budget:
+            trees.append(found.sizes.method.tree == "auto")
+    assert not budget or trees == sorted(trees)
+    assert set(trees) == {False, True}
+    with pytest.raises(DoesNotFitError):
+        resolved("llama3.2-1b", 32768, memory=1_000_000_000, **{**options, "tree": 127})
 
 
 def test_without_kernels_or_rates_a_rule_by_bytes_decides() -> None:

