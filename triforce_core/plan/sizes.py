@@ -195,8 +195,8 @@ class ModelSizes:
 
     @property
     def drafting_chains(self) -> ModelSizes | None:
-        """The same with a retrieval level that drafts chains, for which there may be room; None if
-        it drafts no trees, or if they were asked for.
+        """These sizes if the retrieval level drafts chains, for which there may be room; None if it
+        drafts no trees, or if they were asked for.
         """
         method = self.method
         trees = method.method == "triforce" and method.grows_trees and self.grows_trees

@@ -58,10 +58,10 @@ SMALL_KERNEL_SECONDS = 2.9e-6
 # warps. Assumed to take about 2,500 cycles.
 LAW_STEP_NUMBERS, LAW_PASSES, LAW_SEARCH_STEPS, LAW_STEP_SECONDS = 4096, 4, 34, 1e-6
 # Integer instructions for each element of a matrix, as pairs (most rows of the product,
-# instructions). Up to 32 rows: the seconds of products on an H200 (benchmarks/results/
-# gpu_h200_products.json) times its integer rate. With 33 to 64 rows an H200 has instructions that
-# other GPUs lack: 2 tiles of 32 rows, or as many times more as the loops that Triton 3.6 compiles
-# for compute capability 8.9 have.
+# instructions). Up to 16 rows, and for HIGH and GROUPS up to 32: the seconds of products on an H200
+# (benchmarks/results/gpu_h200_products.json) times its integer rate. Otherwise as many times more
+# as the loops have that Triton 3.6 compiles for compute capability 8.9: with 33 to 64 rows an H200
+# uses instructions that other GPUs lack.
 OPERATIONS = {
     Read.SPLIT_BF16: ((16, 21.0), (32, 23.0), (FEW_ROWS, 46.0)),
     Read.HIGH: ((16, 14.5), (32, 16.0), (FEW_ROWS, 29.0)),
