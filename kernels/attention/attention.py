@@ -31,7 +31,8 @@ _LEAST_MASK = -1e30
 class Partial(NamedTuple):
     """Attention over a part of the keys.
 
-    out: [kv_heads, rows, head_dim], normalised within the part, dtype of the query
+    out: [kv_heads, rows, head_dim], normalised within the part, dtype of the query; on a GPU the
+        rows may come before the heads in memory
     lse: [kv_heads, rows], float32, natural log of the sum of exp(scores) over the part
     """
 
