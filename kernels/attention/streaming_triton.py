@@ -37,7 +37,7 @@ def tile(rows: int, head_dim: int, itemsize: int) -> Tile:
     """
     width = next_power_of_2(head_dim)
     if itemsize == 4:
-        most, keys = (32 if width <= 64 else 16), (32 if width <= 128 else 16)
+        most, keys = (32, 32) if width <= 64 else (16, 16)
     else:
         most, keys = (128 if width <= 128 else 64), (64 if width <= 128 else 32)
     count = min(most, max(16, next_power_of_2(rows)))
