@@ -30,8 +30,12 @@ setup(
         ),
     ],
     package_dir=FOLDERS,
+    # The source archive has files that no wheel needs: MANIFEST.in names them.
+    include_package_data=False,
     package_data={
+        # Their annotations are for type checkers of other programs too.
+        "": ["py.typed"],
         "triforce_offload.machine": ["data/*.toml"],
-        "triforce_core.server": ["page.html"],
+        "triforce_core.server": ["page/*"],
     },
 )

@@ -10,7 +10,10 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 # Those of the site, in docs/ and outside.
 DOCUMENTS = (
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "tests/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "NOTICE.md", "tests/README.md")
+    ),
     *sorted(DOCS.rglob("*.md")),
 )
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

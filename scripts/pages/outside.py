@@ -23,6 +23,7 @@ PAGES = {
     "README.md": "readme.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "NOTICE.md": "licenses.md",
     "tests/README.md": "tests.md",
 }
 FIGURES = "benchmarks/results/"
