@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -136,8 +137,10 @@ def add_tokenizer(directory: Path, *, chat: bool = True) -> None:
     fast.save_pretrained(directory)
 
 
-def write_tokens_of_bytes(directory: Path) -> None:
-    """A tiny model whose tokens are bytes, and one that ends a text."""
+def write_tokens_of_bytes(
+    directory: Path, special: Sequence[str] = (), template: str | None = None, **config: object
+) -> None:
+    """A tiny model whose tokens are bytes, one that ends a text, and some special ones."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -146,5 +149,8 @@ def write_tokens_of_bytes(directory: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.add_special_tokens({"additional_special_tokens": list(special)})
+    fast.chat_template = template
     fast.save_pretrained(directory)
-    make_model("llama", directory, vocab_size=len(fast), eos_token_id=fast.eos_token_id)
+    config |= {"vocab_size": len(fast), "eos_token_id": fast.eos_token_id}
+    make_model("llama", directory, **config)

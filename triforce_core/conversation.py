@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from triforce_core.model.tokenizing.tokenizer import Tokenizer
+from triforce_core.model.tokenizing.tokenizer import Messages, Tokenizer
 from triforce_core.requests.stream import Completion
 
-Messages = Sequence[Mapping[str, str]]
 # Number of conversations that are remembered.
 _KNOWN = 64
 
@@ -33,13 +32,18 @@ class Conversations:
         self._tokenizer = tokenizer
         self._known: deque[Turn] = deque(maxlen=_KNOWN)
 
-    def turn(self, messages: str | Messages, variables: Mapping[str, Any] | None = None) -> Turn:
+    def turn(
+        self,
+        messages: str | Messages,
+        variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Turn:
         """Render and encode messages, ready for the model's answer.
 
-        variables: see `Tokenizer.render`
+        variables, tools: see `Tokenizer.render`
         Raises UsageError.
         """
-        text = self._tokenizer.render(messages, variables)
+        text = self._tokenizer.render(messages, variables, tools)
         begun = [known for known in tuple(self._known) if text.startswith(known.text)]
         known = max(begun, key=lambda each: len(each.text), default=Turn("", []))
         rest = text[len(known.text) :]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from triforce_core.requests.reasoning import (
-    ChannelSplit,
+from triforce_core.requests.answer.channels import ChannelSplit
+from triforce_core.requests.answer.parts import Parts, joined, whole
+from triforce_core.requests.answer.reasoning import (
+    GEMMA_THOUGHT,
     ReasoningSplit,
-    split_of,
+    tags_of,
     variables,
-    whole,
 )
+from triforce_core.requests.answer.split import split_of
 from triforce_core.server.messages.schema import Message
-from triforce_core.server.messages.wording import Wording
 from triforce_core.server.settings import ServerSettings
+from triforce_core.server.wording.openai import ChatCompletions, TextCompletions
+from triforce_core.server.wording.wording import WholeAnswer
 from triforce_offload.errors import UsageError
 
 OPEN, PLAIN = "<|assistant|>\n<think>\n", "<|assistant|>\n"
@@ -40,27 +45,43 @@ CASES = [
 
 def in_pieces(
     split: ReasoningSplit | ChannelSplit, text: str, choose: random.Random, longest: int
-) -> tuple[str, str]:
-    """Return the reasoning and the answer of a text that comes in pieces of random lengths."""
-    parts = []
+) -> Parts:
+    """Return the parts of a text that comes in pieces of random lengths."""
+    parts = Parts()
     while text:
         count = choose.randint(1, longest)
-        parts.append(split.take(text[:count]))
+        parts = joined(parts, split.take(text[:count]))
         text = text[count:]
-    reasoning, answer = zip(*parts, split.finish(), strict=True)
-    return "".join(reasoning), "".join(answer)
+    return joined(parts, split.finish())
 
 
 @pytest.mark.parametrize(("prompt", "text", "reasoning", "answer"), CASES)
 def test_any_pieces_add_up_to_the_same_parts(prompt, text, reasoning, answer) -> None:
-    assert whole(ReasoningSplit(prompt), text) == (reasoning, answer)
+    assert whole(ReasoningSplit(prompt), text) == Parts(reasoning, answer)
     choose = random.Random(text)
     for _ in range(20):
-        assert in_pieces(ReasoningSplit(prompt), text, choose, 5) == (reasoning, answer)
+        assert in_pieces(ReasoningSplit(prompt), text, choose, 5) == Parts(reasoning, answer)
 
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
+GEMMA = [
+    ("<|channel>thought\nTwo.\n<channel|>Four.", "Two.", "Four."),
+    ("<|channel>thought\n<channel|>Four.", "", "Four."),
+    ("Four, <|channel> is a word.", "", "Four, <|channel> is a word."),
+]
+
+
+@pytest.mark.parametrize(("text", "reasoning", "answer"), GEMMA)
+def test_gemma_4_reasons_in_a_channel(text, reasoning, answer) -> None:
+    tags = tags_of("... <|channel>thought ... <channel|>")
+    assert tags == GEMMA_THOUGHT
+    choose = random.Random(text)
+    for _ in range(20):
+        split = ReasoningSplit("<|turn>model\n", tags)
+        assert in_pieces(split, text, choose, 5) == Parts(reasoning, answer)
+
+
 CHANNELS = [
     (f"{ANALYSIS}Two.\nThen four.{NEXT}{FINAL}Four.", "Two.\nThen four.", "Four."),
     (f"{FINAL}At once.", "", "At once."),
@@ -80,10 +101,10 @@ CHANNELS = [
 @pytest.mark.parametrize(("text", "reasoning", "answer"), CHANNELS)
 def test_messages_in_channels_are_told_apart(text, reasoning, answer) -> None:
     """As gpt-oss writes them."""
-    assert whole(ChannelSplit(), text) == (reasoning, answer)
+    assert whole(ChannelSplit(), text) == Parts(reasoning, answer)
     choose = random.Random(text)
     for _ in range(20):
-        assert in_pieces(ChannelSplit(), text, choose, 9) == (reasoning, answer)
+        assert in_pieces(ChannelSplit(), text, choose, 9) == Parts(reasoning, answer)
 
 
 def test_the_template_says_how_a_model_reasons() -> None:
@@ -103,12 +124,8 @@ def test_a_setting_is_a_variable_of_the_template() -> None:
 
 
 def test_an_answer_that_follows_a_grammar_has_no_reasoning() -> None:
-    tokenizer = SimpleNamespace(chat_template="</think>")
-    wording = Wording("tiny", tokenizer, prompt=OPEN, guided=True)
-    (choice,) = wording.piece(0, SimpleNamespace(text="{}", origin="bonus", logprobs=None))[
-        "choices"
-    ]
-    assert choice["delta"] == {"content": "{}"}
+    assert split_of("</think>", OPEN, guided=True) is None
+    assert split_of("<|channel|>", OPEN, guided=True) is None
 
 
 def test_an_answer_with_reasoning_can_be_sent_back() -> None:
@@ -123,25 +140,25 @@ def test_an_answer_with_reasoning_can_be_sent_back() -> None:
 
 @pytest.mark.parametrize("reasons", [True, False])
 def test_a_chat_says_its_reasoning_apart_if_the_template_knows_it(reasons: bool) -> None:
-    def wording(prompt: str | None) -> Wording:
-        tokenizer = SimpleNamespace(chat_template="</think>" if reasons else "plain")
-        return Wording("tiny", tokenizer, prompt=prompt)
+    def new_split() -> Any:
+        return split_of("</think>" if reasons else "plain", OPEN) or WholeAnswer()
 
     text = "Two and two.\n</think>\n\nFour."
     stats = dict.fromkeys(("prompt_tokens", "reused_tokens"), 3)
     said = SimpleNamespace(text=text, token_ids=[1], finish_reason="stop", stats=stats, logprobs=[])
-    (choice,) = wording(OPEN).whole([said], 1, told=False)["choices"]
+    (choice,) = ChatCompletions("tiny", str, new_split).whole([said], 1)["choices"]
     expected = {"role": "assistant", "content": text}
     if reasons:
         expected |= {"content": "Four.", "reasoning_content": "Two and two."}
     assert choice["message"] == expected
-    streamed, parts = wording(OPEN), {"reasoning_content": "", "content": ""}
+    streamed = ChatCompletions("tiny", str, new_split)
+    parts = {"reasoning_content": "", "content": ""}
     for letter in text:
         piece = SimpleNamespace(text=letter, origin="bonus", logprobs=None)
-        (choice,) = streamed.piece(0, piece)["choices"]
+        (choice,) = json.loads(streamed.piece(0, piece).removeprefix("data: "))["choices"]
         for name, part in choice["delta"].items():
             parts[name] += part
     expected = ("Two and two.", "Four.") if reasons else ("", text)
     assert tuple(parts.values()) == expected
-    (choice,) = wording(None).whole([said], 1, told=False)["choices"]
-    assert choice["text"] == text
+    plain = TextCompletions("tiny", str, logprobs=False, usage=False)
+    assert plain.whole([said], 1)["choices"][0]["text"] == text

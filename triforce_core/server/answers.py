@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from triforce_core.params import SamplingParams
 from triforce_core.requests.batch import Receiver
 from triforce_core.requests.stream import Completion, Piece
 from triforce_core.server.errors import refused
-from triforce_core.server.messages.wording import Wording
+from triforce_core.server.wording.wording import Wording
 from triforce_core.server.worker import Asked, Job, Worker
 
 # Seconds without output after which a stream sends a comment to show that it is alive.
@@ -48,46 +47,39 @@ class Answers:
     async def whole(self, request: Request) -> dict[str, Any]:
         """Return the complete answer. Raises ClientGoneError, and any error of a job."""
         completions = await _unless_gone(request, self._all())
-        told = self.params[0].tells_logprobs
-        return self.wording.whole(completions, self.choices, told=told)
+        return self.wording.whole(completions, self.choices)
 
-    async def events(self, *, include_usage: bool) -> AsyncIterator[str]:
-        """Return the answer as server-sent events. An error after submission becomes an event.
+    async def events(self) -> AsyncIterator[str]:
+        """Return the answer as a stream. An error after submission becomes a part of it.
 
         Raises QueueFullError or NotReadyError while an HTTP status can still report it.
         """
-        events = self._events(include_usage=include_usage)
+        events = self._events()
         # Advance to the point where all jobs are submitted.
         await anext(events)
         return events
 
-    async def _events(self, *, include_usage: bool) -> AsyncIterator[str]:
+    async def _events(self) -> AsyncIterator[str]:
         completions: dict[int, Completion] = {}
         with self._submitted() as items:
             yield ""
             try:
-                for index in range(self._texts):
-                    if (first := self.wording.first(index)) is not None:
-                        yield _event(first)
+                yield self.wording.begin(self._texts)
                 async with aclosing(_patiently(items, self._texts)) as following:
                     async for given in following:
                         if given is None:
-                            read = f"{self.worker.progress:.2f} of the prompt is read"
-                            yield f": {read}\n\n"
+                            yield self.wording.waiting(self.worker.progress)
                             continue
                         index, item = given
                         if isinstance(item, Piece):
-                            yield _event(self.wording.piece(index, item))
+                            yield self.wording.piece(index, item)
                         else:
                             completions[index] = item
-                            yield _event(self.wording.last(index, item))
+                            yield self.wording.last(index, item)
             except Exception as error:
-                yield _event(refused(error)[1])
+                yield self.wording.failed(refused(error)[1])
                 return
-        if include_usage:
-            given = [completions[index] for index in range(self._texts)]
-            yield _event(self.wording.used(given, self.choices))
-        yield "data: [DONE]\n\n"
+        yield self.wording.end([completions[i] for i in range(self._texts)], self.choices)
 
     async def _all(self) -> list[Completion]:
         completions: dict[int, Completion] = {}
@@ -176,7 +168,3 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
-
-
-def _event(what: dict[str, Any]) -> str:
-    return f"data: {json.dumps(what, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from triforce_core.server.messages.wording import refusal
+from triforce_core.server.wording.wording import refusal
 from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError
 
 

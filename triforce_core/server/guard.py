@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hmac
+from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from triforce_core.server.messages.wording import refusal
 from triforce_core.server.settings import ServerSettings
+from triforce_core.server.wording.wording import refusal
 
+OLLAMA_PATH = "/api/"
 # Open without a key: the health check, and the page that asks for the key.
 _OPEN = ("/", "/health")
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
@@ -25,6 +27,9 @@ class Guard:
 
     Without an API key, it also rejects requests whose Host header does not name this machine. This
     stops pages on other sites from reaching the server through a user's browser.
+
+    Ollama's clients may send JSON without saying so. A browser says where its page came from, and
+    a page of another site could not send JSON: from browsers, the type stays as it is.
     """
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
@@ -39,6 +44,8 @@ class Guard:
         if answer is not None:
             await answer(scope, receive, send)
             return
+        if scope["path"].startswith(OLLAMA_PATH) and "origin" not in Headers(scope=scope):
+            scope = {**scope, "headers": _as_json(scope["headers"])}
         read = 0
 
         async def counted() -> Message:
@@ -73,6 +80,11 @@ class Guard:
         return kind.lower() == "bearer" and hmac.compare_digest(
             given, (self._settings.api_key or "").encode()
         )
+
+
+def _as_json(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    kept = [(name, value) for name, value in headers if name != b"content-type"]
+    return [*kept, (b"content-type", b"application/json")]
 
 
 def too_large(settings: ServerSettings) -> JSONResponse:

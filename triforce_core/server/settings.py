@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from dataclasses import dataclass
 
-from triforce_core.requests.reasoning import AS_TEMPLATE, OFF, ON
+from triforce_core.requests.answer.reasoning import AS_TEMPLATE, OFF, ON
 from triforce_offload.errors import UsageError
 from triforce_offload.units import parse_bytes
 

@@ -16,11 +16,11 @@ from running import CONTEXT, HELLO, Running, serving, until
 
 from triforce_core.conversation import Conversations
 from triforce_core.model.tokenizing.tokenizer import Tokenizer
-from triforce_core.server import app, connections
+from triforce_core.server import asking, connections
 from triforce_core.server.settings import ServerSettings
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
-MOST = CONTEXT * app.MOST_CHARACTERS_OF_A_TOKEN
+MOST = CONTEXT * asking.MOST_CHARACTERS_OF_A_TOKEN
 
 
 @pytest.fixture

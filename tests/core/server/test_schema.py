@@ -16,12 +16,15 @@ ANY = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETE, RESPOND = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
+BODIES = (CHAT, COMPLETE, RESPOND, OLLAMA_CHAT, OLLAMA_GENERATE)
 ROUTES = {
-    CHAT: "POST",
-    COMPLETE: "POST",
+    **dict.fromkeys(BODIES, "POST"),
+    **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings", "/api/show"), "POST"),
+    **dict.fromkeys(("/api/tags", "/api/ps", "/api/version"), "GET"),
     "/v1/models": "GET",
-    "/v1/models/{name}": "GET",
+    "/v1/models/{model}": "GET",
     "/health": "GET",
     "/metrics": "GET",
 }
@@ -40,7 +43,7 @@ def test_every_route_is_tried(api) -> None:
 # What takes nothing cannot be asked wrongly.
 @pytest.mark.parametrize(
     ("path", "mode"),
-    [*((path, "positive") for path in ROUTES), (CHAT, "negative"), (COMPLETE, "negative")],
+    [*((path, "positive") for path in ROUTES), *((path, "negative") for path in BODIES)],
 )
 def test_any_request_is_answered_or_refused_by_name(api, server, path: str, mode: str) -> None:
     mode = schemathesis.GenerationMode(mode)
@@ -59,10 +62,14 @@ def test_any_request_is_answered_or_refused_by_name(api, server, path: str, mode
         assert response.status_code < 500
         if response.status_code >= 400:
             error = response.json()["error"]
-            assert error["message"]
-            assert error["type"]
+            if path.startswith("/api/"):
+                assert error
+            else:
+                assert error["message"]
+                assert error["type"]
 
     holds()
     # Whatever that was, the next one is served.
     assert server.client.completions.create(model="tiny", prompt="Hi", max_tokens=2).choices
-    assert mode is schemathesis.GenerationMode.NEGATIVE or 200 in codes or path.endswith("{name}")
+    negative = mode is schemathesis.GenerationMode.NEGATIVE
+    assert negative or 200 in codes or path.endswith(("{model}", "show")) or "embed" in path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -38,7 +39,8 @@ CHAT = "/v1/chat/completions"
         ({"logit_bias": {"100000": 1}}, "logit_bias"),
         ({"stop": ""}, "stop"),
         ({"seed": 1 << 64}, "seed"),
-        ({"tools": [{"type": "function"}]}, "tools are not supported"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function is missing"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "no format of tool calls"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "UTF-8"),
     ],
 )
@@ -75,8 +77,11 @@ def test_health_metrics_and_the_page(server) -> None:
     status, headers, answer = server.ask("GET", "/")
     assert (status, headers["content-type"].split(";")[0]) == (200, "text/html")
     assert b"<title>triforce</title>" in answer
-    assert b"http://" not in answer, "it needs nothing from elsewhere"
-    assert b"https://" not in answer
+    loads = rb"(?:src|href|action)\s*=\s*[\"']?(?:https?:)?//|url\(|@import|fetch\([\"']http"
+    assert not re.search(loads, answer), "it needs nothing from elsewhere"
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "connect-src 'self'" in policy
 
 
 def test_pages_elsewhere_cannot_use_a_browser_to_get_here(server) -> None:
@@ -138,9 +143,9 @@ def test_it_says_ready_only_once_it_is(speaking) -> None:
 def test_every_route_but_health_and_the_page_asks_for_the_key(speaking) -> None:
     with serving(speaking, ServerSettings(name="tiny", api_key="secret")) as running:
         routes = [
-            (method, route.path.replace("{name:path}", "tiny"))
-            for route in running.app.routes
-            for method in route.methods - {"HEAD"}
+            (method.upper(), path.replace("{model}", "tiny"))
+            for path, methods in running.app.openapi()["paths"].items()
+            for method in methods
         ]
         asking = [each for each in routes if each[1] not in ("/", "/health")]
         assert {("POST", CHAT), ("POST", "/v1/completions")} < set(asking)

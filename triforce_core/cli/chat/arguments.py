@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from triforce_core.cli.generate.arguments import add_decoding_arguments, add_model_argument
-from triforce_core.requests.reasoning import AS_TEMPLATE, OFF, ON
+from triforce_core.requests.answer.reasoning import AS_TEMPLATE, OFF, ON
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from triforce_core.cli.terminal.reading import saved_tokens
 from triforce_core.cli.terminal.report import accepted_drafts, colored, takes_colors
 from triforce_core.cli.terminal.signals import Stop, ending, exit_code
 from triforce_core.loading.open_model import OpenModel
-from triforce_core.requests.reasoning import variables
+from triforce_core.requests.answer.reasoning import variables
 from triforce_core.requests.stream import Completion, Piece, Stream
 from triforce_offload.errors import OutputError, UsageError
 

@@ -11,7 +11,7 @@ from triforce_core.cli.generate.arguments import (
     add_sequences,
 )
 from triforce_core.cli.options import add_option
-from triforce_core.requests.reasoning import AS_TEMPLATE, OFF, ON
+from triforce_core.requests.answer.reasoning import AS_TEMPLATE, OFF, ON
 from triforce_core.server.settings import ServerSettings
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from triforce_core.model.tokenizing.channels import shown
+from triforce_core.model.tokenizing.shown import shown
 
 _CONTROL, _USER_DEFINED = 3, 4
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

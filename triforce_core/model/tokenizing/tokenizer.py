@@ -11,12 +11,14 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from triforce_core.model.tokenizing.channels import shown
+from triforce_core.model.tokenizing.shown import shown
 from triforce_offload.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+# Messages of a chat: each has a "role" and a "content", and what else its template knows.
+Messages = Sequence[Mapping[str, Any]]
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -60,8 +62,9 @@ class TransformersTokenizer:
     @cached_property
     def _shown(self) -> set[int]:
         """Special tokens that are shown."""
+        vocabulary = self.vocabulary()
         tags = shown(self.chat_template and str(self.chat_template))
-        return set(self._tokenizer.convert_tokens_to_ids(list(tags)))
+        return {vocabulary[tag] for tag in tags if tag in vocabulary}
 
     @cached_property
     def _hidden(self) -> set[int]:
@@ -96,7 +99,7 @@ class Tokenizer:
         check_text(text)
         return self._backend.encode(text)
 
-    def chat(self, messages: str | Sequence[Mapping[str, str]]) -> list[int]:
+    def chat(self, messages: str | Messages) -> list[int]:
         """Return the token ids of messages in the chat template, ready for the model's answer.
 
         See `render`, whose errors it raises.
@@ -112,13 +115,15 @@ class Tokenizer:
 
     def render(
         self,
-        messages: str | Sequence[Mapping[str, str]],
+        messages: str | Messages,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Render messages with the chat template, ready for the model's answer.
 
         messages: messages with a "role" and a "content", or the text of a first user message
         variables: further variables of the template, such as "enable_thinking"
+        tools: descriptions of the functions that the model may call, in OpenAI's form
         Raises UsageError if there is no template, or if it rejects the messages.
         """
         variables = variables or {}
@@ -130,8 +135,11 @@ class Tokenizer:
         # A client must not set arguments of the call, such as the template itself.
         if taken := sorted({"messages", *signature(render).parameters} & variables.keys()):
             raise UsageError(f"the chat template's {taken[0]} cannot be set by a request")
+        given = {"tools": list(tools)} if tools else {}
         try:
-            return render(list(messages), tokenize=False, add_generation_prompt=True, **variables)
+            return render(
+                list(messages), tokenize=False, add_generation_prompt=True, **given, **variables
+            )
         except Exception as error:
             reason = str(error) or type(error).__name__
             raise UsageError(f"the chat template does not take these messages: {reason}") from error

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WrapValidator,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator
 
 from triforce_core.params import MOST_LOGPROBS, SamplingParams
+from triforce_core.server.messages.strict import Strict, or_says, text_alone
+from triforce_core.server.messages.tools import (
+    MOST_TOOLS,
+    CallOfMessage,
+    Tool,
+    ToolChoice,
+    ToolUse,
+    use_of,
+)
 
 _Name = Annotated[str, Field(max_length=512)]
 _Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
@@ -29,85 +28,74 @@ _MOST_IDS = 1 << 23
 _Ids = Annotated[list[int], Field(fail_fast=True, max_length=_MOST_IDS)]
 
 
-def _or_says(words: str) -> WrapValidator:
-    """Return a validator that reports one sentence instead of an error for each type of a union."""
-
-    def validated(given: Any, handler: Callable[[Any], Any]) -> Any:
-        try:
-            return handler(given)
-        except ValidationError as error:
-            raise ValueError(words) from error
-
-    return WrapValidator(validated)
-
-
-def _of_text_alone(content: object) -> object:
-    """Raise ValueError for parts of a message that are not text."""
-    for part in content if isinstance(content, list) else []:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            named = f"of type {kind!r}" if isinstance(kind, str) else "without a type"
-            raise ValueError(f"parts {named} are not supported: the model takes text alone")
-    return content
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        """Remove null fields: clients send null for options that they do not set."""
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None}
-
-
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: str
 
 
 _Content = Annotated[
     str | Annotated[list[TextPart], Field(fail_fast=True)],
-    _or_says("the content of a message is text, or a list of parts with a type and a text"),
-    BeforeValidator(_of_text_alone),
+    or_says("the content of a message is text, or a list of parts with a type and a text"),
+    text_alone("text"),
 ]
 _Stop = Annotated[
     str | Annotated[list[str], Field(max_length=_MOST_STOPS)],
-    _or_says(f"stop is a text or a list of up to {_MOST_STOPS} texts"),
+    or_says(f"stop is a text or a list of up to {_MOST_STOPS} texts"),
 ]
 
 
-class Message(_Strict):
+class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Content = ""
     name: str | None = None
+    tool_calls: Annotated[list[CallOfMessage], Field(max_length=MOST_TOOLS)] | None = None
+    tool_call_id: str | None = None
     # Clients may send an answer of this server back unchanged.
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     reasoning_content: str | None = None
 
-    def as_dict(self) -> dict[str, str]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the message as a chat template takes it."""
         text = self.content
         if not isinstance(text, str):
             text = "".join(part.text for part in text)
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": text}
+        message: dict[str, Any] = {"role": role, "content": text}
         if self.reasoning_content is not None:
             # Templates decide which reasoning a prompt keeps.
             message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
+        if self.role == "tool":
+            given = {"tool_call_id": self.tool_call_id, "name": self.name}
+            message |= {name: value for name, value in given.items() if value is not None}
         return message
 
 
-class JsonSchema(_Strict):
+def as_dicts(messages: list[Message]) -> list[dict[str, Any]]:
+    """Return messages as a chat template takes them. Results of tools have the tool's name, which
+    some templates show.
+    """
+    names: dict[str, str] = {}
+    found = []
+    for message in messages:
+        given = message.as_dict()
+        for call in given.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message.role == "tool" and message.tool_call_id in names:
+            given.setdefault("name", names[message.tool_call_id])
+        found.append(given)
+    return found
+
+
+class JsonSchema(Strict):
     name: str | None = None
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -120,12 +108,12 @@ class ResponseFormat(_Strict):
         return given or {"type": "object"}
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False
 
 
-class _Request(_Strict):
+class Sampled(Strict):
     """Fields that chat and completion requests share."""
 
     model: str
@@ -146,10 +134,6 @@ class _Request(_Strict):
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
-    parallel_tool_calls: bool | None = None
-    # Accepted only with values that request nothing.
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     # The names that vLLM and llama.cpp use for the same option.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -157,13 +141,6 @@ class _Request(_Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def _none(cls, tools: object) -> object:
-        if tools:
-            raise ValueError("tools are not supported")
-        return tools
 
     @field_validator("stop")
     @classmethod
@@ -181,6 +158,11 @@ class _Request(_Strict):
     @property
     def choices(self) -> int:
         return self.n or 1
+
+    @property
+    def streams_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     def _sampling(self, room: int, asked: int | None, logprobs: int | None) -> SamplingParams:
         """Return the sampling parameters.
@@ -208,7 +190,7 @@ class _Request(_Strict):
         )
 
 
-class ChatRequest(_Request):
+class ChatRequest(Sampled):
     messages: Annotated[
         list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
     ]
@@ -221,6 +203,20 @@ class ChatRequest(_Request):
     reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
 
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """The tools of the request. Raises UsageError."""
+        return use_of(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def template_messages(self) -> list[dict[str, Any]]:
+        """The messages as a chat template takes them."""
+        return as_dicts(self.messages)
+
     @property
     def template_variables(self) -> dict[str, Any]:
         """Variables for the chat template, besides the messages."""
@@ -232,13 +228,13 @@ class ChatRequest(_Request):
         return self._sampling(room, asked, (self.top_logprobs or 0) if self.logprobs else None)
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(Sampled):
     prompt: Annotated[
         str
         | _Ids
         | Annotated[list[str], Field(fail_fast=True, max_length=MOST_CHOICES)]
         | Annotated[list[_Ids], Field(fail_fast=True, max_length=MOST_CHOICES)],
-        _or_says(
+        or_says(
             f"a prompt is text, a list of token ids, or a list of up to {MOST_CHOICES} of these"
         ),
     ]

@@ -1,125 +1,207 @@
-"""Response bodies in the format of OpenAI's API."""
+"""Answers in the format of OpenAI's chat and text completions."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from triforce_core.model.tokenizing.tokenizer import Tokenizer
-from triforce_core.requests.reasoning import Parts, Split, split_of, whole
-from triforce_core.requests.stats import LEAST_EXAMINED
+from triforce_core.requests.answer.parts import Parts, Split, ToolCall, whole
 from triforce_core.requests.stream import Completion, Piece, TokenLogprob
+from triforce_core.server.wording.wording import (
+    NewSplit,
+    WholeAnswer,
+    call_id,
+    comment,
+    event,
+    timings,
+    usage,
+)
 
 _REASONS = {"stop": "stop", "length": "length", "interrupted": "stop"}
+# The text of a token.
+TextOf = Callable[[int], str]
 
 
-class Wording:
-    """The wording of one answer. In chats, reasoning is apart from the answer if the chat template
-    knows its tags (`reasoning_content`, as in vLLM and llama.cpp).
-    """
+class _Completions(ABC):
+    """What both formats have in common."""
 
-    def __init__(
-        self, model: str, tokenizer: Tokenizer, *, prompt: str | None, guided: bool = False
-    ) -> None:
-        """prompt: the rendered prompt of a chat, None for other requests
-        guided: whether a grammar holds from the first token on, so that there is no reasoning
+    media_type = "text/event-stream"
+    # The name of the format, and of its streamed form; and the beginning of its ids.
+    kind: str
+    streamed: str
+    prefix: str
+
+    def __init__(self, model: str, text_of: TextOf, *, logprobs: bool, usage: bool) -> None:
+        """logprobs: whether a complete answer has log-probabilities
+        usage: whether a stream ends with the numbers of tokens
         """
-        chat = prompt is not None
-        self._tokenizer = tokenizer
-        self._chat = chat
-        self._prompt = prompt
-        self._splits: defaultdict[int, Split] | None = None
-        template = tokenizer.chat_template
-        if chat and not guided and split_of(template, prompt):
-            self._splits = defaultdict(lambda: split_of(template, prompt))
-        kind = "chat.completion" if chat else "text_completion"
+        self._text = text_of
+        self._logprobs = logprobs
+        self._usage = usage
         self._head = {
-            "id": ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex,
-            "object": kind,
+            "id": self.prefix + uuid.uuid4().hex,
+            "object": self.kind,
             "created": int(time.time()),
             "model": model,
         }
 
-    def whole(self, completions: Sequence[Completion], each: int, *, told: bool) -> dict[str, Any]:
-        """Return a complete answer.
-
-        each: the number of completions of one prompt
-        told: whether to include log-probabilities
-        """
-        choices = [self._choice(index, one, told) for index, one in enumerate(completions)]
+    def whole(self, completions: Sequence[Completion], each: int) -> dict[str, Any]:
+        """Wording.whole."""
+        choices = [self._choice(index, one) for index, one in enumerate(completions)]
         return self._head | {"choices": choices, "usage": usage(completions, each)}
 
-    def first(self, index: int) -> dict[str, Any] | None:
-        """Return the first event of a streamed choice, or None if it has none."""
-        return self._chunk(index, {"role": "assistant", "content": ""}) if self._chat else None
+    def waiting(self, progress: float) -> str:
+        """Wording.waiting."""
+        return comment(progress)
 
-    def piece(self, index: int, piece: Piece) -> dict[str, Any]:
-        """Return an event with a piece of a streamed choice and the piece's origin."""
-        content: Any = piece.text
-        if self._chat:
-            content = {"content": piece.text}
-            if self._splits is not None:
-                content = _delta(self._splits[index].take(piece.text))
-        logprobs = self._logprobs(piece.logprobs) if piece.logprobs else None
-        return self._chunk(index, content, logprobs=logprobs) | {"origin": piece.origin}
+    def end(self, completions: Sequence[Completion], each: int) -> str:
+        """Wording.end."""
+        used = ""
+        if self._usage:
+            head = self._head | {"object": self.streamed}
+            used = event(head | {"choices": [], "usage": usage(completions, each)})
+        return used + "data: [DONE]\n\n"
 
-    def last(self, index: int, completion: Completion) -> dict[str, Any]:
-        """Return the last event of a streamed choice, with the statistics of its run."""
-        content: Any = {} if self._chat else ""
-        if self._splits is not None and any(rest := self._splits[index].finish()):
-            content = _delta(rest)
-        chunk = self._chunk(index, content, reason=_REASONS[completion.finish_reason])
-        return chunk | {"timings": timings(completion)}
+    def failed(self, error: dict[str, Any]) -> str:
+        """Wording.failed."""
+        return event(error)
 
-    def used(self, completions: Sequence[Completion], each: int) -> dict[str, Any]:
-        """Return the event with the token counts of a stream. each: completions of one prompt"""
-        head = self._head | {"object": self._streamed}
-        return head | {"choices": [], "usage": usage(completions, each)}
-
-    @property
-    def _streamed(self) -> str:
-        return "chat.completion.chunk" if self._chat else "text_completion"
+    @abstractmethod
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        """Return a complete choice."""
 
     def _chunk(
         self,
         index: int,
-        content: Any,
+        content: dict[str, Any],
         *,
         reason: str | None = None,
         logprobs: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        name = "delta" if self._chat else "text"
-        choice = {"index": index, name: content, "logprobs": logprobs, "finish_reason": reason}
-        return self._head | {"object": self._streamed, "choices": [choice]}
+        **more: Any,
+    ) -> str:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        return event(self._head | {"object": self.streamed, "choices": [choice], **more})
 
-    def _choice(self, index: int, completion: Completion, told: bool) -> dict[str, Any]:
-        text = completion.text
-        content: dict[str, Any] = {}
-        if self._chat:
-            said: dict[str, Any] = {"role": "assistant", "content": text}
-            if self._splits is not None:
-                parts = whole(split_of(self._tokenizer.chat_template, self._prompt), text)
-                said |= {"content": parts.answer, "reasoning_content": parts.reasoning or None}
-            content = {"message": said}
+
+class ChatCompletions(_Completions):
+    """Messages. Reasoning and calls of tools are apart from the answer (`reasoning_content`, as in
+    vLLM and llama.cpp, and `tool_calls`).
+    """
+
+    kind, streamed, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def __init__(
+        self,
+        model: str,
+        text_of: TextOf,
+        new_split: NewSplit = WholeAnswer,
+        *,
+        logprobs: bool = False,
+        usage: bool = False,
+    ) -> None:
+        super().__init__(model, text_of, logprobs=logprobs, usage=usage)
+        self._new_split = new_split
+        self._splits: defaultdict[int, Split] = defaultdict(new_split)
+        # The number of calls that each choice has made.
+        self._calls: defaultdict[int, int] = defaultdict(int)
+
+    def begin(self, texts: int) -> str:
+        """Wording.begin."""
+        first = {"delta": {"role": "assistant", "content": ""}}
+        return "".join(self._chunk(index, first) for index in range(texts))
+
+    def piece(self, index: int, piece: Piece) -> str:
+        """Wording.piece, with the piece's origin."""
+        delta = self._delta(index, self._splits[index].take(piece.text))
+        logprobs = self._message_logprobs(piece.logprobs) if piece.logprobs else None
+        return self._chunk(index, {"delta": delta}, logprobs=logprobs, origin=piece.origin)
+
+    def last(self, index: int, completion: Completion) -> str:
+        """Wording.last, with the statistics of its run."""
+        rest = self._splits[index].finish()
+        delta = self._delta(index, rest) if any(rest) else {}
+        reason = _reason(completion, self._calls[index])
+        return self._chunk(index, {"delta": delta}, reason=reason, timings=timings(completion))
+
+    def _delta(self, index: int, parts: Parts) -> dict[str, Any]:
+        """Return what a piece adds to a message."""
+        delta: dict[str, Any] = {}
+        if parts.reasoning:
+            delta["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            before = self._calls[index]
+            self._calls[index] += len(parts.calls)
+            delta["tool_calls"] = [
+                {"index": before + i, **_call(call)} for i, call in enumerate(parts.calls)
+            ]
+        if parts.answer or not delta:
+            delta["content"] = parts.answer
+        return delta
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        parts = whole(self._new_split(), completion.text)
+        message: dict[str, Any] = {"role": "assistant", "content": parts.answer}
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            message |= {
+                "content": parts.answer or None,
+                "tool_calls": [_call(call) for call in parts.calls],
+            }
         return {
             "index": index,
-            **(content or {"text": text}),
-            "logprobs": self._logprobs(completion.logprobs) if told else None,
-            "finish_reason": _REASONS[completion.finish_reason],
+            "message": message,
+            "logprobs": self._message_logprobs(completion.logprobs) if self._logprobs else None,
+            "finish_reason": _reason(completion, len(parts.calls)),
         }
 
-    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        if self._chat:
-            return {
-                "content": [
-                    self._token(each.token, each.logprob)
-                    | {"top_logprobs": [self._token(*likely) for likely in each.likeliest]}
-                    for each in tokens
-                ]
-            }
+    def _message_logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        return {
+            "content": [
+                self._token(each.token, each.logprob)
+                | {"top_logprobs": [self._token(*likely) for likely in each.likeliest]}
+                for each in tokens
+            ]
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+class TextCompletions(_Completions):
+    """Continued texts."""
+
+    kind = streamed = "text_completion"
+    prefix = "cmpl-"
+
+    def begin(self, texts: int) -> str:
+        """Wording.begin."""
+        return ""
+
+    def piece(self, index: int, piece: Piece) -> str:
+        """Wording.piece, with the piece's origin."""
+        logprobs = self._text_logprobs(piece.logprobs) if piece.logprobs else None
+        return self._chunk(index, {"text": piece.text}, logprobs=logprobs, origin=piece.origin)
+
+    def last(self, index: int, completion: Completion) -> str:
+        """Wording.last, with the statistics of its run."""
+        reason = _reason(completion, 0)
+        return self._chunk(index, {"text": ""}, reason=reason, timings=timings(completion))
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": completion.text,
+            "logprobs": self._text_logprobs(completion.logprobs) if self._logprobs else None,
+            "finish_reason": _reason(completion, 0),
+        }
+
+    def _text_logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         texts = [self._text(each.token) for each in tokens]
         starts = [sum(map(len, texts[:i])) for i in range(len(texts))]
         return {
@@ -131,55 +213,14 @@ class Wording:
             "text_offset": starts,
         }
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
-    def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token])
-
-
-def _delta(parts: Parts) -> dict[str, str]:
-    """Return what a piece adds to a message."""
-    delta = {"reasoning_content": parts.reasoning} if parts.reasoning else {}
-    return delta | ({"content": parts.answer} if parts.answer or not delta else {})
+def _reason(completion: Completion, calls: int) -> str:
+    """Return why an answer ended. calls: the number of calls that it makes"""
+    if calls and completion.finish_reason == "stop":
+        return "tool_calls"
+    return _REASONS[completion.finish_reason]
 
 
-def usage(completions: Sequence[Completion], each: int) -> dict[str, Any]:
-    """Count prompt tokens, once for each prompt, and completion tokens.
-
-    each: the number of completions of one prompt
-    """
-    firsts = completions[::each]
-    prompt = sum(first.stats["prompt_tokens"] for first in firsts)
-    new = sum(len(one.token_ids) for one in completions)
-    reused = sum(first.stats["reused_tokens"] for first in firsts)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": reused},
-    }
-
-
-def timings(completion: Completion) -> dict[str, Any]:
-    """Return the statistics of a run that a client can show."""
-    stats = completion.stats
-    seconds, link = stats["seconds_per_token"], stats["link"]
-    busy = link["busy_seconds"] / stats["seconds"]["decode"] if stats["seconds"]["decode"] else 0.0
-    few = stats["draft_tokens"]["examined"] < LEAST_EXAMINED
-    return {
-        "tokens_per_second": 1 / seconds if seconds else None,
-        "prefill_seconds": stats["seconds"]["prefill"],
-        "tokens_per_pass": stats["tokens_per_pass"],
-        "acceptance": None if few else stats["acceptance"]["target"],
-        "link_share": min(1.0, busy),
-        "prompt_tokens": stats["prompt_tokens"],
-        "reused_tokens": stats["reused_tokens"],
-        "context_tokens": stats["prompt_tokens"] + len(completion.token_ids),
-    }
-
-
-def refusal(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict:
-    """Return an error body in OpenAI's format."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call_id(), "type": "function", "function": function}

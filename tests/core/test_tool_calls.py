@@ -1,0 +1,200 @@
+"""Calls of tools apart from the answer, as each family of models writes them."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from triforce_core.requests.answer.gemma_arguments import parsed
+from triforce_core.requests.answer.parts import Parts, Split, ToolCall, joined, whole
+from triforce_core.requests.answer.split import format_of, split_of
+from triforce_core.requests.answer.tool_formats import tool_format
+from triforce_offload.errors import UsageError
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "units": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["city"],
+}
+TOOLS = {"get_weather": WEATHER, "now": {}}
+# Texts by which a chat template shows its family.
+TEMPLATES = {
+    "hermes": "{{ tools }} <tool_call>",
+    "qwen3.5": "{{ tools }} <tool_call> <function=name> </think>",
+    "glm": "{{ tools }} <tool_call> <arg_key>",
+    "llama": '{{ tools }} {"name": function name, "parameters": dictionary}',
+    "gpt-oss": "{{ tools }} <|channel|>",
+    "gemma4": "{{ tools }} <|tool_call> <|channel>thought <channel|>",
+    "functiongemma": "{{ tools }} <start_function_call>",
+    "mistral": "{{ tools }} [TOOL_CALLS]",
+}
+PARIS = {"city": 'Paris, "<b>"\n}', "days": 3, "units": ["C", "F"]}
+CITY = json.dumps(PARIS["city"])
+ARGUMENTS = json.dumps(PARIS)
+CALL = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
+NOW = '{"name": "now", "arguments": {}}'
+GEMMA = "call:get_weather{{city:{0}{1}{0},days:3,units:[{0}C{0}, {0}F{0}]}}"
+XML = (
+    f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{PARIS['city']}\n</parameter>\n"
+    '<parameter=days>\n3\n</parameter>\n<parameter=units>\n["C", "F"]\n</parameter>\n'
+    "</function>\n</tool_call>"
+)
+GLM = (
+    f"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{PARIS['city']}</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>units</arg_key>\n"
+    '<arg_value>["C", "F"]</arg_value>\n</tool_call>'
+)
+HEADER = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
+NEXT = "<|end|><|start|>assistant"
+QUOTE = '<|"|>'
+# A text of each family that calls both tools, and the parts of the text before the calls.
+WRITTEN = [
+    ("hermes", f"Let me see.\n\n<tool_call>\n{CALL}\n</tool_call>\n"
+     f"<tool_call>\n{NOW}\n</tool_call>", "", "Let me see."),
+    ("qwen3.5", f"<think>\nHm.\n</think>\n\n{XML}\n<tool_call>\n<function=now>\n</function>\n"
+     "</tool_call>\n", "Hm.", ""),
+    ("glm", f"{GLM}\n<tool_call>now\n</tool_call>", "", ""),
+    ("llama", f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}; '
+     '{"name": "now", "parameters": {}}', "", ""),
+    ("gpt-oss", f"<|channel|>analysis<|message|>Hm.{NEXT}{HEADER.format('get_weather')}{ARGUMENTS}"
+     f"{NEXT} to=functions.now<|channel|>commentary json<|message|>{{}}", "Hm.", ""),
+    ("gemma4", f"<|channel>thought\nHm.<channel|>Look:<|tool_call>"
+     f"{GEMMA.format(QUOTE, PARIS['city'])}<tool_call|><|tool_call>call:now{{}}<tool_call|>",
+     "Hm.", "Look:"),
+    ("functiongemma", f"<start_function_call>{GEMMA.format('<escape>', PARIS['city'])}"
+     "<end_function_call><start_function_call>call:now{}<end_function_call>", "", ""),
+    ("mistral", f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]now[CALL_ID]x[ARGS]{{}}",
+     "", ""),
+    ("mistral", f"[TOOL_CALLS][{CALL}, {NOW}]", "", ""),
+]  # fmt: skip
+PROMPT = "<|assistant|>\n"
+
+
+def in_pieces(split: Split, text: str, choose: random.Random, longest: int) -> Parts:
+    """Return the parts of a text that comes in pieces of random lengths."""
+    parts = Parts()
+    while text:
+        count = choose.randint(1, longest)
+        parts = joined(parts, split.take(text[:count]))
+        text = text[count:]
+    return joined(parts, split.finish())
+
+
+def read(parts: Parts) -> tuple[str, str, list[tuple[str, Any]]]:
+    calls = [(call.name, json.loads(call.arguments)) for call in parts.calls]
+    return parts.reasoning, parts.answer, calls
+
+
+@pytest.mark.parametrize(("family", "text", "reasoning", "answer"), WRITTEN)
+def test_each_familys_calls_are_found_however_the_text_is_cut(
+    family: str, text: str, reasoning: str, answer: str
+) -> None:
+    expected = (reasoning, answer, [("get_weather", PARIS), ("now", {})])
+    assert read(whole(split_of(TEMPLATES[family], PROMPT, TOOLS), text)) == expected
+    choose = random.Random(text)
+    for longest in (1, 3, 9, 40):
+        split = split_of(TEMPLATES[family], PROMPT, TOOLS)
+        assert read(in_pieces(split, text, choose, longest)) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", "No call, <tool_ is a word.\n\n  "),
+        ("hermes", "<tool_call>\nnot JSON\n</tool_call>"),
+        ("hermes", '<tool_call>\n{"arguments": {}}\n</tool_call> and more'),
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": [1]}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "now", "argu'),
+        ("qwen3.5", "<tool_call>\nnow()\n</tool_call>"),
+        ("glm", "<tool_call><arg_key>x</arg_key></tool_call>"),
+        ("llama", '{"name": "unknown", "parameters": {}}'),
+        ("llama", '{"city": "Paris"}'),
+        ("llama", '  {"name": "now", "par'),
+        ("llama", "A {"),
+        ("gemma4", "<|tool_call>call:now{city:<tool_call|>"),
+        ("gemma4", "<|tool_call>call:now{a:[1,2}<tool_call|>"),
+        ("functiongemma", "<start_function_call>now<end_function_call>"),
+        ("mistral", "[TOOL_CALLS]now[ARGS]{"),
+        ("hermes", ""),
+        ("llama", ""),
+    ],
+)
+def test_what_is_no_call_stays_in_the_answer(family: str, text: str) -> None:
+    choose = random.Random(text)
+    for longest in (1, 5, 100):
+        split = split_of(TEMPLATES[family], PROMPT, TOOLS)
+        assert in_pieces(split, text, choose, longest) == Parts(answer=text)
+
+
+def test_calls_are_not_looked_for_without_tools() -> None:
+    text = f"<tool_call>\n{CALL}\n</tool_call>"
+    assert split_of(TEMPLATES["hermes"], PROMPT) is None
+    assert split_of(TEMPLATES["hermes"], PROMPT, {}) is None
+    reasoning = split_of(TEMPLATES["qwen3.5"], PROMPT)
+    assert whole(reasoning, text) == Parts(answer=text)
+
+
+def test_text_after_a_call_stays() -> None:
+    split = split_of(TEMPLATES["hermes"], PROMPT, TOOLS)
+    parts = whole(
+        split, f"A\n<tool_call>{NOW}</tool_call>\n\nB\n\n<tool_call>{NOW}</tool_call>\nC\n"
+    )
+    assert parts == Parts("", "A\n\nB\nC\n", (ToolCall("now", "{}"),) * 2)
+
+
+def test_values_have_the_types_of_the_schema() -> None:
+    """A text that looks like a number stays a text; what is no JSON stays a text too."""
+    body = (
+        "<function=get_weather><parameter=city>\n12\n</parameter><parameter=days>12</parameter>"
+        "<parameter=units>C</parameter><parameter=other>True</parameter></function>"
+    )
+    (call,) = tool_format(TEMPLATES["qwen3.5"]).calls(body, TOOLS)
+    assert json.loads(call.arguments) == {"city": "12", "days": 12, "units": "C", "other": True}
+
+
+def test_gemmas_arguments() -> None:
+    text = '{a:<|"|>x,}:<|"|>, b : {c:[],<|"|>d e<|"|>:null}, "f":-1.5, g:true, h:bare word}'
+    found = {"a": "x,}:", "b": {"c": [], "d e": None}, "f": -1.5, "g": True, "h": "bare word"}
+    assert parsed(text, QUOTE) == found
+    for wrong in ("", "{", "{a}", "{a:}", "{a:1", "[1]", "{a:1}}", '{a:<|"|>x}', "{a:" * 100):
+        with pytest.raises(ValueError, match=r".+"):
+            parsed(wrong, QUOTE)
+
+
+def test_a_template_without_a_known_format_is_refused() -> None:
+    with pytest.raises(UsageError, match="no format of tool calls that is known here"):
+        format_of("{{ messages }}")
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3.5", "llama"])
+def test_a_required_calls_grammar_allows_what_the_family_writes(family: str) -> None:
+    """And nothing else: the call's name, its arguments' types and its end are checked."""
+    guidance = pytest.importorskip("llguidance")
+    tokens = guidance.LLTokenizer("byte")
+    grammar = tool_format(TEMPLATES[family]).grammar({"get_weather": WEATHER})
+    assert guidance.LLMatcher.validate_grammar(grammar, tokens) == ""
+
+    def allows(text: str) -> bool:
+        matcher = guidance.LLMatcher(tokens, grammar, log_level=0)
+        ids = tokens.tokenize_str(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    written = {
+        "hermes": f"<tool_call>\n{CALL}\n</tool_call>",
+        "qwen3.5": XML,
+        "llama": f'{{"name": "get_weather", "parameters": {ARGUMENTS}}}',
+    }[family]
+    assert allows(written)
+    parts = whole(split_of(TEMPLATES[family], PROMPT, TOOLS, guided=True), written)
+    assert read(parts) == ("", "", [("get_weather", PARIS)])
+    assert not allows(written.replace("get_weather", "now"))
+    assert not allows(written.replace("3", "three"))
+    assert not allows("Sorry. " + written)
+    assert not allows(written[:-1])
