@@ -28,9 +28,10 @@ from safetensors.torch import save_file
 from bench.shallow_depths import Depth, best, candidates, measure
 from frame import print_table
 from triforce_core.decoding.draft_length import LEAST_GAIN
-from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint, resolve
+from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.hf import ARCHITECTURES
+from triforce_core.model.found.names import resolve
 from triforce_core.model.tensors import dense_layouts
 from triforce_core.model.tokenizing.tokenizer import load_tokenizer
 from triforce_offload.errors import DoesNotFitError, TriforceError, UsageError

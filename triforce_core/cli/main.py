@@ -14,10 +14,24 @@ from triforce_core.cli.codes import INTERRUPTED, OUTPUT_FAILED, READER_GONE
 from triforce_core.cli.generate.arguments import add_generate_arguments
 from triforce_core.cli.parser import HelpAll, Parser
 from triforce_core.cli.plan.arguments import add_plan_arguments
+from triforce_core.cli.run.arguments import add_run_arguments
 from triforce_core.cli.serve.arguments import add_serve_arguments
 from triforce_core.cli.settings_file import with_kept
 from triforce_core.cli.terminal.output import ERROR, WARNING, abandon_stdout, log_lines, say
 from triforce_offload.errors import TriforceError, UsageError
+
+FIRST_COMMANDS = """\
+triforce runs language models whose context or weights do not fit the GPU, and
+changes nothing in what they say.
+
+  triforce list                                   models on this machine
+  triforce run qwen3-8b                           download one, and talk to it
+  triforce plan llama3.1-8b --gpu rtx4090         what fits, and how fast it is
+  triforce generate MODEL --prompt-file book.txt  text to standard output
+  triforce serve MODEL                            for other programs, and a page
+
+triforce --help lists every command, and triforce COMMAND --help its options.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Errors in the arguments themselves are also logged in the format that they select.
     log_lines(as_json="--log-json" in argv)
     parser, commands = _parser()
+    if not argv:
+        print(FIRST_COMMANDS, end="")
+        return 0
     try:
         args = parser.parse_args(with_kept(argv, commands))
     except UsageError as error:
@@ -65,6 +82,25 @@ def _generate(args: argparse.Namespace) -> int:
     from triforce_core.cli.generate.command import generate
 
     return generate(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from triforce_core.cli.run.command import run
+
+    return run(args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from triforce_core.cli.list.command import list_models
+
+    return list_models(args)
+
+
+def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folders", nargs="*", metavar="FOLDER", help="look through these folders as well"
+    )
+    parser.add_argument("--json", action="store_true", help="print the list as JSON")
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -147,9 +183,11 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, add_arguments, text in (
+        ("list", _list, _add_list_arguments, "show the models on this machine"),
+        ("run", _run, add_run_arguments, "talk to a model, or have one message answered"),
         ("generate", _generate, add_generate_arguments, "generate text from a prompt"),
-        ("chat", _chat, add_chat_arguments, "talk to a model"),
-        ("serve", _serve, add_serve_arguments, "serve a model to OpenAI's clients and to a page"),
+        ("chat", _chat, add_chat_arguments, "talk to a model, one line for each turn"),
+        ("serve", _serve, add_serve_arguments, "serve a model to other programs and a page"),
         (
             "bench",
             _bench,

@@ -6,7 +6,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint, resolve
+from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triforce_core.model.found.hub import Announce
+from triforce_core.model.found.names import resolve, silently
 from triforce_core.model.tokenizing.tokenizer import (
     Tokenizer,
     check_same_vocabulary,
@@ -28,15 +30,22 @@ class OpenModel:
     seconds: float = 0.0
 
     @classmethod
-    def at(cls, model: str | Path, tokenizer: Tokenizer | None = None) -> OpenModel:
+    def at(
+        cls,
+        model: str | Path,
+        tokenizer: Tokenizer | None = None,
+        announce: Announce = silently,
+    ) -> OpenModel:
         """Open a model.
 
-        model: a directory with safetensors, a .gguf file or a hub id
+        model: a directory with safetensors, a .gguf file, a hub id, or another name that
+            `found.names.resolve` takes
         tokenizer: a tokenizer to use instead of the model's own
-        Raises UsageError or CheckpointError.
+        announce: called before weights are downloaded
+        Raises UsageError, DoesNotFitError or CheckpointError.
         """
         began = time.perf_counter()
-        checkpoint = open_checkpoint(resolve(model))
+        checkpoint = open_checkpoint(resolve(model, announce))
         try:
             tokenizer = tokenizer or load_tokenizer(checkpoint.path, checkpoint.metadata)
         except BaseException:

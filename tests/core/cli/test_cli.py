@@ -105,7 +105,7 @@ def test_a_model_that_streams_gives_the_same_text(speaking, capsys, tmp_path) ->
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        ((), 2, "required"),
+        (("--log-json",), 2, "required"),
         (("generate",), 2, "MODEL"),
         (("generate", "{model}", "--prompt", "x", "--frobnicate"), 2, "--frobnicate"),
         (("generate", "{model}", "--prompt", "x", "--prompt-file", "y"), 2, "not allowed with"),

@@ -11,19 +11,25 @@ from triforce_core.requests.answer.reasoning import AS_TEMPLATE, OFF, ON
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model_argument(parser)
-    add("--system", metavar="TEXT", help="system prompt")
-    add(
-        "--reasoning",
-        choices=(AS_TEMPLATE, ON, OFF),
-        default=AS_TEMPLATE,
-        help="whether the model reasons before it answers (default: as its chat template has it)",
-    )
     add("--load", metavar="FILE", help="go on with a conversation from /save")
     add(
         "--commands",
         action="store_true",
         help="over a pipe too, run lines that begin with / as commands, which read and write files "
         "(default: only in a terminal)",
+    )
+    add_conversation_arguments(parser)
+
+
+def add_conversation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that a chat shares with the answer to one message."""
+    add = parser.add_argument
+    add("--system", metavar="TEXT", help="system prompt")
+    add(
+        "--reasoning",
+        choices=(AS_TEMPLATE, ON, OFF),
+        default=AS_TEMPLATE,
+        help="whether the model reasons before it answers (default: as its chat template has it)",
     )
     add_decoding_arguments(parser)
     add("--quiet", action="store_true", help="show no progress and no figures")

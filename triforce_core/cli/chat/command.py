@@ -9,13 +9,13 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
-from triforce_core.cli.chat.line import Lines
+from triforce_core.cli.chat.line import Lines, OneMessage
 from triforce_core.cli.chat.session import ChatSession
 from triforce_core.cli.chat.wrapping import WordWrap, columns_of
 from triforce_core.cli.codes import INTERRUPTED
 from triforce_core.cli.options import engine_config, sampling_params
 from triforce_core.cli.ranks import followed, of_world
-from triforce_core.cli.terminal.output import WARNING, TextOutput, say
+from triforce_core.cli.terminal.output import WARNING, TextOutput, announce, say
 from triforce_core.cli.terminal.progress import ProgressBars
 from triforce_core.cli.terminal.reading import saved_tokens
 from triforce_core.cli.terminal.report import accepted_drafts, colored, takes_colors
@@ -42,7 +42,15 @@ HELP = """\
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Process turns until the input ends. Return the exit code."""
+    """Process turns from standard input until it ends. Return the exit code."""
+    return converse(args, Lines)
+
+
+def converse(args: argparse.Namespace, lines: Callable[[], Lines | OneMessage]) -> int:
+    """Process turns until the input ends. Return the exit code.
+
+    lines: opens the input, once the model is loaded
+    """
     if (code := followed(quiet=args.quiet)) is not None:
         return code
     params = sampling_params(args, max_new_tokens=DEFAULT_NEW_TOKENS)
@@ -55,7 +63,7 @@ def chat(args: argparse.Namespace) -> int:
         loading = stack.enter_context(ExitStack())
         loading.enter_context(Stop(bars.give_back).listening())
         stack.enter_context(bars)
-        model = stack.enter_context(OpenModel.at(args.model))
+        model = stack.enter_context(OpenModel.at(args.model, announce=announce))
         if model.tokenizer is None:
             raise UsageError(f"{model.checkpoint.path} has no tokenizer")
         messages = [{"role": "system", "content": args.system}] if args.system else []
@@ -75,13 +83,15 @@ def chat(args: argparse.Namespace) -> int:
         session = ChatSession(engine, params, messages, variables=variables(args.reasoning))
         if args.load:
             say(f"{session.load(args.load)} tokens of context loaded")
-        return Chat(session, Lines(), args).run()
+        return Chat(session, lines(), args).run()
 
 
 class Chat:
     """The terminal interface of a conversation."""
 
-    def __init__(self, session: ChatSession, lines: Lines, args: argparse.Namespace) -> None:
+    def __init__(
+        self, session: ChatSession, lines: Lines | OneMessage, args: argparse.Namespace
+    ) -> None:
         self._session = session
         self._lines = lines
         self._quiet = args.quiet
@@ -209,7 +219,8 @@ class Chat:
         if accepted := accepted_drafts(stats):
             parts.append(f"{accepted} accepted")
         if stats["finish_reason"] != "stop":
-            parts.append(f"{stats['finish_reason']}: /continue goes on")
+            more = ": /continue goes on" if self._takes_commands else ""
+            parts.append(f"{stats['finish_reason']}{more}")
         return ", ".join((*parts, used))
 
     def _attach(self, path: str) -> None:

@@ -5,10 +5,39 @@ from __future__ import annotations
 import sys
 import termios
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
+from triforce_core.model.tokenizing.tokenizer import check_text
 from triforce_offload.errors import UsageError
+
+
+class OneMessage:
+    """One message, in place of lines.
+
+    terminal: as of `Lines`
+    """
+
+    terminal = False
+
+    def __init__(self, text: str) -> None:
+        """Raises UsageError if the text is blank."""
+        if not text.strip():
+            raise UsageError("the prompt is empty")
+        check_text(text, "prompt")
+        self._text: str | None = text
+
+    def held(self) -> AbstractContextManager[None]:
+        """Lines.held. There is no terminal to change."""
+        return nullcontext()
+
+    def give_back(self) -> None:
+        """Lines.give_back."""
+
+    def read(self, status: Callable[[], str]) -> str | None:
+        """Lines.read."""
+        text, self._text = self._text, None
+        return text
 
 
 class Lines:

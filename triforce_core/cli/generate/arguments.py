@@ -28,11 +28,17 @@ from triforce_core.settings import (
     MethodSettings,
 )
 
+MODEL_HELP = (
+    "a directory with safetensors, a .gguf file, a hub id, a short name such as qwen3-8b, or "
+    "Ollama's name for a model; triforce list shows those on this machine"
+)
+
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
-    text = "a directory with safetensors, a .gguf file, or a hub id"
-    where.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=text)
+    where.add_argument(
+        "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=MODEL_HELP
+    )
     where.add_argument(
         "-m", "--model", metavar="MODEL", default=argparse.SUPPRESS, help="same as MODEL"
     )

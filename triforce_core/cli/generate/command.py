@@ -12,12 +12,12 @@ from triforce_core.cli.generate.prompt import read_prompt, tasks_of
 from triforce_core.cli.generate.prompts_file import Answers
 from triforce_core.cli.options import UNTIL_FULL, engine_config, given, sampling_params
 from triforce_core.cli.ranks import followed, of_world
-from triforce_core.cli.terminal.output import WARNING, say
+from triforce_core.cli.terminal.output import WARNING, announce, say
 from triforce_core.cli.terminal.progress import ProgressBars
 from triforce_core.cli.terminal.reading import saved_tokens
 from triforce_core.cli.terminal.signals import Stop
 from triforce_core.loading.open_model import OpenModel
-from triforce_core.model.checkpoints.checkpoint import resolve
+from triforce_core.model.found.names import resolve
 from triforce_core.params import check_context
 from triforce_core.plan.plan import Plan
 from triforce_core.settings import EngineConfig, MethodSettings
@@ -44,14 +44,14 @@ def generate(args: argparse.Namespace) -> int:
     prompt = read_prompt(args) if one else None
     _say_what_has_no_effect(args, config)
     if config.method.drafts and config.method.draft_model is not None:
-        resolve(config.method.draft_model)
+        resolve(config.method.draft_model, announce)
     with ExitStack() as stack:
         bars = ProgressBars(show=not args.quiet)
         slowly = None if args.quiet else _say_that_it_ends
         # Listen for signals before the bars hide the cursor.
         stop = stack.enter_context(Stop(bars.give_back, slowly).listening())
         stack.enter_context(bars)
-        model = stack.enter_context(OpenModel.at(args.model))
+        model = stack.enter_context(OpenModel.at(args.model, announce=announce))
         if model.tokenizer is None:
             raise UsageError(f"{model.checkpoint.path} has no tokenizer")
         tokenizer = model.tokenizer

@@ -8,7 +8,7 @@ import sys
 from functools import partial
 
 from triforce_core.cli.generate.prompts_file import Task, check_messages, read_tasks
-from triforce_core.cli.terminal.reading import read_text
+from triforce_core.cli.terminal.reading import read_stdin, read_text
 from triforce_core.model.tokenizing.tokenizer import Tokenizer, check_text
 from triforce_offload.errors import UsageError
 
@@ -71,10 +71,7 @@ def read_prompt(args: argparse.Namespace) -> str:
     elif sys.stdin is None or sys.stdin.isatty():
         raise UsageError("no prompt: give --prompt, --prompt-file or standard input")
     else:
-        try:
-            prompt = sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
-        except ValueError as error:
-            raise UsageError(f"standard input is no text: {error}") from error
+        prompt = read_stdin()
     if not prompt:
         raise UsageError("the prompt is empty")
     check_text(prompt, "prompt")

@@ -16,7 +16,7 @@ from triforce_core.cli.chat.command import DEFAULT_CONTEXT
 from triforce_core.cli.options import engine_config, given
 from triforce_core.cli.ranks import followed, of_world
 from triforce_core.cli.terminal.leaving import leave
-from triforce_core.cli.terminal.output import JSON_LOGGING, logs_json, say
+from triforce_core.cli.terminal.output import JSON_LOGGING, announce, logs_json, say
 from triforce_core.loading.open_model import OpenModel
 from triforce_core.settings import EngineConfig
 from triforce_offload.errors import UsageError
@@ -113,7 +113,7 @@ def run(worker: Worker, config: Config) -> None:
 
 def _open(name: str) -> OpenModel:
     """Open a model that has a tokenizer. Raises UsageError."""
-    model = OpenModel.at(name)
+    model = OpenModel.at(name, announce=announce)
     if model.tokenizer is None:
         model.close()
         raise UsageError(f"{model.checkpoint.path} has no tokenizer")

@@ -36,6 +36,11 @@ def logs_json() -> bool:
     return _as_json
 
 
+def announce(download: object) -> None:
+    """Say what is about to be downloaded, with its size and the free space."""
+    say(str(download))
+
+
 def say(line: str, level: str = INFO, **fields: object) -> None:
     """Write a line to standard error, if it is open. fields: extra fields of a JSON line"""
     if _as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from triforce_offload.errors import UsageError
@@ -22,6 +23,19 @@ def read_text(path: str | Path) -> str:
         raise ValueError(f"it is larger than {MOST_BYTES >> 30} GiB")
     text = data.decode("utf-8-sig")
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_stdin() -> str:
+    """Return all of standard input without a byte order mark and its last newline.
+
+    Raises UsageError if it is closed or no text.
+    """
+    if sys.stdin is None:
+        raise UsageError("standard input is closed, and there is no prompt")
+    try:
+        return sys.stdin.read().removeprefix("\ufeff").removesuffix("\n")
+    except ValueError as error:
+        raise UsageError(f"standard input is no text: {error}") from error
 
 
 def saved_tokens(path: str) -> int:

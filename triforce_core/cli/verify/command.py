@@ -6,6 +6,7 @@ import argparse
 
 from rich.console import Console
 
+from triforce_core.cli.generate.arguments import MODEL_HELP
 from triforce_core.cli.options import add_option, engine_config
 from triforce_core.cli.terminal.output import logs_json
 from triforce_core.settings import DTYPE_NAMES, EngineConfig, MachineSettings
@@ -16,8 +17,7 @@ _DIFFERENT = 1
 
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "a directory with safetensors, a .gguf file, or a hub id"
-    parser.add_argument("model", metavar="MODEL", help=text)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--same-bits",
         dest="prompt",
@@ -33,7 +33,7 @@ def verify(args: argparse.Namespace) -> int:
     """Print what is found. Return the exit code: that of a bad checkpoint if there are problems, 1
     if texts differ.
     """
-    from triforce_core.model.checkpoints.checkpoint import resolve
+    from triforce_core.model.found.names import resolve
 
     path, console = resolve(args.model), Console(stderr=True, quiet=logs_json())
     if args.prompt is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +25,6 @@ from triforce_offload.checkpoint.source import TensorSource
 from triforce_offload.errors import (
     CannotSplitError,
     CheckpointError,
-    TriforceError,
     UnsupportedModelError,
     UsageError,
 )
@@ -37,9 +35,6 @@ if TYPE_CHECKING:
     from triforce_kernels.weights.block_types import BlockType
     from triforce_kernels.weights.linear import Weight
 
-_HUB_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
-# Some repositories hold copies of the same weights in other layouts.
-_HUB_IGNORED = ["consolidated*", "*/*"]
 # Names of tensors of layers begin so; names of tensors that read images contain one of these.
 _LAYER_PREFIXES = tuple(f"{prefix}layers." for prefix, _ in HF_PREFIXES)
 _OF_LAYERS = ("blk.", *_LAYER_PREFIXES)
@@ -288,37 +283,17 @@ def _read_changed(source: TensorSource, piece: Piece, into: torch.Tensor) -> Non
     into.copy_(piece.change(numbers))
 
 
-def resolve(model: str | Path) -> Path:
-    """Return the directory or .gguf file of a model. A hub id is downloaded.
-
-    Raises UsageError if `model` is none of these, CheckpointError if the download fails.
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is a GGUF file, by its suffix or its first bytes: files of Ollama have
+    no suffix.
     """
-    if not isinstance(model, (str, Path)):
-        raise UsageError(f"a model is a path or a hub id, and this is {type(model).__name__}")
-    name = str(model)
-    if not name:
-        raise UsageError("the model's name is empty")
-    path = Path(model).expanduser()
-    if path.exists():
-        return path
-    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith(".gguf"):
-        raise UsageError(f"there is no file or directory {name}, and it is no hub id (owner/name)")
-    from huggingface_hub import snapshot_download
-
+    if path.suffix == ".gguf":
+        return True
     try:
-        # Download the config first, to reject an unsupported model before its weights.
-        for files in (_HUB_HEADERS, [*_HUB_HEADERS, "*.safetensors"]):
-            snapshot = snapshot_download(name, allow_patterns=files, ignore_patterns=_HUB_IGNORED)
-            from_hf(read_json(Path(snapshot) / "config.json"), {})
-        return Path(snapshot)
-    except TriforceError:
-        raise
-    except Exception as error:
-        # The hub's own errors begin with a line that has the status and the id of the request.
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        told = [line for line in lines if not re.match(r"\d{3} \w+ Error", line)]
-        reason = (told or lines or [type(error).__name__])[0]
-        raise CheckpointError(f"cannot download {name} from the hub: {reason}") from error
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
@@ -340,7 +315,7 @@ def open_checkpoint(path: Path, *, checked: bool = True) -> Checkpoint:
         further = raw.get("num_nextn_predict_layers", raw.get("num_mtp_layers"))
         drafts = _of_drafts(config, further, _LAYER_PREFIXES)
         return Checkpoint(path, config, source, names, of_drafts=drafts, checked=checked)
-    if path.suffix != ".gguf":
+    if not is_gguf(path):
         raise UsageError(f"{path} is neither a directory nor a .gguf file")
     # Imported here, because only GGUF files need the package.
     from triforce_offload.checkpoint.gguf import GGUFSource

@@ -82,6 +82,11 @@ def hub_id_of(shape: str) -> str | None:
     return next((hub_id for hub_id, name in _MODELS.items() if name == shape), None)
 
 
+def short_names() -> list[str]:
+    """Return the names of shapes that stand for a model of the hub."""
+    return list(dict.fromkeys(_MODELS.values()))
+
+
 def unsupported_family(name: str) -> str | None:
     """Return the family of a model if its name shows that it is unsupported, or None."""
     return next((what for known, what in _UNSUPPORTED if re.search(known, name.lower())), None)

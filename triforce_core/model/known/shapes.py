@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from triforce_core.model.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triforce_core.model.checkpoints.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from triforce_core.model.config import ModelConfig
 from triforce_core.model.families.dense import FAMILIES
 from triforce_core.model.families.hf import from_hf
+from triforce_core.model.found.hub import cached
+from triforce_core.model.found.names import local
 from triforce_core.model.known.hub_ids import shape_of, unsupported_family
 from triforce_core.model.known.mixes import OF_SAFETENSORS, pieces_of
 from triforce_core.model.known.recent import MISTRAL_SMALL, RECENT
@@ -265,7 +267,8 @@ def read_model(name: str) -> Shape:
     """Return the shape of a model.
 
     name: a name of SHAPES or the hub id of such a model, either with a quantisation mix as in
-        `qwen3-32b:Q4_K_M`; or the path of a config.json, of its directory, or of a .gguf file
+        `qwen3-32b:Q4_K_M`; the path of a config.json, of its directory, or of a .gguf file; or a
+        model on this machine by its hub id or Ollama's name
 
     Raises UsageError, which suggests the nearest names, UnsupportedModelError, which names the
     family, or CheckpointError.
@@ -279,10 +282,10 @@ def read_model(name: str) -> Shape:
             return shape
         config = shape.config if mix.upper() in OF_SAFETENSORS else _in_gguf(shape.config)
         return replace(shape, config=config, pieces=pieces_of(config, mix), dtype=None)
-    path = Path(name).expanduser()
+    path = local(name) or cached(name) or Path(name)
     if path.is_dir():
         return _of_config(read_json(path / "config.json"))
-    if path.suffix == ".gguf" and path.exists():
+    if path.is_file() and is_gguf(path):
         checkpoint = open_checkpoint(path)
         try:
             quantised = checkpoint.stored_dtype is None

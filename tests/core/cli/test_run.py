@@ -1,0 +1,50 @@
+"""`triforce` alone, and `triforce run`."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from command import run
+
+from triforce_core.cli.main import FIRST_COMMANDS, _parser
+
+TINY = ("--device", "cpu", "--temperature", "0", "--max-new-tokens", "12", "--quiet")
+
+
+def test_triforce_alone_shows_five_commands_that_exist(capsys) -> None:
+    code, out, err = run(capsys)
+    assert (code, out, err) == (0, FIRST_COMMANDS, "")
+    lines = [line.strip() for line in out.splitlines() if line.startswith("  triforce ")]
+    commands = _parser()[1]
+    assert len(lines) == 5
+    for line in lines:
+        assert line.split()[1] in commands
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_one_message_is_answered_from_the_line_or_a_pipe(
+    capsys, speaking: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a chat answers it. Over a pipe the message is all of the input, with its lines."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    code, expected, _ = run(capsys, "chat", speaking, *TINY)
+    assert code == 0
+    assert expected.strip()
+    assert run(capsys, "run", speaking, "Hello", *TINY) == (0, expected, "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+    assert run(capsys, "run", speaking, *TINY) == (0, expected, "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("One\n/exit\nTwo"))
+    code, both, err = run(capsys, "run", speaking, *TINY)
+    assert (code, err) == (0, "")
+    assert both == run(capsys, "run", speaking, "One\n/exit\nTwo", *TINY)[1]
+
+
+def test_an_empty_message_is_refused(capsys, speaking: Path, monkeypatch) -> None:
+    for text in ("", "  \n"):
+        assert run(capsys, "run", speaking, text, *TINY)[0] == 2
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        code, _, err = run(capsys, "run", speaking, *TINY)
+        assert (code, "the prompt is empty" in err) == (2, True)

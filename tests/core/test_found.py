@@ -1,0 +1,247 @@
+"""Models on this machine: what is found, what a name stands for, and what a download says first."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from command import run
+from gguf_files import write_gguf
+from helpers import add_tokenizer, make_model
+
+from triforce_core.loading.open_model import OpenModel
+from triforce_core.model.found import folders, hub, ollama
+from triforce_core.model.found.hub import Download
+from triforce_core.model.found.models import Described, found_models
+from triforce_core.model.found.names import resolve
+from triforce_core.model.known.shapes import read_model
+from triforce_offload.errors import DoesNotFitError, UsageError
+
+OLLAMA = "application/vnd.ollama.image."
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same tiny model as a directory and as a GGUF file."""
+    root = tmp_path_factory.mktemp("sound")
+    model = make_model("llama", root / "hf")
+    add_tokenizer(root / "hf")
+    write_gguf(model, root / "tiny.gguf")
+    return root
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without models."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("OLLAMA_MODELS", "LLAMA_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ollama, "folders", lambda: [tmp_path / ".ollama/models"])
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    return tmp_path
+
+
+def into_hub(home: Path, hub_id: str, *files: Path) -> Path:
+    """Put files into the hub's cache, as its client does."""
+    repository = home / "hub" / f"models--{hub_id.replace('/', '--')}"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("a" * 40)
+    for i, file in enumerate(files):
+        blob = repository / "blobs" / str(i)
+        blob.parent.mkdir(exist_ok=True)
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(blob)
+    return snapshot
+
+
+def into_ollama(home: Path, place: str, file: Path, kind: str = "model") -> Path:
+    """Put a file among Ollama's models. place: registry/namespace/name/tag"""
+    root = home / ".ollama/models"
+    digest = f"sha256:{abs(hash(place)):064x}"
+    manifest = root / "manifests" / place
+    manifest.parent.mkdir(parents=True)
+    layers = [
+        {"mediaType": OLLAMA + "template", "digest": "sha256:0"},
+        {"mediaType": OLLAMA + kind, "digest": digest},
+    ]
+    manifest.write_text(json.dumps({"layers": layers}))
+    blob = root / "blobs" / digest.replace(":", "-")
+    blob.parent.mkdir(exist_ok=True)
+    shutil.copy(file, blob)
+    return blob
+
+
+def named() -> dict[str, str]:
+    return {found.name: found.source for found in found_models()}
+
+
+def test_models_are_found_where_programs_keep_them(home: Path, sound: Path) -> None:
+    assert named() == {}
+    gguf = sound / "tiny.gguf"
+    whole = into_hub(home, "one/whole", *(sound / "hf").iterdir())
+    quantised = into_hub(home, "one/quantised", gguf)
+    into_hub(home, "one/headers", sound / "hf/config.json")
+    into_ollama(home, "registry.ollama.ai/library/tiny/8b", gguf)
+    into_ollama(home, "registry.ollama.ai/someone/tiny/latest", gguf)
+    into_ollama(home, "hf.co/two/tiny/Q4", gguf)
+    into_ollama(home, "registry.ollama.ai/library/adapter/1", gguf, kind="adapter")
+    studio = home / ".lmstudio/models/three/tiny"
+    studio.mkdir(parents=True)
+    shutil.copy(gguf, studio)
+    shutil.copy(gguf, studio / "mmproj-tiny.gguf")
+    shutil.copytree(sound / "hf", home / "models/tiny")
+    shutil.copy(gguf, "beside.gguf")
+    assert named() == {
+        "one/whole": "Hugging Face",
+        str(quantised / "tiny.gguf"): "Hugging Face",
+        "tiny:8b": "Ollama",
+        "someone/tiny:latest": "Ollama",
+        "hf.co/two/tiny:Q4": "Ollama",
+        str(studio / "tiny.gguf"): "LM Studio",
+        str(home / "models/tiny"): "~/models",
+        "beside.gguf": "here",
+    }
+    # Every name is one that commands take.
+    for found in found_models():
+        described = Described.of(found)
+        assert (described.family, described.problem) == ("llama", None)
+        assert described.nbytes > 10_000
+        if "/" not in found.name or not found.name.startswith("one/"):
+            assert resolve(found.name) == found.path
+        assert read_model(found.name).config.family == "llama"
+    assert resolve("someone/tiny").is_file(), "a tag may be left out"
+    assert hub.cached("one/whole") == whole
+    assert hub.cached("one/headers") is None
+
+
+def test_broken_manifests_are_left_out(home: Path, sound: Path) -> None:
+    blob = into_ollama(home, "registry.ollama.ai/library/gone/1", sound / "tiny.gguf")
+    blob.unlink()
+    manifests = home / ".ollama/models/manifests/registry.ollama.ai/library"
+    for name, text in (("no_json", "{"), ("a_list", "[]"), ("empty", '{"layers": [{}]}')):
+        (manifests / name).mkdir()
+        (manifests / name / "latest").write_text(text)
+    assert named() == {}
+
+
+def test_a_file_in_parts_is_one_model(home: Path, sound: Path) -> None:
+    for number in (1, 2, 3):
+        shutil.copy(sound / "tiny.gguf", f"big-0000{number}-of-00003.gguf")
+    (found,) = found_models()
+    assert found.name == "big-00001-of-00003.gguf"
+    assert found.nbytes == 3 * (sound / "tiny.gguf").stat().st_size
+
+
+def test_what_does_not_run_says_why(home: Path, sound: Path) -> None:
+    shutil.copytree(sound / "hf", "other")
+    config = json.loads(Path("other/config.json").read_text())
+    config |= {"model_type": "unheard", "architectures": ["UnheardForCausalLM"]}
+    Path("other/config.json").write_text(json.dumps(config))
+    Path("broken.gguf").write_bytes(b"GGUF" + b"\0" * 50)
+    described = {each.found.name: each for each in map(Described.of, found_models())}
+    assert described["other"].family is None
+    assert "unheard" in described["other"].problem.lower()
+    assert described["broken.gguf"].problem
+
+
+def test_the_list_is_a_table_or_json(home: Path, sound: Path, capsys) -> None:
+    def listed(*folders: object) -> list[dict[str, Any]]:
+        code, out, _ = run(capsys, "list", "--json", *folders)
+        assert code == 0
+        return json.loads(out)
+
+    code, out, _ = run(capsys, "list")
+    assert (code, "No model was found in" in out) == (0, True)
+    assert listed() == []
+    shutil.copy(sound / "tiny.gguf", "[bold]tiny.gguf")
+    into_ollama(home, "registry.ollama.ai/library/tiny/8b", sound / "tiny.gguf")
+    _, out, _ = run(capsys, "list")
+    assert "[bold]tiny.gguf" in out
+    assert "tiny:8b" in out
+    assert [(row["name"], row["source"], row["runs"], row["family"]) for row in listed()] == [
+        ("tiny:8b", "Ollama", True, "llama"),
+        ("[bold]tiny.gguf", "here", True, "llama"),
+    ]
+    assert {row["name"] for row in listed(sound)} >= {str(sound / "hf"), str(sound / "tiny.gguf")}
+    code, _, err = run(capsys, "list", "nowhere")
+    assert (code, "nowhere is no folder" in err) == (2, True)
+
+
+def test_a_model_of_ollamas_opens_by_its_name(home: Path, sound: Path) -> None:
+    into_ollama(home, "registry.ollama.ai/library/tiny/latest", sound / "tiny.gguf")
+    with OpenModel.at("tiny") as model:
+        assert model.checkpoint.config.family == "llama"
+
+
+@pytest.fixture
+def hub_of(monkeypatch: pytest.MonkeyPatch, sound: Path) -> Callable[[int], list[Any]]:
+    """A hub with one model of so many bytes. Its downloads are listed."""
+
+    def made(nbytes: int) -> list[Any]:
+        asked: list[Any] = []
+
+        def snapshot_download(name: str, **options: Any) -> Any:
+            if options.get("dry_run"):
+                files = [(nbytes, True), (5, False), (None, True)]
+                return [SimpleNamespace(file_size=n, will_download=w) for n, w in files]
+            asked.append((name, options["allow_patterns"]))
+            return str(sound / "hf")
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+        return asked
+
+    return made
+
+
+def test_a_download_is_announced_with_its_size_before_it_begins(
+    home: Path, sound: Path, hub_of: Callable[[int], list[Any]]
+) -> None:
+    asked, said = hub_of(1000), []
+
+    def announce(download: Download) -> None:
+        assert len(asked) == 1, "only headers were downloaded before"
+        said.append(download)
+
+    assert resolve("qwen3-8b", announce) == sound / "hf"
+    assert [name for name, _ in asked] == ["Qwen/Qwen3-8B"] * 2
+    assert "*.safetensors" not in asked[0][1]
+    (download,) = said
+    assert (download.name, download.nbytes) == ("Qwen/Qwen3-8B", 1000)
+    assert str(download).startswith("downloading Qwen/Qwen3-8B: 1000 B to")
+
+
+def test_a_download_that_the_disk_has_no_room_for_does_not_begin(
+    home: Path, hub_of: Callable[[int], list[Any]]
+) -> None:
+    asked = hub_of(1 << 60)
+    with pytest.raises(DoesNotFitError, match="set HF_HOME to a folder with more room"):
+        resolve("Qwen/Qwen3-8B")
+    assert len(asked) == 1
+
+
+def test_unknown_names_are_refused_with_the_nearest(home: Path) -> None:
+    with pytest.raises(UsageError, match=r"did you mean qwen3-8b\?"):
+        resolve("qwen3-8bb")
+    with pytest.raises(UsageError, match="is no hub id"):
+        resolve("nothing-like-it-at-all")
+    for name in ("./missing.gguf", "~/missing", "/missing"):
+        with pytest.raises(UsageError, match="there is no file or directory"):
+            resolve(name)
+
+
+def test_deep_and_hidden_folders_are_left_alone(home: Path, sound: Path) -> None:
+    for place in ("a/b/c/d", ".hidden"):
+        Path(place).mkdir(parents=True)
+        shutil.copy(sound / "tiny.gguf", place)
+    Path("loop").symlink_to(".")
+    assert list(folders.models_in(Path(), 2)) == []

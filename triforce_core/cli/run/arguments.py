@@ -1,0 +1,20 @@
+"""The arguments of `triforce run`."""
+
+from __future__ import annotations
+
+import argparse
+
+from triforce_core.cli.chat.arguments import add_conversation_arguments
+from triforce_core.cli.generate.arguments import MODEL_HELP
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="a message to answer, then end; without one, chat in a terminal, and over a pipe "
+        "answer the whole standard input",
+    )
+    add_conversation_arguments(parser)

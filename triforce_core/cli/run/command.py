@@ -1,0 +1,19 @@
+"""`triforce run`: a chat in a terminal, or the answer to one message."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from triforce_core.cli.chat.command import converse
+from triforce_core.cli.chat.line import Lines, OneMessage
+from triforce_core.cli.terminal.reading import read_stdin
+
+
+def run(args: argparse.Namespace) -> int:
+    """Chat, or answer one message. Return the exit code."""
+    args.load, args.commands = None, False
+    if args.prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        return converse(args, Lines)
+    message = OneMessage(read_stdin() if args.prompt is None else args.prompt)
+    return converse(args, lambda: message)

@@ -1,0 +1,59 @@
+"""Models in folders where people and programs keep them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+# Projectors of images and adapters lie beside models and are none.
+_NO_MODEL = re.compile(r"mmproj|-lora", re.IGNORECASE)
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+class Place(NamedTuple):
+    """A folder of models. depth: how many folders deep they lie"""
+
+    what: str
+    folder: Path
+    depth: int
+
+
+def places() -> list[Place]:
+    """Return the folders that are looked through."""
+    home = Path.home()
+    llama_cpp = os.environ.get("LLAMA_CACHE")
+    return [
+        Place("LM Studio", home / ".lmstudio/models", 3),
+        Place("LM Studio", home / ".cache/lm-studio/models", 3),
+        Place("llama.cpp", Path(llama_cpp) if llama_cpp else home / ".cache/llama.cpp", 1),
+        Place("~/models", home / "models", 3),
+        Place("here", Path(), 2),
+    ]
+
+
+def models_in(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield the .gguf files and the directories with safetensors in a folder.
+
+    Of a file in several parts, only the first is one. Hidden folders are left out.
+    """
+    if depth < 0:
+        return
+    try:
+        inside = sorted(folder.iterdir())
+    except OSError:
+        return
+    names = {path.name for path in inside}
+    if "config.json" in names and any(name.endswith(".safetensors") for name in names):
+        yield folder
+    for path in inside:
+        if path.name.startswith("."):
+            continue
+        if path.suffix == ".gguf" and path.is_file():
+            part = PART.search(path.name)
+            if not _NO_MODEL.search(path.name) and (part is None or int(part[1]) == 1):
+                yield path
+        elif path.is_dir() and not path.is_symlink():
+            yield from models_in(path, depth - 1)

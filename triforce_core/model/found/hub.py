@@ -1,0 +1,137 @@
+"""Models of the Hugging Face hub: those in its cache, and downloads."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from triforce_core.model.families.hf import from_hf
+from triforce_offload.checkpoint.header import read_json
+from triforce_offload.errors import CheckpointError, DoesNotFitError, TriforceError
+from triforce_offload.units import format_bytes
+
+# Files of a model that are not weights.
+_HEADERS = ["*.json", "*.model", "*.txt", "*.jinja"]
+# Some repositories hold copies of the same weights in other layouts.
+_IGNORED = ["consolidated*", "*/*"]
+
+
+@dataclass(frozen=True)
+class Download:
+    """A download that is about to begin.
+
+    nbytes: size of the files that are not in the cache yet
+    folder: the cache
+    free_bytes: free space on its disk
+    """
+
+    name: str
+    nbytes: int
+    folder: Path
+    free_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"downloading {self.name}: {format_bytes(self.nbytes)} to {self.folder}, "
+            f"where {format_bytes(self.free_bytes)} are free"
+        )
+
+
+Announce = Callable[[Download], None]
+
+
+def downloaded(name: str, announce: Announce) -> Path:
+    """Return the directory of a hub id's files, and download those that are missing.
+
+    announce: called before weights are downloaded, with their size
+    Raises CheckpointError, UnsupportedModelError before any weights, or DoesNotFitError.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot = snapshot_download(name, allow_patterns=_HEADERS, ignore_patterns=_IGNORED)
+        from_hf(read_json(Path(snapshot) / "config.json"), {})
+        files = [*_HEADERS, "*.safetensors"]
+        _announce(name, files, announce)
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=_IGNORED))
+    except TriforceError:
+        raise
+    except Exception as error:
+        # The hub's own errors begin with a line that has the status and the id of the request.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        useful = [line for line in lines if not re.match(r"\d{3} \w+ Error", line)]
+        reason = (useful or lines or [type(error).__name__])[0]
+        raise CheckpointError(f"cannot download {name} from the hub: {reason}") from error
+
+
+def cached(name: str) -> Path | None:
+    """Return the directory of a hub id if its config and weights are in the cache, else None."""
+    if name.count("/") != 1:
+        return None
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = Path(snapshot_download(name, local_files_only=True))
+    except Exception:
+        return None
+    return found if _is_model(found) else None
+
+
+def cached_models() -> Iterator[tuple[str, Path]]:
+    """Yield the hub ids and directories of models in the cache, and the paths of GGUF files."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir(cache_folder()).repos
+    except CacheNotFound:
+        return
+    for repository in sorted(repositories, key=lambda each: each.repo_id.lower()):
+        if repository.repo_type != "model" or not repository.revisions:
+            continue
+        newest = max(repository.revisions, key=lambda each: each.last_modified)
+        if _is_model(newest.snapshot_path):
+            yield repository.repo_id, newest.snapshot_path
+        for path in sorted(newest.snapshot_path.rglob("*.gguf")):
+            yield str(path), path
+
+
+def cache_folder() -> Path:
+    """Return the folder of the cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").exists() and any(folder.glob("*.safetensors"))
+
+
+def _announce(name: str, files: list[str], announce: Announce) -> None:
+    """Announce a download if anything is missing. Raises DoesNotFitError for a full disk."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        planned = snapshot_download(
+            name, allow_patterns=files, ignore_patterns=_IGNORED, dry_run=True
+        )
+    except Exception:
+        # Without the hub, what is in the cache is used.
+        return
+    nbytes = sum(each.file_size or 0 for each in planned if each.will_download)
+    if not nbytes:
+        return
+    folder = cache_folder()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    download = Download(name, nbytes, folder, shutil.disk_usage(there).free)
+    announce(download)
+    if download.free_bytes < nbytes:
+        raise DoesNotFitError(
+            f"the download of {name} to {folder}",
+            nbytes,
+            download.free_bytes,
+            "set HF_HOME to a folder with more room",
+        )

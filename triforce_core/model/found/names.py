@@ -1,0 +1,55 @@
+"""From a model's name to its file or directory."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from triforce_core.model.found import hub, ollama
+from triforce_core.model.found.hub import Announce, Download
+from triforce_core.model.known.hub_ids import hub_id_of, short_names
+from triforce_offload.errors import UsageError
+
+
+def silently(download: Download) -> None:
+    """Announce nothing."""
+
+
+def resolve(model: str | Path, announce: Announce = silently) -> Path:
+    """Return the directory or GGUF file of a model. A model of the hub is downloaded.
+
+    model: a path; a hub id (owner/name); the name of a known shape, which stands for a hub id; or
+        Ollama's name for a model that it has downloaded
+    announce: called before weights are downloaded, with their size
+
+    Raises UsageError if `model` is none of these, or as `downloaded` does.
+    """
+    if (path := local(model)) is not None:
+        return path
+    name = str(model)
+    hub_id = hub_id_of(name.lower()) or name
+    if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")) or hub_id.endswith(".gguf"):
+        near = get_close_matches(name.lower(), short_names(), n=1)
+        raise UsageError(
+            f"there is no file or directory {name}, and it is no hub id (owner/name), no short "
+            f"name and no model of Ollama's; {f'did you mean {near[0]}? ' if near else ''}"
+            "triforce list shows the models on this machine"
+        )
+    return hub.downloaded(hub_id, announce)
+
+
+def local(model: str | Path) -> Path | None:
+    """Return the directory or file of a model that is on this machine under a name of its own: a
+    path, or Ollama's name. None for all others.
+
+    Raises UsageError for what is no name.
+    """
+    if not isinstance(model, (str, Path)):
+        raise UsageError(f"a model is a path or a hub id, and this is {type(model).__name__}")
+    name = str(model)
+    if not name:
+        raise UsageError("the model's name is empty")
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    return None if name.startswith((".", "/", "~")) else ollama.file_of(name)
