@@ -1,4 +1,4 @@
-"""GGUF: one file of metadata and (quantised) tensors.
+"""GGUF: metadata and (quantised) tensors, in one file or in several parts.
 
 The header is parsed here, and every count and length is checked against the file size before
 anything is sized by it: a 113-byte file can hang the reader of gguf 0.19. The gguf package provides
@@ -8,8 +8,9 @@ the quantisation types and dequantises.
 from __future__ import annotations
 
 import math
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,9 @@ _PLAIN = {
     GGMLQuantizationType.F16: "float16",
     GGMLQuantizationType.BF16: "bfloat16",
 }
+# The end of the name of a part: its number and how many there are, both from 1.
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_MOST_PARTS = 1000
 # Number of bytes read at first, which include the headers of most small models.
 _HEADER_BYTES = 1 << 20
 _MAX_DIMENSIONS = 4
@@ -58,6 +62,9 @@ _MOST_STRINGS = 4 << 20
 
 @dataclass(frozen=True)
 class _Entry:
+    """A tensor, and where it is. start: its first byte in the file"""
+
+    file: OpenedFile
     shape: tuple[int, ...]
     kind: GGMLQuantizationType
     start: int
@@ -73,21 +80,44 @@ class GGUFArray:
 
 
 class GGUFSource:
-    """A .gguf file: `metadata` and tensors. The file stays open until `close`."""
+    """A GGUF file, or several that are the parts of one model: `metadata`, which is the first
+    part's, and tensors. The files stay open until `close`.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError for anything that is not a valid GGUF file."""
+        """path: the file, or the first of its parts
+
+        Raises CheckpointError for anything that is not a valid GGUF file.
+        """
         self.path = path
-        self._file = OpenedFile(path)
+        self._files: list[OpenedFile] = []
         try:
-            self.metadata, self._entries = _Walker(self._file).header()
+            self.metadata, self._entries = self._opened(path)
+            count = self.metadata.get("split.count", 1)
+            for part in _further_parts(path, count, self.metadata.get("split.no", 0)):
+                self._add_part(part)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
+
+    def _opened(self, path: Path) -> tuple[dict[str, Any], dict[str, _Entry]]:
+        """Open a file and return its metadata and its tensors."""
+        file = OpenedFile(path)
+        self._files.append(file)
+        return _Walker(file).header()
+
+    def _add_part(self, path: Path) -> None:
+        number = len(self._files)
+        metadata, entries = self._opened(path)
+        if metadata.get("split.no") != number:
+            raise CheckpointError(f"{path} is not part {number + 1} of {self.path}")
+        if twice := self._entries.keys() & entries.keys():
+            raise CheckpointError(f"{path}: tensor {min(twice)} is in an earlier part too")
+        self._entries |= entries
 
     @property
     def files(self) -> list[Path]:
-        return [self.path]
+        return [file.path for file in self._files]
 
     def names(self) -> frozenset[str]:
         return frozenset(self._entries)
@@ -131,24 +161,24 @@ class GGUFSource:
         elements, nbytes = GGML_QUANT_SIZES[entry.kind]
         if len(entry.shape) < 2:
             raw = np.empty(into.numel() * nbytes, np.uint8)
-            self._file.fill(memoryview(raw), entry.start + corner.row * nbytes, name)
+            entry.file.fill(memoryview(raw), entry.start + corner.row * nbytes, name)
             into.copy_(torch.from_numpy(converted(raw)).view(into.shape))
             return
         begin, end = corner.column // elements, -(-(corner.column + columns) // elements)
         before = corner.column - begin * elements
         row_bytes, width = entry.shape[-1] // elements * nbytes, (end - begin) * nbytes
         start = entry.start + corner.row * row_bytes
-        self._file.expect(start, into.numel() // into.shape[-1] * row_bytes)
+        entry.file.expect(start, into.numel() // into.shape[-1] * row_bytes)
 
         def read(row: int, count: int) -> np.ndarray:
             """Return the blocks of `count` rows from `row` on, [rows, width]."""
             raw = np.empty((count, width), np.uint8)
             at = start + row * row_bytes + begin * nbytes
             if width == row_bytes:
-                self._file.fill(memoryview(raw).cast("B"), at, name)
+                entry.file.fill(memoryview(raw).cast("B"), at, name)
                 return raw
             for index in range(count):
-                self._file.fill(memoryview(raw[index]), at + index * row_bytes, name)
+                entry.file.fill(memoryview(raw[index]), at + index * row_bytes, name)
             return raw
 
         # A step is a whole number of indices of the first dimension, so of rows and blocks too.
@@ -163,7 +193,30 @@ class GGUFSource:
 
     def close(self) -> None:
         self._entries = {}
-        self._file.close()
+        for file in self._files:
+            file.close()
+
+
+def _further_parts(path: Path, count: object, number: object) -> Iterator[Path]:
+    """Yield the parts of a model after its first one, as llama.cpp names them.
+
+    count, number: the file's `split.count` and `split.no`
+    Raises CheckpointError.
+    """
+    if count in (0, 1):
+        return
+    if type(count) is not int or not 1 < count <= _MOST_PARTS:
+        raise CheckpointError(f"{path}: split.count {count!r} is not a sound number")
+    named = PART.search(path.name)
+    if not named or int(named[2]) != count:
+        raise CheckpointError(
+            f"{path} is one of {count} parts, whose name should end with -00001-of-{count:05}.gguf"
+        )
+    if number != 0 or int(named[1]) != 1:
+        first = path.with_name(f"{path.name[: named.start()]}-00001-of-{named[2]}.gguf")
+        raise CheckpointError(f"{path} is a later part of a model: give its first part, {first}")
+    for part in range(2, count + 1):
+        yield path.with_name(f"{path.name[: named.start()]}-{part:05}-of-{count:05}.gguf")
 
 
 def _dequantise(raw: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
@@ -232,7 +285,7 @@ class _Walker:
         nbytes = elements // block * block_bytes
         if start + nbytes > self._size:
             raise self._error(f"tensor {name} ends at byte {start + nbytes}, past the file's end")
-        return _Entry(dims[::-1], kind, start, nbytes)
+        return _Entry(self._file, dims[::-1], kind, start, nbytes)
 
     def _value(self, kind: GGUFValueType, depth: int) -> Any:
         if kind == GGUFValueType.STRING:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from triforce_offload.checkpoint.gguf import PART
+
 # Projectors of images and adapters lie beside models and are none.
 _NO_MODEL = re.compile(r"mmproj|-lora", re.IGNORECASE)
-PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 class Place(NamedTuple):

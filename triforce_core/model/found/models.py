@@ -9,7 +9,8 @@ from pathlib import Path
 from triforce_core.model.checkpoints.checkpoint import open_checkpoint
 from triforce_core.model.families.hf import from_hf
 from triforce_core.model.found import hub, ollama
-from triforce_core.model.found.folders import PART, Place, models_in, places
+from triforce_core.model.found.folders import Place, models_in, places
+from triforce_offload.checkpoint.gguf import PART
 from triforce_offload.checkpoint.header import read_json
 from triforce_offload.errors import TriforceError
 
