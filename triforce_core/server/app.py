@@ -16,14 +16,13 @@ from starlette.exceptions import HTTPException
 from triforce_core.server.answers import ClientGoneError
 from triforce_core.server.asking import Asking
 from triforce_core.server.errors import NotReadyError, QueueFullError, refused
-from triforce_core.server.guard import OLLAMA_PATH, BodyTooLargeError, Guard, too_large
+from triforce_core.server.guard import BodyTooLargeError, Guard, in_form, too_large
 from triforce_core.server.messages.sentences import sentence
 from triforce_core.server.metrics import Metrics
 from triforce_core.server.page_html import page_html
 from triforce_core.server.routes.ollama import ollama_routes
 from triforce_core.server.routes.openai import openai_routes
 from triforce_core.server.settings import ServerSettings
-from triforce_core.server.wording.ollama import ollama_error
 from triforce_core.server.wording.wording import refusal
 from triforce_core.server.worker import Worker
 from triforce_offload.errors import TriforceError
@@ -77,8 +76,7 @@ def _add_errors(app: FastAPI, settings: ServerSettings) -> None:
         request: Request, content: dict[str, Any], status: int, headers: Any = None
     ) -> JSONResponse:
         """Return an error in the format of the route's API."""
-        ollama = request.url.path.startswith(OLLAMA_PATH)
-        return JSONResponse(ollama_error(content) if ollama else content, status, headers)
+        return JSONResponse(in_form(request.url.path, content), status, headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -93,7 +91,7 @@ def _add_errors(app: FastAPI, settings: ServerSettings) -> None:
 
     @app.exception_handler(BodyTooLargeError)
     async def large(request: Request, error: BodyTooLargeError) -> JSONResponse:
-        return too_large(settings)
+        return too_large(request.url.path, settings)
 
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, error: ClientGoneError) -> Response:
@@ -104,7 +102,7 @@ def _add_errors(app: FastAPI, settings: ServerSettings) -> None:
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         # FastAPI reports a body that grows too large while it is read as a parsing error.
         if isinstance(error.__cause__, BodyTooLargeError):
-            return too_large(settings)
+            return too_large(request.url.path, settings)
         # It also reports a body that is not UTF-8, or that is nested too deeply, with status 400.
         unreadable = error.status_code == 400 and error.__cause__ is not None
         message = "the body cannot be read as JSON in UTF-8" if unreadable else str(error.detail)
@@ -116,3 +114,8 @@ def _add_errors(app: FastAPI, settings: ServerSettings) -> None:
         status, content = refused(error)
         busy = isinstance(error, (QueueFullError, NotReadyError))
         return said(request, content, status, {"Retry-After": _RETRY_SECONDS} if busy else None)
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> JSONResponse:
+        # A fault of this program. It is raised again after the answer, for the log.
+        return said(request, *reversed(refused(error)))

@@ -16,6 +16,7 @@ from triforce_core.params import SamplingParams, checked
 from triforce_core.requests.answer.parts import Split
 from triforce_core.requests.answer.reasoning import variables
 from triforce_core.requests.answer.split import format_of, split_of
+from triforce_core.requests.guiding import guide_of
 from triforce_core.server.answers import Answers
 from triforce_core.server.errors import ContextLengthError, UnknownModelError
 from triforce_core.server.messages.schema import MOST_CHOICES, ChatRequest, CompletionRequest
@@ -52,7 +53,10 @@ class Asking:
         given = variables(self.settings.reasoning) | body.template_variables
         turn = await self._prepared(lambda: self._turn(messages, given, uses))
         asked = Asked(turn, True, body.owner)
-        params = self._with_tools(self._fitting(asked, body.params), uses)
+        params = fitting = self._fitting(asked, body.params)
+        if uses.described:
+            # In another thread, because compiling a grammar may take long.
+            params = await self._prepared(lambda: self._with_tools(fitting, uses))
         guided = params.json_schema is not None or params.grammar is not None
         new_split = self._splits(turn.text, uses, guided=guided)
         return await self._answer(request, body, [asked], [params], wording_of(new_split))
@@ -88,9 +92,10 @@ class Asking:
     def _turn(
         self, messages: Sequence[Mapping[str, Any]], given: Mapping[str, Any], uses: ToolUse
     ) -> Turn:
-        if uses.described:
+        tokenizer = self.worker.engine.tokenizer
+        if uses.described and tokenizer.has_chat_template:
             # Rejects templates without tools, which would leave them out of the prompt.
-            format_of(self.worker.engine.tokenizer.chat_template)
+            format_of(tokenizer.chat_template)
         return self.worker.conversations.turn(messages, given, uses.described)
 
     def _with_tools(self, params: SamplingParams, uses: ToolUse) -> SamplingParams:
@@ -104,17 +109,28 @@ class Asking:
             grammar = form.grammar(uses.required_schemas)
             if grammar is None:
                 raise UsageError("tool_choice must be auto or none for this model's tool calls")
-            return replace(params, grammar=grammar)
+            params = replace(params, grammar=grammar)
+            self._check_grammar(params)
+            return params
         if not uses.parallel and form.ends:
             return replace(params, stop=(*params.stop, form.ends))
         return params
+
+    def _check_grammar(self, params: SamplingParams) -> None:
+        """Raise UsageError if the grammar of required tools cannot be used."""
+        engine = self.worker.engine
+        try:
+            guide_of(params, engine.tokenizer, engine.config)
+        except UsageError as error:
+            raise UsageError(f"a call of these tools cannot be required: {error}") from error
 
     def _splits(self, prompt: str, uses: ToolUse, *, guided: bool) -> NewSplit:
         """Return what makes splitters of the answers to a rendered prompt."""
         template, tools = self.worker.engine.tokenizer.chat_template, uses.schemas
 
         def new_split() -> Split:
-            return split_of(template, prompt, tools, guided=guided) or WholeAnswer()
+            split = split_of(template, prompt, tools, guided=guided, parallel=uses.parallel)
+            return split or WholeAnswer()
 
         return new_split
 

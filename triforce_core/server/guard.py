@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from triforce_core.server.settings import ServerSettings
+from triforce_core.server.wording.ollama import ollama_error
 from triforce_core.server.wording.wording import refusal
 
 OLLAMA_PATH = "/api/"
@@ -64,14 +66,16 @@ class Guard:
             host = headers.get("host", "")
             name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
             if name.lower() not in _LOCAL and name != settings.host:
-                return _answer(403, f"this server answers to this machine, and not to {host!r}")
+                return _answer(path, 403, f"the Host header does not name this machine: {host!r}")
         elif path not in _OPEN and not self._has_key(headers):
-            return _answer(401, "the API key is missing or wrong: send Authorization: Bearer KEY")
+            return _answer(
+                path, 401, "the API key is missing or wrong: send Authorization: Bearer KEY"
+            )
         length = headers.get("content-length", "0")
         if not length.isdecimal():
-            return _answer(400, f"content-length {length!r} is no number")
+            return _answer(path, 400, f"content-length {length!r} is not a number")
         if int(length) > settings.max_body:
-            return too_large(settings)
+            return too_large(path, settings)
         return None
 
     def _has_key(self, headers: Headers) -> bool:
@@ -87,10 +91,18 @@ def _as_json(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]
     return [*kept, (b"content-type", b"application/json")]
 
 
-def too_large(settings: ServerSettings) -> JSONResponse:
-    return _answer(413, f"the body is larger than the {settings.max_body} bytes that are taken")
+def too_large(path: str, settings: ServerSettings) -> JSONResponse:
+    """Return the answer to a body that is too large. path: the request's"""
+    return _answer(
+        path, 413, f"the body is larger than the {settings.max_body} bytes that this server takes"
+    )
 
 
-def _answer(status: int, message: str) -> JSONResponse:
+def in_form(path: str, error: dict[str, Any]) -> dict[str, Any]:
+    """Return an error body in the form of the API that a path belongs to. error: in OpenAI's"""
+    return ollama_error(error) if path.startswith(OLLAMA_PATH) else error
+
+
+def _answer(path: str, status: int, message: str) -> JSONResponse:
     kind = "authentication_error" if status == 401 else "invalid_request_error"
-    return JSONResponse(refusal(message, kind), status)
+    return JSONResponse(in_form(path, refusal(message, kind)), status)

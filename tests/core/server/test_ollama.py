@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from helpers import write_tokens_of_bytes
 from running import HELLO, Running, serving
 from tooled import WEATHER, write_tooled
 
@@ -95,6 +96,14 @@ def test_the_model_is_listed_and_described(tooled: Running) -> None:
         ("/api/embed", {"input": "x"}, "embeddings are not supported"),
         ("/api/chat", {"messages": HELLO, "tools": [WEATHER, WEATHER]}, "the same name"),
         ("/api/chat", {"messages": HELLO, "options": {"stop": ""}}, "must not be empty"),
+        ("/api/generate", {"prompt": "x", "images": ["AA=="]}, "pictures are not supported"),
+        ("/api/generate", {"prompt": "x", "context": [1]}, "context is not supported"),
+        ("/api/generate", {"prompt": "x", "template": "y"}, "template is not supported"),
+        ("/api/generate", {"prompt": "x", "raw": True, "system": "y"},
+         "system cannot be used with raw"),
+        ("/api/chat", {"messages": HELLO, "think": "x" * 40}, "think is true, false, or a level"),
+        ("/api/chat", {"messages": HELLO, "keep_alive": []}, "a number of seconds or a text"),
+        ("/api/nothing", {}, "Not Found"),
     ],
 )  # fmt: skip
 def test_errors_are_in_ollamas_form(
@@ -105,8 +114,74 @@ def test_errors_are_in_ollamas_form(
     assert said in json.loads(answer)["error"]
 
 
+def test_the_guards_errors_are_in_ollamas_form_too(tooled: Running, monkeypatch) -> None:
+    def said(body: Any, headers: dict[str, str]) -> tuple[int, str]:
+        status, _, answer = tooled.ask("POST", "/api/chat", body, headers)
+        return status, json.loads(answer)["error"]
+
+    assert said({}, {"Host": "elsewhere"})[0] == 403
+    assert "elsewhere" in said({}, {"Host": "elsewhere"})[1]
+    status, message = said("x" * ((32 << 20) + 1), {})
+    assert (status, "larger than" in message) == (413, True)
+    # A fault of the program, which no one foresaw.
+    monkeypatch.setattr(tooled.worker, "check_ready", lambda: 1 // 0)
+    assert said({"model": "tiny", "messages": HELLO}, {}) == (
+        500, "integer division or modulo by zero"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["mine", "mine:latest"])
+def test_the_tag_latest_is_no_other_model(speaking, name: str) -> None:
+    with serving(speaking, ServerSettings(name=name)) as running:
+        for asked in ("mine", "mine:latest"):
+            assert post(running, "/api/show", model=asked)
+            (answer,) = post(running, "/api/generate", model=asked)
+            assert (answer["model"], answer["done_reason"]) == (name, "load")
+        assert running.ask("POST", "/api/show", {"model": "mine:7b"})[0] == 404
+
+
+def test_a_model_that_reasons_in_channels_is_described_so(tmp_path) -> None:
+    with serving(write_tooled(tmp_path, "gpt-oss"), max_context=2000) as running:
+        (about,) = post(running, "/api/show")
+        assert about["capabilities"] == ["completion", "tools", "thinking"]
+
+
+def test_any_limit_of_tokens_is_taken(tooled: Running) -> None:
+    """0, -1 and -2 are no limit."""
+    for most in (0, -1, -2):
+        options = {"temperature": 0, "num_predict": most}
+        (answer,) = post(
+            tooled, "/api/generate", prompt="Hi", options=options, stream=False, think="high",
+            format=""
+        )  # fmt: skip
+        assert answer["eval_count"] > 20
+
+
 def test_the_key_is_asked_for(speaking) -> None:
     with serving(speaking, ServerSettings(name="tiny", api_key="secret")) as running:
-        assert running.ask("GET", "/api/tags")[0] == 401
+        status, _, answer = running.ask("GET", "/api/tags")
+        assert status == 401
+        assert "API key is missing" in json.loads(answer)["error"]
         key = {"Authorization": "Bearer secret"}
         assert running.ask("GET", "/api/tags", headers=key)[0] == 200
+
+
+def test_a_model_without_a_chat_template_continues_texts_alone(tmp_path) -> None:
+    write_tokens_of_bytes(tmp_path)
+    options = {"num_predict": 2}
+    with serving(tmp_path) as running:
+        assert post(running, "/api/generate", prompt="Hi", options=options)[-1]["eval_count"] == 2
+        (about,) = post(running, "/api/show")
+        assert about["capabilities"] == ["completion"]
+        for path, body, said in (
+            ("/api/generate", {"prompt": "Hi", "system": "x"}, "system cannot be used"),
+            ("/api/chat", {"messages": HELLO}, "the model has no chat template"),
+            (
+                "/api/chat",
+                {"messages": HELLO, "tools": [WEATHER]},
+                "the model has no chat template",
+            ),
+        ):
+            status, _, answer = running.ask("POST", path, {"model": "tiny", **body})
+            assert status == 400
+            assert said in json.loads(answer)["error"]

@@ -206,3 +206,14 @@ def test_nobody_learns_what_anothers_prompt_began_with(
         if sequences == 1:
             assert cached(text + "v", "three") >= len(text)
             assert cached(text + "u", None) >= len(text)
+
+
+def test_offsets_of_logprobs_are_positions_in_the_text(server) -> None:
+    asked = {"model": "tiny", "prompt": "Hi", "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    create = server.client.completions.create
+    whole = create(**asked).choices[0]
+    chunks = [each.choices[0] for each in create(**asked, stream=True)]
+    streamed = [at for each in chunks if each.logprobs for at in each.logprobs.text_offset]
+    assert streamed == whole.logprobs.text_offset
+    assert streamed[0] == 0
+    assert streamed[-1] > 0

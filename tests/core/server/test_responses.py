@@ -11,6 +11,11 @@ import pytest
 from running import HELLO, Running, serving
 from tooled import write_tooled
 
+from triforce_core.requests.stream import Piece
+from triforce_core.server.messages.responses import ResponsesRequest
+from triforce_core.server.wording.responses import Responses
+from triforce_core.server.wording.wording import WholeAnswer, refusal
+
 pytest.importorskip("llguidance")
 SCHEMA = {
     "type": "object",
@@ -37,6 +42,7 @@ def test_a_response_has_the_chats_text_whole_and_streamed(tooled: Running) -> No
     assert whole.output_text == said.content
     assert whole.status == "incomplete"
     assert whole.incomplete_details.reason == "max_output_tokens"
+    assert whole.output[-1].status == "incomplete"
     assert whole.usage.output_tokens == 20
     assert whole.usage.input_tokens == chat.usage.prompt_tokens
     events = list(client.responses.create(input="Hello", max_output_tokens=20, stream=True, **base))
@@ -47,6 +53,7 @@ def test_a_response_has_the_chats_text_whole_and_streamed(tooled: Running) -> No
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == whole.output_text
     assert events[-1].response.output_text == whole.output_text
+    assert events[-1].response.output[-1].status == "incomplete"
 
 
 def test_instructions_items_and_chats_of_the_same_messages_agree(tooled: Running) -> None:
@@ -80,6 +87,68 @@ def test_instructions_items_and_chats_of_the_same_messages_agree(tooled: Running
     chat = client.chat.completions.create(messages=messages, max_tokens=12, **base)
     assert response.output_text == chat.choices[0].message.content
     assert response.usage.input_tokens == chat.usage.prompt_tokens
+
+
+def test_reasoning_and_text_between_calls_are_kept(tooled: Running) -> None:
+    """A message of a chat has one reasoning and one text: what an answer had is put together."""
+
+    def call(at: int) -> dict[str, Any]:
+        return {"type": "function_call", "call_id": f"c{at}", "name": "go", "arguments": "{}"}
+
+    def reasoned(text: str) -> dict[str, Any]:
+        content = [{"type": "reasoning_text", "text": text}]
+        return {"type": "reasoning", "id": "r", "summary": [], "content": content}
+
+    said = {"type": "message", "role": "assistant", "content": "B"}
+    output = {"type": "function_call_output", "call_id": "c1", "output": "Sun"}
+    items = [
+        reasoned("1"),
+        call(1),
+        reasoned("2"),
+        reasoned("3"),
+        call(2),
+        said,
+        output,
+        said,
+        said,
+    ]
+    body = ResponsesRequest(model="tiny", input=[{"role": "user", "content": "Hi"}, *items])
+    messages = [each.as_dict() for each in body.as_chat().messages]
+    assert [each["role"] for each in messages] == ["user", "assistant", "tool", *["assistant"] * 2]
+    assert messages[1]["reasoning_content"] == "123"
+    assert messages[1]["content"] == "B"
+    assert [each["id"] for each in messages[1]["tool_calls"]] == ["c1", "c2"]
+    assert [each["content"] for each in messages[3:]] == ["B", "B"]
+
+
+def test_a_response_that_fails_keeps_its_text() -> None:
+    wording = Responses(ResponsesRequest(model="tiny", input="Hi"), None, WholeAnswer)
+    wording.begin(1)
+    for text in "Hel", "lo":
+        wording.piece(0, Piece(text, "plain"))
+    event = wording.failed(refusal("planted", "server_error"))
+    response = json.loads(event.split("data: ")[1])["response"]
+    assert response["status"] == "failed"
+    assert response["error"] == {"code": "server_error", "message": "planted"}
+    (item,) = response["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "Hello")
+
+
+def test_the_clients_stream_is_whole_and_can_be_sent_back(tooled: Running) -> None:
+    asked = {"model": "tiny", "tools": [TOOL], "tool_choice": "required"}
+    with tooled.client.responses.stream(input="Hi", **asked) as stream:
+        response = stream.until_done().get_final_response()
+    (call,) = response.output
+    assert call.parsed_arguments["city"] in ("Paris", "Rome")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Sun"}
+    with tooled.client.responses.stream(
+        model="tiny", input=[{"role": "user", "content": "Hi"}, call, output], max_output_tokens=4
+    ) as stream:
+        *_, last = stream
+    assert last.type in ("response.completed", "response.incomplete")
+    items = [call, output, *last.response.output]
+    again = tooled.client.responses.create(model="tiny", input=items, max_output_tokens=2)
+    assert again.usage.output_tokens
 
 
 def test_calls_are_items_and_can_be_sent_back(tooled: Running) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,22 @@ from tooled import TIME, WEATHER, write_tooled
 pytest.importorskip("llguidance")
 BASE = {"model": "tiny", "messages": HELLO, "tools": [WEATHER, TIME], "temperature": 0}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+REQUIRED = {"tool_choice": "required"}
+DEEP = json.loads('{"a":' * 300 + "1" + "}" * 300)
+# A body's path, what it needs besides the model, and a field of any content in it.
+FREE = [
+    ("/v1/chat/completions", {"messages": HELLO}, "chat_template_kwargs"),
+    ("/v1/chat/completions", {"messages": HELLO}, "metadata"),
+    ("/v1/responses", {"input": "Hi"}, "metadata"),
+    ("/v1/responses", {"input": "Hi"}, "chat_template_kwargs"),
+    ("/api/chat", {"messages": HELLO}, "format"),
+    ("/api/generate", {"prompt": "Hi"}, "format"),
+]
+
+
+def function(**parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 @pytest.fixture(scope="module", params=["hermes", "qwen3.5", "llama", "gpt-oss"])
@@ -136,6 +153,16 @@ def test_one_call_at_most_where_parallel_calls_are_off(hermes) -> None:
             "the arguments of a call are a JSON object, as text",
         ),
         ({"tools": [TIME] * 600}, "tools must have 512 entries or less"),
+        (
+            {"tools": [function(properties={"a": {"$ref": "#/nowhere"}})]} | REQUIRED,
+            "a call of these tools cannot be required: .* '/nowhere' does not exist",
+        ),
+        (
+            {"tools": [function(properties={"a": {"$ref": "#/nowhere"}})], "stream": True}
+            | REQUIRED,
+            "a call of these tools cannot be required",
+        ),
+        ({"tools": [function(x={"y": DEEP})]}, "parameters: the value is nested too deeply"),
     ],
 )
 def test_wrong_tools_are_refused(hermes, change: dict[str, Any], said: str) -> None:
@@ -158,3 +185,45 @@ def test_the_answer_can_be_sent_back(hermes: Running) -> None:
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "Sun"}
     messages = [*HELLO, message.model_dump(), result]
     assert create(**BASE | {"messages": messages}, max_tokens=2).usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize(("path", "body", "field"), FREE)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_json_in_utf_8_is_refused(
+    hermes: Running, path: str, body: dict[str, Any], field: str, stream: bool
+) -> None:
+    """Python reads it, and an answer could not repeat it."""
+    for odd in ({"a": float("nan")}, {"a": [float("inf")]}, {"a": "\ud800"}, {"\ud800": 1}, DEEP):
+        asked = {"model": "tiny", "stream": stream, **body, field: odd}
+        status, _, answer = hermes.ask("POST", path, asked)
+        assert status == 400
+        error = json.loads(answer)["error"]
+        message = error if path.startswith("/api/") else error["message"]
+        assert message.startswith(f"{field}: ")
+
+
+def test_a_call_cannot_be_required_without_llguidance(hermes: Running, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=r"pip install 'triforce-offload\[grammar"):
+            hermes.client.chat.completions.create(**BASE, tool_choice="required", stream=stream)
+
+
+def test_several_streamed_choices_with_calls_can_be_sent_back(tooled: Running) -> None:
+    """By the client's own helper, which adds what it has read to the message."""
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    asked = BASE | {"tools": [strict], "tool_choice": "required"}
+    with tooled.client.chat.completions.stream(
+        **asked, n=2, logprobs=True, top_logprobs=1, stream_options={"include_usage": True}
+    ) as stream:
+        kept = stream.until_done().get_final_completion()
+    assert kept.usage.completion_tokens == sum(len(each.logprobs.content) for each in kept.choices)
+    for choice in kept.choices:
+        assert choice.finish_reason == "tool_calls"
+        (call,) = choice.message.tool_calls
+        checked(call.function.arguments)
+        result = {"role": "tool", "tool_call_id": call.id, "content": "Sun"}
+        answer = tooled.client.chat.completions.create(
+            model="tiny", messages=[*HELLO, choice.message, result], max_tokens=2
+        )
+        assert answer.usage.completion_tokens

@@ -4,10 +4,9 @@ their own, so that a text needs no escapes.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-_MOST_DEEP = 64
+from triforce_core.requests.answer.arguments import MOST_DEEP, loaded
 
 
 def parsed(text: str, quote: str) -> dict[str, Any]:
@@ -34,7 +33,7 @@ class _Reader:
 
     def value(self, depth: int) -> Any:
         """Return the next value. Raises ValueError."""
-        if depth > _MOST_DEEP:
+        if depth > MOST_DEEP:
             raise ValueError("the arguments are nested too deeply")
         self.skip()
         if self._text.startswith(self._quote, self.at):
@@ -45,7 +44,7 @@ class _Reader:
             return self._list(depth)
         bare = self._bare(",}]")
         try:
-            return json.loads(bare)
+            return loaded(bare)
         except ValueError:
             return bare
 

@@ -43,60 +43,74 @@ class ReasoningSplit:
         self._tags = tags
         # Whether the reasoning has begun; and whether only blank lines came since the last tag.
         self._begun = self._blank = prompt.rstrip().endswith(tags.begins)
-        self._held = ""
         self._answers = False
+        # What is held back: blank text, and after it a part of a tag.
+        self._spaces: list[str] = []
+        self._held = ""
 
     def take(self, text: str) -> Parts:
         """Return what a piece of the text completes."""
-        self._held += text
-        reasoning = answer = ""
-        while True:
-            if self._blank and not self._without_blank_lines():
-                break
-            if self._answers:
-                answer, self._held = answer + self._held, ""
-                break
-            if not self._begun:
-                # The reasoning is at the beginning, after blank text at most, or there is none.
-                rest, tag = self._held.lstrip(), self._tags.begins
-                if rest.startswith(tag):
-                    self._held, self._begun, self._blank = rest[len(tag) :], True, True
-                    continue
-                if tag.startswith(rest):
-                    break
-                self._answers = True
-                continue
-            before, found, after = self._held.partition(self._tags.ends)
-            if found:
-                reasoning += before.rstrip()
-                self._held, self._answers, self._blank = after, True, True
-                continue
-            kept = _tail(self._held, self._tags.ends)
-            reasoning += self._held[: len(self._held) - kept]
-            self._held = self._held[len(self._held) - kept :]
-            break
-        return Parts(reasoning, answer)
+        text, self._held = self._held + text, ""
+        reasoning, answer = [], ""
+        while text:
+            if self._blank:
+                text = self._without_blank_lines(text)
+            elif self._answers:
+                answer, text = text, ""
+            elif self._begun:
+                before, found, after = text.partition(self._tags.ends)
+                text = after
+                ready = len(before) - (0 if found else begun(before, self._tags.ends))
+                reasoning += self._until_blank(before[:ready])
+                self._held = before[ready:]
+                if found:
+                    self._spaces, self._answers, self._blank = [], True, True
+            else:
+                text = self._begin(text)
+        return Parts("".join(reasoning), answer)
 
     def finish(self) -> Parts:
         """Return the text that was held back."""
-        rest, self._held = self._held, ""
+        rest = "".join([*self._spaces, self._held])
+        self._spaces, self._held = [], ""
         return Parts(rest) if self._begun and not self._answers else Parts("", rest)
 
-    def _without_blank_lines(self) -> bool:
-        """Drop blank lines at the beginning of what is held. Return whether more than blank text is
-        held, whose first line keeps its indentation.
+    def _begin(self, text: str) -> str:
+        """Return the text after the opening tag, or the whole text of an answer without one.
+
+        The reasoning is at the beginning, after blank text at most, or there is none.
         """
-        rest = self._held.lstrip()
-        blank = self._held[: len(self._held) - len(rest)]
-        self._held = blank[blank.rfind("\n") + 1 :] + rest
-        self._blank = not rest
-        return bool(rest)
+        rest, tag = text.lstrip(), self._tags.begins
+        self._spaces.append(text[: len(text) - len(rest)])
+        if rest.startswith(tag):
+            self._spaces, self._begun, self._blank = [], True, True
+            return rest[len(tag) :]
+        if tag.startswith(rest):
+            self._held = rest
+            return ""
+        rest = "".join(self._spaces) + rest
+        self._spaces, self._answers = [], True
+        return rest
 
+    def _until_blank(self, text: str) -> list[str]:
+        """Return the text without the blank text at its end, which is held back."""
+        ready, said = text.rstrip(), []
+        if ready:
+            said, self._spaces = [*self._spaces, ready], []
+        self._spaces.append(text[len(ready) :])
+        return said
 
-def _tail(text: str, tag: str) -> int:
-    """Return how many characters at the end may begin the closing tag: blank text before it, and a
-    part of it.
-    """
-    part = begun(text, tag)
-    rest = text[: len(text) - part]
-    return part + len(rest) - len(rest.rstrip())
+    def _without_blank_lines(self, text: str) -> str:
+        """Return the text without the blank lines at its beginning. The first line that is not
+        blank keeps its indentation, which is held back until then.
+        """
+        rest = text.lstrip()
+        blank = text[: len(text) - len(rest)]
+        if "\n" in blank:
+            self._spaces = []
+        self._spaces.append(blank[blank.rfind("\n") + 1 :])
+        if not rest:
+            return ""
+        text = "".join(self._spaces) + rest
+        self._spaces, self._blank = [], False
+        return text

@@ -10,9 +10,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from triforce_core.model.tokenizing.shown import FUNCTION_GEMMA_TAGS, GEMMA_TAGS, MISTRAL_TAGS
+from triforce_core.requests.answer.arguments import DECODER, as_arguments, dumped, loaded
 from triforce_core.requests.answer.channels import CHANNEL
 from triforce_core.requests.answer.gemma_arguments import parsed
 from triforce_core.requests.answer.parts import ToolCall, Tools
+from triforce_core.requests.answer.schemas import (
+    choices,
+    is_written_as_text,
+    properties_of,
+    required_of,
+    typed,
+)
+from triforce_offload.errors import UsageError
 
 # How JSON is spaced where a grammar holds: as the family's own template or training writes it.
 _SPACED, _DENSE = (
@@ -25,7 +34,9 @@ _SPACED, _DENSE = (
     }
     for space in (" ", "")
 )
-_ANYTHING: Mapping[str, Any] = {"type": "object"}
+_XML_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
+_BLANK = re.compile(r"\s*")
+_XML_KEY, _GLM_KEY = re.compile(r">"), re.compile(r"</arg_key>\s*<arg_value>")
 
 
 @dataclass(frozen=True)
@@ -46,8 +57,15 @@ class ToolFormat(ABC):
         Raises ValueError if it makes none.
         """
 
+    def may_end(self, body: str, tools: Tools) -> bool:
+        """Return whether a body without a closing tag can be complete."""
+        return True
+
     def grammar(self, tools: Tools) -> str | None:
-        """Return a Lark grammar of one call of any of the tools, None if there is none."""
+        """Return a Lark grammar of one call of any of the tools, None if there is none.
+
+        Raises UsageError if a tool cannot be called in this format.
+        """
         return None
 
 
@@ -78,16 +96,19 @@ class JsonCalls(ToolFormat):
     arguments: str = "arguments"
 
     def calls(self, body: str, tools: Tools) -> list[ToolCall]:
-        given = json.loads(body)
-        return [_call_of(each) for each in (given if isinstance(given, list) else [given])]
+        return _calls_of(loaded(body))
 
     def grammar(self, tools: Tools) -> str:
-        schemas = [_schema_of_call(name, tools[name], self.arguments) for name in tools]
-        call = f"%json {json.dumps({'anyOf': schemas, **_SPACED})}"
-        if not self.begins:
-            return f"start: {call}\n"
-        begins, ends = _text(f"{self.begins}\n"), _text(f"\n{self.ends}")
-        return f"start: {begins} call {ends}\ncall: {call}\n"
+        rules = []
+        for at, (name, schema) in enumerate(tools.items()):
+            head = _text(f'{{"name": {json.dumps(name)}, "{self.arguments}": ')
+            rules.append(f'f{at}: {head} a{at} "}}"')
+            rules.append(f"a{at}: {_json(_of_an_object(schema), _SPACED)}")
+        functions = _any_function(tools)
+        if self.begins:
+            begins, ends = _text(f"{self.begins}\n"), _text(f"\n{self.ends}")
+            functions = f"{begins} {functions} {ends}"
+        return "\n".join([f"start: {functions}", *rules, ""])
 
 
 @dataclass(frozen=True)
@@ -97,10 +118,10 @@ class LlamaCalls(JsonCalls):
     arguments: str = "parameters"
 
     def calls(self, body: str, tools: Tools) -> list[ToolCall]:
-        decoder, found, at = json.JSONDecoder(), [], 0
+        found, at = [], 0
         body = body.strip()
         while at < len(body):
-            given, at = decoder.raw_decode(body, at)
+            given, at = DECODER.raw_decode(body, at)
             found.append(_call_of(given))
             while at < len(body) and body[at] in "; \n":
                 at += 1
@@ -114,42 +135,47 @@ class XmlCalls(ToolFormat):
     """A function and its parameters in tags of their own: Qwen3-Coder, Qwen3.5 to 3.8."""
 
     def calls(self, body: str, tools: Tools) -> list[ToolCall]:
-        found = re.fullmatch(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*", body, re.DOTALL)
-        if not found:
+        found = _XML_FUNCTION.match(body)
+        rest = body.rstrip()
+        # Without its closing tag, the call was cut off.
+        if not found or not rest.endswith("</function>"):
             raise ValueError("it calls no function")
-        name, rest = found[1].strip(), found[2]
-        written = re.findall(
-            r"<parameter=([^>\n]+)>(.*?)</parameter>\s*(?=<parameter=|$)", rest, re.DOTALL
-        )
-        if not written and rest.strip():
-            raise ValueError("its parameters cannot be read")
+        name, rest = found[1].strip(), rest[found.end() :].removesuffix("</function>")
+        written = _pairs(rest, "<parameter=", _XML_KEY, "</parameter>")
         # One line break stands before and after each value.
         values = {
-            key.strip(): value.removeprefix("\n").removesuffix("\n") for key, value in written
+            key: value.removeprefix("\n").removesuffix("\n") for key, value in written.items()
         }
-        return [ToolCall(name, _typed(values, tools.get(name, {})))]
+        return [ToolCall(name, typed(values, tools.get(name, {})))]
 
     def grammar(self, tools: Tools) -> str:
         rules = []
         for at, (name, schema) in enumerate(tools.items()):
-            properties = schema.get("properties", {})
-            required = schema.get("required", ())
-            parts = [_text(f"<function={name}>\n")]
-            for i, (key, value) in enumerate(properties.items()):
+            parts, required = [_text(f"<function={name}>\n")], required_of(schema)
+            for i, (key, value) in enumerate(properties_of(schema).items()):
+                if not key or key != key.strip() or set(key) & {">", "\n"}:
+                    raise UsageError(f"this model cannot write a parameter with the name {key!r}")
                 rule = f"p{at}_{i}"
                 parts.append(rule + ("" if key in required else "?"))
-                begins, ends = _text(f"<parameter={key}>\n"), _text("\n</parameter>\n")
-                typed = f"{rule}: {begins} v{at}_{i}"
-                if _is_text(value):
-                    rules += [typed, f"v{at}_{i}[suffix={ends}]: /(?s:.*)/"]
-                else:
-                    rules += [f"{typed} {ends}", f"v{at}_{i}: %json {json.dumps(value)}"]
+                rules += _xml_parameter(rule, key, value, schema)
             parts.append(_text("</function>\n"))
             rules.append(f"f{at}: {' '.join(parts)}")
-        functions = " | ".join(f"f{at}" for at in range(len(tools)))
         begins = _text(f"{self.begins}\n")
-        start = f"start: {begins} ({functions}) {_text(self.ends)}"
+        start = f"start: {begins} {_any_function(tools)} {_text(self.ends)}"
         return "\n".join([start, *rules, ""])
+
+
+def _xml_parameter(rule: str, key: str, value: object, root: Mapping[str, Any]) -> list[str]:
+    """Return the rules of a parameter. root: the schema that contains the value's"""
+    begins, ends = _text(f"<parameter={key}>\n"), _text("\n</parameter>\n")
+    typed_rule, own = f"{rule}: {begins} v{rule}", f"v{rule}"
+    if not is_written_as_text(value, root):
+        within = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        schema = {**within, **value} if isinstance(value, Mapping) else value
+        return [f"{typed_rule} {ends}", f"{own}: {_json(schema, _SPACED)}"]
+    if texts := choices(value, root):
+        return [f"{typed_rule} {ends}", f"{own}: {' | '.join(map(_text, texts))}"]
+    return [typed_rule, f"{own}[suffix={ends}]: /(?s:.*)/"]
 
 
 @dataclass(frozen=True)
@@ -157,13 +183,17 @@ class GlmCalls(ToolFormat):
     """A name, and then keys and values in tags: GLM-4.5 and later."""
 
     def calls(self, body: str, tools: Tools) -> list[ToolCall]:
-        name, _, rest = body.strip().partition("<arg_key>")
-        pair = r"(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?:<arg_key>|$)"
-        written = re.findall(pair, rest, re.DOTALL)
-        if not name.strip() or (rest and not written):
+        name, tag, rest = body.strip().partition("<arg_key>")
+        name = name.strip()
+        if not name:
             raise ValueError("it calls no function")
-        values = {key.strip(): value for key, value in written}
-        return [ToolCall(name.strip(), _typed(values, tools.get(name.strip(), {})))]
+        values = _pairs(tag + rest, "<arg_key>", _GLM_KEY, "</arg_value>")
+        return [ToolCall(name, typed(values, tools.get(name, {})))]
+
+    def may_end(self, body: str, tools: Tools) -> bool:
+        # A part of a name is a name too.
+        name = body.strip()
+        return name.endswith("</arg_value>") or (name in tools and not required_of(tools[name]))
 
 
 @dataclass(frozen=True)
@@ -176,7 +206,7 @@ class GemmaCalls(ToolFormat):
         found = re.fullmatch(r"\s*call:\s*([^\s{]+)\s*(\{.*\})\s*", body, re.DOTALL)
         if not found:
             raise ValueError("it calls no function")
-        return [ToolCall(found[1], _dumped(parsed(found[2], self.quote)))]
+        return [ToolCall(found[1], dumped(parsed(found[2], self.quote)))]
 
 
 @dataclass(frozen=True)
@@ -186,10 +216,11 @@ class MistralCalls(ToolFormat):
     def calls(self, body: str, tools: Tools) -> list[ToolCall]:
         name, tag, arguments = body.partition(MISTRAL_TAGS[1])
         if not tag:
-            given = json.loads(body)
-            return [_call_of(each) for each in (given if isinstance(given, list) else [given])]
-        json.loads(arguments)
-        return [ToolCall(name.partition(MISTRAL_TAGS[2])[0].strip(), arguments.strip())]
+            return _calls_of(loaded(body))
+        name = name.partition(MISTRAL_TAGS[2])[0].strip()
+        if not name:
+            raise ValueError("it calls no function")
+        return [ToolCall(name, as_arguments(arguments))]
 
 
 @dataclass(frozen=True)
@@ -204,54 +235,75 @@ class ChannelCalls(ToolFormat):
         for at, (name, schema) in enumerate(tools.items()):
             header = _text(f"commentary to=functions.{name} ")
             rules.append(f'f{at}: {header} <|constrain|> "json" <|message|> a{at}')
-            rules.append(f"a{at}: %json {json.dumps({**(schema or _ANYTHING), **_DENSE})}")
-        functions = " | ".join(f"f{at}" for at in range(len(tools)))
-        return "\n".join([f"start: <|channel|> ({functions})", *rules, ""])
+            rules.append(f"a{at}: {_json(_of_an_object(schema), _DENSE)}")
+        return "\n".join([f"start: <|channel|> {_any_function(tools)}", *rules, ""])
+
+
+def _calls_of(given: object) -> list[ToolCall]:
+    """Return the calls that an object or a list of objects describes. Raises ValueError."""
+    calls = [_call_of(each) for each in (given if isinstance(given, list) else [given])]
+    if not calls:
+        raise ValueError("it calls no function")
+    return calls
 
 
 def _call_of(given: object) -> ToolCall:
     """Return the call that an object describes. Raises ValueError."""
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+    name = given.get("name") if isinstance(given, dict) else None
+    if not isinstance(name, str) or not name:
         raise ValueError("a call is an object with a name")
     arguments = given.get("arguments", given.get("parameters", {}))
+    # Some models write the arguments as text that is an object.
     if isinstance(arguments, str):
-        # Some models write the arguments as text that is an object.
-        arguments = json.loads(arguments)
+        return ToolCall(name, as_arguments(arguments))
     if not isinstance(arguments, dict):
         raise ValueError("the arguments of a call are an object")
-    return ToolCall(given["name"], _dumped(arguments))
+    return ToolCall(name, dumped(arguments))
 
 
-def _schema_of_call(name: str, schema: Mapping[str, Any], arguments: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, arguments: schema or _ANYTHING},
-        "required": ["name", arguments],
-        "additionalProperties": False,
-    }
+def _pairs(text: str, begins: str, between: re.Pattern[str], ends: str) -> dict[str, str]:
+    """Return keys and values that stand between tags. A value may contain its closing tag, unless
+    the next pair or the end follows. Takes time linear in the text's length.
+
+    between: what stands between a key and its value
+    Raises ValueError for text outside of the pairs.
+    """
+    found: dict[str, str] = {}
+    text = text.strip()
+    at = 0
+    while at < len(text):
+        middle = between.search(text, at)
+        if not text.startswith(begins, at) or not middle:
+            raise ValueError("the parameters cannot be read")
+        key = text[at + len(begins) : middle.start()].strip()
+        if not key or "\n" in key:
+            raise ValueError("a parameter has no name")
+        at = middle.end()
+        while True:
+            end = text.find(ends, at)
+            if end < 0:
+                raise ValueError(f"the value of {key!r} has no end")
+            at = _BLANK.match(text, end + len(ends)).end()
+            if at == len(text) or text.startswith(begins, at):
+                break
+        found[key] = text[middle.end() : end]
+    return found
 
 
-def _typed(values: Mapping[str, str], schema: Mapping[str, Any]) -> str:
-    """Return arguments that were written as text, with the types that the tool's schema gives."""
-    properties = schema.get("properties", {})
-    given: dict[str, Any] = {}
-    for key, text in values.items():
-        given[key] = text
-        if not _is_text(properties.get(key, {})):
-            try:
-                given[key] = json.loads(text)
-            except ValueError:
-                given[key] = {"True": True, "False": False, "None": None}.get(text.strip(), text)
-    return _dumped(given)
+def _of_an_object(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of objects only: arguments are always an object."""
+    return {**schema, "type": "object"}
 
 
-def _is_text(schema: object) -> bool:
-    """Return whether values of a schema are written as text, without quotes."""
-    return isinstance(schema, dict) and schema.get("type") == "string"
+def _json(schema: object, spacing: Mapping[str, Any]) -> str:
+    """Return the rule of a JSON value. Its schema is a root, so that references are found in it."""
+    given = schema if isinstance(schema, Mapping) else {}
+    return f"%json {json.dumps({**given, **spacing})}"
 
 
-def _dumped(arguments: Mapping[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+def _any_function(tools: Tools) -> str:
+    """Return a rule of any of the functions, which have the rules f0, f1 and so on."""
+    return f"({' | '.join(f'f{at}' for at in range(len(tools)))})"
 
 
 def _text(text: str) -> str:

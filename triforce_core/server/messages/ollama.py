@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from triforce_core.server.messages.schema import (
     MOST_MESSAGES,
@@ -15,20 +15,32 @@ from triforce_core.server.messages.schema import (
     Message,
     ResponseFormat,
 )
-from triforce_core.server.messages.strict import Strict, or_says
+from triforce_core.server.messages.strict import JsonObject, Strict, or_says
 from triforce_core.server.messages.tools import CallOfMessage, Function, FunctionCall, Tool
+from triforce_offload.errors import UsageError
 
 _LATEST = ":latest"
 
 
-def _without_tag(name: str) -> str:
-    return name.removesuffix(_LATEST)
+def same_model(asked: str, name: str) -> str:
+    """Return the name of the model that is served if a client asks for it, with the tag "latest" or
+    without, and else what the client asks for.
+    """
+    return name if asked.removesuffix(_LATEST) == name.removesuffix(_LATEST) else asked
 
 
-_Model = Annotated[str, AfterValidator(_without_tag)]
-_Think = Annotated[bool | str, or_says("think is true, false, or a level as text")]
+def _no_pictures(images: object) -> object:
+    if images:
+        raise ValueError("pictures are not supported: the model takes text alone")
+    return images
+
+
+_Pictures = Annotated[list[Any], BeforeValidator(_no_pictures)]
+_Level = Annotated[str, Field(min_length=1, max_length=32)]
+_Think = Annotated[bool | _Level, or_says("think is true, false, or a level as a short text")]
+_Duration = Annotated[str | float, or_says("keep_alive is a number of seconds or a text")]
 _Format = Annotated[
-    Literal["json", ""] | dict[str, Any],
+    Literal["json", ""] | JsonObject,
     or_says('format is "json" or a JSON schema'),
 ]
 
@@ -79,13 +91,13 @@ class Options(Strict):
 
 
 class _Asked(Strict):
-    model: _Model
+    model: str
     options: Options | None = None
     format: _Format | None = None
     stream: bool = True
     think: _Think | None = None
     # Accepted without effect: the model stays loaded.
-    keep_alive: str | float | None = None
+    keep_alive: _Duration | None = None
     logprobs: Literal[False] | None = None
 
     @property
@@ -113,7 +125,7 @@ class OllamaFunctionCall(Strict):
     """A call, whose arguments are an object."""
 
     name: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: JsonObject = Field(default_factory=dict)
     index: int | None = None
 
 
@@ -127,17 +139,10 @@ class OllamaMessage(Strict):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
-    images: Annotated[list[Any], Field(max_length=0)] | None = None
+    images: _Pictures | None = None
     tool_calls: list[OllamaCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-
-    @field_validator("images", mode="before")
-    @classmethod
-    def _without_pictures(cls, images: object) -> object:
-        if images:
-            raise ValueError("pictures are not supported: the model takes text alone")
-        return images
 
     def as_message(self) -> Message:
         """Return the message by OpenAI's names."""
@@ -182,11 +187,25 @@ class OllamaGenerate(_Asked):
     prompt: str = ""
     system: str | None = None
     raw: bool = False
-    images: Annotated[list[Any], Field(max_length=0)] | None = None
+    images: _Pictures | None = None
     # Accepted only with values that request nothing.
     suffix: Literal[""] | None = None
     template: Literal[""] | None = None
     context: Annotated[list[int], Field(max_length=0)] | None = None
+
+    @field_validator("suffix", "template", "context", mode="before")
+    @classmethod
+    def _requests_nothing(cls, given: object, info: ValidationInfo) -> object:
+        if given:
+            raise ValueError(f"{info.field_name} is not supported by this server")
+        return given
+
+    @field_validator("raw")
+    @classmethod
+    def _as_it_is(cls, raw: bool, info: ValidationInfo) -> bool:
+        if raw and info.data.get("system"):
+            raise ValueError("system cannot be used with raw, which continues the prompt as it is")
+        return raw
 
     def as_chat(self) -> ChatRequest:
         """Return the same request as a chat."""
@@ -195,17 +214,17 @@ class OllamaGenerate(_Asked):
         return ChatRequest(**self.common, **self.thinking, messages=messages)
 
     def as_completion(self) -> CompletionRequest:
-        """Return the same request as a text to continue."""
+        """Return the same request as a text to continue. Raises UsageError for a system prompt."""
+        if self.system:
+            raise UsageError("system cannot be used: the model has no chat template")
         common = self.common
         most = common.pop("max_tokens")
         # Without a limit, the text ends where the model or the context ends it.
-        return CompletionRequest(
-            **common, prompt=(self.system or "") + self.prompt, max_tokens=most or 1 << 31
-        )
+        return CompletionRequest(**common, prompt=self.prompt, max_tokens=most or 1 << 31)
 
 
 class OllamaShow(Strict):
-    model: _Model | None = None
+    model: str | None = None
     # An older name of the field.
-    name: _Model | None = None
+    name: str | None = None
     verbose: bool | None = None

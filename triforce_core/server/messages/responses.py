@@ -14,7 +14,7 @@ from triforce_core.server.messages.schema import (
     ResponseFormat,
     StreamOptions,
 )
-from triforce_core.server.messages.strict import Strict, or_says, text_alone
+from triforce_core.server.messages.strict import JsonObject, Strict, or_says, text_alone
 from triforce_core.server.messages.tools import (
     MOST_TOOLS,
     Arguments,
@@ -155,9 +155,9 @@ class ResponsesRequest(Strict):
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
     # Accepted without effect.
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     service_tier: str | None = None
     include: list[str] | None = None
     store: bool | None = None
@@ -201,10 +201,10 @@ class ResponsesRequest(Strict):
         messages: list[Message] = []
         if self.instructions:
             messages.append(Message(role="system", content=self.instructions))
-        reasoned: str | None = None
+        reasoned = ""
         for item in self.input:
             if isinstance(item, ReasoningItem):
-                reasoned = _text(item.content) or None
+                reasoned += _text(item.content)
                 continue
             if isinstance(item, OutputItem):
                 text = _text(item.output)
@@ -212,14 +212,20 @@ class ResponsesRequest(Strict):
             elif isinstance(item, CallItem):
                 # Calls belong to the message before them, as in chats.
                 if not messages or messages[-1].role != "assistant":
-                    messages.append(Message(role="assistant", reasoning_content=reasoned))
+                    messages.append(Message(role="assistant"))
+                _add_reasoning(messages[-1], reasoned)
                 called = FunctionCall(name=item.name, arguments=item.arguments)
                 call = CallOfMessage(id=item.call_id, function=called)
                 messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
             else:
-                own = {"reasoning_content": reasoned} if item.role == "assistant" else {}
-                messages.append(Message(role=item.role, content=_text(item.content), **own))
-            reasoned = None
+                answers = item.role == "assistant"
+                # The text after a call belongs to the message that calls.
+                if not (answers and messages and messages[-1].tool_calls):
+                    messages.append(Message(role=item.role))
+                messages[-1].content += _text(item.content)
+                if answers:
+                    _add_reasoning(messages[-1], reasoned)
+            reasoned = ""
         return messages or [Message(role="user")]
 
     def _tools(self) -> list[Tool] | None:
@@ -239,6 +245,11 @@ class ResponsesRequest(Strict):
         given = self.text.format
         schema = JsonSchema(schema=given.schema_) if given.schema_ else None
         return ResponseFormat(type=given.type, json_schema=schema)
+
+
+def _add_reasoning(message: Message, text: str) -> None:
+    if text:
+        message.reasoning_content = (message.reasoning_content or "") + text
 
 
 def _text(content: str | list[Part]) -> str:

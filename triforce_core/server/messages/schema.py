@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator
 
 from triforce_core.params import MOST_LOGPROBS, SamplingParams
-from triforce_core.server.messages.strict import Strict, or_says, text_alone
+from triforce_core.server.messages.strict import JsonObject, Strict, or_says, text_alone
 from triforce_core.server.messages.tools import (
     MOST_TOOLS,
     CallOfMessage,
@@ -53,6 +53,8 @@ class Message(Strict):
     # Clients may send an answer of this server back unchanged.
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     reasoning_content: str | None = None
+    # OpenAI's client adds it to an answer that it reads as JSON.
+    parsed: Any = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message as a chat template takes it."""
@@ -91,7 +93,7 @@ def as_dicts(messages: list[Message]) -> list[dict[str, Any]]:
 class JsonSchema(Strict):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -132,7 +134,7 @@ class Sampled(Strict):
     prompt_cache_key: _Name | None = None
     # Accepted without effect.
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     service_tier: str | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     # The names that vLLM and llama.cpp use for the same option.
@@ -201,7 +203,7 @@ class ChatRequest(Sampled):
 
     # Variables of the chat template, whose effect depends on the template.
     reasoning_effort: Annotated[str, Field(min_length=1, max_length=32)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
 
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None

@@ -55,6 +55,8 @@ def sentence(error: Mapping[str, Any]) -> tuple[str, str | None]:
     name = ".".join(map(str, where))
     if kind == "value_error":
         return f"{name}: {error['msg'].removeprefix(_OWN)}", name
+    if kind == "too_long" and not context["max_length"]:
+        return f"{name} must be empty", name
     if words := _WORDS.get(kind):
         return f"{name} {words.format_map(context)}", name
     return f"{name}: {error['msg']}", name

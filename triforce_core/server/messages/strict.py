@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -13,6 +15,24 @@ from pydantic import (
     WrapValidator,
     model_validator,
 )
+
+from triforce_core.requests.answer.arguments import check_depth
+
+
+def _as_json(given: dict[str, Any]) -> dict[str, Any]:
+    """Raise ValueError for what JSON in UTF-8 does not have, though Python reads it."""
+    check_depth(given)
+    try:
+        json.dumps(given, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("a text in it is not UTF-8 text") from error
+    except ValueError as error:
+        raise ValueError("a number in it is not finite") from error
+    return given
+
+
+# An object of any content.
+JsonObject = Annotated[dict[str, Any], AfterValidator(_as_json)]
 
 
 def or_says(words: str) -> WrapValidator:

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from triforce_core.requests.answer.arguments import as_arguments
 from triforce_core.requests.answer.parts import Tools
-from triforce_core.server.messages.strict import Strict, or_says
+from triforce_core.server.messages.strict import JsonObject, Strict, or_says
 from triforce_offload.errors import UsageError
 
 MOST_TOOLS = 512
@@ -22,7 +23,7 @@ class Function(Strict):
 
     name: _ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     # Arguments follow the schema strictly if `tool_choice` requires a call.
     strict: bool | None = None
 
@@ -50,20 +51,21 @@ ToolChoice = Annotated[
 def _of_an_object(arguments: str) -> str:
     """Raise ValueError unless the arguments of a call are an object."""
     try:
-        given = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        given = None
-    if not isinstance(given, dict):
-        raise ValueError("the arguments of a call are a JSON object, as text")
-    return arguments or "{}"
+        as_arguments(arguments)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("the arguments of a call are a JSON object, as text") from error
+    return arguments if arguments.strip() else "{}"
 
 
 Arguments = Annotated[str, AfterValidator(_of_an_object)]
 
 
 class FunctionCall(Strict):
+    """parsed_arguments: sent back by OpenAI's client, without effect"""
+
     name: str
     arguments: Arguments = "{}"
+    parsed_arguments: Any = None
 
 
 class CallOfMessage(Strict):

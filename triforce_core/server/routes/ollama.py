@@ -7,11 +7,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from triforce_core.requests.answer.reasoning import tags_of
+from triforce_core.requests.answer.split import reasons
 from triforce_core.requests.answer.tool_formats import tool_format
 from triforce_core.server.asking import Asking
 from triforce_core.server.guard import OLLAMA_PATH
-from triforce_core.server.messages.ollama import OllamaChat, OllamaGenerate, OllamaShow
+from triforce_core.server.messages.ollama import (
+    OllamaChat,
+    OllamaGenerate,
+    OllamaShow,
+    same_model,
+)
 from triforce_core.server.wording.ollama import OllamaMessages, OllamaTexts, now
 from triforce_offload.errors import UsageError
 
@@ -35,6 +40,7 @@ def _add_answers(router: APIRouter, asking: Asking) -> None:
 
     @router.post("/chat")
     async def chat(body: OllamaChat, request: Request) -> Response:
+        body.model = same_model(body.model, name)
         if not body.messages:
             asking.check(body.model)
             return JSONResponse(OllamaMessages(name).loaded())
@@ -44,6 +50,7 @@ def _add_answers(router: APIRouter, asking: Asking) -> None:
 
     @router.post("/generate")
     async def generate(body: OllamaGenerate, request: Request) -> Response:
+        body.model = same_model(body.model, name)
         asking.check(body.model)
         if not body.prompt:
             return JSONResponse(OllamaTexts(name).loaded())
@@ -83,11 +90,10 @@ def _add_models(router: APIRouter, asking: Asking) -> None:
 
     @router.post("/show")
     async def show(body: OllamaShow) -> dict[str, Any]:
-        asked = body.model or body.name or ""
-        asking.check(asked)
+        asking.check(same_model(body.model or body.name or "", name))
         family = asking.worker.engine.config.family
         template = asking.worker.engine.tokenizer.chat_template
-        able = {"tools": tool_format(template), "thinking": tags_of(template)}
+        able = {"tools": tool_format(template), "thinking": reasons(template)}
         return {
             "details": about()["details"] | {"family": family, "families": [family]},
             "model_info": {

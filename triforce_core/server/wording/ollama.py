@@ -122,11 +122,8 @@ def now() -> str:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.arguments)
-    except ValueError:
-        arguments = {}
-    return {"id": call_id(), "function": {"name": call.name, "arguments": arguments}}
+    function = {"name": call.name, "arguments": json.loads(call.arguments)}
+    return {"id": call_id(), "function": function}
 
 
 def _line(what: dict[str, Any]) -> str:

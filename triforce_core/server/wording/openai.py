@@ -7,6 +7,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from triforce_core.requests.answer.parts import Parts, Split, ToolCall, whole
@@ -179,13 +180,20 @@ class TextCompletions(_Completions):
     kind = streamed = "text_completion"
     prefix = "cmpl-"
 
+    def __init__(self, model: str, text_of: TextOf, *, logprobs: bool, usage: bool) -> None:
+        super().__init__(model, text_of, logprobs=logprobs, usage=usage)
+        # The number of characters that each streamed text has so far.
+        self._lengths: defaultdict[int, int] = defaultdict(int)
+
     def begin(self, texts: int) -> str:
         """Wording.begin."""
         return ""
 
     def piece(self, index: int, piece: Piece) -> str:
         """Wording.piece, with the piece's origin."""
-        logprobs = self._text_logprobs(piece.logprobs) if piece.logprobs else None
+        begins = self._lengths[index]
+        self._lengths[index] += len(piece.text)
+        logprobs = self._text_logprobs(piece.logprobs, begins) if piece.logprobs else None
         return self._chunk(index, {"text": piece.text}, logprobs=logprobs, origin=piece.origin)
 
     def last(self, index: int, completion: Completion) -> str:
@@ -201,16 +209,17 @@ class TextCompletions(_Completions):
             "finish_reason": _reason(completion, 0),
         }
 
-    def _text_logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _text_logprobs(self, tokens: Sequence[TokenLogprob], begins: int = 0) -> dict[str, Any]:
+        """Return log-probabilities. begins: the position of the first token in the text"""
         texts = [self._text(each.token) for each in tokens]
-        starts = [sum(map(len, texts[:i])) for i in range(len(texts))]
+        starts = list(accumulate(map(len, texts), initial=begins))
         return {
             "tokens": texts,
             "token_logprobs": [each.logprob for each in tokens],
             "top_logprobs": [
                 {self._text(token): value for token, value in each.likeliest} for each in tokens
             ],
-            "text_offset": starts,
+            "text_offset": starts[: len(texts)],
         }
 
 

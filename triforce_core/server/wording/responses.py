@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from triforce_core.model.tokenizing.tokenizer import Tokenizer
-from triforce_core.requests.answer.parts import Parts, ToolCall, joined, whole
+from triforce_core.requests.answer.parts import Parts, ToolCall, whole
 from triforce_core.requests.stream import Completion, Piece
 from triforce_core.server.messages.responses import ResponsesRequest
 from triforce_core.server.wording.wording import NewSplit, call_id, comment, event, timings, usage
@@ -25,10 +25,10 @@ class Responses:
         self._tokenizer = tokenizer
         self._new_split = new_split
         self._split = new_split()
-        self._parts = Parts()
+        self._reasoned: list[str] = []
         self._items: list[dict[str, Any]] = []
-        # The text so far of the item that is open, if one is.
-        self._open: str | None = None
+        # The pieces of text so far of the item that is open, if one is.
+        self._open: list[str] | None = None
         self._events = 0
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         choice = body.tool_choice or "auto"
@@ -58,12 +58,15 @@ class Responses:
     def whole(self, completions: Sequence[Completion], each: int) -> dict[str, Any]:
         """Wording.whole."""
         (completion,) = completions
-        self._parts = whole(self._new_split(), completion.text)
-        if self._parts.reasoning:
-            self._items.append(_reasoning(self._parts.reasoning))
-        if self._parts.answer or not self._parts.calls:
-            self._items.append(_message(self._parts.answer))
-        self._items += [_call(call) for call in self._parts.calls]
+        parts = whole(self._new_split(), completion.text)
+        self._reasoned.append(parts.reasoning)
+        if parts.reasoning:
+            self._items.append(_reasoning(parts.reasoning))
+        if parts.answer or not parts.calls:
+            self._items.append(_message(parts.answer))
+        self._items += [_call(call) for call in parts.calls]
+        if completion.finish_reason == "length":
+            self._cut()
         return self._finished(completion)
 
     def begin(self, texts: int) -> str:
@@ -86,6 +89,8 @@ class Responses:
         said = self._said(self._split.finish())
         if not self._items:
             said += self._opened(_MESSAGE)
+        if completion.finish_reason == "length":
+            self._cut()
         said += self._closed()
         response = self._finished(completion)
         return said + self._event(f"response.{response['status']}", response=response)
@@ -96,16 +101,24 @@ class Responses:
 
     def failed(self, error: dict[str, Any]) -> str:
         """Wording.failed."""
+        if self._open is not None:
+            self._items[-1]["content"][0]["text"] = "".join(self._open)
+            self._cut()
         about = error["error"]
         said = {"code": about["code"] or about["type"], "message": about["message"]}
         response = self._head | {"status": "failed", "output": self._items, "error": said}
         return self._event("response.failed", response=response)
 
+    def _cut(self) -> None:
+        """Mark the last item as incomplete if it is a text."""
+        if self._items and self._items[-1]["type"] == _MESSAGE:
+            self._items[-1]["status"] = "incomplete"
+
     def _finished(self, completion: Completion) -> dict[str, Any]:
         """Return the complete response."""
         cut = completion.finish_reason == "length"
         used = usage([completion], 1)
-        reasoned = self._parts.reasoning
+        reasoned = "".join(self._reasoned)
         return self._head | {
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -126,7 +139,7 @@ class Responses:
 
     def _said(self, parts: Parts) -> str:
         """Return the events of what a piece completes."""
-        self._parts = joined(self._parts, parts)
+        self._reasoned.append(parts.reasoning)
         said = ""
         if parts.reasoning:
             said += self._added(_REASONING, parts.reasoning)
@@ -141,7 +154,7 @@ class Responses:
         said = ""
         if self._open is None or self._items[-1]["type"] != kind:
             said = self._closed() + self._opened(kind)
-        self._open += text
+        self._open.append(text)
         extra = {} if kind == _REASONING else {"logprobs": []}
         return said + self._event(
             f"response.{_TEXT[kind]}.delta", delta=text, **self._at(), **extra
@@ -150,7 +163,7 @@ class Responses:
     def _opened(self, kind: str) -> str:
         item = _reasoning("") if kind == _REASONING else _message("")
         self._items.append(item)
-        self._open = ""
+        self._open = []
         begun = item | {"status": "in_progress", "content": []}
         said = self._event("response.output_item.added", item=begun, **self._place())
         part = item["content"][0]
@@ -160,7 +173,7 @@ class Responses:
         """Return the events that end the open item, if one is."""
         if self._open is None:
             return ""
-        item, text = self._items[-1], self._open
+        item, text = self._items[-1], "".join(self._open)
         kind, self._open = item["type"], None
         item["content"][0]["text"] = text
         extra = {} if kind == _REASONING else {"logprobs": []}

@@ -69,7 +69,7 @@ def event(what: dict[str, Any], name: str | None = None) -> str:
 
 def comment(progress: float) -> str:
     """Return a server-sent comment, which clients skip. progress: see `Wording.waiting`"""
-    return f": {progress:.2f} of the prompt is read\n\n"
+    return f": {progress:.2f} of the prompt is processed\n\n"
 
 
 def call_id() -> str:
